@@ -1,7 +1,7 @@
 """What the package uses of other libraries that they do not promise: private names, and methods that it overrides.
 
-After a new release of one of them `pytest tests/test_private_names.py` says what has changed. Look at each use, then
-write here what the new release has.
+After a new release of one of them `pytest tests/project/test_private_names.py` says what has changed. Look at each
+use, then write here what the new release has.
 """
 
 from __future__ import annotations

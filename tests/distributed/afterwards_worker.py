@@ -18,7 +18,7 @@ from hf_pipetransformer.runtime import gathering
 from hf_pipetransformer.state import weights
 from tests.distributed.scenarios import RANK, scenario
 from tests.models import build_model, collate, make_dataset
-from tests.test_trainers_checkpoints import Told
+from tests.state.test_trainers_checkpoints import Told
 
 
 MODEL = "bert_sequence"

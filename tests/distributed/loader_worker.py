@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Subset
 from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
+from tests.data.test_loaders import MODEL, close, logs_of, made
 from tests.distributed.scenarios import RANK, scenario
 from tests.models import collate, make_dataset
-from tests.test_loaders import MODEL, close, logs_of, made
 from tests.usages import untimed
 
 

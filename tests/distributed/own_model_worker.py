@@ -11,7 +11,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from tests import uncommon
 from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.models import collate
-from tests.test_own_models import MODELS, OwnSplitter, Stack, rows
+from tests.splitters.test_own_models import MODELS, OwnSplitter, Stack, rows
 
 
 ACROSS = ("wav2vec2", "openai_gpt", "longformer", "clip")

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.state.only_run import LOCK_FILE, _here, _start_of
 from tests.distributed.scenarios import scenario
-from tests.test_trainers_checkpoints import TRAINERS, losses, make
+from tests.state.test_trainers_checkpoints import TRAINERS, losses, make
 from tests.usages import USAGES, Line, Usage, assert_same, outcome, points, with_prompts
 
 

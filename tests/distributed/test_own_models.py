@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.own_model_worker import train_all
 from tests.distributed.scenarios import run
-from tests.test_own_models import MODELS
+from tests.splitters.test_own_models import MODELS
 
 
 pytestmark = pytest.mark.distributed

@@ -15,7 +15,7 @@ from hf_pipetransformer.comm.topology import let_group_threads_finish
 from hf_pipetransformer.pipe.pipe import Pipe
 from hf_pipetransformer.pipe.stages import WithDevice
 from tests.distributed.scenarios import run, scenario
-from tests.test_pipe import MODES, gradients, sequential
+from tests.pipe.test_pipe import MODES, gradients, sequential
 
 
 pytestmark = pytest.mark.distributed

@@ -1,0 +1,305 @@
+"""The activation cache of a training in one process, while layouts, weights and evaluation sets change."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.cache.chain import _context
+from hf_pipetransformer.cache.opening import CacheInputs, CacheStores
+from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.cache.training import TrainingCache
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.training import setup as beginning
+from tests.cache.test_cache_safety import NUM_SAMPLES, SOURCE
+from tests.cache.test_store import fill
+from tests.models import build_model, collate, make_dataset, make_rows
+
+
+CHANGED_AT = 6
+"""The first step of the third epoch: all rows are stored."""
+
+
+def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
+    given = {"train_dataset": make_dataset("bert_sequence", 12), "data_collator": collate} | {
+        name: changes.pop(name)
+        for name in ("callbacks", "eval_dataset", "train_dataset", "data_collator")
+        if name in changes
+    }
+    options: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 12, "save_strategy": "no",
+        "logging_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-3,
+        "freeze_policy": "fixed", "freeze_at": "0:2", "activation_cache": "on",
+        "activation_cache_dir": str(folder / "cache"),
+    }  # fmt: skip
+    return PipeTransformerTrainer(
+        build_model("bert_sequence"), PipeTransformerArguments(**(options | changes)), **given
+    )
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """Records without an index."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(make_dataset("bert_sequence", 12))
+
+
+def test_a_stream_is_not_stored_and_the_reason_is_told(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, train_dataset=Streamed(), max_steps=3)
+    trainer.train()
+    assert trainer.layout.num_frozen_layers == 2
+    (event,) = cache_events(trainer, "off")
+    assert "the data set is a stream (Streamed): without indices" in event["reason"]
+
+
+def cache_events(trainer: PipeTransformerTrainer, what: str) -> list[dict[str, Any]]:
+    lines = Path(str(trainer.events.path)).read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "cache" and event["what"] == what]
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[TrainingCache]:
+    """Those of the trainings that begin."""
+    made, begin = [], beginning.begin_cache
+
+    def begin_and_note(*args: Any) -> TrainingCache | None:
+        made.append(begin(*args))
+        return made[-1]
+
+    monkeypatch.setattr(beginning, "begin_cache", begin_and_note)
+    return made
+
+
+class ChangesUnwatched(TrainerCallback):
+    """Lowers the level to which layers are cached, changes a weight above it, and raises the level again."""
+
+    def __init__(self, caches: list[TrainingCache], low: int, layer: int) -> None:
+        self.caches, self.low, self.name = caches, low, f"bert.encoder.layer.{layer}.output.dense.weight"
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != CHANGED_AT:
+            return
+        for level in self.levels():
+            for cache in filter(None, self.caches):
+                stage = cache.pipeline.stage
+                stage.layout = replace(stage.layout, cache_level=level)
+                cache.follow()
+            if level == self.low:
+                with torch.no_grad():
+                    kwargs["model"].get_parameter(self.name).mul_(1.5)
+
+    def levels(self) -> Iterator[int]:
+        yield from (self.low, 2)
+
+
+@pytest.mark.parametrize(("low", "layer"), [(0, 0), (1, 1)])
+def test_weights_that_change_while_fewer_layers_are_cached_are_noticed_when_more_are_again(
+    tmp_path: Path, caches: list[TrainingCache], low: int, layer: int
+) -> None:
+    losses = {}
+    for mode in ("on", "off"):
+        change = ChangesUnwatched(caches if mode == "on" else [None], low, layer)
+        trainer = trainer_of(tmp_path / mode, callbacks=[change], activation_cache=mode)
+        trainer.train()
+        losses[mode] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        if mode == "on":
+            assert [event["hits"] for event in cache_events(trainer, "epoch")][-1] == 12
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
+
+
+NUM_KNOWN = 64
+CHANGED = (1, 3, 31)
+"""Samples that the key of a store does not look at: it takes every other one of 64."""
+
+
+class Known(torch.utils.data.Dataset[Any]):
+    """Records under a name that stays the same, as where only the collator differs, which counts what is read."""
+
+    _fingerprint = "rows"
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.num_read += 1
+        return self.rows[index]
+
+
+class ForgetReads(TrainerCallback):
+    """What was read for the probes and the key, which is before the first step, counts for nothing."""
+
+    def __init__(self, rows: Known) -> None:
+        self.rows = rows
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.rows.num_read = 0
+
+
+def test_a_kept_row_is_served_only_if_the_collator_still_gives_the_same_input(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = make_rows("bert_sequence", NUM_KNOWN)
+    changed = [rows[sample]["input_ids"] for sample in CHANGED]
+
+    def collate_others(samples: list[dict[str, Any]]) -> Any:
+        """Other words, as many, in a few samples."""
+        return collate(
+            [
+                {**row, "input_ids": [5 + (word + 7) % 50 for word in row["input_ids"]]}
+                if row["input_ids"] in changed
+                else row
+                for row in samples
+            ]
+        )
+
+    def train(name: str, collator: Any, **options: Any) -> PipeTransformerTrainer:
+        data = Known(rows)
+        usual = {
+            "activation_cache_keep": True, "activation_cache_dir": str(tmp_path / "cache"), "max_steps": 8,
+            "per_device_train_batch_size": 16,
+        }  # fmt: skip
+        trainer = trainer_of(
+            tmp_path / name, train_dataset=data, data_collator=collator, callbacks=[ForgetReads(data)],
+            **(usual | options),
+        )  # fmt: skip
+        trainer.train()
+        return trainer
+
+    train("first", collate)
+    with caplog.at_level(logging.INFO):
+        found = train("with", collate_others)
+    expected = train("without", collate_others, activation_cache="off")
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    epochs = cache_events(found, "epoch")
+    assert [event["hits"] for event in epochs] == [NUM_KNOWN - len(CHANGED), NUM_KNOWN]
+    # The first epoch reads each sample once, later ones what is read now and then.
+    assert epochs[0]["checked"] == NUM_KNOWN - len(CHANGED)
+    assert found.train_dataset.num_read <= NUM_KNOWN + 1
+    told = [record.getMessage() for record in caplog.records]
+    assert sum(f"records of an earlier run for {NUM_KNOWN} of {NUM_KNOWN} samples" in text for text in told) == 1
+    (warned,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "records of different inputs" in warned and "computed again" in warned
+
+
+@dataclass
+class Inputs:
+    """What the stores of a training on one process ask for."""
+
+    base: Path
+    args: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            activation_cache_max_gb=1e-3, activation_cache_keep=False, device=torch.device("cpu")
+        )
+    )
+    topology: Topology = field(default_factory=lambda: Topology(timeout=5, local_world_size=None))
+    first_told = CacheInputs.first_told
+
+    def record_format(self, source: Any) -> RecordFormat:
+        return RecordFormat(64, torch.float32, {}, {})
+
+
+def test_the_stores_of_a_training_share_its_bound(tmp_path: Path) -> None:
+    stores = CacheStores(Inputs(tmp_path))
+    loader, source = SimpleNamespace(dataset=range(2000)), SimpleNamespace(is_text=True, num_slots=1)
+    training = stores.open(loader, source)
+    assert training is not None and fill(training.store, np.arange(100)) == 100
+    evaluation = stores.open(loader, source, is_training=False)
+    assert evaluation is not None
+    for part in np.split(np.arange(2000), 20):
+        fill(evaluation.store, part)
+        fill(training.store, part)
+    assert training.store.bytes_stored + evaluation.store.bytes_stored <= 1e6
+    assert 0.99e6 < training.store.bytes_taken + evaluation.store.bytes_taken <= 1e6
+    stores.close()
+
+
+def test_a_kept_store_is_of_one_padding_where_the_loss_sees_it(tmp_path: Path) -> None:
+    """Digests of inputs are cut to the real tokens, but rows hold what the layers gave for padding too."""
+    stores = CacheStores(Inputs(tmp_path))
+    loader = SimpleNamespace(dataset=Known(make_rows("bert_sequence", NUM_SAMPLES)), slots=None)
+
+    def key(**changes: Any) -> str | None:
+        return stores._data_key(loader, replace(SOURCE, **changes))
+
+    other = replace(SOURCE.report, fill_values={"attention_mask": 1})
+    assert key(pad_token_id=7) == key(report=other) == key()
+    assert len({key(keeps_padding=True, **change) for change in ({}, {"pad_token_id": 7}, {"report": other})}) == 3
+
+
+def test_rows_are_of_one_device_and_one_precision_of_products(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    model, args = trainer.model, trainer.args
+    names = {_context(model, args)}
+    for settings in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.cudnn.conv):
+        before = settings.fp32_precision
+        settings.fp32_precision = "ieee" if before == "tf32" else "tf32"
+        try:
+            names.add(_context(model, args))
+        finally:
+            settings.fp32_precision = before
+    elsewhere = SimpleNamespace(fp16=False, bf16=False, device=torch.device("cuda"))
+    assert _context(model, SimpleNamespace(fp16=False, bf16=False, device=torch.device("cpu"))) in names
+    assert len({*names, _context(model, elsewhere)}) == 5
+
+
+class Wasteful(torch.utils.data.Dataset[Any]):
+    """Draws a number for a sample that is the same each time."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        torch.rand(1)
+        return make_dataset("bert_sequence", 12)[index]
+
+
+def test_what_one_process_reads_for_all_is_not_stored_and_the_reason_is_told(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, train_dataset=Wasteful(), max_steps=3)
+    trainer.train()
+    assert trainer.layout.num_frozen_layers == 2 and trainer.layout.cache_level == 0
+    (event,) = cache_events(trainer, "off")
+    assert "draw random numbers, so that one process reads for all" in event["reason"]
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Gives another sample each time."""
+
+    def __init__(self) -> None:
+        self.rows = make_dataset("bert_sequence", 8)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = dict(self.rows[index])
+        return row | {"input_ids": torch.randint(5, 50, (len(row["input_ids"]),)).tolist()}
+
+
+def test_an_evaluation_set_that_cannot_be_stored_does_not_say_that_training_does_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": Noisy()}
+    with caplog.at_level(logging.WARNING):
+        trainer = trainer_of(tmp_path, **options)
+        trainer.train()
+    assert cache_events(trainer, "epoch")[-1]["hits"] == 12
+    assert not cache_events(trainer, "off") and "cache stays off" not in caplog.text
+    (event,) = cache_events(trainer, "evaluation off")
+    assert f"The evaluation set is not stored: {event['reason']}" in caplog.text

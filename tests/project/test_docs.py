@@ -1,0 +1,44 @@
+"""What the pages point at exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from options_table import BEGIN, END, PAGE, options_table
+
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+FILE = re.compile(r"`((?:scripts|tests|docs|benchmarks)/[\w./-]+\.\w+)`")
+MOST_WORDS = 1200
+
+
+def missing(page: Path) -> list[str]:
+    """Links, and files of the repository, that a page names and that are not there."""
+    text = page.read_text(encoding="utf-8")
+    links = [name for name in LINK.findall(text) if "://" not in name and not (page.parent / name).exists()]
+    return links + [name for name in FILE.findall(text) if not (REPOSITORY / name).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_what_exists(page: Path) -> None:
+    assert missing(page) == []
+
+
+def test_what_is_missing_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("[one](no_such.md) and `scripts/none.py`, [two](https://example.org), [three](page.md#part)")
+    assert missing(page) == ["no_such.md", "scripts/none.py"]
+
+
+def test_readme_is_a_first_screen() -> None:
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").split()) <= MOST_WORDS
+
+
+def test_the_table_of_options_is_that_of_the_fields() -> None:
+    """If it is not, run `python scripts/options_table.py`."""
+    written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    assert written == options_table(), "run `python scripts/options_table.py`"

@@ -1,0 +1,221 @@
+"""The report of runs: what is read from an output folder, what is drawn, and that the page stands alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.cli import main
+from hf_pipetransformer.report.charts import all_charts, rows_of
+from hf_pipetransformer.report.events import EVENTS_FILE, EventLog, read_events
+from hf_pipetransformer.report.page import summary, time_matched, transitions
+from hf_pipetransformer.report.recorded import read_run, read_runs
+from hf_pipetransformer.training.progress import bubble_share
+from tests.models import build_model, collate, make_dataset
+from tests.report.test_events import LAYOUT
+
+
+CHARTS = {
+    *("metrics", "metrics_by_time", "layout", "throughput", "step_time", "bubble", "gradients", "cache", "memory"),
+    "trace",
+}
+NUM_STEPS, FREEZES_AT = 24, 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run of 8 epochs in one process, two of whose layers freeze and are cached."""
+    folder = tmp_path_factory.mktemp("run")
+    args = PipeTransformerArguments(
+        output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1,
+        max_steps=NUM_STEPS, per_device_train_batch_size=4, freeze_policy="fixed", freeze_at=f"{FREEZES_AT}:2",
+        activation_cache="on", activation_cache_dir=str(folder / "cache"), save_strategy="no", eval_strategy="epoch",
+        learning_rate=1e-3, pipeline_trace_step=3,
+    )  # fmt: skip
+    data = make_dataset("bert_sequence", 12)
+    model = build_model("bert_sequence")
+    trainer = PipeTransformerTrainer(model, args, train_dataset=data, eval_dataset=data, data_collator=collate)
+    trainer.train()
+    trainer.save_state()
+    return folder
+
+
+def visible(page: str) -> str:
+    """The page without the library that draws."""
+    return re.sub(r'<script id="library".*?</script>', "", page, flags=re.DOTALL)
+
+
+def test_every_chart_of_a_run_has_data(folder: Path) -> None:
+    charts = all_charts(read_runs([str(folder)]))
+    assert {chart.name for chart in charts} == CHARTS
+    for chart in charts:
+        assert chart.spec is not None, f"{chart.name}: {chart.missing}"
+        assert len(rows_of(chart.spec)) > 1, chart.name
+
+
+def test_the_page_stands_alone_and_every_chart_has_a_picture(folder: Path, tmp_path: Path) -> None:
+    page, pictures = tmp_path / "site" / "run.html", tmp_path / "pictures"
+    main(["report", str(folder), "--html", str(page), "--png", str(pictures)])
+    text = page.read_text(encoding="utf-8")
+    assert "http" not in visible(text)
+    assert not re.search(r"<(link|iframe|img|object)\b|<script[^>]*\bsrc=|@import|url\(", visible(text))
+    assert len(re.findall('<div class="chart"', text)) == len(CHARTS)
+    specs = re.findall(r'<script type="application/json" id="spec-(\w+)">(.*?)</script>', text)
+    assert {name for name, spec in specs if json.loads(spec)} == CHARTS
+    assert "Not recorded" not in visible(text)
+    assert {path.stem for path in pictures.iterdir()} == CHARTS
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in pictures.iterdir())
+
+
+def test_the_log_in_the_events_is_trainers_log_with_times(folder: Path) -> None:
+    run = read_run(folder, "run")
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    assert [entry["loss"] for entry in history if "loss" in entry] == [value for _, value in run.values_of("loss")]
+    assert len(run.values_of("eval_loss")) == NUM_STEPS // 3
+    times = [entry.seconds for entry in run.entries]
+    assert times == sorted(times) and run.seconds is not None and times[-1] <= run.seconds
+
+
+def test_progress_counts_every_step_and_sample_once(folder: Path) -> None:
+    events = [event for event in read_events(str(folder / EVENTS_FILE)) if event["event"] == "progress"]
+    assert sum(event["num_steps"] for event in events) == NUM_STEPS
+    num_samples = sum(event["samples_per_second"] * event["step_s"] * event["num_steps"] for event in events)
+    assert num_samples == pytest.approx(4 * NUM_STEPS)
+    frozen = [event["layout"]["num_frozen_layers"] for event in events]
+    assert [event["step"] for event, count in zip(events, frozen, strict=True) if count][0] == FREEZES_AT + 1
+    for event in events:
+        layers, (head, embeddings) = event["gradient_norms"][:-2], event["gradient_norms"][-2:]
+        is_frozen = event["layout"]["num_frozen_layers"] > 0
+        assert [norm == 0 for norm in layers] == [is_frozen and at < 2 for at in range(len(layers))]
+        assert head > 0 and (embeddings == 0) == is_frozen
+
+
+def test_the_logged_norm_is_that_of_the_layers_together(folder: Path) -> None:
+    run = read_run(folder, "run")
+    logged = {entry.step: value for entry, value in run.values_of("grad_norm")}
+    for event in run.of_kind("progress"):
+        norm = sum(norm**2 for norm in event["gradient_norms"]) ** 0.5
+        assert norm == pytest.approx(logged[event["step"]], rel=1e-5)
+
+
+def test_a_transition_has_its_row(folder: Path) -> None:
+    (row,) = transitions(read_runs([str(folder)]))
+    assert row[1] == str(FREEZES_AT) and row[3] == "1 x 1, 0 frozen → 1 x 1, 2 frozen, 2 cached"
+    assert row[4] != "" and row[5].endswith("MiB") and row[6].endswith("s")
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="looks at the page in Chromium, which is not installed")
+def test_a_browser_draws_every_chart_without_an_error(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    main(["report", str(folder), "--html", str(page)])
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    home = ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'browser'}"]
+    found = subprocess.run(
+        ["chromium", *options, *home, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert len(re.findall('data-state="drawn"', found.stdout)) == len(CHARTS)
+    assert "CONSOLE" not in found.stderr
+    drawn = found.stdout.split('<div class="chart')[1:]
+    assert all("<path" in chart.split("</svg>")[0] for chart in drawn)
+
+
+# ---- runs that recorded less ----
+
+
+def a_log(folder: Path, losses: dict[int, float], seconds_per_step: float, **more: Any) -> None:
+    """Events of a run that logged these losses by step."""
+    log = EventLog(str(folder))
+    log.write("run", 0, 0.0, layout=LAYOUT.as_event(), **more)
+    for step, loss in losses.items():
+        log.write("log", step, None, values={"loss": loss})
+    lines = [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
+    timed = [{**line, "time_s": 10 + seconds_per_step * line["step"]} for line in lines]
+    (folder / EVENTS_FILE).write_text("".join(json.dumps(line) + "\n" for line in timed))
+
+
+def test_a_chart_without_data_is_left_out_and_said(tmp_path: Path) -> None:
+    a_log(tmp_path, {1: 2.0, 2: 1.0}, 1.0)
+    main(["report", str(tmp_path)])
+    text = visible((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert re.findall('data-chart="(.*?)"', text) == ["metrics", "metrics_by_time", "layout"]
+    absent = text[text.index("Not recorded") :]
+    assert "Activation cache: no epoch read the activation cache" in absent
+    assert absent.count("<li>") == len(CHARTS) - 3
+
+
+def test_a_run_of_plain_trainer_is_drawn_by_its_log(tmp_path: Path) -> None:
+    history = [{"step": step, "epoch": 1.0, "loss": 3.0 - step} for step in (1, 2)] + [{"step": 2, "train_runtime": 8}]
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-9" / "trainer_state.json").write_text('{"log_history": []}')
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    run = read_run(tmp_path, "plain")
+    assert [(entry.seconds, value) for entry, value in run.values_of("loss")] == [(4.0, 2.0), (8.0, 1.0)]
+    assert run.estimates_time
+    charts = {chart.name: chart for chart in all_charts([run])}
+    assert "Of plain only train_runtime is known" in charts["metrics_by_time"].text
+    assert {name for name, chart in charts.items() if chart.spec is not None} == {"metrics", "metrics_by_time"}
+
+
+def test_runs_are_compared_at_the_time_at_which_the_shorter_ended(tmp_path: Path) -> None:
+    for name in ("short", "long"):
+        (tmp_path / name).mkdir()
+    a_log(tmp_path / "short", {1: 2.0, 2: 1.0}, 1.0)
+    a_log(tmp_path / "long", {1: 2.5, 2: 1.5, 3: 1.25, 4: 0.5}, 0.75)
+    runs = read_runs([str(tmp_path / "short"), str(tmp_path / "long")])
+    # After 2 s the longer run was past its step 2, at 1.5 s, and before its step 3.
+    assert time_matched(runs) == [["loss", "long", "short (2.0 s)", "1", "1.5 (step 2)", "+0.5"]]
+    assert summary(runs)[1:] == [["short", "2", "2.0 s", "2 x 1", "1"], ["long", "4", "3.0 s", "2 x 1", "0.5"]]
+
+
+def test_a_resumed_run_goes_on_and_a_new_one_begins_anew(tmp_path: Path) -> None:
+    a_log(tmp_path, {1: 9.0}, 1.0)
+    a_log(tmp_path / "other", {1: 2.0, 2: 1.5, 3: 1.25}, 1.0)
+    log = EventLog(str(tmp_path))
+    first = (tmp_path / "other" / EVENTS_FILE).read_text()
+    (tmp_path / EVENTS_FILE).write_text((tmp_path / EVENTS_FILE).read_text() + first)
+    log.write("run", 2, None, layout=LAYOUT.as_event(), resumed_from="checkpoint-2")
+    log.write("log", 3, None, values={"loss": 1.0})
+    run = read_run(tmp_path, "run")
+    assert [(entry.step, value) for entry, value in run.values_of("loss")] == [(1, 2.0), (2, 1.5), (3, 1.0)]
+    # The step that was trained again took its time.
+    assert run.entries[-1].seconds == pytest.approx(3.0, abs=0.5)
+
+
+def test_ranks_that_wait_have_a_bubble() -> None:
+    ranks = [{"busy_s": 3.0, "pipeline_s": 4.0}, {"busy_s": 1.0, "pipeline_s": 3.5}]
+    assert bubble_share(ranks, 2) == 0.5
+    assert bubble_share(ranks, 1) == 0
+    assert bubble_share([*ranks, {"busy_s": None, "pipeline_s": None}], 3) is None
+
+
+def test_trackers_get_speed_and_memory_where_the_layout_is_not_trainers_own(folder: Path) -> None:
+    """The events have them for every layout."""
+    for entry, _ in read_run(folder, "run").values_of("loss"):
+        found = {"samples_per_second", "memory_gb", "bubble_share"} & entry.values.keys()
+        assert len(found) == (3 if entry.step > FREEZES_AT else 0)
+
+
+def test_a_folder_without_a_run_and_a_missing_library_are_said_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="has neither pipetransformer_events.jsonl nor trainer_state.json: expected"):
+        main(["report", str(tmp_path)])
+    (tmp_path / EVENTS_FILE).write_text('{"event": "run", "step": 0}\n')
+    with pytest.raises(SystemExit, match="An event of .* is not what this version writes .KeyError: 'layout'"):
+        main(["report", str(tmp_path)])
+    (tmp_path / EVENTS_FILE).unlink()
+    (tmp_path / "trainer_state.json").write_text("[]")
+    with pytest.raises(SystemExit, match=r"trainer_state\.json has a list, expected a JSON object"):
+        main(["report", str(tmp_path)])
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(SystemExit, match="pip install vl-convert-python"):
+        main(["report", str(tmp_path)])

@@ -1,0 +1,104 @@
+"""What a run in which layers freeze is expected to take, said before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.planning.costs import Overheads
+from hf_pipetransformer.report import duration
+from hf_pipetransformer.report.events import EVENTS_FILE, read_events
+from hf_pipetransformer.training import setup as beginning
+from hf_pipetransformer.training.expectation import Measured, in_words
+from tests.models import build_model, collate, make_dataset
+from tests.planning.test_forecast import costs_of
+
+
+def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
+    args = PipeTransformerArguments(
+        output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1,
+        **{"freeze_policy": "fixed", "freeze_at": "0:2", "activation_cache": "off", "num_train_epochs": 2,
+           "per_device_train_batch_size": 4, "learning_rate": 1e-3, **changes},
+    )  # fmt: skip
+    data = make_dataset("bert_sequence", 12)
+    return PipeTransformerTrainer(build_model("bert_sequence"), args, train_dataset=data, data_collator=collate)
+
+
+def planted(trainer: Any, pipeline: Any, *_: Any) -> Measured:
+    return Measured(costs_of(2 * pipeline.layout.num_layers + 2), Overheads(), None)
+
+
+def expected(folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    """The expectations of a run that was made anew, as events."""
+    trainer = trainer_of(folder, save_strategy="no", **changes)
+    trainer.train()
+    events = read_events(str(folder / EVENTS_FILE))
+    return [each for each in events if each["event"] == "profile" and each["what"] == "expectation"]
+
+
+def seconds(num_layers: int, num_frozen: int) -> int:
+    """Of a step of 4 samples: a second for a forward, two for a backward, one for the lowest block that has one."""
+    blocks = 2 * num_layers + 2
+    trained = blocks - (1 + 2 * num_frozen if num_frozen else 0)
+    return 4 * (blocks + 1 + 2 * (trained - 1))
+
+
+def test_a_run_says_what_it_will_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Six steps, of which the last four have two layers frozen."""
+    monkeypatch.setattr(beginning, "measure", planted)
+    (event,) = expected(tmp_path, freeze_at="2:2")
+    num_layers = read_events(str(tmp_path / EVENTS_FILE))[0]["layout"]["num_layers"]
+    full = 6 * seconds(num_layers, 0)
+    frozen = 2 * seconds(num_layers, 0) + 4 * seconds(num_layers, 2)
+    assert (event["step"], event["seconds"], event["full_seconds"]) == (0, frozen, full)
+    said = f"Predicted training time: {duration(frozen)}, {frozen / full:.2f} of what it takes with nothing frozen."
+    assert said in caplog.text
+    assert f"training everything for {frozen / full:.2f} of the epochs, which takes as long." in caplog.text
+
+
+def test_of_a_policy_that_is_not_certain_the_least_time_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(beginning, "measure", planted)
+    (event,) = expected(tmp_path, freeze_policy="gradient_norm", freeze_at=None, freeze_warmup=0.0)
+    assert event["seconds"] < event["full_seconds"]
+    assert "Predicted training time: at least " in caplog.text
+    assert "training everything for fewer epochs." in caplog.text
+
+
+def test_where_nothing_can_freeze_or_layers_unfreeze_nothing_is_said(tmp_path: Path) -> None:
+    assert expected(tmp_path / "late", freeze_at="100:2") == []
+    assert expected(tmp_path / "unfreezes", freeze_at="1:2,3:0") == []
+
+
+def test_a_run_measures_what_it_expects(tmp_path: Path) -> None:
+    (event,) = expected(tmp_path, activation_cache="on")
+    assert event["seconds"] > 0
+    assert event["full_seconds"] > 0
+
+
+def test_a_cache_without_frozen_layers_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = {"activation_cache": "on", "activation_cache_views": 2}
+    assert expected(tmp_path, freeze_policy="none", freeze_at=None, **cache) == []
+    for option in ("activation_cache='on'", "activation_cache_views=2"):
+        assert caplog.text.count(f"{option} has no effect: no layer is frozen or will be") == 1
+
+
+def test_the_words_of_an_expectation() -> None:
+    assert "0.80 of the epochs, which takes as long." in in_words(8, 10, True)
+    assert "at least 8 s, 0.80 of what it takes with nothing more frozen. " in in_words(8, 10, False, 1)
+    for certain in (True, False):
+        assert in_words(10.3, 10, certain).endswith("with nothing frozen. Freezing saves no time in this run.")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.5, "0.5 s"), (119, "119 s"), (120, "2.0 minutes"), (9000, "2.5 hours"), (2.35e7, "272 days")],
+)
+def test_long_times_are_told_in_their_block(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
