@@ -94,7 +94,8 @@ def train(
     else:
         options = {
             "pipeline_parallel_size": num_stages,
-            "pipeline_parallel_num_microbatches": parts * num_stages // WORLD_SIZE, "freeze_policy": "none", "activation_cache": "off", "pipeline_gather_at_end": "always",
+            "pipeline_parallel_num_microbatches": parts * num_stages // WORLD_SIZE,
+            "freeze_policy": "none", "activation_cache": "off", "pipeline_gather_at_end": "always",
         }  # fmt: skip
         trainer = PipeTransformerTrainer(model, PipeTransformerArguments(**common | options | changes), **data)
     trainer.model_accepts_loss_kwargs = False
