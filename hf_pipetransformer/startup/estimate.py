@@ -6,6 +6,7 @@ and the activations that its backward would keep. Times follow from assumed rate
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,8 @@ from hf_pipetransformer.startup.run_plan import Machine
 from hf_pipetransformer.startup.twin import as_twin
 
 
+_LABELS = {"labels", "start_positions"}
+"""Arguments with which a model computes a loss."""
 UPDATE_BYTES = 28
 """Bytes that Adam reads and writes for a float32 parameter: the weight and two moments twice, the gradient once."""
 
@@ -47,7 +50,7 @@ def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = 
     With `lora_rank`, only LoRA adapters on all linear layers are trained.
 
     Raises:
-        ValueError: `path` has no config.
+        ValueError: `path` has no config, or its class has no head.
     """
     try:
         config = AutoConfig.from_pretrained(path)
@@ -57,6 +60,12 @@ def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = 
     with torch.device("meta"):
         model: Any = AutoModel.from_config(config) if kind is None else kind(config)
         model = model.to(dtype or config.dtype or torch.float32).eval()
+        if not _LABELS & set(inspect.signature(model.forward).parameters):
+            raise ValueError(
+                f"The config of {path!r} stands for {type(model).__name__}, which has no head and so no loss to train "
+                'with. Set "architectures" in its config.json to the class that the run trains, such as '
+                '["BertForSequenceClassification"].'
+            )
         if lora_rank is not None:
             from peft import LoraConfig, get_peft_model  # Optional, and needed for adapters alone.
 
