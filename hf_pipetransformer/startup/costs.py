@@ -23,6 +23,7 @@ from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.planning.costs import BlockCosts
 from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
+from hf_pipetransformer.splitters.quantized import num_bytes
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.check import run_slices
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
@@ -247,7 +248,7 @@ def block_costs(
         parameters[blocks[0]] += parameter.numel()
         kept[blocks[0]] += 0 if parameter.requires_grad else parameter.numel()
         sizes = trained_bytes if parameter.requires_grad else kept_bytes
-        sizes[blocks[0]] += parameter.numel() * (4 if name in masters else parameter.element_size())
+        sizes[blocks[0]] += 4 * parameter.numel() if name in masters else num_bytes(parameter)
         if len(blocks) > 1:
             shared[parameter.requires_grad].append((blocks, parameter.numel()))
     return BlockCosts(

@@ -344,9 +344,6 @@ def test_what_has_not_been_tried_is_refused_by_its_name() -> None:
     model.peft_config["default"].trainable_token_indices = None
     model.peft_config["default"].peft_type = PeftType.ADALORA
     assert "kind ADALORA" in str(adapters.why_unsplittable(model))
-    model = adapted("llama", "lora")
-    model.get_base_model().is_quantized = True
-    assert "quantized" in str(adapters.why_unsplittable(model))
 
 
 QUICKLY_SAVED = ("biases", "whole-ends", "vera")
