@@ -27,9 +27,9 @@ def like(parameter: nn.Parameter, data: torch.Tensor, requires_grad: bool = Fals
     """Return a parameter of the same class and with the same attributes, such as its scales, that holds `data`."""
     if type(parameter) is nn.Parameter:
         return nn.Parameter(data, requires_grad=requires_grad)
-    made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    made = data.detach().as_subclass(type(parameter))
+    vars(made).update(vars(parameter))
+    return made.requires_grad_(requires_grad)
 
 
 def move_scales(parameter: torch.Tensor, device: torch.device) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.splitters.adapters import why_unsplittable
 from hf_pipetransformer.splitters.quantized import keep_unpacked, named_scales, num_bytes, why_not_moved
-from tests.adapted import adapted, base_of
-from tests.cache.test_cache_run import cache_events
-from tests.splitters.test_adapters import trainer_of
+from tests.adapted import adapted, base_of, data_of
+from tests.cache.test_cache_run import Known, cache_events
+from tests.splitters.test_adapters import arguments
 
 
 NAME = "model.layers.1.mlp.up_proj.weight"  # 128 x 64 weights.
@@ -90,9 +91,11 @@ def test_adapters_on_weights_of_another_kind_are_refused() -> None:
 def hits(folder: Path, model: Any) -> list[int]:
     """Train with a store that earlier runs kept; return the records that were read, by epoch."""
     options = {"activation_cache": "on", "activation_cache_keep": True, "activation_cache_dir": str(folder / "cache")}
-    trainer = trainer_of(model, folder / "run", "llama", num_train_epochs=2, max_steps=-1, **options)
+    args = arguments(folder / "run", num_train_epochs=2, max_steps=-1, **options)
+    data = data_of("llama")
+    trainer = PipeTransformerTrainer(model, args, **{**data, "train_dataset": Known(data["train_dataset"])})
     trainer.train()
-    return [event["hits"] for event in cache_events(trainer, "epoch")]
+    return [event["hits"] for event in cache_events(trainer, "epoch")][-2:]
 
 
 def test_records_of_other_scales_are_not_served(tmp_path: Path) -> None:
