@@ -27,9 +27,10 @@ def like(parameter: nn.Parameter, data: torch.Tensor, requires_grad: bool = Fals
     """Return a parameter of the same class and with the same attributes, such as its scales, that holds `data`."""
     if type(parameter) is nn.Parameter:
         return nn.Parameter(data, requires_grad=requires_grad)
-    made = data.detach().as_subclass(type(parameter))
+    made: nn.Parameter = data.detach().as_subclass(type(parameter))
     vars(made).update(vars(parameter))
-    return made.requires_grad_(requires_grad)
+    made.requires_grad_(requires_grad)
+    return made
 
 
 def move_scales(parameter: torch.Tensor, device: torch.device) -> None:
