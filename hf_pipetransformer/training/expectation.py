@@ -17,12 +17,10 @@ from transformers import Trainer
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
-from hf_pipetransformer.planning.forecast import Forecast, Storing
+from hf_pipetransformer.planning.forecast import Forecast, Storing, prefix_seconds
 from hf_pipetransformer.planning.storing import CacheCosts
 from hf_pipetransformer.report import duration, logger
 from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.startup.run_plan import make_forecast as forecast_of_run
-from hf_pipetransformer.startup.run_plan import prefix_seconds
 
 
 MOST_ELEMENTS = 2**22
@@ -131,7 +129,7 @@ def make_forecast(
         planner = cache.planner
         storing = Storing(measured.storing, planner.mode, planner.size.share, planner.num_slots)
     costs = measured.blocks, measured.overheads, steps_per_epoch, storing
-    return forecast_of_run(pipeline.start_up.plans, pipeline.layout, *costs)
+    return pipeline.start_up.plans.forecast(pipeline.layout, *costs)
 
 
 def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: int = 0) -> str:

@@ -11,10 +11,12 @@ import pytest
 from transformers import BertConfig, LlamaConfig, ViTConfig
 
 from hf_pipetransformer.cli import main
+from hf_pipetransformer.planning.forecast import length_of_run
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.startup import timeline as pictures
-from hf_pipetransformer.startup.run_plan import blocks_in_words, communicators, length_of_run
+from hf_pipetransformer.startup.plan_words import blocks_in_words
+from hf_pipetransformer.startup.run_plan import communicators
 
 
 CONFIGS = {
