@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hf_pipetransformer.report.recorded import RecordedRun, is_finite, pipeline_size
@@ -23,6 +25,11 @@ CONFIG: Spec = {
     "range": {"category": COLORS},
 }
 """Look of every chart."""
+
+MISSING_LIBRARY = (
+    "Charts are drawn with vl-convert-python, which is not installed: pip install vl-convert-python, or "
+    "'hf-pipetransformer[report]'."
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,35 @@ class Chart:
 def all_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return every chart of the report, also those without data."""
     return [make(runs) for make in _CHARTS]
+
+
+def converter() -> ModuleType:
+    """Return the library that draws.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import vl_convert  # Only what draws needs it.
+    except ImportError:
+        raise ValueError(MISSING_LIBRARY) from None
+    return vl_convert
+
+
+def save_chart(spec: Spec, path: Path) -> None:
+    """Draw a chart in a file whose ending names the format: .svg, or else PNG.
+
+    Raises:
+        ValueError: the library that draws is not installed, or the file cannot be written.
+    """
+    library, chart = converter(), {**spec, "config": CONFIG}
+    try:
+        if path.suffix == ".svg":
+            path.write_text(library.vegalite_to_svg(chart), encoding="utf-8")
+        else:
+            path.write_bytes(library.vegalite_to_png(chart, scale=1.25))
+    except OSError as error:
+        raise ValueError(f"The picture cannot be written to {path}: {error}.") from error
 
 
 def rows_of(spec: Any) -> list[Row]:

@@ -114,20 +114,19 @@ class Progress:
         if bubble is not None:
             scalars["bubble_share"] = bubble
         if norms is not None and self.controller.measurements.norms is not None:
-            scalars |= named_norms(norms, layout.num_frozen_layers)
+            scalars |= named_norms(norms)
         return scalars
 
 
-def named_norms(norms: Sequence[float], num_frozen: int) -> dict[str, float]:
-    """Name gradient norms for trackers, without those of frozen layers.
+def named_norms(norms: Sequence[float]) -> dict[str, float]:
+    """Name gradient norms for trackers, without parts that have none: frozen layers, or a head under adapters.
 
     Args:
         norms: of the layers, the head and the embeddings, `(num_layers + 2,)`.
     """
     *layers, head, embeddings = norms
-    named = {f"gradient_norm/layer_{at}": norm for at, norm in enumerate(layers, 1) if at > num_frozen}
-    below = {} if num_frozen else {"gradient_norm/embeddings": embeddings}
-    return {**below, **named, "gradient_norm/head": head}
+    named = {"embeddings": embeddings, **{f"layer_{at}": norm for at, norm in enumerate(layers, 1)}, "head": head}
+    return {f"gradient_norm/{name}": norm for name, norm in named.items() if norm}
 
 
 def bubble_share(ranks: Sequence[Mapping[str, Any]], pipeline_size: int) -> float | None:

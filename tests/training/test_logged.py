@@ -103,12 +103,11 @@ def test_gradient_norms_of_the_trained_layers_are_those_before_the_update(run: A
         assert {f"{NORM}layer_3", f"{NORM}head"} <= logged.keys()
 
 
-def test_norms_are_named_by_layer_and_those_of_frozen_layers_left_out() -> None:
-    norms = [1.0, 2.0, 3.0, 4.0]
-    assert named_norms(norms, 0) == {
+def test_norms_are_named_by_layer_and_those_of_frozen_parts_left_out() -> None:
+    assert named_norms([1.0, 2.0, 3.0, 4.0]) == {
         f"{NORM}embeddings": 4.0, f"{NORM}layer_1": 1.0, f"{NORM}layer_2": 2.0, f"{NORM}head": 3.0,
     }  # fmt: skip
-    assert named_norms(norms, 1) == {f"{NORM}layer_2": 2.0, f"{NORM}head": 3.0}
+    assert named_norms([0.0, 2.0, 0.0, 0.0]) == {f"{NORM}layer_2": 2.0}
 
 
 def test_padding_counts_as_tokens_unless_trainer_is_told_otherwise(run: Any, tmp_path: Path) -> None:
