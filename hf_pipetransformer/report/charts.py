@@ -252,16 +252,13 @@ def _step_time(runs: Sequence[RecordedRun]) -> Chart:
     if rows and predicted:
         x, y = _x(last=_last(runs)), _y("milliseconds per step", zero=True)
         measured = _line(rows, x, y, _by_run(runs))
-        dash = {"field": "kind", "type": "nominal", "title": None, "legend": {"symbolType": "stroke"}}
-        measured["encoding"]["strokeDash"] = dash
-        plan = _line(predicted, x, y, _by_run(runs), interpolate="step-after", strokeWidth=2.2)
-        plan["encoding"]["strokeDash"] = dash
+        plan = _line(predicted, x, y, _by_run(runs), interpolate="step-after", strokeWidth=2.2, strokeDash=[4, 2])
         plan["encoding"]["detail"] = {"field": "part", "type": "nominal"}
         spec = {"width": WIDTH, "height": 190, "layer": [plan, measured]}
     return Chart(
         "step_time",
         "Predicted and measured step time",
-        "What the planner predicted at each decision, beside what the steps took.",
+        "What the planner predicted at each decision (dashed), beside what the steps took.",
         spec,
         "no step time was predicted (the layout was given and nothing froze)" if rows else _ASK,
     )
@@ -327,17 +324,20 @@ def _gradients(runs: Sequence[RecordedRun]) -> Chart:
         color = {
             **{"field": "norm", "type": "quantitative", "title": "L2 norm"},
             "scale": {"type": "log", "scheme": "viridis"},
-            "legend": {"format": ".0e"},
+            "legend": {"format": ".1~g"},
         }
         tooltip = [{"field": name, "type": "nominal"} for name in ("step", "layer", "norm")]
         encoding = {
             "x": {**_x(last=_last(runs)), "field": "begin"},
             "x2": {"field": "step"},
-            "y": {"field": "layer", "type": "nominal", "sort": order, "title": run.name if len(runs) > 1 else None},
+            "y": {
+                **{"field": "layer", "type": "nominal", "sort": order},
+                "title": run.name if len(runs) > 1 else None,
+            },
             "color": color,
             "tooltip": tooltip,
         }
-        look = {"width": WIDTH, "height": {"step": max(8, min(22, 300 // len(order)))}, "view": {"fill": "#e3e6e9"}}
+        look = {"width": WIDTH, "height": {"step": max(11, min(22, 300 // len(order)))}, "view": {"fill": "#e3e6e9"}}
         panels.append({**look, "data": {"values": rows}, "mark": "rect", "encoding": encoding})
     return Chart(
         "gradients",
