@@ -13,8 +13,9 @@ from hf_pipetransformer.schedules import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.planning.forecast import Course
     from hf_pipetransformer.startup.planner import RunPlanner
-    from hf_pipetransformer.startup.run_plan import Course, Machine
+    from hf_pipetransformer.startup.run_plan import Machine
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -198,7 +199,8 @@ def _course(
     from hf_pipetransformer.cache.opening import cache_base, stored_dtype
     from hf_pipetransformer.cache.records import RecordFormat
     from hf_pipetransformer.freeze.policies import freezing_of, make_policy
-    from hf_pipetransformer.startup.run_plan import Course, Storage, length_of_run
+    from hf_pipetransformer.planning.forecast import Course, length_of_run
+    from hf_pipetransformer.planning.storing import Storage
 
     activation, limit = planner.probe.activation, args.activation_cache_max_gb
     if options.samples is not None and options.samples < 1:

@@ -231,6 +231,12 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         with self.pipeline_run.saving_checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Save metrics as Trainer does, those of `train` with times, layouts and the cache of the last training."""
+        # Here and not in `SavingOverrides`: a run on one stage is left to Trainer again once it has ended.
+        results = self.pipeline_run.trainings.results if split == "train" else {}
+        super().save_metrics(split, {**metrics, **results}, combined)
+
     def whole_model(self, device: torch.device | str = "cpu") -> AbstractContextManager[None]:
         """Wrap code that needs the whole `trainer.model`, with its own forward, on every rank; changes to it are kept.
 

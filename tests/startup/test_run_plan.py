@@ -11,10 +11,12 @@ import pytest
 from transformers import BertConfig, LlamaConfig, ViTConfig
 
 from hf_pipetransformer.cli import main
+from hf_pipetransformer.planning.forecast import length_of_run
+from hf_pipetransformer.report.charts import MISSING_LIBRARY
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.startup import timeline as pictures
-from hf_pipetransformer.startup.run_plan import blocks_in_words, communicators, length_of_run
+from hf_pipetransformer.startup.plan_words import blocks_in_words
+from hf_pipetransformer.startup.run_plan import communicators
 
 
 CONFIGS = {
@@ -236,7 +238,7 @@ def test_a_picture_without_the_chart_library_is_refused_in_a_sentence(
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--stages", "2", "--microbatches", "2", "--png", str(tmp_path / "a.png")])
-    assert str(ended.value) == pictures.NEEDS_CHARTS
+    assert str(ended.value) == MISSING_LIBRARY
 
 
 @pytest.mark.parametrize(
