@@ -28,6 +28,7 @@ from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
 from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.quantized import num_bytes
 from hf_pipetransformer.startup.model import MOST_GRADIENTS
 from hf_pipetransformer.startup.planner import RunPlanner
 
@@ -134,7 +135,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) 
     if args.pipeline_size is not None:
         chosen = next((each for each in options if each.layout.pipeline_size == args.pipeline_size), chosen)
     schedules, refused = _other_schedules(planner, machine, sizes)
-    weights = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+    weights = [num_bytes(parameter) for parameter in model.parameters()]
     caching = _caching(planner, machine, course)
     storing = _storing(planner, chosen.layout, course, caching)
     costs = _costs(planner, chosen.layout)

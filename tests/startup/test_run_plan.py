@@ -90,6 +90,28 @@ def test_70b_on_8_devices_of_80_gb_fits_with_adapters_only(plan: Planner) -> Non
     assert sum(stage["parameters"] for stage in found["stages"]) == found["num_parameters"]
 
 
+@pytest.mark.parametrize(("devices", "gigabytes"), [("2", "16"), ("4", "12")])
+def test_7b_in_4_bits_fits_on_small_devices_with_adapters(plan: Planner, devices: str, gigabytes: str) -> None:
+    options = ["--processes", devices, "--device_memory", gigabytes, "--sequence_length", "512", "--lora_rank", "16"]
+    options += ["--per_device_train_batch_size", "1", "--activation_checkpointing", "true"]
+    found = plan.json("llama_7b", *options, "--load_in_4bit")
+    assert plan.status == 0
+    # Half a byte a weight and 4 bytes for 64; norms, embeddings and head in bfloat16.
+    in_layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    beside = 2 * (2 * 32000 * 4096 + 65 * 4096)
+    adapters = 32 * 16 * 4 * (4 * 2 * 4096 + 3 * (4096 + 11008))
+    assert found["weight_bytes"] == in_layers // 2 + in_layers // 16 + beside + adapters
+    assert sum(sizes(found, "weights")) == found["weight_bytes"]
+    whole = plan.json("llama_7b", *options)
+    assert whole["weight_bytes"] == 2 * in_layers + beside + adapters
+    assert min(each["pipeline_size"] for each in whole["options"] if each["fits"]) > found["chosen"]["pipeline_size"]
+
+
+def test_4_bits_without_adapters_are_refused(plan: Planner) -> None:
+    with pytest.raises(SystemExit, match="--load_in_4bit without --lora_rank"):
+        plan.text("minilm", *SMALL, "--load_in_4bit")
+
+
 def test_7b_on_4_devices_of_24_gb_names_bytes_and_what_helps(plan: Planner) -> None:
     options = ["--processes", "4", "--device_memory", "24", "--sequence_length", "512"]
     text = plan.text("llama_7b", *options, "--per_device_train_batch_size", "1")
