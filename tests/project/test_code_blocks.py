@@ -48,6 +48,9 @@ INCLUDED = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 SHOWN = {"text", "bibtex"}
 """Languages of blocks in which nothing can be run: drawings, what a run prints, a citation."""
 
+RUN = ("plan", "config")
+"""Commands of `hf-pipetransformer` that take a moment; of the others only the options are read."""
+
 NOTEBOOK = """
 import accelerate, inspect
 real, train = accelerate.notebook_launcher, print
@@ -116,8 +119,10 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def _language(page: Path, content: str) -> str:
+    if content.split(maxsplit=1)[0] in Commands.of:
+        return "bash"
     assert page == README, f"{page.name}: a block without a language: {content}"
-    return "bash" if content.split(maxsplit=1)[0] in Commands.of else "text"
+    return "text"
 
 
 class Parsed(Exception):
@@ -151,7 +156,7 @@ class Commands:
             assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
     def pipetransformer(self, words: list[str]) -> None:
-        if words[0] != "plan":
+        if words[0] not in RUN:
             read = argparse.ArgumentParser.parse_known_args
 
             def stop(parser: argparse.ArgumentParser, *given: Any) -> Any:
@@ -171,11 +176,17 @@ class Commands:
         assert words[0] == "launch"
         options = launch_command_parser().parse_args(words[1:])
         assert options.config_file is None or Path(options.config_file).is_file()
-        self.script(options.training_script, options.training_script_args)
+        self.launched(options)
 
     def torchrun(self, words: list[str]) -> None:
-        options = get_args_parser().parse_args(words)
-        self.script(options.training_script, options.training_script_args)
+        self.launched(get_args_parser().parse_args(words))
+
+    def launched(self, options: argparse.Namespace) -> None:
+        if options.module:
+            assert options.training_script == "hf_pipetransformer"
+            self.pipetransformer(options.training_script_args)
+        else:
+            self.script(options.training_script, options.training_script_args)
 
     def python(self, words: list[str]) -> None:
         self.script(words[0], words[1:])
@@ -291,6 +302,7 @@ def page_with(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
         ("<!-- test: exits 1 -->\n```bash\nhf-pipetransformer cache list\n```\n", "expected 1"),
         ("<!-- test: exits 1 -->\nThere is no block.\n", "said of no block"),
         ("```\nls\n```\n", "without a language"),
+        ("```\naccelerate launch -m hf_pipetransformer cache burn\n```\n", "ended with 2"),
     ],
 )
 def test_a_block_that_does_not_run_is_found(
