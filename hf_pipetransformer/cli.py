@@ -1,10 +1,11 @@
-"""`hf-pipetransformer`: plan a run or draw a schedule, report on runs, export checkpoints, manage caches."""
+"""`hf-pipetransformer`: configure and test machines, plan runs, report on them, export checkpoints, manage caches."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hf_pipetransformer
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="hf-pipetransformer", description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {hf_pipetransformer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_plan, _add_report, _add_export_checkpoint, _add_cache):
+    for add in (_add_selftest, _add_plan, _add_report, _add_export_checkpoint, _add_cache):
         add(commands)
     options, others = parser.parse_known_args(argv)
     if options.command == "plan":
@@ -231,6 +232,43 @@ def _course(
 
 
 # ---- the other commands ----
+
+
+def _add_selftest(commands: Any) -> None:
+    text = "test the machines of a run: groups, speeds, exactness for every K and schedule, cache folder, a transition"
+    testing = commands.add_parser("selftest", help=text, description=text.capitalize() + ".")
+    testing.add_argument("--use_cpu", action="store_true", help="test without GPUs, over gloo")
+    testing.add_argument("--activation_cache_dir", help="as in the runs; by default in the temporary folder")
+    testing.add_argument("--timeout", type=float, default=60.0, help="most seconds that a step may take, 60")
+    testing.add_argument("--output", help="JSON file for all figures")
+    testing.add_argument(
+        "--thorough",
+        action="store_true",
+        help="all checks of this machine instead, in processes that it starts itself: up to 8 minutes, with two GPUs "
+        "or more also over NCCL; results of other parts stay in --output",
+    )
+    testing.epilog = (
+        "Start it as the run will be started, on all nodes: accelerate launch --multi_gpu --num_processes N "
+        "-m hf_pipetransformer selftest. It takes a minute or two, prints about ten lines, and ends with status 1 and "
+        "what to do if something fails."
+    )
+    testing.set_defaults(run=_selftest)
+
+
+def _selftest(options: argparse.Namespace) -> None:
+    """Test all machines of a launch, or this one thoroughly; exit with an error if a check fails."""
+    output = None if options.output is None else Path(options.output)
+    if options.thorough:
+        from hf_pipetransformer.selftest.thorough import run_thorough
+
+        if not run_thorough(output, "cpu" if options.use_cpu else "cuda"):
+            raise SystemExit(1)
+        return
+    from hf_pipetransformer.selftest.machines import Wishes, run_selftest
+
+    if not options.timeout > 0:
+        raise ValueError(f"--timeout {options.timeout:g}: expected a positive number of seconds.")
+    run_selftest(Wishes(options.use_cpu, options.activation_cache_dir, options.timeout, output))
 
 
 def _add_report(commands: Any) -> None:
