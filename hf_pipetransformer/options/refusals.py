@@ -16,9 +16,6 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.combinations import Refusal, raise_first
 
 
-FP16_VARIABLE = "PIPETRANSFORMER_ALLOW_FP16"
-"""Environment variable that allows fp16, for the check on GPUs."""
-
 VERIFIED_ON_NCCL: frozenset[tuple[int, int, str, str]] = frozenset()
 """Runs that passed `make gpu-check` on two or more GPUs: number of stages K and of replicas R, schedule, precision.
 A test compares benchmarks/gpu_check.json."""
@@ -71,13 +68,6 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
             bool(getattr(args, "padding_free", False)),
             "padding_free=True concatenates the samples of a batch to one row, and micro-batches take whole rows. Set "
             'padding_free=False; to leave no padding, set packing=True with packing_strategy="wrapped".',
-        ),
-        (
-            args.fp16
-            and all(precision != "fp16" for *_, precision in VERIFIED_ON_NCCL)
-            and os.environ.get(FP16_VARIABLE) != "1",
-            "fp16=True: loss scaling over several stages has not been verified on GPUs yet. Use bf16=True or "
-            f"float32, or help: run `make gpu-check` on two GPUs; {FP16_VARIABLE}=1 lifts this refusal.",
         ),
         (
             args.train_sampling_strategy == "batch_rebalance",
@@ -187,6 +177,10 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
             args.pipeline_size == 1 and args.pipeline_checkpoint in ("always", "except_last"),
             f"pipeline_checkpoint={args.pipeline_checkpoint!r} recomputes a whole stage, which saves no memory with "
             "only one stage: use pipeline_checkpoint='layers', which recomputes layer by layer.",
+        ),
+        (
+            args.fp16 and args.device.type == "cpu",
+            "fp16=True has no effect on a CPU, where accelerate computes in float32: use bf16=True, or leave it out.",
         ),
         (
             _may_have_stages(args) and uses_nccl and run not in VERIFIED_ON_NCCL,
