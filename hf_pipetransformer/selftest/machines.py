@@ -176,10 +176,11 @@ class Guard:
         os._exit(1)
 
     def _say_verdict(self, cause: str) -> None:
-        if self._is_said.acquire(blocking=False):
+        # Before the ranks have met, nobody knows of rank 0: the first process of each node speaks.
+        speaks = self._rank == 0 or (self._board is None and os.environ.get("LOCAL_RANK") == "0")
+        if speaks and self._is_said.acquire(blocking=False):
             remedy = next(text for key, text in REMEDIES.items() if self._step.startswith(key))
-            self.say(f"selftest: FAILED at {self._step}. First cause: {cause}\nWhat to do: {remedy}")
-            sys.stdout.flush()
+            print(f"selftest: FAILED at {self._step}. First cause: {cause}\nWhat to do: {remedy}", flush=True)
 
 
 def _place(thread: threading.Thread) -> tuple[str, bool]:

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_pipetransformer.cli import main
+from hf_pipetransformer.comm import topology
 from hf_pipetransformer.selftest import machines
 from tests.distributed.launcher import LaunchResult, accelerate_launch
 from tests.distributed.scenarios import RANK, scenario, start
@@ -58,15 +59,20 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "measure_storage", never)
 
 
-FAULTS = {"corrupt": corrupt, "vanish": vanish, "hang": hang}
+def part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put each rank on a machine of its own."""
+    monkeypatch.setattr(topology, "host_name", lambda: f"machine {RANK}")
+
+
+CHANGES = {"corrupt": corrupt, "vanish": vanish, "hang": hang, "part": part}
 
 
 @scenario
-def run_selftest(folder: Path, fault: str | None = None) -> None:
-    """Run the command, with a fault in this process's share of the machines."""
+def run_selftest(folder: Path, change: str | None = None) -> None:
+    """Run the command, with a change to this process's share of the machines."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if fault is not None:
-            FAULTS[fault](monkeypatch)
+        if change is not None:
+            CHANGES[change](monkeypatch)
         main(["selftest", "--activation_cache_dir", str(folder / "cache"), "--output", str(folder / "found.json")])
 
 
@@ -92,6 +98,17 @@ def test_two_sound_processes_pass_in_ten_lines(tmp_path: Path) -> None:
     assert found["cache folder"][0]["read"] > 0
 
 
+@pytest.mark.timeout(120)
+def test_two_nodes_have_no_pipeline_between_them_and_are_measured(tmp_path: Path) -> None:
+    result = start(run_selftest, tmp_path, 2, {"change": "part"}, timeout=100, strict_nccl=True)
+    lines = lines_of(result)
+    assert lines[0].startswith("selftest: 2 processes on 2 nodes, ") and lines[-1].startswith("selftest: ok in ")
+    assert lines[1].startswith("groups: K=1 x R=2 in ")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert sorted(found["bandwidth"]) == ["all-reduce over 2 ranks", "messages across nodes (ranks 0, 1)"]
+    assert list(found["exactness"]) == ["K=1, 1f1b"] and len(found["cache folder"]) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("num_processes", [1, 4])
@@ -110,7 +127,7 @@ def test_other_numbers_of_processes_pass(tmp_path: Path, num_processes: int) -> 
     ],
 )
 def test_a_planted_fault_is_found_with_its_first_cause(tmp_path: Path, fault: str, step: str, cause: str) -> None:
-    result = start(run_selftest, tmp_path, 2, {"fault": fault}, timeout=90, check=False, grace=20)
+    result = start(run_selftest, tmp_path, 2, {"change": fault}, timeout=90, check=False, grace=20)
     assert not result.timed_out and result.returncodes[0] == 1
     *_, verdict, remedy = lines_of(result)
     assert verdict.startswith(f"selftest: FAILED at {step}. First cause: ") and cause in verdict
@@ -119,14 +136,17 @@ def test_a_planted_fault_is_found_with_its_first_cause(tmp_path: Path, fault: st
 
 
 @pytest.mark.timeout(120)
-def test_through_accelerate_a_cache_folder_that_is_a_file_fails_the_launch(tmp_path: Path) -> None:
+def test_a_launch_with_our_configuration_fails_for_a_cache_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    config = str(tmp_path / "accelerate.yaml")
+    main(["config", "--device", "cpu", "--output", config])
     options = ["selftest", "--activation_cache_dir", str(tmp_path / "file" / "cache")]
     result = accelerate_launch(
-        "hf_pipetransformer", options, timeout=100, check=False, launcher_args=["--module"],
+        "hf_pipetransformer", options, None, timeout=100, check=False, launcher_args=["--config_file", config, "--module"],
         env={"ACCELERATE_USE_CPU": None},
     )  # fmt: skip
     assert not result.timed_out and result.returncode != 0
-    *_, verdict, remedy = lines_of(result)
+    first, *_, verdict, remedy = lines_of(result)
+    assert first.startswith("selftest: 2 processes on 1 node, cpu, gloo; ")
     assert verdict.startswith("selftest: FAILED at cache folder. First cause: rank 0: FileExistsError")
     assert "--activation_cache_dir" in remedy
