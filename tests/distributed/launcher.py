@@ -121,8 +121,8 @@ def accelerate_launch(
 ) -> LaunchResult:
     """Run `script` with the real `accelerate launch`; `launcher_args` come before the script (`--config_file ...`).
 
-    `outputs` has one text: `accelerate launch` merges its ranks. `mode` is left out for one process. With `num_processes`
-    None the file that `launcher_args` name says all of it.
+    `outputs` has one text: `accelerate launch` merges its ranks. `mode` is left out for one process. With
+    `num_processes` None the file that `launcher_args` name says all of it.
     """
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if num_processes is not None and num_processes > 1:

@@ -142,8 +142,8 @@ def test_a_launch_with_our_configuration_fails_for_a_cache_folder_that_is_a_file
     main(["config", "--device", "cpu", "--output", config])
     options = ["selftest", "--activation_cache_dir", str(tmp_path / "file" / "cache")]
     result = accelerate_launch(
-        "hf_pipetransformer", options, None, timeout=100, check=False, launcher_args=["--config_file", config, "--module"],
-        env={"ACCELERATE_USE_CPU": None},
+        "hf_pipetransformer", options, None, timeout=100, check=False, env={"ACCELERATE_USE_CPU": None},
+        launcher_args=["--config_file", config, "--module"],
     )  # fmt: skip
     assert not result.timed_out and result.returncode != 0
     first, *_, verdict, remedy = lines_of(result)
