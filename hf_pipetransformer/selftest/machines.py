@@ -36,7 +36,7 @@ from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.comm.errors import FaultBoard, guarded, is_second_hand
 from hf_pipetransformer.comm.topology import Topology, get_topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.options.refusals import check_launch
+from hf_pipetransformer.options.refusals import check_arguments, check_launch
 from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import Placement
@@ -62,6 +62,8 @@ REMEDIES = {
     "with these lines.",
 }
 REMEDIES |= {"bandwidth": REMEDIES["groups"], "transition": REMEDIES["exactness"]}
+OTHER_REMEDY = "Change what the cause names; if it names nothing, report it with these lines and the traceback."
+"""For a training that failed before its numbers could be compared, and for the end."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def run_selftest(wishes: Wishes) -> None:
             report_to="none",
         )
         check_launch(args)
+        check_arguments(args)
         # The timeout of the runs below, which so share the groups.
         topology = get_topology(guard.wait, _local_world_size())
         guard.share(topology)
@@ -107,16 +110,19 @@ def run_selftest(wishes: Wishes) -> None:
         slowest = {way: min(node[way] for node in found) for way in ("write", "read")}
         where = f"cache folder {cache_base(args)}" + (", slowest node" if len(found) > 1 else "")
         guard.say(f"{where}: writes {slowest['write']:.0f} MB/s, reads {slowest['read']:.0f} MB/s")
-    with _scratch(topology) as folder:
-        on = Runs(args, topology, folder, guard)
-        figures["exactness"] = on.check_exactness()
-        figures["transition"] = on.check_transition()
+        folder = guard.scratch = _make_scratch(topology)
+    runs = Runs(args, topology, folder, guard)
+    figures["exactness"] = runs.check_exactness()
+    figures["transition"] = runs.check_transition()
     seconds = time.monotonic() - start
+    with guard.step("end"):
+        if wishes.output is not None and topology.rank == 0:
+            wishes.output.parent.mkdir(parents=True, exist_ok=True)
+            wishes.output.write_text(json.dumps({**figures, "seconds": round(seconds, 1)}, indent=2) + "\n")
+        topology.barrier()
+        guard.clear()
+        runs.last.end()
     guard.say(f"selftest: ok in {seconds:.0f} s. These machines train as one process does.")
-    if wishes.output is not None and topology.rank == 0:
-        wishes.output.parent.mkdir(parents=True, exist_ok=True)
-        wishes.output.write_text(json.dumps({**figures, "seconds": round(seconds, 1)}, indent=2) + "\n")
-    on.last.end()
 
 
 class Guard:
@@ -130,6 +136,7 @@ class Guard:
         self._board: FaultBoard | None = None
         self._step = "start"
         self._is_said = threading.Lock()
+        self.scratch: Path | None = None
         signal.signal(signal.SIGTERM, self._end_from_outside)
 
     def say(self, line: str) -> None:
@@ -146,7 +153,7 @@ class Guard:
     def step(self, name: str) -> Iterator[None]:
         """Run a step under its time limit; on an error, or at the limit, say the verdict and end this process.
 
-        `name` begins with a key of `REMEDIES`.
+        `name` is a key of `REMEDIES`, or one with more behind a comma.
         """
         self._step = name
         timer = threading.Timer(self.seconds, self._end_late)
@@ -155,6 +162,7 @@ class Guard:
         try:
             yield
         except Exception as error:
+            traceback.print_exc()
             first_line = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]
             self._fail(first_line, is_first_hand=not is_second_hand(error))
         finally:
@@ -169,17 +177,29 @@ class Guard:
         """Tell all ranks, say the verdict and end this process: groups of a failed run cannot be left in order."""
         told = f"rank {self._rank}: {cause}" if self._board is None else self._board.report(cause, is_first_hand)
         self._say_verdict(told)
+        self._remove_scratch()
         os._exit(1)
 
+    def clear(self) -> None:
+        """Leave nothing behind after the last step in which ranks wait for each other."""
+        self._remove_scratch()
+        if self._board is not None:
+            self._board.end()
+
+    def _remove_scratch(self) -> None:
+        if self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
     def _end_from_outside(self, *_: Any) -> None:
-        self._say_verdict("the launcher ended the run, as another process had ended; the lines above say which")
-        os._exit(1)
+        self._fail("the launcher has ended this process, as it does when another one has ended", is_first_hand=False)
 
     def _say_verdict(self, cause: str) -> None:
         # Before the ranks have met, nobody knows of rank 0: the first process of each node speaks.
         speaks = self._rank == 0 or (self._board is None and os.environ.get("LOCAL_RANK") == "0")
         if speaks and self._is_said.acquire(blocking=False):
-            remedy = next(text for key, text in REMEDIES.items() if self._step.startswith(key))
+            remedy = REMEDIES.get(self._step.partition(",")[0], OTHER_REMEDY)
+            if remedy == REMEDIES["exactness"] and AssertionError.__name__ not in cause:
+                remedy = OTHER_REMEDY
             print(f"selftest: FAILED at {self._step}. First cause: {cause}\nWhat to do: {remedy}", flush=True)
 
 
@@ -187,12 +207,14 @@ def _place(thread: threading.Thread) -> tuple[str, bool]:
     """Return the function of the package in which a thread is, and True if it waits for another rank there."""
     assert thread.ident is not None
     package = os.path.dirname(hf_pipetransformer.__file__)
-    files = []
-    for frame, line in traceback.walk_stack(sys._current_frames()[thread.ident]):
-        if frame.f_code.co_filename.startswith(package):
-            files.append((frame.f_code, os.path.relpath(frame.f_code.co_filename, package), line))
-    code, file, line = next(entry for entry in files if entry[0] is not guarded.__code__)
-    return f"{code.co_name} ({file}, line {line})", any(entry[0] is guarded.__code__ for entry in files)
+    frames = [
+        (frame.f_code, line)
+        for frame, line in traceback.walk_stack(sys._current_frames()[thread.ident])
+        if frame.f_code.co_filename.startswith(package)
+    ]
+    code, line = next((code, line) for code, line in frames if code is not guarded.__code__)
+    is_waiting = any(code is guarded.__code__ for code, _ in frames)
+    return f"{code.co_name} ({os.path.relpath(code.co_filename, package)}, line {line})", is_waiting
 
 
 def _local_world_size() -> int | None:
@@ -256,17 +278,11 @@ def _measure_cache(args: PipeTransformerArguments, topology: Topology) -> list[d
     return [speeds for speeds in topology.gather(own) if speeds is not None]
 
 
-@contextmanager
-def _scratch(topology: Topology) -> Iterator[Path]:
-    """Make a folder of one name on every machine, as ranks compare their options; remove it at the end."""
+def _make_scratch(topology: Topology) -> Path:
+    """Make a folder of one name on every machine, as ranks compare their options."""
     folder = Path(topology.broadcast(tempfile.mkdtemp(prefix="selftest-") if topology.rank == 0 else ""))
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield folder
-    finally:
-        topology.barrier()
-        if topology.is_first_here:
-            shutil.rmtree(folder, ignore_errors=True)
+    return folder
 
 
 class Runs:
