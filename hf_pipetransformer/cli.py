@@ -306,7 +306,7 @@ def _config(options: argparse.Namespace) -> None:
 
 def _add_selftest(commands: Any) -> None:
     text = "test the machines of a run: groups, speeds, exactness for every K and schedule, cache folder, a transition"
-    testing = commands.add_parser("selftest", help=text, description=text.capitalize() + ".")
+    testing = commands.add_parser("selftest", help=text, description=f"T{text[1:]}.")
     testing.add_argument("--use_cpu", action="store_true", help="test without GPUs, over gloo")
     testing.add_argument("--activation_cache_dir", help="as in the runs; by default in the temporary folder")
     testing.add_argument("--timeout", type=float, default=60.0, help="most seconds that a step may take, 60")
