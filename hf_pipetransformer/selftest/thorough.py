@@ -141,7 +141,9 @@ def run_group(
 
 def end(process: subprocess.Popen[Any]) -> None:
     """End a launch with its workers: those of torchrun are in sessions of their own."""
-    for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+    launch = psutil.Process(process.pid)
+    # The launch first, or it may end by itself once its workers are gone.
+    for each in [launch, *launch.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     process.wait()
