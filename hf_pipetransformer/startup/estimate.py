@@ -6,6 +6,7 @@ and the activations that its backward would keep. Times follow from assumed rate
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,8 @@ from hf_pipetransformer.startup.run_plan import Machine
 from hf_pipetransformer.startup.twin import as_twin
 
 
+_LABELS = {"labels", "start_positions"}
+"""Arguments with which a model computes a loss."""
 UPDATE_BYTES = 28
 """Bytes that Adam reads and writes for a float32 parameter: the weight and two moments twice, the gradient once."""
 
@@ -50,7 +53,7 @@ def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = 
     bitsandbytes holds them.
 
     Raises:
-        ValueError: `path` has no config, or no adapters would train what is in 4 bits.
+        ValueError: `path` has no config, its class has no head, or no adapters would train what is in 4 bits.
     """
     if in_4_bits and lora_rank is None:
         raise ValueError(
@@ -64,6 +67,12 @@ def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = 
     with torch.device("meta"):
         model: Any = AutoModel.from_config(config) if kind is None else kind(config)
         model = model.to(dtype or config.dtype or torch.float32).eval()
+        if not _LABELS & set(inspect.signature(model.forward).parameters):
+            raise ValueError(
+                f"The config of {path!r} stands for {type(model).__name__}, which has no head and so no loss to train "
+                'with. Set "architectures" in its config.json to the class that the run trains, such as '
+                '["BertForSequenceClassification"].'
+            )
         if in_4_bits:
             plan_in_4_bits(layers_of(find_splitter(model), model))
         if lora_rank is not None:

@@ -281,6 +281,12 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(options: list[str], mes
         main(["plan", *options])
 
 
+def test_a_config_without_a_head_is_refused_with_what_to_change(tmp_path: Path) -> None:
+    BertConfig(architectures=["BertModel"], num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=r"BertModel, which has no head.*Set \"architectures\""):
+        main(["plan", str(tmp_path), "--processes", "1", "--device_memory", "8"])
+
+
 def test_more_layers_than_the_model_has_are_refused(plan: Planner) -> None:
     CONFIGS["minilm"].save_pretrained(plan.folder)
     with pytest.raises(SystemExit, match="freezes 7 layers: the model has 6"):
