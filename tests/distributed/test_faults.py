@@ -286,7 +286,7 @@ NAMED = {
     "plan_of_another_schedule": "layout_plan.*step 0.*'zb_h1'.*set pipeline_schedule='zb_h1'",
     "plan_from_the_middle": "layout_plan.*step 5",
     "policy_that_refuses_to_foresee": "planted: nobody knows",
-    "batch_norm": "batch normalisation",
+    "batch_norm": "batch normalization",
     "weighted_loss_on_sorted_data": "loss of 4 samples",
     "multiple_choice": "MultipleChoice.*shape",
     "no_train_dataset": "train_dataset",

@@ -37,17 +37,21 @@ FROM_FUNCTIONS = {
     "cache/opening.py": ("why_not_on_nodes", "_reason_before_reading", "_examined"),
     "comm/errors.py": ("report",),
     "engine/losses.py": ("find_loss_rule", "_refused_split", "_refused_count"),
+    "splitters/adapters.py": ("why_unsplittable",),
+    "startup/check.py": ("why_unsliceable",),
+}
+"""Functions that return messages, which others raise: their sentences, and all texts that they return."""
+
+WARNED_FROM_FUNCTIONS = {
     "freeze/policies.py": ("check",),
     "freeze/policy.py": ("check_policy",),
     "options/combinations.py": ("unused_freeze_options",),
-    "splitters/adapters.py": ("why_unsplittable",),
-    "startup/check.py": ("why_unsliceable",),
     "state/description.py": ("_describe_changes",),
     "state/plain_checkpoint.py": ("_differences",),
     "state/resumption.py": ("_find",),
     "training/setup.py": ("_steps_per_epoch",),
 }
-"""Functions that return messages, which others raise or log: their sentences, and all texts that they return."""
+"""The same of messages that others log."""
 
 RELAYS = (
     "cache/opening.py:CacheInputs._reason_before_reading",
@@ -137,8 +141,9 @@ class _Reader(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self._scopes.append(node.name)
         self._known.append({**self._known[-1], **self._assigned(node)})
-        if node.name in FROM_FUNCTIONS.get(self._file, ()):
-            self._take_sentences(node)
+        for functions, is_warning in ((FROM_FUNCTIONS, False), (WARNED_FROM_FUNCTIONS, True)):
+            if node.name in functions.get(self._file, ()):
+                self._take_sentences(node, is_warning)
         self.generic_visit(node)
         self._known.pop()
         self._scopes.pop()
@@ -167,9 +172,12 @@ class _Reader(ast.NodeVisitor):
         if not told and not isinstance(node.args[0], ast.Constant) and not self._place.startswith(RELAYS):  # type: ignore[attr-defined]
             self.unknown.append(f"{self._place}: {ast.unparse(node)}")
 
-    def _take_sentences(self, function: ast.FunctionDef) -> None:
+    def _take_sentences(self, function: ast.FunctionDef, is_warning: bool) -> None:
         returned = {id(each) for part in ast.walk(function) if isinstance(part, ast.Return) for each in ast.walk(part)}
         skipped = {id(each.value) for each in ast.walk(function) if isinstance(each, ast.Expr)}
+        for part in ast.walk(function):
+            if isinstance(part, ast.Call) and _last_name(part.func).endswith("Error"):
+                skipped |= {id(each) for each in ast.walk(part)}
         for node in ast.walk(function):
             is_text = isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and id(node) not in skipped
             texts = self._texts(node) if is_text else []
@@ -177,7 +185,7 @@ class _Reader(ast.NodeVisitor):
                 skipped |= {id(each) for each in ast.walk(node)}
             for text in texts:
                 if len(text.split()) >= _FEWEST_WORDS and (id(node) in returned or text.endswith(".")):
-                    self._add(text, is_warning=False)
+                    self._add(text, is_warning)
 
     def _add(self, text: str, is_warning: bool) -> None:
         self.messages.add(Message(_tidy(text), self._place, is_warning))
@@ -196,13 +204,18 @@ class _Reader(ast.NodeVisitor):
         return texts
 
     def _assigned(self, function: ast.FunctionDef) -> dict[str, list[str]]:
-        """Return the texts that a function's names may have; a name that also has others is left out."""
+        """Return the texts that a function's names may have, those of a loop over written rows too."""
         found: dict[str, list[str]] = {}
         for node in ast.walk(function):
+            if isinstance(node, ast.For) and isinstance(node.target, ast.Tuple) and isinstance(node.iter, ast.Tuple):
+                for row in node.iter.elts:
+                    for name, value in zip(node.target.elts, getattr(row, "elts", ()), strict=False):
+                        texts = self._long(value)
+                        found.setdefault(ast.unparse(name), []).extend(texts)
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 texts = [text for text in self._texts(node.value) if len(text.split()) >= _FEWEST_WORDS]
                 found.setdefault(node.targets[0].id, []).extend(texts)
-        return {name: texts for name, texts in found.items() if texts}
+        return {name: sorted(set(texts)) for name, texts in found.items() if texts}
 
     def _texts(self, node: ast.AST) -> list[str]:
         """Return what a text may be, with gaps for what is not fixed; nothing if the node is no text."""
@@ -340,15 +353,15 @@ def _module_constants(trees: Iterable[ast.Module]) -> dict[str, str]:
 
 
 def _templates(trees: Iterable[ast.Module]) -> dict[str, ast.FunctionDef]:
-    """Return the constructors of exceptions that have their own."""
-    return {
-        node.name: part
-        for tree in trees
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Error")
-        for part in node.body
-        if isinstance(part, ast.FunctionDef) and part.name == "__init__"
-    }
+    """Return the constructors of exceptions that have their own, or that of a class above."""
+    found: dict[str, ast.FunctionDef] = {}
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    for node in classes:
+        own = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+        above = [found[_last_name(base)] for base in node.bases if _last_name(base) in found]
+        if node.name.endswith("Error") and own + above:
+            found[node.name] = (own + above)[0]
+    return found
 
 
 def _last_name(node: ast.expr) -> str:
@@ -356,7 +369,9 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _tidy(text: str) -> str:
-    return re.sub(r"(\.\.\. ?){2,}", f"{GAP} ", " ".join(text.split())).strip()
+    """Return a text with single spaces and gaps, and without the full stop behind a gap at its end."""
+    single = re.sub(r"(\.\.\. ?){2,}", f"{GAP} ", " ".join(text.split())).strip()
+    return re.sub(r"\.\.\. ?\.$", GAP, single)
 
 
 def _words(text: str) -> list[str]:
