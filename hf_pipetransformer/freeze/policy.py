@@ -290,6 +290,7 @@ def check_policy(policy: FreezePolicy, num_layers: int, max_steps: int, min_acti
     texts = policy.check(num_layers, max_steps)
     if policy.freezes and policy.keeps_minimum and min_active_layers >= num_layers:
         texts.append(
-            f"freeze_min_active_layers={min_active_layers} of {num_layers} layers: nothing will be frozen. Set it lower."
+            f"freeze_min_active_layers={min_active_layers} of {num_layers} layers: nothing will be frozen. "
+            "Set it lower."
         )
     return texts

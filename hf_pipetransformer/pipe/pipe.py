@@ -139,8 +139,8 @@ class Pipelined(nn.Module):
                 device = device_of(name, child)
                 if next(child.parameters(), None) is not None and not is_same_place(device, stage.device):
                     raise ValueError(
-                        f"Module {name!r} was replaced by one on {device}; its stage is on {stage.device}. Move it with "
-                        f".to({str(stage.device)!r})."
+                        f"Module {name!r} was replaced by one on {device}; its stage is on {stage.device}. Move it "
+                        f"with .to({str(stage.device)!r})."
                     )
                 setattr(stage.module, name, child)
                 setattr(self, name, child)

@@ -102,7 +102,8 @@ def check_shared(groups: Sequence[tuple[Mapping[str, nn.Module], torch.device]])
                 if place != device:
                     raise ValueError(
                         "A module with duplicate parameters in distinct children is not supported: one belongs to "
-                        f"{first!r} on {place} and to {name!r} on {device}. Put both into one stage, or make a copy of it."
+                        f"{first!r} on {place} and to {name!r} on {device}. Put both into one stage, or make a "
+                        "copy of it."
                     )
 
 

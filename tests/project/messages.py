@@ -11,7 +11,7 @@ import argparse
 import ast
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -104,10 +104,17 @@ class Found:
 @cache
 def messages_of_the_package() -> Found:
     """Return every message of the package, in the order of their words."""
-    trees = {
-        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted(PACKAGE.rglob("*.py"))
-    }
+    return messages_in(
+        {
+            path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8")
+            for path in sorted(PACKAGE.rglob("*.py"))
+        }
+    )
+
+
+def messages_in(sources: Mapping[str, str]) -> Found:
+    """Return the messages of files, given the code of each, in the order of their words."""
+    trees = {file: ast.parse(source) for file, source in sources.items()}
     shared, templates = _module_constants(trees.values()), _templates(trees.values())
     messages: set[Message] = set()
     unknown: list[str] = []
@@ -247,9 +254,14 @@ class _Reader(ast.NodeVisitor):
         return texts if any(len(text.split()) >= _FEWEST_WORDS for text in texts) else []
 
 
+def sections(page: str) -> list[str]:
+    """Return what the comment of each section of the page names."""
+    return [match[2] for match in _SECTION.finditer(page)]
+
+
 def section_of(place: str, page: str) -> str | None:
-    """Return the comment of the section for messages of a place: the one that names the longest part of it."""
-    named = [(len(start), head) for _, head in _heads(page) for start in head.split() if place.startswith(start)]
+    """Return what the comment of a place's section names: the one with the longest part of the place."""
+    named = [(len(start), head) for head in sections(page) for start in head.split() if place.startswith(start)]
     return max(named)[1] if named else None
 
 
@@ -335,10 +347,6 @@ def _sought(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.keyword) and node.arg == "match":
         return [node.value]
     return [node.left] if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) else []
-
-
-def _heads(page: str) -> list[tuple[str, str]]:
-    return [(match[1], match[2]) for match in _SECTION.finditer(page)]
 
 
 def _module_constants(trees: Iterable[ast.Module]) -> dict[str, str]:

@@ -1,0 +1,113 @@
+"""Each message of the package is on the page for troubleshooting, and a test produces it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.project.messages import (
+    PAGE,
+    WRITE,
+    messages_in,
+    messages_of_the_package,
+    notes,
+    section_of,
+    sections,
+    without_test,
+    written,
+)
+
+
+NOT_PRODUCED: dict[str, str] = {}
+"""Messages that no test names by words of its own, and why. Write a test rather than an entry: the list shrinks."""
+
+MOST_NOT_PRODUCED = 0
+
+
+def test_the_text_of_every_message_is_known() -> None:
+    """Write the text where it is raised or logged, or name the function that makes it in tests/project/messages.py."""
+    assert messages_of_the_package().unknown == []
+
+
+def test_every_message_has_a_section() -> None:
+    """Name its file in the comment of a section of docs/troubleshooting.md."""
+    page = PAGE.read_text(encoding="utf-8")
+    found = messages_of_the_package().messages
+    assert [message.place for message in found if section_of(message.place, page) is None] == []
+
+
+def test_sections_name_places_of_messages() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    places = [message.place for message in messages_of_the_package().messages]
+    starts = [start for head in sections(page) for start in head.split()]
+    assert [start for start in starts if not any(place.startswith(start) for place in places)] == []
+
+
+def test_the_page_has_the_messages_of_the_package() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    now = {message.words for message in messages_of_the_package().messages}
+    missing, gone = sorted(now - set(notes(page))), sorted(set(notes(page)) - now)
+    assert (missing, gone) == ([], []), f"run `{WRITE}`"
+    assert written(page) == page, f"run `{WRITE}`"
+
+
+def test_every_message_is_produced_by_a_test() -> None:
+    found = {message.words for message in without_test()}
+    new, produced = sorted(found - set(NOT_PRODUCED)), sorted(set(NOT_PRODUCED) - found)
+    assert new == [], "write a test that looks for three words in a row that no other message has"
+    assert produced == [], "take them out of NOT_PRODUCED"
+    assert len(NOT_PRODUCED) <= MOST_NOT_PRODUCED
+
+
+CODE = """
+REMEDY = "Set it to another one."
+
+class OwnError(ValueError):
+    def __init__(self, found, name):
+        super().__init__(f"{name} was found to be {found}.")
+
+def check(value, others):
+    if others:
+        raise ValueError(f"{value!r} is refused. {REMEDY}")
+    text = "either this text is used" if value else "or that text is used"
+    raise OwnError(text, value)
+
+def tell(error):
+    logger.warning(f"Something is odd: {error}.")
+    logger.info("Nothing is odd.")
+
+def relay(error):
+    raise ValueError(str(error))
+"""
+
+
+def test_messages_are_read_from_code() -> None:
+    found = messages_in({"room/file.py": CODE})
+    assert [(message.words, message.place, message.is_warning) for message in found.messages] == [
+        ("... is refused. Set it to another one.", "room/file.py:check", False),
+        ("... was found to be either this text is used.", "room/file.py:check", False),
+        ("... was found to be or that text is used.", "room/file.py:check", False),
+        ("Something is odd: ...", "room/file.py:tell", True),
+    ]
+    assert found.unknown == ["room/file.py:relay: ValueError(str(error))"]
+
+
+def test_the_longest_part_of_a_place_decides_on_its_section() -> None:
+    page = "<!-- messages: room/ -->\n<!-- end -->\n<!-- messages: room/file.py:check other/ -->\n<!-- end -->\n"
+    assert section_of("room/file.py:tell", page) == "room/"
+    assert section_of("room/file.py:check", page) == "room/file.py:check other/"
+    assert section_of("elsewhere/file.py:check", page) is None
+
+
+def test_what_is_written_about_a_message_stays_when_its_words_change() -> None:
+    message = next(each for each in messages_of_the_package().messages if each.place.startswith("cli.py"))
+    old = message.words.replace("expected", "we expected")
+    page = f"<!-- messages: cli.py -->\n- `{old}`\n\n  Do this.\n\n  And that.\n\n- `It has gone.`\n<!-- end -->\n"
+    assert notes(page) == {old: "  Do this.\n\n  And that.", "It has gone.": ""}
+    again = notes(written(page))
+    assert again[message.words] == notes(page)[old]
+    assert "It has gone." not in again
+
+
+@pytest.mark.parametrize("words", [words for words, reason in NOT_PRODUCED.items() if len(reason.split()) < 3])
+def test_every_exception_has_a_reason(words: str) -> None:
+    pytest.fail(f"say why no test produces {words!r}")
