@@ -200,5 +200,5 @@ def test_the_watch_takes_mixed_dtypes_and_odd_tensors():
 
 
 def test_the_watch_refuses_what_has_no_data():
-    with pytest.raises(ValueError, match="meta"):
+    with pytest.raises(ValueError, match="A meta tensor has no data to watch"):
         PrefixWatch([torch.zeros(2, device="meta")])

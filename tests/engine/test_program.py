@@ -390,7 +390,10 @@ def test_a_model_may_recompute_activations_by_itself(use_reentrant: bool) -> Non
 def test_a_backward_of_the_models_own_is_refused() -> None:
     layer = nn.Linear(3, 2)
     later = WeightGradients(linear_layers(layer))
-    with later.split_linears(), pytest.raises(PipelineError, match="pipeline_schedule='1f1b'"):
+    with (
+        later.split_linears(),
+        pytest.raises(PipelineError, match="A backward ran inside the model .*pipeline_schedule='1f1b'"),
+    ):
         layer(torch.randn(4, 3)).sum().backward()
 
 

@@ -348,7 +348,7 @@ def test_a_subclass_that_is_decorated_again_declares_all_it_uses():
     class NotAll(Both):
         pass
 
-    with pytest.raises(RuntimeError, match="did not stash 'baz'"):
+    with pytest.raises(RuntimeError, match="but its forward did not stash 'baz'"):
         NotAll()(torch.tensor(1.0))
 
 

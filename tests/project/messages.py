@@ -70,11 +70,14 @@ RELAYS = (
 _SECTION = re.compile(r"(<!-- messages: ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _ENTRY = re.compile(r"^- (?:Warning: )?(`+) ?(.*?) ?\1\n((?:\n|  .*\n)*)", re.MULTILINE)
 _WILD = re.compile(r"\\d\+|\[[^\]]*\][*+]?|\.[*+]\??|\(\?\w*\)|\.\.\.|\$|\^")
-_WORD = re.compile(r"[\w'=/-]+")
+_WORD = re.compile(r"[\w'-]+")
+_VOLATILE = re.compile(r"'[^']*'|\b\S*\d\S*")
+"""What may stand for a gap in a text that a test looks for: quoted words and numbers."""
+_GAP_WORD = "/"
 _FEWEST_WORDS = 4
 """Words that make a text in a helper a message rather than a part of one."""
 _RUN = 3
-"""Words in a row by which a test names a message, if no other message has them."""
+"""Words in a row by which any text of a test names a message, if no other message has them."""
 
 
 @dataclass(frozen=True, order=True)
@@ -292,35 +295,43 @@ def written(page: str) -> str:
 
 def without_test() -> list[Message]:
     """Return the messages that no test names by words that no other message has."""
-    runs: dict[tuple[str, ...], set[str]] = {}
     found = messages_of_the_package().messages
-    for message in found:
-        for run in _runs_of(message.words, range(1, _RUN + 1)):
-            runs.setdefault(run, set()).add(message.words)
+    words = {message.words: f" {_GAP_WORD} ".join(map(" ".join, _parts(message.words))) for message in found}
+    runs: dict[str, set[str]] = {}
+    for message in words:
+        for run in _runs(_parts(message)):
+            runs.setdefault(run, set()).add(message)
     named: set[str] = set()
     for text, is_sought in _texts_of_tests():
-        for run in _runs_meant(text, is_sought):
+        for run in _runs(_parts(text)):
             meant = runs.get(run, set())
-            if len(meant) == 1:
-                named |= meant
+            named |= meant if len(meant) == 1 else set()
+        if is_sought:
+            for parts in (_parts(text), _parts(_VOLATILE.sub(GAP, text))):
+                meant = {message for message, own in words.items() if _has_in_order(f" {own} ", parts)}
+                named |= meant if len(meant) == 1 else set()
     return [message for message in found if message.words not in named]
 
 
-def _runs_of(text: str, lengths: Sequence[int]) -> set[tuple[str, ...]]:
-    """Return the runs of so many words in each part of a text."""
-    parts = [_words(part) for part in text.split(GAP)]
-    return {
-        tuple(words[at : at + length])
-        for words in parts
-        for length in lengths
-        for at in range(len(words) - length + 1)
-    }
+def _parts(text: str) -> list[list[str]]:
+    """Return the words between the gaps of a text."""
+    return [words for part in text.split(GAP) if (words := _words(part))]
 
 
-def _runs_meant(text: str, is_sought: bool) -> set[tuple[str, ...]]:
-    """Return the runs by which a test's text names a message: short ones only if they are the whole of a part."""
-    wholes = {tuple(_words(part)) for part in text.split(GAP)}
-    return _runs_of(text, [_RUN]) | {part for part in wholes if len(part) == 2 or (len(part) == 1 and is_sought)}
+def _runs(parts: list[list[str]]) -> set[str]:
+    """Return all runs of three words, and the parts of two."""
+    whole = {" ".join(words) for words in parts if len(words) == _RUN - 1}
+    return whole | {" ".join(words[at : at + _RUN]) for words in parts for at in range(len(words) - _RUN + 1)}
+
+
+def _has_in_order(text: str, parts: list[list[str]]) -> bool:
+    at = 0
+    for words in parts:
+        at = text.find(f" {' '.join(words)} ", at)
+        if at < 0:
+            return False
+        at += 1
+    return bool(parts)
 
 
 @cache
@@ -337,15 +348,24 @@ def _texts_of_tests() -> set[tuple[str, bool]]:
         docstrings = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
         sought = {id(each) for node in ast.walk(tree) for part in _sought(node) for each in ast.walk(part)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                for text in node.value.split("|"):
+            if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docstrings:
+                for text in _written(node).split("|"):
                     found.add((_WILD.sub(GAP, text).replace("\\", ""), id(node) in sought))
     return found
 
 
+def _written(node: ast.Constant | ast.JoinedStr) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    return "".join(_written(part) if isinstance(part, ast.Constant) else GAP for part in node.values)
+
+
 def _sought(node: ast.AST) -> list[ast.expr]:
+    """Return the parts of a node that are looked for in other texts, or are cases of such a test."""
     if isinstance(node, ast.keyword) and node.arg == "match":
         return [node.value]
+    if isinstance(node, ast.Call) and _last_name(node.func) == "parametrize":
+        return node.args
     return [node.left] if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) else []
 
 

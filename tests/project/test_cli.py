@@ -221,7 +221,7 @@ def test_adapters_train_little_and_images_and_sequences_are_planned_too(
     ("options", "message"),
     [
         (["--processes", "8", "--processes_per_node", "3"], "no multiple of --processes_per_node 3"),
-        (["--processes", "2", "--dtype", "float33"], "--dtype float33"),
+        (["--processes", "2", "--dtype", "float33"], "--dtype float33: expected a dtype of torch"),
         (["--processes", "2", "--sequence_length", "9000"], "takes up to 8192 tokens"),
         (["--processes", "2", "--pipeline_num_chunks", "2"], "pipeline_num_chunks"),
     ],
