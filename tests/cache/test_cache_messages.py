@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from hf_pipetransformer.cache import records
 from hf_pipetransformer.cache.files import PrivateFolder, StoreDamagedError, StoreFile
 from hf_pipetransformer.cache.folder import StoreFolder, check_base
 from hf_pipetransformer.cache.opening import CacheInputs
-from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.cache.records import HEADER_FILE, RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
 from tests.cache.test_store import PLAIN, put, values_of
 
@@ -45,7 +47,7 @@ def test_a_folder_that_others_own_or_may_write_to(tmp_path: Path, monkeypatch: p
         return SimpleNamespace(st_uid=STRANGER, st_mode=found.st_mode) if is_store else found
 
     monkeypatch.setattr(os, "fstat", of_stranger)
-    with pytest.raises(ValueError, match=f"kept belongs to user {STRANGER}: expected {os.geteuid()}. Set activation"):
+    with pytest.raises(ValueError, match=rf"kept belongs to another user \({STRANGER}, not"):
         PrivateFolder.under(base, "kept")
 
 
@@ -66,7 +68,7 @@ def test_a_file_that_cannot_be_opened_or_read(tmp_path: Path) -> None:
     descriptor = os.open(folder.path / "some.bin", os.O_WRONLY)
     os.dup2(descriptor, file._fd)
     os.close(descriptor)
-    with pytest.raises(StoreDamagedError, match=r"some.bin cannot be read \("):
+    with pytest.raises(StoreDamagedError, match=r"A record of .*some.bin cannot be read \("):
         file.read(0, [np.zeros(1)])
 
 
@@ -81,6 +83,30 @@ def test_a_folder_that_cannot_be_deleted(
     with caplog.at_level(logging.WARNING, "hf_pipetransformer"):
         folder.remove()
     assert "could not be deleted: planted" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("version", 0, "it is of version 0, expected"), ("num_samples", 5, "its hash does not hold")],
+)
+def test_a_header_of_another_version_or_content(tmp_path: Path, name: str, value: int, words: str) -> None:
+    ActivationStore.create(tmp_path / "store", 4, PLAIN, 2**30).close()
+    path = tmp_path / "store" / HEADER_FILE
+    values = json.loads(path.read_text()) | {name: value}
+    del values["hash"]
+    values["hash"] = records._hash(values if name == "version" else {})
+    path.write_text(json.dumps(values))
+    with pytest.raises(StoreDamagedError, match=words):
+        ActivationStore.open(tmp_path / "store", 0)
+
+
+def test_a_file_that_ends_before_what_the_index_names(tmp_path: Path) -> None:
+    store = ActivationStore.create(tmp_path / "store", 4, PLAIN, 2**30)
+    put(store, [0], [5])
+    store.close()
+    os.truncate(tmp_path / "store" / "records-0.bin", 64)
+    with pytest.raises(StoreDamagedError, match="has 64 bytes: the index names .* It was cut"):
+        ActivationStore.open(tmp_path / "store", 0)
 
 
 @pytest.mark.parametrize(

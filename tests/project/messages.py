@@ -346,7 +346,12 @@ def _texts_of_tests() -> set[tuple[str, bool]]:
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         docstrings = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
-        sought = {id(each) for node in ast.walk(tree) for part in _sought(node) for each in ast.walk(part)}
+        tables = {
+            node.targets[0].id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        sought = {id(each) for node in ast.walk(tree) for part in _sought(node, tables) for each in ast.walk(part)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docstrings:
                 for text in _written(node).split("|"):
@@ -360,12 +365,13 @@ def _written(node: ast.Constant | ast.JoinedStr) -> str:
     return "".join(_written(part) if isinstance(part, ast.Constant) else GAP for part in node.values)
 
 
-def _sought(node: ast.AST) -> list[ast.expr]:
+def _sought(node: ast.AST, tables: Mapping[str, ast.expr]) -> list[ast.expr]:
     """Return the parts of a node that are looked for in other texts, or are cases of such a test."""
     if isinstance(node, ast.keyword) and node.arg == "match":
         return [node.value]
     if isinstance(node, ast.Call) and _last_name(node.func) == "parametrize":
-        return node.args
+        named = [tables[each.id] for each in node.args if isinstance(each, ast.Name) and each.id in tables]
+        return [*node.args, *named]
     return [node.left] if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) else []
 
 
