@@ -47,7 +47,7 @@ def test_an_answer_of_a_policy_that_is_no_number() -> None:
         def num_wanted(self, signal: FreezeSignal) -> float:
             return float("nan")
 
-    with pytest.raises(ValueError, match=r"Odd.num_wanted returned nan: expected a number of layers"):
+    with pytest.raises(ValueError, match=r"num_wanted returned .*: expected a number of layers"):
         decide(Odd(), cast(FreezeSignal, None), 1)
 
 

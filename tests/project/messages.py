@@ -366,13 +366,17 @@ def _written(node: ast.Constant | ast.JoinedStr) -> str:
 
 
 def _sought(node: ast.AST, tables: Mapping[str, ast.expr]) -> list[ast.expr]:
-    """Return the parts of a node that are looked for in other texts, or are cases of such a test."""
-    if isinstance(node, ast.keyword) and node.arg == "match":
-        return [node.value]
-    if isinstance(node, ast.Call) and _last_name(node.func) == "parametrize":
-        named = [tables[each.id] for each in node.args if isinstance(each, ast.Name) and each.id in tables]
-        return [*node.args, *named]
-    return [node.left] if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) else []
+    """Return the parts of a node that are looked for in other texts, or are cases of a test that does so."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In):
+        parts = [node.left]
+    elif isinstance(node, ast.keyword) and node.arg == "match":
+        parts = [node.value]
+    elif isinstance(node, ast.Call) and _last_name(node.func) in ("parametrize", "search"):
+        parts = node.args
+    else:
+        return []
+    named = [each.id for part in parts for each in ast.walk(part) if isinstance(each, ast.Name)]
+    return [*parts, *(tables[name] for name in named if name in tables)]
 
 
 def _module_constants(trees: Iterable[ast.Module]) -> dict[str, str]:

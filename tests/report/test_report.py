@@ -214,7 +214,7 @@ def test_a_folder_without_a_run_and_a_missing_library_are_said_in_a_sentence(
         main(["report", str(tmp_path)])
     (tmp_path / EVENTS_FILE).unlink()
     (tmp_path / "trainer_state.json").write_text("[]")
-    with pytest.raises(SystemExit, match=r"trainer_state\.json has a list, expected a JSON object"):
+    with pytest.raises(SystemExit, match=r" has a .*, expected a JSON object"):
         main(["report", str(tmp_path)])
     (tmp_path / "trainer_state.json").write_text("{")
     with pytest.raises(SystemExit, match=r"trainer_state\.json cannot be read \(.*: expected a JSON object"):

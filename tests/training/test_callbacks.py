@@ -160,7 +160,7 @@ def test_the_configuration_can_be_read_and_events_go_on_to_the_next_callback() -
 
 
 def test_a_model_cannot_be_whole_amid_a_step() -> None:
-    with pytest.raises(ValueError, match="on_step_end was called amid a step.*Named reads"):
+    with pytest.raises(ValueError, match="was called amid a step, where other stages do not come by, and Named reads"):
         Double(Named(), is_inside_step=True).call()
 
 
