@@ -69,10 +69,10 @@ RELAYS = (
 
 _SECTION = re.compile(r"(<!-- messages: ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _ENTRY = re.compile(r"^- (?:Warning: )?(`+) ?(.*?) ?\1\n((?:\n|  .*\n)*)", re.MULTILINE)
-_WILD = re.compile(r"\\d\+|\[[^\]]*\][*+]?|\.[*+]\??|\(\?\w*\)|\.\.\.|\$|\^")
+_WILD = re.compile(r"\\d\+?|\[[^\]]*\][*+]?|\.[*+]\??|\(\?\w*\)|\.\.\.|\$|\^")
 _WORD = re.compile(r"[\w'-]+")
-_VOLATILE = re.compile(r"'[^']*'|\b\S*\d\S*")
-"""What may stand for a gap in a text that a test looks for: quoted words and numbers."""
+_VOLATILE = (re.compile("$^"), re.compile(r"'[^']*'|\b\S*\d\S*"), re.compile(r"'[^']*'|\b\S*\d\S*|\S*\w[_.]\w\S*"))
+"""What may stand for a gap in a text that a test looks for: nothing; quoted words and numbers; names and files too."""
 _GAP_WORD = "/"
 _FEWEST_WORDS = 4
 """Words that make a text in a helper a message rather than a part of one."""
@@ -196,6 +196,9 @@ class _Reader(ast.NodeVisitor):
             for text in texts:
                 if len(text.split()) >= _FEWEST_WORDS and (id(node) in returned or text.endswith(".")):
                     self._add(text, is_warning)
+        # A text that is put into another one is no message of its own.
+        own = {message for message in self.messages if message.place == self._place}
+        self.messages -= {part for part in own for whole in own if part is not whole and part.words in whole.words}
 
     def _add(self, text: str, is_warning: bool) -> None:
         self.messages.add(Message(_tidy(text), self._place, is_warning))
@@ -307,7 +310,8 @@ def without_test() -> list[Message]:
             meant = runs.get(run, set())
             named |= meant if len(meant) == 1 else set()
         if is_sought:
-            for parts in (_parts(text), _parts(_VOLATILE.sub(GAP, text))):
+            for volatile in _VOLATILE:
+                parts = _parts(volatile.sub(GAP, text))
                 meant = {message for message, own in words.items() if _has_in_order(f" {own} ", parts)}
                 named |= meant if len(meant) == 1 else set()
     return [message for message in found if message.words not in named]

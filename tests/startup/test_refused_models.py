@@ -17,6 +17,7 @@ from hf_pipetransformer.splitters.adapters import why_unsplittable
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import ActivationShape, _check_order
+from hf_pipetransformer.startup import check
 from hf_pipetransformer.startup.check import probe_model, why_unsliceable
 from hf_pipetransformer.startup.estimate import batch_on_meta
 from hf_pipetransformer.training.callbacks import SpreadModel
@@ -64,6 +65,17 @@ def test_inputs_that_no_slices_are_cut_from() -> None:
     assert "of shape (2,), not (batch, seq). Token slices" in found
 
 
+def test_a_model_that_fails_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise TypeError("planted")
+
+    monkeypatch.setattr(check, "_run_whole", lambda _: None)
+    monkeypatch.setattr(check, "run_slices", fail)
+    target = SimpleNamespace(model=nn.Linear(1, 1), inputs={"input_ids": torch.zeros(2, 8)}, main_input="input_ids")
+    found = str(why_unsliceable(cast(Any, target), cast(Any, None), cast(Any, None)))
+    assert "does not run on slices of a sequence (TypeError: planted)" in found
+
+
 def test_a_plan_of_a_model_for_sound() -> None:
     class Ears(nn.Module):
         main_input_name = "input_values"
@@ -103,7 +115,7 @@ def test_metrics_that_cannot_be_sent() -> None:
 def test_a_model_that_is_in_parts() -> None:
     model = SpreadModel(nn.Linear(1, 1), "Mine.on_log")
     assert not hasattr(model, "no_such_name")
-    with pytest.raises(ValueError, match=r"Mine.on_log reads 'weight' of kwargs\['model'\], which lies on several"):
+    with pytest.raises(ValueError, match="which lies on several stages. Give the method an argument"):
         _ = model.weight
     pipeline = cast(Pipeline, SimpleNamespace(is_in_parts=True, is_inside_step=True))
     with pytest.raises(ValueError, match=r"whole_model\(\) was called amid a step"), Pipeline.whole_model(pipeline):

@@ -15,7 +15,7 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.migration import keep_parameters
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.schedules import json_values
-from hf_pipetransformer.state import checkpoint, only_run, restore
+from hf_pipetransformer.state import checkpoint, only_run, plain_checkpoint, restore
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_optimizer, read_state
 from hf_pipetransformer.state.description import _describe_changes
 from hf_pipetransformer.state.plain_checkpoint import check_trainers
@@ -104,6 +104,15 @@ def test_an_optimizer_that_trains_what_is_not_the_models() -> None:
     )
     with pytest.raises(ValueError, match="and a checkpoint holds the model's only"):
         Checkpoints.check_savable(cast(Checkpoints, parts))
+
+
+def test_an_optimizer_that_plain_trainer_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(parameters={}, decaying=[], layout=SimpleNamespace(pipeline_size=1))
+    monkeypatch.setattr(plain_checkpoint, "_check_is_checkpoint", lambda _: None)
+    monkeypatch.setattr(checkpoint, "read_state", lambda _: state)
+    monkeypatch.setattr(checkpoint, "read_optimizer", lambda *_: ({}, {"groups": [{}, {}, {}]}))
+    with pytest.raises(ValueError, match="parameter groups, expected .*: plain Trainer knows only those"):
+        plain_checkpoint.export_checkpoint("saved", str(tmp_path / "exported"))
 
 
 def test_a_run_of_other_layers_or_batches() -> None:

@@ -1,0 +1,53 @@
+"""What a training says of itself when it is called in a way that cannot work, on stand-ins for its parts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+from hf_pipetransformer import trainer_compat
+from hf_pipetransformer.engine.engine import Run as EngineRun
+from hf_pipetransformer.training import weights
+from hf_pipetransformer.training.run import Run
+from hf_pipetransformer.training.training import Training
+
+
+def test_actions_that_have_not_run() -> None:
+    with pytest.raises(ValueError, match="2 actions of the previous list have not run"):
+        EngineRun.extend(cast(Any, SimpleNamespace(_position=1, actions=[1, 2, 3])), [])
+
+
+def test_a_layout_that_changes_behind_steps_that_were_read() -> None:
+    training = SimpleNamespace(
+        steps=SimpleNamespace(are_over=lambda _: False, num_read_ahead=1),
+        loader=None,
+        transitions=SimpleNamespace(before_step=lambda: "moved"),
+    )
+    with pytest.raises(RuntimeError, match="The layout changes although steps were read ahead"):
+        Training.begin_step(cast(Any, training), iter([]), 1)
+
+
+def test_a_model_that_must_be_gathered_to_be_saved(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trainer_compat, "why_gathered_to_save", lambda _: "it saves in a way of its own")
+    run = SimpleNamespace(context=SimpleNamespace(trainer=SimpleNamespace(model=nn.Linear(1, 1))), _warned=set())
+    for _ in range(2):
+        assert Run._gathered_to_save(cast(Any, run)) is None
+    assert caplog.text.count("Saving gathers the whole model in the memory of rank 0") == 1
+
+
+def test_a_second_training_of_a_model_that_fits_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = SimpleNamespace(needed=2, free=1)
+    monkeypatch.setattr(weights, "least_room", lambda *_: room)
+    stage = SimpleNamespace(
+        is_training=False, is_spread=True, store=SimpleNamespace(named=dict), settings=SimpleNamespace(topology=None)
+    )
+    pipeline = SimpleNamespace(stage=stage)
+    ending = SimpleNamespace(starter=SimpleNamespace(is_started=lambda _: True, pipeline=pipeline))
+    with pytest.raises(ValueError, match="was called again, and a training starts from the whole model"):
+        weights.Ending.put_together(cast(Any, ending))
+    room.needed = 1
