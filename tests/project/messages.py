@@ -93,7 +93,7 @@ class Message:
         quote = "``" if "`" in self.words else "`"
         pad = " " if quote == "``" else ""
         text = f"- {'Warning: ' if self.is_warning else ''}{quote}{pad}{self.words}{pad}{quote}\n"
-        return text + (f"\n{note}\n" if note else "")
+        return text + (f"\n{note}\n\n" if note else "")
 
 
 @dataclass(frozen=True)
