@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from hf_pipetransformer.cache import records
 from hf_pipetransformer.cache.files import PrivateFolder, StoreDamagedError, StoreFile
 from hf_pipetransformer.cache.folder import StoreFolder, check_base
 from hf_pipetransformer.cache.opening import CacheInputs
+from hf_pipetransformer.cache.parts import Parts
 from hf_pipetransformer.cache.records import HEADER_FILE, RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
 from tests.cache.test_store import PLAIN, put, values_of
@@ -153,3 +154,11 @@ def test_why_nothing_is_stored_before_a_sample_is_read(changes: dict[str, bool],
         overlaps_steps=changes.get("overlaps_steps", False),
     )
     assert words in str(CacheInputs._reason_before_reading(inputs, []))  # type: ignore[arg-type]
+
+
+def test_a_batch_that_is_padded_by_another_rule() -> None:
+    source = SimpleNamespace(is_text=True, main_input="input_ids", padded_length=lambda longest: longest)
+    parts = SimpleNamespace(source=source, found=[(None, {"input_ids": torch.zeros(1, 9)}, None)], _longest=[8])
+    assert Parts.padded_length(cast(Parts, parts), [], is_checked=False) == 9
+    with pytest.raises(StoreDamagedError, match="a batch was padded to 9 tokens, after the first samples 8 were"):
+        Parts.padded_length(cast(Parts, parts), [], is_checked=True)

@@ -160,13 +160,19 @@ def test_models_whose_layers_no_stage_can_hold() -> None:
     refused("The model has batch normalization (0)", torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
     quantizing = type("QuantAct", (torch.nn.Module,), {})
     refused("tracks the ranges of its activations", torch.nn.Sequential(quantizing()))
-    for option, reason in (
-        ("layerdrop", "layers that are skipped at random cannot be stages"),
-        ("output_attentions", "a stage knows its own layers only"),
-    ):
-        model = torch.nn.Linear(2, 2)
-        model.config = SimpleNamespace(**{option: 1})  # type: ignore[assignment]
-        refused(f"config.{option}=1: {reason}", model)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("layerdrop", "config.layerdrop=1: layers that are skipped at random cannot be stages"),
+        ("output_attentions", "config.output_attentions=1: a stage knows its own layers only"),
+    ],
+)
+def test_models_that_ask_for_what_no_stage_has(option: str, words: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(**{option: 1})  # type: ignore[assignment]
+    refused(words, model)
 
 
 def test_optimizers_that_cannot_be_divided() -> None:

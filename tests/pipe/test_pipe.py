@@ -516,7 +516,7 @@ def test_what_no_pipeline_can_be_made_of_is_refused() -> None:
 def test_an_input_changed_in_place_is_refused_where_it_is_needed_again() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     x = torch.randn(4, 2)
-    with pytest.raises(RuntimeError, match="changes its input in place"):
+    with pytest.raises(RuntimeError, match="changes its input in place, which checkpointing would compute again"):
         Pipe(module, 2)(x)
     assert_transparent(module, Pipe(deepcopy(module), 2, "never"), x, bound=1e-6)
 

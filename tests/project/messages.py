@@ -74,10 +74,15 @@ _WORD = re.compile(r"[\w'-]+")
 _VOLATILE = (re.compile("$^"), re.compile(r"'[^']*'|\b\S*\d\S*"), re.compile(r"'[^']*'|\b\S*\d\S*|\S*\w[_.]\w\S*"))
 """What may stand for a gap in a text that a test looks for: nothing; quoted words and numbers; names and files too."""
 _GAP_WORD = "/"
+_LOOKING = (
+    *("parametrize", "search", "count", "startswith"),
+    *("refused", "warnings_of", "assert_ended_once", "assert_cause"),
+)
+"""Calls with the words that a test looks for among their arguments."""
 _FEWEST_WORDS = 4
 """Words that make a text in a helper a message rather than a part of one."""
 _RUN = 3
-"""Words in a row by which any text of a test names a message, if no other message has them."""
+"""Words in a row by which a text that a test looks for names a message, if no other message has them."""
 
 
 @dataclass(frozen=True, order=True)
@@ -265,9 +270,9 @@ def sections(page: str) -> list[str]:
     return [match[2] for match in _SECTION.finditer(page)]
 
 
-def section_of(place: str, page: str) -> str | None:
+def section_of(place: str, heads: Iterable[str]) -> str | None:
     """Return what the comment of a place's section names: the one with the longest part of the place."""
-    named = [(len(start), head) for head in sections(page) for start in head.split() if place.startswith(start)]
+    named = [(len(start), head) for head in heads for start in head.split() if place.startswith(start)]
     return max(named)[1] if named else None
 
 
@@ -288,8 +293,10 @@ def written(page: str) -> str:
         if similar:
             kept[similar[0]] = kept[lost]
 
+    heads = sections(page)
+
     def section(match: re.Match[str]) -> str:
-        own = {m.words: m for m in messages_of_the_package().messages if section_of(m.place, page) == match[2]}
+        own = {m.words: m for m in messages_of_the_package().messages if section_of(m.place, heads) == match[2]}
         order = sorted(own, key=lambda words: (not kept.get(words), words.strip("'\"`. ").lower(), words))
         return match[1] + "".join(own[words].entry(kept.get(words, "")) for words in order) + match[4]
 
@@ -305,15 +312,14 @@ def without_test() -> list[Message]:
         for run in _runs(_parts(message)):
             runs.setdefault(run, set()).add(message)
     named: set[str] = set()
-    for text, is_sought in _texts_of_tests():
+    for text in _texts_of_tests():
         for run in _runs(_parts(text)):
             meant = runs.get(run, set())
             named |= meant if len(meant) == 1 else set()
-        if is_sought:
-            for volatile in _VOLATILE:
-                parts = _parts(volatile.sub(GAP, text))
-                meant = {message for message, own in words.items() if _has_in_order(f" {own} ", parts)}
-                named |= meant if len(meant) == 1 else set()
+        for volatile in _VOLATILE:
+            parts = _parts(volatile.sub(GAP, text))
+            meant = {message for message, own in words.items() if _has_in_order(f" {own} ", parts)}
+            named |= meant if len(meant) == 1 else set()
     return [message for message in found if message.words not in named]
 
 
@@ -339,17 +345,13 @@ def _has_in_order(text: str, parts: list[list[str]]) -> bool:
 
 
 @cache
-def _texts_of_tests() -> set[tuple[str, bool]]:
-    """Return the texts in the code of the tests, and whether each is looked for (`match=`, `in`) in another text.
-
-    A regular expression becomes the words that it looks for, with gaps.
-    """
-    found: set[tuple[str, bool]] = set()
+def _texts_of_tests() -> set[str]:
+    """Return the texts that tests look for in others; a regular expression becomes its words, with gaps."""
+    found: set[str] = set()
     for path in TESTS.rglob("*.py"):
         if path.parent == Path(__file__).parent and path.stem in ("messages", "test_messages"):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        docstrings = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
         tables = {
             node.targets[0].id: node.value
             for node in tree.body
@@ -357,9 +359,8 @@ def _texts_of_tests() -> set[tuple[str, bool]]:
         }
         sought = {id(each) for node in ast.walk(tree) for part in _sought(node, tables) for each in ast.walk(part)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docstrings:
-                for text in _written(node).split("|"):
-                    found.add((_WILD.sub(GAP, text).replace("\\", ""), id(node) in sought))
+            if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) in sought:
+                found |= {_WILD.sub(GAP, text).replace("\\", "") for text in _written(node).split("|")}
     return found
 
 
@@ -371,11 +372,11 @@ def _written(node: ast.Constant | ast.JoinedStr) -> str:
 
 def _sought(node: ast.AST, tables: Mapping[str, ast.expr]) -> list[ast.expr]:
     """Return the parts of a node that are looked for in other texts, or are cases of a test that does so."""
-    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In):
-        parts = [node.left]
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn | ast.Eq):
+        parts = [node.left, *node.comparators]
     elif isinstance(node, ast.keyword) and node.arg == "match":
         parts = [node.value]
-    elif isinstance(node, ast.Call) and _last_name(node.func) in ("parametrize", "search"):
+    elif isinstance(node, ast.Call) and _last_name(node.func) in _LOOKING:
         parts = node.args
     else:
         return []

@@ -18,7 +18,7 @@ from tests.project.messages import (
 NOT_RECOGNIZED = {
     "--... is for ..., found ...": "too few words: tests/project/test_cli.py has it",
     "... (one of ...) differs between ..., which must hold the same bits. A callback or hook changed weights on one "
-    "rank only, or a device computes wrongly.": "several processes: tests/distributed/test_transition_faults.py has it",
+    "rank only, or a device computes wrongly.": "two processes: tests/distributed/test_transition_faults.py has it",
     "... is damaged: ...": "all of its words are in others: tests/distributed/test_resume.py damages every file",
     "... is damaged: ... cannot be read (...).": "as above",
     "... is damaged: ... cannot be read (...: ...).": "as above, and tests/state/test_trainers_checkpoints.py",
@@ -45,9 +45,9 @@ def test_the_text_of_every_message_is_known() -> None:
 
 def test_every_message_has_a_section() -> None:
     """Name its file in the comment of a section of docs/troubleshooting.md."""
-    page = PAGE.read_text(encoding="utf-8")
+    heads = sections(PAGE.read_text(encoding="utf-8"))
     found = messages_of_the_package().messages
-    assert [message.place for message in found if section_of(message.place, page) is None] == []
+    assert [message.place for message in found if section_of(message.place, heads) is None] == []
 
 
 def test_sections_name_places_of_messages() -> None:
@@ -107,10 +107,12 @@ def test_messages_are_read_from_code() -> None:
 
 
 def test_the_longest_part_of_a_place_decides_on_its_section() -> None:
-    page = "<!-- messages: room/ -->\n<!-- end -->\n<!-- messages: room/file.py:check other/ -->\n<!-- end -->\n"
-    assert section_of("room/file.py:tell", page) == "room/"
-    assert section_of("room/file.py:check", page) == "room/file.py:check other/"
-    assert section_of("elsewhere/file.py:check", page) is None
+    heads = sections(
+        "<!-- messages: room/ -->\n<!-- end -->\n<!-- messages: room/file.py:check other/ -->\n<!-- end -->\n"
+    )
+    assert section_of("room/file.py:tell", heads) == "room/"
+    assert section_of("room/file.py:check", heads) == "room/file.py:check other/"
+    assert section_of("elsewhere/file.py:check", heads) is None
 
 
 def test_what_is_written_about_a_message_stays_when_its_words_change() -> None:

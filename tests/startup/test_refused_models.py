@@ -10,7 +10,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from hf_pipetransformer.data.loader import Request
+from hf_pipetransformer.engine.weights.stage import Versions
 from hf_pipetransformer.pipe.flow import Flow
+from hf_pipetransformer.pipe.micro_batches import MicroBatch, gather
 from hf_pipetransformer.pipe.pipe import Pipe
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.adapters import why_unsplittable
@@ -20,6 +23,7 @@ from hf_pipetransformer.splitters.structure import ActivationShape, _check_order
 from hf_pipetransformer.startup import check
 from hf_pipetransformer.startup.check import probe_model, why_unsliceable
 from hf_pipetransformer.startup.estimate import batch_on_meta
+from hf_pipetransformer.startup.first_samples import _first_of
 from hf_pipetransformer.training.callbacks import SpreadModel
 from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.loaders import check_undivided
@@ -142,6 +146,33 @@ def test_an_output_of_a_pipe_that_cannot_be_joined() -> None:
     assert Pipe(nn.Sequential(Total()), 1)(torch.ones(4)).local_value() == 4
     with pytest.raises(ValueError, match="The last stage returned a tensor without dimensions"):
         Pipe(nn.Sequential(Total()), 2)(torch.ones(4))
+
+
+def test_outputs_of_other_lengths() -> None:
+    parts = [MicroBatch((1,), is_single=False), MicroBatch((1, 2), is_single=False)]
+    with pytest.raises(ValueError, match="values for different micro-batches: expected as many for each"):
+        gather(parts)
+
+
+def test_a_loader_without_a_batch() -> None:
+    with pytest.raises(ValueError, match="The list is empty: expected at least one batch"):
+        _first_of([])
+
+
+def test_a_loader_of_no_data_set() -> None:
+    starter = SimpleNamespace(context=SimpleNamespace(trainer=None, topology=None, args=None))
+    request = Request(None, "Training", 4)
+    with pytest.raises(ValueError, match="Training needs a data set: pass train_dataset"):
+        Starter.inspect(cast(Any, starter), request, is_training=True)
+
+
+def test_an_optimizer_that_moves_parameters() -> None:
+    parameters = [nn.Parameter(torch.ones(1))]
+    versions = SimpleNamespace(parameters=parameters, _values=[parameters[0].data])
+    Versions.check_storage(cast(Any, versions), cast(Any, None))
+    parameters[0].data = torch.ones(1)
+    with pytest.raises(ValueError, match="gives parameters new memory in a step"):
+        Versions.check_storage(cast(Any, versions), torch.optim.SGD(parameters))
 
 
 def test_a_skip_tensor_that_nobody_pops() -> None:
