@@ -175,6 +175,7 @@ def flip_with_python(pixels):
 def test_a_random_flip_is_found(change):
     report = examine_inputs(with_transform(change), stacked, *IMAGES)
     assert "random augmentation" in report.reason and "'pixel_values'" in report.reason
+    assert "or store augmented copies in the data set" in report.reason
     assert report.padding is None and report.seconds_per_sample > 0
 
 
@@ -288,7 +289,7 @@ def test_unusual_data_sets_are_refused():
 
     rows = list(images())
     assert examine_inputs(rows, stacked, *IMAGES).reason is None
-    assert "set_epoch" in examine_inputs(WithEpochs(rows), stacked, *IMAGES).reason
+    assert "found a data set with set_epoch" in examine_inputs(WithEpochs(rows), stacked, *IMAGES).reason
     assert "found an empty data set" in examine_inputs([], stacked, *IMAGES).reason
     assert "without length" in examine_inputs(iter(rows), stacked, *IMAGES).reason
 

@@ -20,6 +20,7 @@ from hf_pipetransformer.cache.opening import CacheInputs
 from hf_pipetransformer.cache.parts import Parts
 from hf_pipetransformer.cache.records import HEADER_FILE, RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
+from hf_pipetransformer.data.loader import PipelineLoader
 from tests.cache.test_store import PLAIN, put, values_of
 
 
@@ -154,6 +155,25 @@ def test_why_nothing_is_stored_before_a_sample_is_read(changes: dict[str, bool],
         overlaps_steps=changes.get("overlaps_steps", False),
     )
     assert words in str(CacheInputs._reason_before_reading(inputs, []))  # type: ignore[arg-type]
+
+
+def test_activations_that_are_not_one_a_token() -> None:
+    class Loader(PipelineLoader):
+        is_stream = False
+
+        def __init__(self) -> None:
+            pass
+
+    activation = SimpleNamespace(hidden_shape=(5, 4), input_shape=(8,), changes_length=True)
+    inputs = SimpleNamespace(
+        start_up=SimpleNamespace(probe=SimpleNamespace(activation=activation)),
+        args=SimpleNamespace(
+            pipeline_schedule="1f1b", schedule=SimpleNamespace(abilities=SimpleNamespace(cuts_tokens=False))
+        ),
+        overlaps_steps=False,
+    )
+    found = str(CacheInputs._reason_before_reading(cast(Any, inputs), Loader()))
+    assert "the layers' activations have 5 positions for 8 tokens" in found
 
 
 def test_a_batch_that_is_padded_by_another_rule() -> None:

@@ -318,6 +318,8 @@ def without_test() -> list[Message]:
             named |= meant if len(meant) == 1 else set()
         for volatile in _VOLATILE:
             parts = _parts(volatile.sub(GAP, text))
+            if sum(map(len, parts)) < _RUN - 1:
+                continue
             meant = {message for message, own in words.items() if _has_in_order(f" {own} ", parts)}
             named |= meant if len(meant) == 1 else set()
     return [message for message in found if message.words not in named]

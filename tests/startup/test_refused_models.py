@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hf_pipetransformer.data.loader import Request
+from hf_pipetransformer.engine.losses import FoundRule, LossRule
 from hf_pipetransformer.engine.weights.stage import Versions
 from hf_pipetransformer.pipe.flow import Flow
 from hf_pipetransformer.pipe.micro_batches import MicroBatch, gather
@@ -29,7 +30,7 @@ from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.loaders import check_undivided
 from hf_pipetransformer.training.metrics import _sendable
 from hf_pipetransformer.training.run import Trainings
-from hf_pipetransformer.training.starting import Starter
+from hf_pipetransformer.training.starting import Starter, check_trained_model
 from tests.models import build_model
 
 
@@ -102,6 +103,18 @@ def test_adapters_that_no_stage_could_hold() -> None:
         _hf_peft_config_loaded = True
 
     assert "which mixes kinds of PEFT adapters" in str(why_unsplittable(cast(Any, Mixed())))
+    with pytest.raises(UnsupportedModelError, match="Use plain LoRA on an unquantized model"):
+        check_trained_model(Mixed(), cast(Any, None), None)
+
+
+def test_weights_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    rule = FoundRule(LossRule.MEAN, ignores_num_items=False, refusal="planted", is_finite=False)
+    monkeypatch.setattr(check, "find_loss_rule", lambda *_: rule)
+    target = SimpleNamespace(
+        model=None, inputs={"labels": torch.ones(2)}, count=None, parameters=[torch.full((2,), torch.nan)]
+    )
+    assert check.check_loss(cast(Any, target), is_split=True).refusal is None
+    assert "Weights of the model are nan before the first step" in caplog.text
 
 
 def test_a_loader_of_the_users_for_several_stages() -> None:

@@ -28,6 +28,7 @@ from tests.state.test_going_on import trainer_of
 
 L = 4
 WHOLE, SHORT = Layout(L, 0, 2, 1, (0, 5, 10), 2, "1f1b"), Layout(L, 3, 1, 2, (0, 10), 1, "1f1b")
+TWO_LAYERS = Layout(2, 0, 1, 1, (0, 6), 1, "1f1b")
 
 
 NOT_COMPARED = {
@@ -175,6 +176,11 @@ def state(saved: Path) -> Any:
         ("layout num_layers", 5, "do not cut 12 blocks"),
         ("layout", {}, "found no 'num_layers' of a layout"),
         ("first_layout", None, "found None as 'layout', expected an object"),
+        (
+            "first_layout",
+            Layout(2, 0, 1, 1, (0, 6), 1, "1f1b").as_event(),
+            "found a 'first_layout' of 2 layers, expected",
+        ),
         ("decisions known_microbatches", [[1, 1]], "expected a list of 3"),
         ("scheduler last_epoch", 1e30, "found 1e\\+30 as 'last_epoch'"),
         ("slots", {"num_slots": 0}, "found 0 as 'num_slots'"),

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.migration import keep_parameters
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.runtime.context import CollectiveTimeouts
 from hf_pipetransformer.schedules import json_values
 from hf_pipetransformer.state import checkpoint, only_run, plain_checkpoint, restore
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_optimizer, read_state
@@ -28,6 +29,8 @@ from hf_pipetransformer.state.weights import _check_complete, weight_files
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no complete checkpoint: it holds neither"):
         read_state(str(tmp_path))
+    with pytest.raises(ValueError, match="is incomplete: saving it was interrupted"):
+        check_trainers(str(tmp_path))
     (tmp_path / "trainer_state.json").write_text('{"global_step": 1, "epoch": 1.0}')
     with pytest.raises(ValueError, match="is no complete checkpoint: it holds no weights"):
         check_trainers(str(tmp_path))
@@ -113,6 +116,22 @@ def test_an_optimizer_that_plain_trainer_does_not_know(tmp_path: Path, monkeypat
     monkeypatch.setattr(checkpoint, "read_optimizer", lambda *_: ({}, {"groups": [{}, {}, {}]}))
     with pytest.raises(ValueError, match="parameter groups, expected .*: plain Trainer knows only those"):
         plain_checkpoint.export_checkpoint("saved", str(tmp_path / "exported"))
+
+
+def test_what_plain_trainer_does_differently() -> None:
+    state = SimpleNamespace(layout=SimpleNamespace(num_frozen_layers=2), place=None, is_counted=False, world_size=2)
+    found = " ".join(plain_checkpoint._differences(cast(Any, state)))
+    assert "2 layers were frozen by the run; plain Trainer trains them again" in found
+    assert "The run had 2 processes: start as many" in found
+
+
+def test_a_fault_that_cannot_be_written_down(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("planted")
+
+    context = SimpleNamespace(_is_recorded=False, journal=SimpleNamespace(write=fail, tried={}))
+    CollectiveTimeouts._record(cast(Any, context), "cause")
+    assert "The events file cannot take the fault 'cause'" in caplog.text
 
 
 def test_a_run_of_other_layers_or_batches() -> None:

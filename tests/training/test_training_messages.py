@@ -9,8 +9,9 @@ import pytest
 from torch import nn
 
 from hf_pipetransformer import trainer_compat
+from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.engine.engine import Run as EngineRun
-from hf_pipetransformer.training import weights
+from hf_pipetransformer.training import setup, weights
 from hf_pipetransformer.training.run import Run
 from hf_pipetransformer.training.training import Training
 
@@ -51,3 +52,25 @@ def test_a_second_training_of_a_model_that_fits_nowhere(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="was called again, and a training starts from the whole model"):
         weights.Ending.put_together(cast(Any, ending))
     room.needed = 1
+
+
+def test_parameters_that_freeze_in_use(caplog: pytest.LogCaptureFixture) -> None:
+    decisions = SimpleNamespace(
+        write=lambda *_, **__: None, policy=SimpleNamespace(describe=lambda: "some"), _num_fruitless=1
+    )
+    decision = SimpleNamespace(as_event=dict, freezes=True)
+    Decisions._report(cast(Any, decisions), cast(Any, decision), ["embeddings.weight"])
+    assert "Frozen with the first layers although layers above use them too: embeddings.weight" in caplog.text
+
+
+def test_decisions_by_the_epoch_of_a_stream(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(setup, "check_policy", lambda *_: [])
+    own = SimpleNamespace(
+        context=SimpleNamespace(
+            args=SimpleNamespace(freeze_interval="epoch", freeze_min_active_layers=1), topology=SimpleNamespace(rank=0)
+        ),
+        policy=SimpleNamespace(freezes=True),
+        pipeline=SimpleNamespace(layout=SimpleNamespace(num_layers=4)),
+    )
+    assert setup.TrainingSetup._steps_per_epoch(cast(Any, own), iter([]), 9) == 9
+    assert "the data set has no length, so no decision comes before the end" in caplog.text
