@@ -284,7 +284,7 @@ NAMED = {
     "plan_off_the_cuts": r"layout_plan.*boundaries \(0, 4, 10\)",
     "plan_with_a_gap": "boundaries",
     "plan_of_another_schedule": "layout_plan.*holds at step 0 a layout under .*'zb_h1'.*set pipeline_schedule='zb_h1'",
-    "plan_from_the_middle": "layout_plan.*step 5",
+    "plan_from_the_middle": "layout_plan.* begins at step 5: expected a plan from step 0",
     "policy_that_refuses_to_foresee": "planted: nobody knows",
     "batch_norm": "batch normalization",
     "weighted_loss_on_sorted_data": "loss of 4 samples",

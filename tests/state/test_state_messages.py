@@ -118,6 +118,13 @@ def test_an_optimizer_that_plain_trainer_does_not_know(tmp_path: Path, monkeypat
         plain_checkpoint.export_checkpoint("saved", str(tmp_path / "exported"))
 
 
+def test_an_optimizer_of_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {"param_groups": [{"params": [0], "lr": 1.0}], "state": {0: {"exp_avg": torch.ones(3)}}}
+    monkeypatch.setattr(plain_checkpoint, "_load", lambda *_: saved)
+    with pytest.raises(ValueError, match="its optimizer trained other parameters, or in another order"):
+        plain_checkpoint.read_plain_optimizer("saved", [["weight"]], {"weight": (2,)}, [{"lr": 1.0}])
+
+
 def test_what_plain_trainer_does_differently() -> None:
     state = SimpleNamespace(layout=SimpleNamespace(num_frozen_layers=2), place=None, is_counted=False, world_size=2)
     found = " ".join(plain_checkpoint._differences(cast(Any, state)))

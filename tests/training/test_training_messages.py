@@ -11,7 +11,9 @@ from torch import nn
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.engine.engine import Run as EngineRun
-from hf_pipetransformer.training import setup, weights
+from hf_pipetransformer.runtime import gathering
+from hf_pipetransformer.runtime.pipeline import PipelineShell
+from hf_pipetransformer.training import expectation, setup, weights
 from hf_pipetransformer.training.run import Run
 from hf_pipetransformer.training.training import Training
 
@@ -74,3 +76,31 @@ def test_decisions_by_the_epoch_of_a_stream(monkeypatch: pytest.MonkeyPatch, cap
     )
     assert setup.TrainingSetup._steps_per_epoch(cast(Any, own), iter([]), 9) == 9
     assert "the data set has no length, so no decision comes before the end" in caplog.text
+
+
+def test_an_optimizer_that_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(expectation, "_copies", fail)
+    assert expectation.optimizer_seconds(cast(Any, None), []) == 0
+    assert "The optimizer step could not be timed" in caplog.text
+
+
+def test_a_call_of_a_model_in_parts() -> None:
+    runner = SimpleNamespace(stage=SimpleNamespace(view=SimpleNamespace(is_running=False, is_installed=True)))
+    shell = SimpleNamespace(runner=runner)
+    with pytest.raises(RuntimeError, match="can be called with keyword arguments under"):
+        PipelineShell.forward(cast(Any, shell), 1)
+
+
+def test_a_whole_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "least_room", lambda *_: SimpleNamespace(needed=2, free=1))
+    stage = SimpleNamespace(
+        groups=SimpleNamespace(pipeline_size=2),
+        store=SimpleNamespace(held=dict, named=dict),
+        settings=SimpleNamespace(topology=None),
+    )
+    words = "The whole model does not fit into the free memory of every node"
+    with pytest.raises(ValueError, match=words), gathering.whole_on_every_rank(cast(Any, stage), gathering.HOST):
+        pass
