@@ -66,7 +66,7 @@ def run_group(
     """One group of checks in processes of their own: a result for each, also for those that were not reached."""
     precisions = precisions or ("fp32", "bf16")
     options = [group, str(folder), "--device", device, "--backend", backend, "--precisions", *precisions]
-    size, changes = GROUPS[group].num_processes, {"PIPETRANSFORMER_ALLOW_FP16": "1", **GROUPS[group].environment}
+    size, changes = GROUPS[group].num_processes, dict(GROUPS[group].environment)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)] if size > 1 else []
     if size == 1 and device == "cuda":
         changes["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

@@ -16,9 +16,6 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.combinations import Refusal, raise_first
 
 
-FP16_VARIABLE = "PIPETRANSFORMER_ALLOW_FP16"
-"""Environment variable that allows fp16, for the check on GPUs."""
-
 VERIFIED_ON_NCCL: frozenset[tuple[int, int, str, str]] = frozenset()
 """Runs that passed `make gpu-check` on two or more GPUs: number of stages K and of replicas R, schedule, precision.
 A test compares benchmarks/gpu_check.json."""
@@ -71,13 +68,6 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
             bool(getattr(args, "padding_free", False)),
             "padding_free=True concatenates the samples of a batch to one row, and micro-batches take whole rows. Set "
             'padding_free=False; to leave no padding, set packing=True with packing_strategy="wrapped".',
-        ),
-        (
-            args.fp16
-            and all(precision != "fp16" for *_, precision in VERIFIED_ON_NCCL)
-            and os.environ.get(FP16_VARIABLE) != "1",
-            "fp16=True: loss scaling over several stages has not been verified on GPUs yet. Use bf16=True or "
-            f"float32, or help: run `make gpu-check` on two GPUs; {FP16_VARIABLE}=1 lifts this refusal.",
         ),
         (
             args.train_sampling_strategy == "batch_rebalance",
@@ -189,6 +179,10 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
             "only one stage: use pipeline_checkpoint='layers', which recomputes layer by layer.",
         ),
         (
+            args.fp16 and args.device.type == "cpu",
+            "fp16=True has no effect on a CPU, where accelerate computes in float32: use bf16=True, or leave it out.",
+        ),
+        (
             _may_have_stages(args) and uses_nccl and run not in VERIFIED_ON_NCCL,
             "K={} x R={} with pipeline_schedule={!r} in {} has not been verified on NCCL yet, only on gloo and under "
             "NCCL's rules: run `make gpu-check` on two GPUs or more and compare a short run with Trainer, or set "
@@ -263,8 +257,6 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
         )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
-    if getattr(model, "is_quantized", False):
-        raise ValueError("Quantized models cannot be trained in a pipeline; load the model unquantized.")
     if not is_undivided:
         _check_statistics(model)
     if optimizers[0] is not None and pipeline_size != 1:

@@ -222,7 +222,6 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "lomo": {"options": {"optim": "lomo"}},
     "adalomo": {"options": {"optim": "adalomo"}},
     "galore": {"options": {"optim": "galore_adamw", "optim_target_modules": ["attention"]}},
-    "fp16": {"options": {"fp16": True}},
     "peft": {"model": with_adapter},
     "device_map": {"model": with_device_map},
     "transformers_pipeline": {"model": partial(loaded_in_parts, pp_size=2)},

@@ -12,7 +12,7 @@ from tests.distributed.test_behaviour import run
 
 # float32 sums in another order on a GPU; half precisions round every product.
 TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}
-ENVIRONMENT = {"ACCELERATE_USE_CPU": "false", "PIPETRANSFORMER_ALLOW_FP16": "1"}
+ENVIRONMENT = {"ACCELERATE_USE_CPU": "false"}
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.options import refusals
-from hf_pipetransformer.options.refusals import VERIFIED_ON_NCCL, check_arguments, warn_about_options
+from hf_pipetransformer.options.refusals import VERIFIED_ON_NCCL, warn_about_options
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "gpu_check.json"
 
 
-FP32, FP16 = (2, 1, "1f1b", "fp32"), (2, 1, "1f1b", "fp16")
+FP32 = (2, 1, "1f1b", "fp32")
 
 
 def verified(results: dict[str, Any]) -> set[tuple[int, int, str, str]]:
@@ -56,6 +55,8 @@ def arguments(**options: Any) -> Any:
         ({}, set(), True),
         ({"pipeline_size": None}, set(), True),
         ({"bf16": True}, {FP32}, True),
+        ({"fp16": True}, {FP32}, True),
+        ({"fp16": True}, {(2, 1, "1f1b", "fp16")}, False),
         ({"pipeline_schedule": "gpipe"}, {FP32}, True),
         ({"world_size": 4}, {FP32}, True),
         ({"world_size": 4}, {FP32, (2, 2, "1f1b", "fp32")}, False),
@@ -74,15 +75,7 @@ def test_stages_on_gpus_are_warned_of_until_they_are_verified(
     assert [("not been verified on NCCL" in text) for text in texts] == [True] * is_said
 
 
-@pytest.mark.parametrize(("verified_runs", "is_refused"), [(set(), True), ({FP32}, True), ({FP16}, False)])
-def test_fp16_is_refused_until_it_is_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verified_runs: set[Any], is_refused: bool
-) -> None:
-    monkeypatch.setattr(refusals, "VERIFIED_ON_NCCL", frozenset(verified_runs))
-    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    args.fp16 = True  # Trainer's arguments want a GPU for it.
-    if is_refused:
-        with pytest.raises(ValueError, match="fp16=True.*make gpu-check"):
-            check_arguments(args)
-    else:
-        check_arguments(args)
+def test_fp16_without_a_gpu_is_said_to_have_no_effect() -> None:
+    """Accelerate computes in float32 there, without a word."""
+    (text,) = warn_about_options(arguments(fp16=True, device=torch.device("cpu")))
+    assert "fp16=True has no effect on a CPU" in text
