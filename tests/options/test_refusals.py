@@ -53,7 +53,6 @@ REFUSED = [
     ({"optim": "lomo"}, "LOMO, GaLore and APOLLO update"),
     ({"packing": True, "packing_strategy": "bfd"}, "packing_strategy='bfd' concatenates the samples"),
     ({"padding_free": True}, "to leave no padding"),
-    ({"fp16": True}, "loss scaling over several stages"),
     ({"train_sampling_strategy": "batch_rebalance"}, "gives ranks different numbers of samples"),
     ({"use_liger_kernel": True}, "replaces the forward of the head"),
     ({"eval_use_gather_object": True}, "predictions are gathered over replicas"),
@@ -142,13 +141,10 @@ def refused(words: str, model: Any = None, optimizer: Any = None) -> None:
         check_model(torch.nn.Linear(2, 2) if model is None else model, 2, False, (optimizer, None))
 
 
-def test_models_that_are_placed_or_quantized_already() -> None:
+def test_models_that_are_placed_already() -> None:
     model = torch.nn.Linear(2, 2)
     model.hf_device_map = {"": 0, "head": 1}  # type: ignore[assignment]
     refused("was loaded with device_map; load it without", model)
-    model = torch.nn.Linear(2, 2)
-    model.is_quantized = True  # type: ignore[assignment]
-    refused("Quantized models cannot be trained", model)
     model = torch.nn.Linear(2, 2)
     model.is_distributed_loading_by_transformers = True  # type: ignore[assignment]
     sizes = SimpleNamespace(pp_size=2, tp_size=1, fsdp_size=1)

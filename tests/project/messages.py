@@ -38,6 +38,7 @@ FROM_FUNCTIONS = {
     "comm/errors.py": ("report",),
     "engine/losses.py": ("find_loss_rule", "_refused_split", "_refused_count"),
     "splitters/adapters.py": ("why_unsplittable",),
+    "splitters/quantized.py": ("why_not_moved",),
     "startup/check.py": ("why_unsliceable",),
 }
 """Functions that return messages, which others raise: their sentences, and all texts that they return."""

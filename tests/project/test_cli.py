@@ -242,7 +242,7 @@ def test_a_schedule_that_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(SystemExit, match="The picture cannot be written to"):
         main([*drawing, "--svg", str(tmp_path / "none" / "plan.svg")])
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    with pytest.raises(SystemExit, match="A picture is drawn with vl-convert-python, which is not installed"):
+    with pytest.raises(SystemExit, match="Charts are drawn with vl-convert-python, which is not installed"):
         main([*drawing, "--svg", str(tmp_path / "plan.svg")])
 
 

@@ -237,5 +237,5 @@ def test_a_folder_without_a_run_and_a_missing_library_are_said_in_a_sentence(
     with pytest.raises(SystemExit, match=r"has no list of traceEvents"):
         main(["report", str(tmp_path)])
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    with pytest.raises(SystemExit, match="The report is drawn with vl-convert-python, which is not installed"):
+    with pytest.raises(SystemExit, match="Charts are drawn with vl-convert-python, which is not installed"):
         main(["report", str(tmp_path)])
