@@ -232,7 +232,7 @@ class _Reader(ast.NodeVisitor):
                         texts = self._long(value)
                         found.setdefault(ast.unparse(name), []).extend(texts)
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                texts = [text for text in self._texts(node.value) if len(text.split()) >= _FEWEST_WORDS]
+                texts = [text for text in self._texts(node.value) if len(_words(text)) >= _FEWEST_WORDS]
                 found.setdefault(node.targets[0].id, []).extend(texts)
         return {name: sorted(set(texts)) for name, texts in found.items() if texts}
 
@@ -247,7 +247,8 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return self._joined([node.left, node.right]) if self._texts(node.left) + self._texts(node.right) else []
         if isinstance(node, ast.IfExp):
-            return [*self._texts(node.body), *self._texts(node.orelse)]
+            body, orelse = self._texts(node.body), self._texts(node.orelse)
+            return [*body, *orelse] if body and orelse else []
         if isinstance(node, ast.Name):
             return self._known[-1].get(node.id, [])
         if (
