@@ -395,7 +395,8 @@ def _module_constants(trees: Iterable[ast.Module]) -> dict[str, str]:
         for tree in trees
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        if isinstance(node.value, ast.Constant) and len(str(node.value.value).split()) >= _FEWEST_WORDS
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if len(node.value.value.split()) >= _FEWEST_WORDS
     }
 
 
