@@ -206,7 +206,7 @@ def _course(
 
     activation, limit = planner.probe.activation, args.activation_cache_max_gb
     if options.samples is not None and options.samples < 1:
-        raise ValueError(f"--samples {options.samples}: expected a positive number.")
+        raise ValueError(f"--samples {options.samples}: expected a number of samples, 1 or more.")
     length = length_of_run(args, machine.num_devices, options.samples)
     rates: tuple[str, ...] = (
         f"{options.device_tflops:g} TFLOP/s of a device and {options.memory_bandwidth:g} GB/s of its memory",

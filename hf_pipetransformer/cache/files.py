@@ -82,7 +82,7 @@ class PrivateFolder:
         folder = cls(path, _open_folder(path, name, dir_fd))
         status = os.fstat(folder._fd)
         if status.st_uid != os.geteuid():
-            raise ValueError(f"{path} belongs to user {status.st_uid}: expected {os.geteuid()}. {_REMEDY}")
+            raise ValueError(f"{path} belongs to another user ({status.st_uid}, not {os.geteuid()}). {_REMEDY}")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ValueError(
                 f"{path} may be written by other users (mode {stat.S_IMODE(status.st_mode):04o}): what lies in it "
@@ -198,7 +198,7 @@ class StoreFile:
         try:
             num_read = os.preadv(self._fd, targets, offset)
         except OSError as error:
-            raise StoreDamagedError(f"{self.path} cannot be read ({error}).") from error
+            raise StoreDamagedError(f"A record of {self.path} cannot be read ({error}).") from error
         if num_read != sum(target.nbytes for target in targets):
             raise StoreDamagedError(f"{self.path} ends before the record that is read. {_CHANGED}")
 

@@ -132,7 +132,7 @@ class Parts:
         expected = max(map(source.padded_length, self._longest), default=0)
         if is_checked and read != expected:
             raise StoreDamagedError(
-                f"a batch was padded to {read} tokens, where the first samples made {expected} expected. Pad in "
+                f"a batch was padded to {read} tokens, after the first samples {expected} were expected. Pad in "
                 "the collator, or to one length, or set activation_cache='off'."
             )
         return max(read, expected, *(source.padded_length(int(length)) for length in known))

@@ -235,7 +235,7 @@ class Header:
             if values.pop("hash") != _hash(values):
                 raise ValueError("its hash does not hold")
             if (version := values.pop("version")) != _VERSION:
-                raise ValueError(f"version {version}, expected {_VERSION}")
+                raise ValueError(f"it is of version {version}, expected {_VERSION}")
             header = cls(**{**values, "record_format": RecordFormat.from_json(values["record_format"])})
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreDamagedError(

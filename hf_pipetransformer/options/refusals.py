@@ -276,7 +276,7 @@ def _check_statistics(model: Any) -> None:
     """Raise if a layer keeps statistics of whole batches, which micro-batches and replicas would not have."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            found = f"The model has batch normalisation ({name}), whose statistics run over a whole batch"
+            found = f"The model has batch normalization ({name}), whose statistics run over a whole batch"
         elif type(module).__name__ == "QuantAct":
             # I-BERT tracks the ranges of its activations, in training and also without quantizing them.
             found = f"The model tracks the ranges of its activations ({name}) batch by batch"

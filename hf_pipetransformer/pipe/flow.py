@@ -219,7 +219,10 @@ class Flow:
         device, values = self.stages[k].device, self._batches[i].values
         for key, value in left.items():
             if key not in self.routes:
-                raise RuntimeError(f"Stage {k} stashed {key[1]!r}, which no later stage pops.")
+                raise RuntimeError(
+                    f"Stage {k} stashed {key[1]!r}, which no later stage pops: expected a module in one that declares "
+                    "it in @skippable(pop=[...]). verify_skippables() looks at a whole model."
+                )
             self._skips[i, key] = depart((value,), device)
         if len(self._batches) > 1 or len({stage.device for stage in self.stages}) > 1:
             pending = [skip.values[0] for (other, _), skip in self._skips.items() if other == i]

@@ -115,7 +115,10 @@ def gather(micro_batches: Sequence[MicroBatch]) -> Any:
     """Join the outputs of the last stage: concatenate tensors, list other values by micro-batch."""
     lengths = sorted({len(each.values) for each in micro_batches})
     if len(lengths) > 1:
-        raise ValueError(f"The last stage returned {lengths} values for different micro-batches.")
+        raise ValueError(
+            f"The last stage returned {lengths} values for different micro-batches: expected as many for each, "
+            "whatever the number of its samples."
+        )
     joined = tuple(_join(column) for column in zip(*(each.values for each in micro_batches), strict=True))
     return joined[0] if micro_batches[0].is_single else joined
 

@@ -139,7 +139,8 @@ class Pipelined(nn.Module):
                 device = device_of(name, child)
                 if next(child.parameters(), None) is not None and not is_same_place(device, stage.device):
                     raise ValueError(
-                        f"Module {name!r} was replaced by one on {device}; its stage is on {stage.device}."
+                        f"Module {name!r} was replaced by one on {device}; its stage is on {stage.device}. Move it "
+                        f"with .to({str(stage.device)!r})."
                     )
                 setattr(stage.module, name, child)
                 setattr(self, name, child)
@@ -179,7 +180,8 @@ def prepared(module: nn.Sequential, chunks: Any, checkpoint: Any, deferred_batch
         deferred_batch_norm or any(isinstance(each, DeferredBatchNorm) for each in module.modules())
     ):
         raise ValueError(
-            "A pipeline inside a pipeline cannot have deferred batch norms: neither sees the whole mini-batch."
+            "A pipeline inside a pipeline cannot have deferred batch norms: neither sees the whole mini-batch. Leave "
+            "them out of both (deferred_batch_norm=False)."
         )
     if not deferred_batch_norm:
         return module

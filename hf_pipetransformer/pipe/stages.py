@@ -102,7 +102,8 @@ def check_shared(groups: Sequence[tuple[Mapping[str, nn.Module], torch.device]])
                 if place != device:
                     raise ValueError(
                         "A module with duplicate parameters in distinct children is not supported: one belongs to "
-                        f"{first!r} on {place} and to {name!r} on {device}."
+                        f"{first!r} on {place} and to {name!r} on {device}. Put both into one stage, or make a "
+                        "copy of it."
                     )
 
 
@@ -115,9 +116,14 @@ def split_by_balance(module: nn.Sequential, balance: Sequence[int], devices: Seq
             "hf_pipetransformer.pipe.balance_by_time finds one."
         )
     if any(length < 1 for length in balance):
-        raise ValueError(f"Each stage must have one child or more, found the balance {list(balance)}.")
+        raise ValueError(
+            f"Each stage must have one child or more, found the balance {list(balance)}. Leave out stages of none."
+        )
     if len(devices) < len(balance):
-        raise IndexError(f"Too few devices for {len(balance)} stages: found {', '.join(map(str, devices)) or 'none'}.")
+        raise IndexError(
+            f"Too few devices for {len(balance)} stages: found {', '.join(map(str, devices)) or 'none'}. Pass one a "
+            "stage in `devices`, or a shorter balance."
+        )
     rest = iter(children)
     groups = [(OrderedDict(islice(rest, length)), device) for length, device in zip(balance, devices, strict=False)]
     check_shared(groups)

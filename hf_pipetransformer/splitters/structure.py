@@ -217,7 +217,9 @@ def _check_order(model: nn.Module, layers: list[nn.Module], trace: _Trace) -> No
         )
     if trace.layer_calls != list(range(num_layers)):
         raise UnsupportedModelError(
-            f"{name} ran its layers in the order {trace.layer_calls}: expected each of {num_layers} once, in order."
+            f"{name} ran its layers in the order {trace.layer_calls}: expected each of {num_layers} once, in order. "
+            "Pass `splitter=` with a Splitter whose layers are in the order in which they run, or use "
+            "transformers.Trainer."
         )
     if trace.changes_between:
         index, key = trace.changes_between[0]

@@ -369,7 +369,10 @@ def check_loss(target: ProbeTarget, is_split: bool) -> FoundRule:
     found = find_loss_rule(measure, with_two_labels(inputs), target.count, is_split)
     if not found.is_finite and any(bool(p.isnan().any()) for p in target.parameters):
         # With nan weights no rule can be found, and none would matter.
-        logger.warning("Weights of the model are nan before the first step, so everything that follows is.")
+        logger.warning(
+            "Weights of the model are nan before the first step, and so is all that follows: load it from another "
+            "checkpoint, or in another dtype."
+        )
         return replace(found, refusal=None)
     return found
 

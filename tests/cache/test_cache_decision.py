@@ -85,9 +85,9 @@ def test_on_caches_wherever_rows_are_read_again():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"mode": "maybe"}, "maybe"),
-        ({"num_frozen": 5}, "0 to 4"),
-        ({"share": 1.5}, "stored_share is 1.5"),
+        ({"mode": "maybe"}, "The mode of the cache is 'maybe'"),
+        ({"num_frozen": 5}, "expected 0 to 4, the prefixes that were measured"),
+        ({"share": 1.5}, "stored_share is 1.5: expected a share from 0 to 1"),
         ({"fits_share": -0.1}, "fits_share is -0.1"),
     ],
 )

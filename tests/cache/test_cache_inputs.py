@@ -175,6 +175,7 @@ def flip_with_python(pixels):
 def test_a_random_flip_is_found(change):
     report = examine_inputs(with_transform(change), stacked, *IMAGES)
     assert "random augmentation" in report.reason and "'pixel_values'" in report.reason
+    assert "or store augmented copies in the data set" in report.reason
     assert report.padding is None and report.seconds_per_sample > 0
 
 
@@ -247,7 +248,7 @@ def test_an_image_that_the_head_reads_is_refused():
     [
         (lambda n: ["a"] * n, "'extra' in the batch, a list"),
         (lambda n: None, "'extra' in the batch, a NoneType"),
-        (lambda n: torch.tensor(1.0), "'extra' of shape ()"),
+        (lambda n: torch.tensor(1.0), "'extra' of shape () in a batch of "),
         (lambda n: torch.zeros(3, n), "'extra' of shape (3, "),
     ],
 )
@@ -260,7 +261,7 @@ def test_fields_without_a_row_for_each_sample_are_refused(extra, found):
 
 
 def test_a_batch_without_the_main_input_is_refused():
-    assert "'input_ids'" in examine_inputs(images(), stacked, *TEXT).reason
+    assert "found a batch without a tensor 'input_ids'" in examine_inputs(images(), stacked, *TEXT).reason
     assert "list" in examine_inputs(images(), lambda rows: rows, *IMAGES).reason
 
 
@@ -269,7 +270,7 @@ def test_fields_that_come_and_go_are_refused():
         batch = stacked(rows)
         return batch if len(rows) > 1 else {"pixel_values": batch["pixel_values"]}
 
-    assert "'labels' are absent" in examine_inputs(images(), moody, *IMAGES).reason
+    assert "'labels' are absent or of another dtype in" in examine_inputs(images(), moody, *IMAGES).reason
 
 
 def test_fields_that_change_their_size_are_refused():
@@ -277,7 +278,8 @@ def test_fields_that_change_their_size_are_refused():
         batch = collate(rows)
         return {**batch, "distances": batch["attention_mask"][:, :, None] * batch["attention_mask"][:, None, :]}
 
-    assert "'distances' of shape (3, 3)" in examine_inputs(texts(LENGTHS), collate_square, *TEXT).reason
+    reason = examine_inputs(texts(LENGTHS), collate_square, *TEXT).reason
+    assert "'distances' of shape (3, 3)" in reason and "give it one size in all batches" in reason
 
 
 def test_unusual_data_sets_are_refused():
@@ -287,8 +289,8 @@ def test_unusual_data_sets_are_refused():
 
     rows = list(images())
     assert examine_inputs(rows, stacked, *IMAGES).reason is None
-    assert "set_epoch" in examine_inputs(WithEpochs(rows), stacked, *IMAGES).reason
-    assert "empty" in examine_inputs([], stacked, *IMAGES).reason
+    assert "found a data set with set_epoch" in examine_inputs(WithEpochs(rows), stacked, *IMAGES).reason
+    assert "found an empty data set" in examine_inputs([], stacked, *IMAGES).reason
     assert "without length" in examine_inputs(iter(rows), stacked, *IMAGES).reason
 
 
@@ -298,7 +300,25 @@ def test_a_collator_that_fails_on_one_sample_ends_no_run():
             raise ValueError("an even batch size is needed")
         return stacked(rows)
 
-    assert "an even batch size is needed" in examine_inputs(images(), even, *IMAGES).reason
+    reason = examine_inputs(images(), even, *IMAGES).reason
+    assert (
+        "samples cannot be read and collated in small batches" in reason and "an even batch size is needed" in reason
+    )
+
+
+def test_inputs_of_an_unknown_kind_are_refused():
+    def cut_mask(rows):
+        batch = collate(rows)
+        return {**batch, "attention_mask": batch["attention_mask"][:, 1:]}
+
+    assert "give one value a token" in examine_inputs(texts(LENGTHS), cut_mask, *TEXT).reason
+
+    def in_whole_numbers(rows):
+        batch = stacked(rows)
+        return {**batch, "pixel_values": batch["pixel_values"].long()}
+
+    reason = examine_inputs(images(), in_whole_numbers, *IMAGES).reason
+    assert "give token ids (batch, seq) or floating point images" in reason
 
 
 # ---- padding ----
@@ -337,7 +357,10 @@ def test_text_of_one_length_needs_no_mask():
 
 def test_padding_without_a_mask_is_refused():
     dataset = texts(LENGTHS).remove_columns("attention_mask")
-    assert "without 'attention_mask'" in examine_inputs(dataset, collate, *TEXT).reason
+    assert (
+        "without 'attention_mask', so that padding cannot be told from tokens"
+        in examine_inputs(dataset, collate, *TEXT).reason
+    )
 
 
 def test_padding_on_the_left_is_refused():

@@ -296,7 +296,7 @@ def test_writers_that_grow_at_the_same_time_stay_within_the_bound(
 
 
 def test_an_index_beyond_the_bound_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="activation_cache_max_gb"):
+    with pytest.raises(ValueError, match="and the index of 100000 samples alone takes .*activation_cache_max_gb"):
         ActivationStore.create(tmp_path, 100_000, PLAIN, 1000)
 
 

@@ -229,16 +229,18 @@ def test_a_checkpoint_holds_these_files(outcomes: Outcomes, folder: Path):
 SAID = {
     "other_optim": r"optimizer_class=SGD \(expected AdamW\)",
     "other_optimizer_class": r"optimizer_class=Adamax \(expected AdamW\)",
-    "other_head": r"parameter classifier\.weight: \(5, 32\).*expected \(3, 32\)",
+    "other_head": (
+        r"cannot be resumed by this run, which has parameter classifier\.weight: \(5, 32\).*expected \(3, 32\)"
+    ),
     "other_freezing": r"parameter bert\.embeddings\.\S+: .* frozen \(expected",
     "other_number_of_samples": r"36 training samples \(expected 37\)",
     "other_data": r"other training data: as many samples, but not the same ones",
-    "other_plan": r"layout_plan.*before step 4.*checkpoint-4",
+    "other_plan": r"layout_plan.* has before step 4: .*checkpoint-4.* was saved under",
     "cut_plain": r"checkpoint-4' is damaged: optimizer\.pt cannot be read",
     "plain_other_optim": r"another kind of optimizer.*betas.*expected",
     "plain_other_freezing": r"groups of \[\d+, \d+\] parameters, expected \[\d+, \d+\]",
     "model_only": r"model-only.checkpoint-2.*holds the model only \(save_only_model=True\)",
-    "no_folder": r"checkpoint-77.*is not a folder",
+    "no_folder": r"resume_from_checkpoint=.*checkpoint-77.* is not a folder: expected a checkpoint-N of a run",
     "nothing_to_resume": r"no sound checkpoint in output_dir",
     "no_state": r"incomplete.*interrupted.*state\.json",
     "no_random_file": r"damaged.*random-rank-1\.safetensors is missing",

@@ -217,7 +217,7 @@ def test_a_computation_before_its_input_is_an_error(order: list[tuple[Op, int]])
 
 def test_a_transfer_without_a_link_is_an_error() -> None:
     actions = find_schedule("1f1b").table(2, 1)[0]
-    with pytest.raises(ValueError, match="transfer"):
+    with pytest.raises(ValueError, match="where the layout has no link"):
         alone(Scaling(2.0, True, False), StageLinks(forward_out=Local(0))).begin(
             actions, make_micro_batches(1)
         ).drain()

@@ -190,7 +190,9 @@ def test_a_policy_that_remembers_goes_on_from_its_state() -> None:
 
 def test_a_policy_says_before_a_run_what_cannot_be() -> None:
     assert check_policy(Settled(), L, 40, 1) == []
-    assert check_policy(Settled(), 2, 40, 2) == ["freeze_min_active_layers=2 of 2 layers: nothing will be frozen."]
+    assert check_policy(Settled(), 2, 40, 2) == [
+        "freeze_min_active_layers=2 of 2 layers: nothing will be frozen. Set it lower."
+    ]
     fixed = make_policy("fixed", 1 / 3, "inclusive", "5:2,40:3")
     assert check_policy(fixed, L, 40, L) == [
         "freeze_at: the run ends after 40 steps, before step 40 freezes or unfreezes anything."

@@ -382,9 +382,11 @@ def test_wrong_inputs_are_refused() -> None:
     for inputs in [(), (5,), ("a", 3), (NoChunk(torch.ones(3)),)]:
         with pytest.raises(TypeError, match="at least one tensor"):
             pipe(*inputs)
-    with pytest.raises(RuntimeError, match=r"input 0 of size 4 in 2, input 1 of size 9 in 3"):
+    with pytest.raises(
+        RuntimeError, match=r"number of chunks produced for inputs: .* 0 of size 4 in 2, input 1 of size 9 in 3"
+    ):
         Pipe(nn.Sequential(Sum()), 3)(torch.randn(4, 1), torch.randn(9, 1))
-    with pytest.raises(ValueError, match="NoChunk"):
+    with pytest.raises(ValueError, match="is a tensor without dimensions, which no batch"):
         pipe(torch.tensor(3.0))
     with pytest.raises(ValueError, match="on the same device as the first partition, cpu: input 0 is on meta"):
         pipe(torch.randn(3, 1, device="meta"))
@@ -497,7 +499,7 @@ def test_what_no_pipeline_can_be_made_of_is_refused() -> None:
     linear = nn.Linear(1, 1)
     with pytest.raises(TypeError, match=r"must be nn\.Sequential"):
         Pipe(linear)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'1' is '0' again"):
+    with pytest.raises(ValueError, match="duplicate children is not supported: '1' is '0' again"):
         Pipe(nn.Sequential(linear, linear))
     scattered = nn.Module()
     scattered.near, scattered.far = nn.Linear(1, 1), nn.Linear(1, 1, device="meta")
@@ -514,7 +516,7 @@ def test_what_no_pipeline_can_be_made_of_is_refused() -> None:
 def test_an_input_changed_in_place_is_refused_where_it_is_needed_again() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     x = torch.randn(4, 2)
-    with pytest.raises(RuntimeError, match="changes its input in place"):
+    with pytest.raises(RuntimeError, match="changes its input in place, which checkpointing would compute again"):
         Pipe(module, 2)(x)
     assert_transparent(module, Pipe(deepcopy(module), 2, "never"), x, bound=1e-6)
 
@@ -574,7 +576,7 @@ def test_gpipe_hands_a_tuple_on_as_one_argument() -> None:
 def test_gpipe_refuses_what_it_cannot_cut() -> None:
     two = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     for balance in ([1], [3], [0, 2], [-1, 3]):
-        with pytest.raises(ValueError, match=r"balance|children|one child"):
+        with pytest.raises(ValueError, match=r"balance must sum up|must have one child or more"):
             GPipe(two, balance, devices=["cpu"] * 3)
     with pytest.raises(ValueError, match="balance is required"):
         GPipe(two)

@@ -344,7 +344,7 @@ def test_what_is_no_measure_is_refused(value):
 
 
 def test_no_micro_batch_is_refused():
-    with pytest.raises(ValueError, match="chunks=0"):
+    with pytest.raises(ValueError, match="chunks=0: expected at least one micro-batch"):
         balance_by_size(1, nn.Sequential(nn.Linear(1, 1)), torch.rand(1, 1), chunks=0)
 
 

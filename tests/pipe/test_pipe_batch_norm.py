@@ -219,7 +219,7 @@ def test_a_lazy_module_is_refused():
 
 
 def test_no_micro_batch_is_refused():
-    with pytest.raises(ValueError, match="chunks=0"):
+    with pytest.raises(ValueError, match="chunks=0: expected at least one micro-batch"):
         DeferredBatchNorm(3, chunks=0)
 
 

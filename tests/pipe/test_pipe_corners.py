@@ -217,7 +217,7 @@ def test_threads_have_the_default_device_of_the_caller() -> None:
 
 
 def test_inputs_that_fall_into_other_shares_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"2\+2, 3\+2 rows"):
+    with pytest.raises(RuntimeError, match=r"micro-batches of the same shares of the batch: 2\+2, 3\+2 rows"):
         Pipe(nn.Sequential(Sum()), 2)(torch.ones(4, 1), torch.ones(5, 1))
 
     class First(nn.Module):

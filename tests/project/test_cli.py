@@ -222,14 +222,35 @@ def test_adapters_train_little_and_images_and_sequences_are_planned_too(
     ("options", "message"),
     [
         (["--processes", "8", "--processes_per_node", "3"], "no multiple of --processes_per_node 3"),
-        (["--processes", "2", "--dtype", "float33"], "--dtype float33"),
+        (["--processes", "2", "--dtype", "float33"], "--dtype float33: expected a dtype of torch"),
         (["--processes", "2", "--sequence_length", "9000"], "takes up to 8192 tokens"),
         (["--processes", "2", "--pipeline_num_chunks", "2"], "pipeline_num_chunks"),
+        ([], "The plan of a model needs --processes"),
+        (["--processes", "2", "--bandwidth", "0"], r"--bandwidth .*: expected a positive number"),
+        (["--processes", "2", "--samples", "0"], "--samples 0: expected a number of samples"),
+        (["--processes", "2", "--svg", "plan.png"], "--svg plan.png: expected a file that ends in .svg"),
     ],
 )
 def test_a_plan_of_what_cannot_be_is_refused_in_a_sentence(options: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=message):
         main(["plan", config_of(tmp_path, **LLAMA_70B), "--device_memory", "80", *options])
+
+
+def test_a_schedule_that_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawing = ["plan", "--stages", "2", "--microbatches", "2"]
+    with pytest.raises(SystemExit, match="Without a model, plan draws equal stages and knows no --optim=sgd"):
+        main([*drawing, "--optim=sgd"])
+    with pytest.raises(SystemExit, match="The picture cannot be written to"):
+        main([*drawing, "--svg", str(tmp_path / "none" / "plan.svg")])
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(SystemExit, match="Charts are drawn with vl-convert-python, which is not installed"):
+        main([*drawing, "--svg", str(tmp_path / "plan.svg")])
+
+
+def test_a_word_that_a_command_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", "folder", "--colour"])
+    assert "unrecognized arguments:" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -143,7 +143,10 @@ def test_events_in_another_order_are_no_plan(path: Path):
     log = EventLog(str(path.parent))
     for step in (7, 4):
         log.write("transition", step, 0.5, to=LAYOUT.as_event())
-    with pytest.raises(ValueError, match="line 4: found a transition of step 4 after one of step 7"):
+    with pytest.raises(
+        ValueError,
+        match="line 4: found a transition of step 4 after one of step 7, expected the events in their order",
+    ):
         read_layouts(str(path))
 
 
@@ -153,11 +156,25 @@ def test_a_number_of_micro_batches_that_cannot_be_is_measured_anew(
 ):
     EventLog(str(path.parent)).write("profile", 5, 0.2, **{**TRIAL, "num_microbatches": count})
     assert read_known_microbatches(str(path), LAYOUT, 4) == {}
-    assert f"{path} cannot be read" in caplog.text
+    assert f"{path} cannot be read" in caplog.text and "M is measured again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"event": "walk", "step": 0}', "found an event 'walk', expected one of"),
+        ('{"event": "run", "step": 0}', "line 1: found no 'layout'. Give the .* of an earlier run as it was written"),
+        ('{"event": "end", "step": 0}', "holds no run: expected the events of a run that began to train"),
+    ],
+)
+def test_a_plan_without_a_run_is_refused(tmp_path: Path, content: str, words: str):
+    (tmp_path / EVENTS_FILE).write_text(content + "\n")
+    with pytest.raises(ValueError, match=words):
+        read_layouts(str(tmp_path / EVENTS_FILE))
 
 
 def test_a_missing_plan_is_refused_in_words(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"none\.jsonl cannot be read.*expected the events file of a run"):
+    with pytest.raises(ValueError, match=r"cannot be read \(.*none\.jsonl.*\): expected the events file of a run"):
         read_layouts(str(tmp_path / "none.jsonl"))
 
 

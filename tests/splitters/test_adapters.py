@@ -293,7 +293,7 @@ def test_several_adapters_are_loaded_each_from_its_folder(tmp_path: Path) -> Non
 
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     adapted("bert", "lora").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="adapters, and BertForSequenceClassification has none"):
+    with pytest.raises(ValueError, match="holds adapters, and BertForSequenceClassification has none: add them"):
         load_weights(base_of("bert"), str(tmp_path))
     with pytest.raises(ValueError, match="not those of this model"):
         load_weights(adapted("bert", "ranks"), str(tmp_path))

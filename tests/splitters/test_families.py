@@ -197,7 +197,7 @@ def deberta_with_convolution():
         (albert, "shared layers"),
         (swin, "no single stack"),
         (siglip_with_text, "has the towers"),
-        (deberta_with_convolution, "convolution"),
+        (deberta_with_convolution, "has a convolution beside its first layer"),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused(build, reason):

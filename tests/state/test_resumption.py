@@ -28,6 +28,7 @@ from tests.state.test_going_on import trainer_of
 
 L = 4
 WHOLE, SHORT = Layout(L, 0, 2, 1, (0, 5, 10), 2, "1f1b"), Layout(L, 3, 1, 2, (0, 10), 1, "1f1b")
+TWO_LAYERS = Layout(2, 0, 1, 1, (0, 6), 1, "1f1b")
 
 
 NOT_COMPARED = {
@@ -157,7 +158,7 @@ def state(saved: Path) -> Any:
     [
         ("step", 1e30, r"found 1e\+30 as 'step', expected a whole number from 0"),
         ("step", -5, "found -5 as 'step'"),
-        ("step", 3, "found 3 as 'step', expected 4 as trainer_state.json has it"),
+        ("step", 3, "is damaged: .* found 3 as 'step', expected 4 as trainer_state.json has it"),
         ("step", None, "found None as 'step'"),
         ("step", DEEP, r"found \[+.*as 'step'"),
         ("epoch", 0.5, "found 0.5 as 'epoch', expected 1.33"),
@@ -165,8 +166,8 @@ def state(saved: Path) -> Any:
         ("place epoch", 5, "found 5 as 'epoch', expected a whole number from 0 to 4"),
         ("place global_batch", 0, "found 0 as 'global_batch'"),
         ("version", GONE, "has no version in state.json: expected version"),
-        ("version", "6", "has version 6 in state.json: expected version 6"),
-        ("files", {}, "found no 'trainer_state.json' in 'files'"),
+        ("version", "6", "has .* in state.json: expected version 6"),
+        ("files", {}, "found no .* in 'files', expected all files of the checkpoint"),
         ("files", None, "found None as 'files', expected an object"),
         ("files pipetransformer/optimizer-stage-0.safetensors", GONE, "found no 'pipetransformer/optimizer"),
         ("files model.safetensors", {"bytes": 3}, "found no 'xxh3_128'"),
@@ -175,6 +176,11 @@ def state(saved: Path) -> Any:
         ("layout num_layers", 5, "do not cut 12 blocks"),
         ("layout", {}, "found no 'num_layers' of a layout"),
         ("first_layout", None, "found None as 'layout', expected an object"),
+        (
+            "first_layout",
+            Layout(2, 0, 1, 1, (0, 6), 1, "1f1b").as_event(),
+            "found a 'first_layout' of 2 layers, expected",
+        ),
         ("decisions known_microbatches", [[1, 1]], "expected a list of 3"),
         ("scheduler last_epoch", 1e30, "found 1e\\+30 as 'last_epoch'"),
         ("slots", {"num_slots": 0}, "found 0 as 'num_slots'"),

@@ -159,8 +159,15 @@ def test_the_configuration_can_be_read_and_events_go_on_to_the_next_callback() -
     assert first.seen == last.seen == 24 and control.should_training_stop
 
 
+def test_a_model_that_is_gathered_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    double = Double(Named())
+    for _ in range(2):
+        double.call()
+    assert caplog.text.count("so the whole model is gathered on every rank each time") == 1
+
+
 def test_a_model_cannot_be_whole_amid_a_step() -> None:
-    with pytest.raises(ValueError, match="on_step_end was called amid a step.*Named reads"):
+    with pytest.raises(ValueError, match="was called amid a step, where other stages do not come by, and Named reads"):
         Double(Named(), is_inside_step=True).call()
 
 

@@ -1,0 +1,190 @@
+"""What is refused or warned of for options, models and optimizers, one cheap case for each message."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer.freeze.policy import check_policy
+from hf_pipetransformer.options import refusals
+from hf_pipetransformer.options.combinations import unused_freeze_options
+from hf_pipetransformer.options.refusals import check_arguments, check_launch, check_model, warn_about_options
+
+
+def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:
+    return PipeTransformerArguments(str(folder), use_cpu=True, **options)
+
+
+# Options that exclude each other, found when the arguments are made.
+EXCLUDED = [
+    ({"deepspeed": "no.json"}, "the DeepSpeed engine owns"),
+    ({"freeze_policy": "fixed"}, "freeze_policy='fixed' needs freeze_at='step:layers,...', found none"),
+    ({"freeze_at": "1:2"}, "freeze_at='1:2' needs freeze_policy='fixed', found 'none'"),
+    ({"freeze_policy": "fixed", "freeze_at": "1:2,1:3"}, "names step 1 twice"),
+    ({"layout_plan": "no-such.jsonl"}, "is not a file: expected the pipetransformer_events.jsonl"),
+    ({"pipeline_drain_interval": 4}, "pipeline_drain_interval=4 needs pipeline_schedule='async_1f1b', found '1f1b'"),
+    ({"pipeline_schedule": "interleaved_1f1b", "pipeline_chunks": 1}, "stages a rank. Choose another schedule"),
+    ({"pipeline_schedule": "async_1f1b", "torch_compile": True}, "has not been verified: use another schedule"),
+    ({"pipeline_schedule": "token", "activation_cache": "on"}, "Leave activation_cache out"),
+    ({"pipeline_schedule": "token", "activation_cache_views": 2}, "Leave activation_cache_views out"),
+    ({"pipeline_schedule": "async_1f1b", "fp16": True}, "stages would have to agree"),
+    ({"freeze_alpha": 2}, "freeze_alpha must be between 0 and 1, both excluded, found 2"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), EXCLUDED, ids=lambda value: str(value)[:40])
+def test_options_that_exclude_each_other(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        arguments(tmp_path, **options)
+
+
+# Trainer's options that no pipeline takes; some are set afterwards, so that Trainer itself does not look first.
+REFUSED = [
+    ({"fsdp": "full_shard"}, "FSDP shards every layer"),
+    ({"parallelism_config": object()}, "tensor and context parallelism are not combined"),
+    ({"auto_find_batch_size": True}, "it restarts the run with a smaller batch"),
+    ({"optim": "lomo"}, "LOMO, GaLore and APOLLO update"),
+    ({"packing": True, "packing_strategy": "bfd"}, "packing_strategy='bfd' concatenates the samples"),
+    ({"padding_free": True}, "to leave no padding"),
+    ({"train_sampling_strategy": "batch_rebalance"}, "gives ranks different numbers of samples"),
+    ({"use_liger_kernel": True}, "replaces the forward of the head"),
+    ({"eval_use_gather_object": True}, "predictions are gathered over replicas"),
+    ({"predict_with_generate": True}, "generating calls the model token by token"),
+    ({"dataloader_in_order": False}, "would depend on the workers' speed"),
+    (
+        {"activation_checkpointing_kwargs": {}, "pipeline_checkpoint": "always"},
+        "have no effect on the pipeline's own recomputation",
+    ),
+    ({"_n_gpu": 2}, "Start one process a GPU"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: str(value)[:40])
+def test_options_that_no_pipeline_takes(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    check_arguments(args)
+    for name, value in options.items():
+        setattr(args, name, value)
+    with pytest.raises(ValueError, match=words):
+        check_arguments(args)
+
+
+def test_accelerate_that_was_told_of_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="accelerate was told to use DeepSpeed"):
+        check_arguments(args)
+
+
+# Options that several processes, or several stages, do not take.
+REFUSED_WITH_PROCESSES = [
+    ({"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 3}, "which takes a multiple of 2"),
+    ({"accelerator_config": {"use_seedable_sampler": False}}, "takes the order from each process's own generator"),
+    ({"bf16_full_eval": True}, "cast a whole model"),
+    ({"torch_compile": True, "torch_compile_mode": "reduce-overhead"}, "CUDA graphs use the memory"),
+    ({"torch_compile": True, "pipeline_schedule": "zb_h1"}, "torch_compile=True compiles them into the backward"),
+    ({"save_on_each_node": True}, "the whole model is put together on rank 0 only"),
+    ({"debug": "underflow_overflow"}, "it inspects the weights of the whole model"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED_WITH_PROCESSES, ids=lambda value: str(value)[:40])
+def test_options_that_several_processes_do_not_take(
+    options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path, **options)
+    check_arguments(args)
+    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda _: 2))
+    with pytest.raises(ValueError, match=words):
+        check_arguments(args)
+
+
+WARNED = [
+    ({"average_tokens_across_devices": False}, "losses are always averaged over the items"),
+    ({"accelerator_config": {"even_batches": False}}, "no sample is ever repeated or dropped"),
+    ({"pipeline_parallel_size": 1, "pipeline_checkpoint": "always"}, "recomputes a whole stage"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WARNED, ids=lambda value: str(value)[:40])
+def test_options_that_mean_something_else(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert not any(words in text for text in warn_about_options(arguments(tmp_path)))
+    assert any(words in text for text in warn_about_options(arguments(tmp_path, **options)))
+
+
+def test_options_that_a_policy_does_not_read(tmp_path: Path) -> None:
+    found = unused_freeze_options(arguments(tmp_path, freeze_alpha=0.5, freeze_rule="exclusive"), "schedule")
+    assert len(found) == 1
+    assert "='exclusive' does nothing with freeze_policy='schedule': expected one of ('gradient_norm',)." in found[0]
+    assert "no layer freezes" in unused_freeze_options(arguments(tmp_path, freeze_alpha=0.5), "none")[0]
+
+
+def test_accelerate_that_started_one_process_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(refusals, "_processes_asked_of_accelerate", lambda: 4)
+    with pytest.raises(ValueError, match="started one process only, as it does with --cpu"):
+        check_launch(SimpleNamespace(world_size=1))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="but each believes in a world of 1"):
+        check_launch(SimpleNamespace(world_size=1))
+
+
+def refused(words: str, model: Any = None, optimizer: Any = None) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_model(torch.nn.Linear(2, 2) if model is None else model, 2, False, (optimizer, None))
+
+
+def test_models_that_are_placed_already() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.hf_device_map = {"": 0, "head": 1}  # type: ignore[assignment]
+    refused("was loaded with device_map; load it without", model)
+    model = torch.nn.Linear(2, 2)
+    model.is_distributed_loading_by_transformers = True  # type: ignore[assignment]
+    sizes = SimpleNamespace(pp_size=2, tp_size=1, fsdp_size=1)
+    model.config = SimpleNamespace(distributed_config=sizes)  # type: ignore[assignment]
+    refused("was loaded with distributed_config (pp_size=2", model)
+
+
+def test_models_whose_layers_no_stage_can_hold() -> None:
+    refused("The model has batch normalization (0)", torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
+    quantizing = type("QuantAct", (torch.nn.Module,), {})
+    refused("tracks the ranges of its activations", torch.nn.Sequential(quantizing()))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("layerdrop", "config.layerdrop=1: layers that are skipped at random cannot be stages"),
+        ("output_attentions", "config.output_attentions=1: a stage knows its own layers only"),
+    ],
+)
+def test_models_that_ask_for_what_no_stage_has(option: str, words: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(**{option: 1})  # type: ignore[assignment]
+    refused(words, model)
+
+
+def test_optimizers_that_cannot_be_divided() -> None:
+    model = torch.nn.Linear(2, 2)
+    refused("LBFGS keeps one state for all parameters", model, torch.optim.LBFGS(model.parameters()))
+    optimizer = torch.optim.Adam(model.parameters())
+    model.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    refused("the optimizer has state for 1 of 2 parameters", model, optimizer)
+
+
+def test_policies_that_ask_for_what_is_not_measured() -> None:
+    from tests.settled_policy import Settled
+
+    class Wrong(Settled):
+        needs = frozenset({"phase_of_the_moon"})
+
+    with pytest.raises(ValueError, match=r"needs has .*: expected some of"):
+        check_policy(Wrong(), 4, 10, 1)
