@@ -42,6 +42,8 @@ def train() -> None:
             if state.global_step == 3 and args.process_index == 0:
                 print(READY, file=sys.stderr, flush=True)
 
+    if os.environ["RANK"] == "0" and any(set(words) <= set(sys.argv) for words in MISSPELT.values()):
+        print(READY, file=sys.stderr, flush=True)
     (args,) = HfArgumentParser(PipeTransformerArguments).parse_args_into_dataclasses()
     config = BertConfig(
         vocab_size=100, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, intermediate_size=128,

@@ -46,6 +46,9 @@ _LONGEST = 1200
 _PATIENCE = 3.0
 """Seconds that other ranks leave rank 0 to speak, and a process that is told to end leaves its cause to be found."""
 
+_ERROR_SECONDS = 0.5
+"""Seconds from a cause that is known to the end of the script by it."""
+
 _LATE_SECONDS = 10.0
 """Seconds after which the message no longer waits for the end of the process, which may hang; also for each file."""
 
@@ -175,9 +178,10 @@ class LastWords:
     """Set once the cause is known, or an error has reached the end of the script."""
     is_ending: bool = False
     """True once SIGTERM has come."""
-    _has_error: bool = False
+    _has_error: threading.Event = field(default_factory=threading.Event)
+    """Set once an error has reached the end of the script."""
     _is_settled: threading.Event = field(default_factory=threading.Event)
-    """Set once an error at the end of the script is dealt with."""
+    """Set once that error is dealt with."""
     _pid: int = field(default_factory=os.getpid)
     _message: str | None = None
     _is_prepared: bool = False
@@ -211,7 +215,7 @@ class LastWords:
         if os.getpid() != self._pid:
             self.previous(kind, error, trace)
             return
-        self._has_error = True
+        self._has_error.set()
         try:
             self._answer(kind, error, trace)
         except KeyboardInterrupt:
@@ -267,7 +271,8 @@ class LastWords:
             # Ranks that go on for this while are not taken for the lost one.
             threading.Thread(target=self._find_out, daemon=True).start()
             self.is_known.wait(_PATIENCE)
-        if self._has_error:
+        # The error of a lost rank is about to reach the end of the script, unless somebody handles it.
+        if self._has_error.wait(_ERROR_SECONDS if self.is_known.is_set() else 0):
             self._is_settled.wait(_LATE_SECONDS)
         elif (self.world_size > 1 or self.num_trainings) and self._may_speak(self.cause or "", is_shared=True):
             if self.details:
@@ -311,11 +316,12 @@ class LastWords:
             if self._is_prepared:
                 return
             self._is_prepared = True
-        lines = [
-            "The run was interrupted (KeyboardInterrupt: Ctrl-C or SIGINT)."
-            if "KeyboardInterrupt" in cause
-            else f"The run failed: {cause}"
-        ]
+            self._compose(cause, details)
+
+    def _compose(self, cause: str, details: str) -> None:
+        is_interrupt = "KeyboardInterrupt" in cause
+        why = "was interrupted (KeyboardInterrupt: Ctrl-C or SIGINT)." if is_interrupt else f"failed: {cause}"
+        lines = [f"The run {why}"]
         self._message = "\n".join(lines)
         newest = _newest(self.output_dir)
         if newest is not None:
