@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -16,8 +15,6 @@ import torch.distributed as dist
 
 
 T = TypeVar("T")
-
-logger = logging.getLogger("hf_pipetransformer")
 
 _BEAT_SECONDS = 0.4
 """Interval between two heartbeats of a rank."""
@@ -287,7 +284,6 @@ class _Watch(threading.Thread):
                 if not self.is_author:
                     # Before this rank says that it knows: then the failed rank ends, and a launcher may end this
                     # process before its own error says so.
-                    logger.debug(f"The run ends on rank {self._rank}. First cause: {self.cause}")
                     self._record(self.cause, self.details)
                 self._store.set(f"{self._keys}/told/{self._rank}", "")
 

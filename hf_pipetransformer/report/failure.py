@@ -207,7 +207,7 @@ class LastWords:
             os.close(wake)
             return
         signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
-        os.register_at_fork(after_in_child=_as_before)
+        os.register_at_fork(before=_hold_signal, after_in_parent=_let_signal_come, after_in_child=_as_by_default)
         threading.Thread(target=self._wait_for_the_end, args=(awake,), name="last-words", daemon=True).start()
 
     def on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -356,6 +356,7 @@ class LastWords:
 
 
 _last_words: LastWords | None = None
+_held = threading.local()
 _find_checkpoint: Callable[[str], tuple[str, int] | None] | None = None
 
 
@@ -403,11 +404,21 @@ def _leave_it_to_the_thread(_number: int, _frame: Any) -> None:
     pass
 
 
-def _as_before() -> None:
-    """Give a forked child, such as a worker of a data loader, back what signals do by default."""
+def _hold_signal() -> None:
+    """Hold SIGTERM during a fork: a child that got it before `_as_by_default` would write to its parent's pipe."""
+    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _let_signal_come() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
+
+
+def _as_by_default() -> None:
+    """Give a forked child, such as a worker of a data loader, back what the signal does by default."""
     if signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _let_signal_come()
 
 
 def _die_of(number: int) -> None:
