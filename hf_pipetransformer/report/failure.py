@@ -182,6 +182,8 @@ class LastWords:
     """Set once an error has reached the end of the script."""
     _is_settled: threading.Event = field(default_factory=threading.Event)
     """Set once that error is dealt with."""
+    # Not that of the moment: torch's hook replaces it while it calls this one.
+    _stream: Any = field(default_factory=lambda: sys.stderr or sys.__stderr__)
     _pid: int = field(default_factory=os.getpid)
     _message: str | None = None
     _is_prepared: bool = False
@@ -227,7 +229,9 @@ class LastWords:
 
     def _answer(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         of_users = is_of_users(error)
-        if self.previous is not sys.__excepthook__ or logger.isEnabledFor(logging.DEBUG):
+        # torch's own only marks the lines with the rank.
+        is_users = self.previous is not sys.__excepthook__ and not _is_of(self.previous, "torch.distributed")
+        if is_users or logger.isEnabledFor(logging.DEBUG):
             self.previous(kind, error, trace)
             of_users = False
         where = space_left(error)
@@ -352,7 +356,7 @@ class LastWords:
 
     def _show(self, text: str) -> None:
         with contextlib.suppress(Exception):
-            print(text.rstrip(), file=sys.stderr or sys.__stderr__, flush=True)
+            print(text.rstrip(), file=self._stream, flush=True)
 
 
 _last_words: LastWords | None = None
@@ -393,6 +397,10 @@ def _within(seconds: float, call: Callable[[], Any]) -> None:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(seconds)
+
+
+def _is_of(call: Callable[..., Any], package: str) -> bool:
+    return str(getattr(call, "__module__", "")).startswith(package)
 
 
 def _is_ipython() -> bool:
