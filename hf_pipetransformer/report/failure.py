@@ -38,6 +38,9 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a write that found no space."""
 
 _NO_SPACE = re.compile(rf"No space left|[Dd]isk quota exceeded|(os error|Errno) ({'|'.join(map(str, FULL_DISK))})\b")
+_TORCH_CANNOT_WRITE = re.compile("iostream error|inline_container|PytorchStreamWriter")
+"""Text of a failed `torch.save`, which does not say why it failed."""
+_LITTLE_BYTES = 2**24
 _NO_SPACE_NOTE = "(no space in"
 _FIRST_RANK_IS_LOST = re.compile(r"^(rank 0\b[^(:]* not answer|The launcher, which hosts)")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -122,15 +125,18 @@ def space_left(error: BaseException) -> str | None:
         chain.append(each)
         each = each.__cause__ or each.__context__  # type: ignore[assignment]
     found = [each for each in chain if getattr(each, "errno", None) in FULL_DISK or _NO_SPACE.search(str(each))]
-    if not found:
+    may_be = [each for each in chain if _TORCH_CANNOT_WRITE.search(str(each))]
+    if not found and not may_be:
         return None
     output_dir = _last_words.output_dir if _last_words is not None else None
-    folder = os.path.dirname(str(getattr(found[-1], "filename", None) or "")) or output_dir or os.getcwd()
+    folder = os.path.dirname(str(getattr((found or may_be)[-1], "filename", None) or "")) or output_dir or os.getcwd()
     while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
         folder = os.path.dirname(folder)
     with contextlib.suppress(OSError):
         space = shutil.disk_usage(folder)
         newest = _newest(output_dir)
+        if not found and space.free >= (newest[1] if newest else _LITTLE_BYTES):
+            return None
         needed = f", a checkpoint takes {in_bytes(newest[1])}" if newest else ""
         return (
             f"{_NO_SPACE_NOTE} {folder}: {in_bytes(space.free)} of {in_bytes(space.total)} free{needed}; make space, "
@@ -294,6 +300,8 @@ class LastWords:
 
     def _may_speak(self, cause: str, is_shared: bool) -> bool:
         """Return True if this rank is the one to speak: the first, or another one if the first is lost or silent."""
+        if not self.rank and cause:
+            return True
         if self.rank and not _FIRST_RANK_IS_LOST.search(cause):
             if is_shared:
                 return False

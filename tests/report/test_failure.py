@@ -116,6 +116,18 @@ def test_a_full_disk_is_named_with_its_folder(tmp_path: Path) -> None:
     assert "free, a checkpoint takes 2.0 MB; make space" in cause
 
 
+def test_a_disk_is_full_where_torch_cannot_write_and_little_is_left(tmp_path: Path) -> None:
+    """Its error says nothing of the disk."""
+    left = "import shutil; found = shutil._ntuple_diskusage(3_000_000, 0, {}); shutil.disk_usage = lambda _: found\n"
+    end = "raise RuntimeError('basic_ios::clear: iostream error')"
+    _, lines = run(tmp_path, end, before=left.format(100_000))
+    assert lines[1].endswith("100 kB of 3.0 MB free, a checkpoint takes 2.0 MB; make space, lower save_total_limit or "
+                             "set another output_dir)")  # fmt: skip
+    _, lines = run(tmp_path, end, before=left.format(2_500_000))
+    assert lines[0].startswith("Traceback")
+    assert "no space" not in "".join(lines)
+
+
 def test_where_output_dir_cannot_be_written_the_file_lies_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file, and no folder")
     _, lines = run(tmp_path / "out", REFUSED, TMPDIR=str(tmp_path))
