@@ -147,8 +147,9 @@ def space_left(error: BaseException) -> str | None:
 
 def is_of_users(error: BaseException) -> bool:
     """Return True for an error of the user's code or of another library, whose traceback is of use."""
-    kind = type(error)
-    if not isinstance(error, Exception) or kind.__module__.startswith("hf_pipetransformer.") or space_left(error):
+    if not isinstance(error, Exception) or _is_of(type(error), "hf_pipetransformer.") or space_left(error):
+        return False
+    if type(error).__name__ == "OutOfMemoryError":  # torch's; the options to set stand below it.
         return False
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
@@ -407,8 +408,8 @@ def _within(seconds: float, call: Callable[[], Any]) -> None:
     thread.join(seconds)
 
 
-def _is_of(call: Callable[..., Any], package: str) -> bool:
-    return str(getattr(call, "__module__", "")).startswith(package)
+def _is_of(what: Any, package: str) -> bool:
+    return str(getattr(what, "__module__", "")).startswith(package)
 
 
 def _is_ipython() -> bool:

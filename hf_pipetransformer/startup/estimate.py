@@ -21,7 +21,9 @@ from transformers import AutoConfig, AutoModel
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
 from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.base import layers_of
 from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.splitters.quantized import plan_in_4_bits
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, trace_structure
 from hf_pipetransformer.startup.check import run_stages
 from hf_pipetransformer.startup.costs import BlockProfile, block_costs, saved_activations
@@ -41,14 +43,19 @@ UPDATE_BYTES = 28
 """Bytes that Adam reads and writes for a float32 parameter: the weight and two moments twice, the gradient once."""
 
 
-def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = None) -> Any:
+def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = None, in_4_bits: bool = False) -> Any:
     """Build the model of a config without memory for its weights, of the class that its checkpoint was saved from.
 
-    With `lora_rank`, only LoRA adapters on all linear layers are trained.
+    With `lora_rank`, only LoRA adapters on all linear layers are trained; `in_4_bits`, the layers below them count as
+    bitsandbytes holds them.
 
     Raises:
-        ValueError: `path` has no config.
+        ValueError: `path` has no config, or no adapters would train what is in 4 bits.
     """
+    if in_4_bits and lora_rank is None:
+        raise ValueError(
+            "--load_in_4bit without --lora_rank: weights in 4 bits do not train. Give the adapters' rank."
+        )
     try:
         config = AutoConfig.from_pretrained(path)
     except OSError as error:
@@ -57,6 +64,8 @@ def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = 
     with torch.device("meta"):
         model: Any = AutoModel.from_config(config) if kind is None else kind(config)
         model = model.to(dtype or config.dtype or torch.float32).eval()
+        if in_4_bits:
+            plan_in_4_bits(layers_of(find_splitter(model), model))
         if lora_rank is not None:
             from peft import LoraConfig, get_peft_model  # Optional, and needed for adapters alone.
 
