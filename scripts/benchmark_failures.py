@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ READY = "== the failure follows =="
 CASES = ("wrong option", "kill -9 of rank 1", "Ctrl-C", "full disk")
 MISSPELT = {"wrong option": ["--freeze_policy", "gradnorm"]}
 TIMEOUT = 180
+_OF_A_RANK = re.compile(r"\[default(\d)\]:")
+_PROGRESS = re.compile("Writing model shards")
 
 
 def train() -> None:
@@ -39,10 +42,10 @@ def train() -> None:
         """Says when the failure may come, between two checkpoints."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 3 and args.process_index == 0:
+            if state.global_step == 3:
                 print(READY, file=sys.stderr, flush=True)
 
-    if os.environ["RANK"] == "0" and any(set(words) <= set(sys.argv) for words in MISSPELT.values()):
+    if any(set(words) <= set(sys.argv) for words in MISSPELT.values()):
         print(READY, file=sys.stderr, flush=True)
     (args,) = HfArgumentParser(PipeTransformerArguments).parse_args_into_dataclasses()
     config = BertConfig(
@@ -73,7 +76,7 @@ def run_case(case: str, folder: Path) -> dict[str, Any]:
         deadline = time.monotonic() + TIMEOUT
         is_sent = case not in ("kill -9 of rank 1", "Ctrl-C")
         while launcher.poll() is None and time.monotonic() < deadline:
-            if not is_sent and READY in _content(log):
+            if not is_sent and _content(log).count(READY) == 2:
                 is_sent = True
                 if case == "Ctrl-C":
                     os.killpg(launcher.pid, signal.SIGINT)
@@ -86,10 +89,17 @@ def run_case(case: str, folder: Path) -> dict[str, Any]:
             launcher.kill()
             raise RuntimeError(f"{case}: no end within {TIMEOUT} s\n{_content(log)}")
         text = _content(log)
-    lines = [line for line in text.rpartition(READY)[2].splitlines() if line.strip("[]default0123456789: ")]
-    ranks = [line for line in lines if line.startswith("[default") or line.startswith("[rank")]
+    ranks, launchers, ready = [], [], set()
+    for line in text.splitlines():
+        mark = _OF_A_RANK.match(line)
+        if READY in line and mark:
+            ready.add(mark[1])
+        elif mark and mark[1] in ready and line[mark.end() :].strip() and not _PROGRESS.search(line):
+            ranks.append(line)
+        elif not mark and ready and line.strip():
+            launchers.append(line)
     print(f"---- {case} (status {launcher.returncode})", *ranks, sep="\n", flush=True)
-    return {"lines of the ranks": len(ranks), "lines of the launcher": len(lines) - len(ranks)}
+    return {"lines of the ranks": len(ranks), "lines of the launcher": len(launchers)}
 
 
 def _content(log: Any) -> str:

@@ -45,12 +45,15 @@ def fail(how: str, folder: Path, rank: int = 1) -> LaunchResult:
 
 def last_lines(result: LaunchResult) -> list[tuple[int, str]]:
     """Rank and text of each line that the ranks printed after the failure."""
-    found = []
-    for line in result.output.rpartition(READY)[2].splitlines():
+    found, ready = [], set()
+    for line in result.output.splitlines():
         mark = _OF_A_RANK.match(line)
         text = line[mark.end() :].strip() if mark else ""
-        if mark and text and not _PROGRESS.search(text):
+        if mark and text == READY:
+            ready.add(mark[1])
+        elif mark and text and mark[1] in ready and not _PROGRESS.search(text):
             found.append((int(mark[1]), text))
+    assert ready == {"0", "1"}, result.output
     return found
 
 
