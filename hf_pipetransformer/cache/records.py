@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ import torch
 import xxhash
 
 from hf_pipetransformer.cache.files import Array, PrivateFolder, StoreDamagedError, StoreFile
+from hf_pipetransformer.report.failure import FULL_DISK
 
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -268,7 +268,6 @@ def hash_of(columns: Sequence[Array]) -> int:
 
 
 INDEX_FILE = "index.bin"
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 """Disk full, or user quota exceeded."""
 
 _NUM_TRIES = 10

@@ -19,7 +19,6 @@ import xxhash
 
 from hf_pipetransformer.cache.files import Array, PrivateFolder, StoreDamagedError, StoreFile
 from hf_pipetransformer.cache.records import (
-    FULL_DISK,
     HEADER_FILE,
     INDEX_FILE,
     Header,
@@ -29,6 +28,7 @@ from hf_pipetransformer.cache.records import (
     hash_of,
 )
 from hf_pipetransformer.report import logger
+from hf_pipetransformer.report.failure import FULL_DISK
 
 
 DROPPED_FILE = "dropped"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -16,8 +15,6 @@ import torch.distributed as dist
 
 
 T = TypeVar("T")
-
-logger = logging.getLogger("hf_pipetransformer")
 
 _BEAT_SECONDS = 0.4
 """Interval between two heartbeats of a rank."""
@@ -60,6 +57,9 @@ LAUNCH_HINT = (
     "accelerate launch --multi_gpu --num_processes N script.py "
     "(without GPUs: ACCELERATE_USE_CPU=true torchrun --nproc_per_node N script.py)"
 )
+
+_DETAILS = "\0"
+"""What stands between a cause and its details in the store."""
 
 _present_limit: float | None = None
 
@@ -117,7 +117,7 @@ class FaultBoard:
     A thread reads the board, because a host that waits for its device does not notice that another rank has failed.
 
     Args:
-        record: takes down the first cause if another rank posted it; called by that thread.
+        record: takes down the first cause and its details if another rank posted it; called by that thread.
         abort: makes waits for the device end. Called by that thread, after `record`, on a rank that does not leave
             by itself.
     """
@@ -128,7 +128,7 @@ class FaultBoard:
         self,
         rank: int,
         world_size: int,
-        record: Callable[[str], None] = _ignore,
+        record: Callable[[str, str], None] = _ignore,
         abort: Callable[[], None] = _ignore,
     ) -> None:
         self.rank = rank
@@ -139,11 +139,13 @@ class FaultBoard:
         # Numbered keys: a cause from an earlier trainer of this process, or already recovered from, must not be read.
         FaultBoard._num_made += 1
         self._number, self._num_begun = FaultBoard._num_made, 0
-        # Two connections, because calls on one are serialized; made now, because a hanging store accepts no new ones.
+        # Three connections, because calls on one are serialized; made now, because a hanging store takes no new ones.
         self._stores: list[Any] = []
+        self.details = ""
+        """Traceback that the rank of the first cause posted with it; empty if it says no more than the cause."""
         if world_size > 1:
             store: Any = dist.distributed_c10d._get_default_store()
-            self._stores = [store.clone(), store.clone()]
+            self._stores = [store.clone(), store.clone(), store.clone()]
 
     @property
     def _keys(self) -> str:
@@ -164,20 +166,21 @@ class FaultBoard:
             self._watch.stop()
             self._watch = None
 
-    def report(self, cause: str, is_first_hand: bool) -> str:
-        """Post `cause` unless another rank was first; return the first cause.
+    def report(self, cause: str, is_first_hand: bool, details: str = "") -> str:
+        """Post `cause` and its `details` unless another rank was first; return the first cause.
 
         With `is_first_hand=False` (this rank only lost contact), first give the failed rank time to report, and look
         for ranks without a heartbeat.
         """
-        own, watch = f"rank {self.rank}: {cause}", self._watch
+        own, watch, self.details = f"rank {self.rank}: {cause}", self._watch, details
         if watch is None:
             return own
         watch.is_author = True
         answer = None
         if not watch.is_stuck:
             answer = _within(_STORE_SECONDS, lambda: self._post(self._stores[0], watch, own, is_first_hand))
-        answer = answer or watch.cause
+        if answer is None and watch.cause is not None:
+            answer, self.details = watch.cause, watch.details
         if answer is not None:
             return answer
         if is_first_hand:
@@ -188,19 +191,40 @@ class FaultBoard:
 
     def _post(self, store: Any, watch: _Watch, own: str, is_first_hand: bool) -> str:
         silent: list[int] = []
+        details = self.details
         if not is_first_hand:
             _wait(lambda: watch.cause is not None or store.check([watch.cause_key]), _FIRST_HAND_SECONDS)
             if not store.check([watch.cause_key]):
                 silent = self._silent_ranks(store)
         if silent:
             names = ", ".join(f"rank {rank}" for rank in silent)
-            own = f"{names} {'does' if len(silent) == 1 else 'do'} not answer ({own})"
+            does = "does" if len(silent) == 1 else "do"
+            own = f"{names} {does} not answer: killed, as when memory runs out, or hanging ({own})"
+            details = ""
         # With "" as the expected value, the store sets the key only if it is missing, and returns what it then has.
-        first = str(store.compare_set(watch.cause_key, "", own).decode())
+        posted = store.compare_set(watch.cause_key, "", f"{own}{_DETAILS}{details}").decode()
+        first, _, self.details = posted.partition(_DETAILS)
         store.set(f"{self._keys}/told/{self.rank}", "")
         others = [f"{self._keys}/told/{rank}" for rank in range(self.world_size) if rank not in silent]
         _wait(lambda: bool(store.check(others)), _TOLD_SECONDS)
-        return first
+        return str(first)
+
+    def find_lost(self) -> str | None:
+        """Return the first cause, after a look for ranks that no longer answer; None if all do, or none is watched.
+
+        For a thread of a process that is told to end, while the main thread may wait for a device.
+        """
+        watch = self._watch
+        if watch is None or watch.cause is not None:
+            return None if watch is None else watch.cause
+        store = self._stores[-1]
+
+        def look() -> str | None:
+            if not self._silent_ranks(store) and not store.check([watch.cause_key]):
+                return None
+            return self._post(store, watch, "it was told to end", is_first_hand=False)
+
+        return _within(_STORE_SECONDS, look)
 
     def _silent_ranks(self, store: Any) -> list[int]:
         """Return the ranks without a heartbeat during `_SILENT_SECONDS`; none if a cause is posted meanwhile."""
@@ -222,10 +246,11 @@ class _Watch(threading.Thread):
     """Thread that sends this rank's heartbeat until it reads the first cause; the store may disappear afterwards."""
 
     def __init__(
-        self, rank: int, keys: str, store: Any, record: Callable[[str], None], abort: Callable[[], None]
+        self, rank: int, keys: str, store: Any, record: Callable[[str, str], None], abort: Callable[[], None]
     ) -> None:
         super().__init__(name="pipetransformer-faults", daemon=True)
         self.cause: str | None = None
+        self.details = ""
         self.cause_key = f"{keys}/cause"
         self.is_author = False
         self._rank = rank
@@ -254,12 +279,12 @@ class _Watch(threading.Thread):
             is_posted = self._store.check([self.cause_key])
             self._last_answer = time.monotonic()
             if is_posted:
-                self.cause = str(self._store.get(self.cause_key).decode())
+                cause, _, self.details = self._store.get(self.cause_key).decode().partition(_DETAILS)
+                self.cause = str(cause)
                 if not self.is_author:
                     # Before this rank says that it knows: then the failed rank ends, and a launcher may end this
                     # process before its own error says so.
-                    logger.error(f"The run ends on rank {self._rank}. First cause: {self.cause}")
-                    self._record(self.cause)
+                    self._record(self.cause, self.details)
                 self._store.set(f"{self._keys}/told/{self._rank}", "")
 
     def stop(self) -> None:

@@ -32,6 +32,21 @@ def announce(text: str) -> None:
     logger.info(text)
 
 
+def progress_bar(what: str, total: int, is_shown: bool) -> tqdm:
+    """Make a progress bar that appears once its work has taken 3 s, unless this logger's level was set above INFO.
+
+    `update(0)` shows that the time passes.
+    """
+    return tqdm(
+        desc=what,
+        total=total,
+        delay=3,
+        miniters=0,
+        leave=False,
+        disable=not (is_shown and logger.isEnabledFor(logging.INFO)),
+    )
+
+
 def in_bytes(size: float) -> str:
     """Format bytes with two or three digits, such as "390 GB" or "4.2 MB" (powers of 1000)."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):

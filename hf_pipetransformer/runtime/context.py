@@ -14,7 +14,7 @@ from transformers import Trainer
 from hf_pipetransformer.comm.errors import OUT_OF_MEMORY_REMEDY, FaultBoard, PipelineError, is_second_hand
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.report import logger
+from hf_pipetransformer.report import failure, logger
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.stage import Stage
 
@@ -60,6 +60,7 @@ class CollectiveTimeouts:
         self.rest_seconds = rest_seconds
         self.is_resting = True
         self._board = FaultBoard(topology.rank, topology.world_size, self._record, topology.abort)
+        failure.ask_with(self._board.find_lost)
         self._depth = 0
         self._is_recorded = False
 
@@ -86,6 +87,7 @@ class CollectiveTimeouts:
         self._depth += 1
         if self._depth == 1:
             self._is_recorded = False
+            failure.forget_cause()
             self._board.begin(together)
             self.rest()
         try:
@@ -103,16 +105,20 @@ class CollectiveTimeouts:
         is_short = isinstance(error, torch.OutOfMemoryError)
         if is_short:
             error.add_note(OUT_OF_MEMORY_REMEDY)
+        if (where := failure.space_left(error)) is not None:
+            error.add_note(where)
         first_line = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]
         text = " ".join([first_line, *getattr(error, "__notes__", [])])
         second_hand = is_second_hand(error)
-        cause = self._board.report(text, is_first_hand=not second_hand)
-        self._record(cause, is_short)
+        details = failure.traceback_of(error) if failure.is_of_users(error) else ""
+        cause = self._board.report(text, not second_hand, details)
+        self._record(cause, self._board.details, is_short)
         if second_hand:
             raise PipelineError(f"The run ended on rank {self.topology.rank}. First cause: {cause}") from error
 
-    def _record(self, cause: str, is_short: bool = False) -> None:
+    def _record(self, cause: str, details: str, is_short: bool = False) -> None:
         """Write the fault event, once: this thread or the board's, which goes on while this one waits for a device."""
+        failure.note_cause(cause, details)
         with _RECORDING:
             if self._is_recorded:
                 return
@@ -121,7 +127,7 @@ class CollectiveTimeouts:
             try:
                 self.journal.write("fault", cause=cause, out_of_memory=is_short, **self.journal.tried)
             except OSError as error:
-                logger.error(f"The events file cannot take the fault {cause!r}: {error}")
+                logger.debug(f"The events file cannot take the fault {cause!r}: {error}")
 
 
 class Seeds:

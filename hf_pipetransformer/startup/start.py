@@ -17,6 +17,7 @@ from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeErro
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.slice_costs import TokenCosts
+from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.structure import Probe
@@ -63,6 +64,8 @@ T = TypeVar("T")
 
 _NOT_OF_THE_MODEL = (PipelineError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors that do not speak against the model (another rank failed, out of memory, lost device): raised unchanged."""
+_NUM_PARTS = 4
+"""Calls of an `Inspection`, without those for token slices: places to cut, loss, padding, costs of the blocks."""
 _OUT_OF_HOST_MEMORY = "DefaultCPUAllocator"
 
 
@@ -89,9 +92,13 @@ def inspect_model(
         ValueError: the ranks' models differ, or token slices are requested and compute other numbers.
     """
     model = given.model
-    inspection = Inspection(topology, type(model).__name__)
-    read = None if read is None else inspection.reading(read)
+    cuts_tokens = args.schedule.abilities.cuts_tokens
+    is_shown = topology.rank == 0 and not args.disable_tqdm
     with ExitStack() as stack:
+        bar = stack.enter_context(progress_bar("Inspecting the model", _NUM_PARTS + 2 * cuts_tokens, is_shown))
+        inspection = Inspection(topology, type(model).__name__, bar)
+        read = None if read is None else inspection.reading(read)
+        given = replace(given, compute=inspection.showing_time(given.compute))
         twin = stack.enter_context(as_twin(model, given.splitter))
         stack.enter_context(_moved_to_probe(twin.tensors(model), args.device, topology))
         stack.enter_context(undisturbed(model, is_training))
@@ -110,7 +117,7 @@ def inspect_model(
                     args.activation_cache == "off" or depends_on_padding(exact, probe),
                 ]
             )
-            if args.schedule.abilities.cuts_tokens:
+            if cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, loss_rule.rule))
                 if why is not None:
                     raise ValueError(f"pipeline_schedule='token': {why}")
@@ -141,10 +148,14 @@ def inspect_model(
 
 
 class Inspection:
-    """Wrapper for calls that run the model: turns errors into `UnsupportedModelError`, the same on every rank."""
+    """Wrapper for calls that run the model: turns errors into `UnsupportedModelError`, the same on every rank.
 
-    def __init__(self, topology: Topology, name: str) -> None:
+    Each call is one step of the progress `bar`.
+    """
+
+    def __init__(self, topology: Topology, name: str, bar: Any) -> None:
         self.topology = topology
+        self.bar = bar
         self._name = name
         self._of_data: Exception | None = None
 
@@ -160,6 +171,15 @@ class Inspection:
 
         return noting_errors
 
+    def showing_time(self, compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Wrap what runs the model so that the bar shows, within a long step too, that time passes."""
+
+        def showing(*values: Any) -> torch.Tensor:
+            self.bar.update(0)
+            return compute(*values)
+
+        return showing
+
     def on_every_rank(self, call: Callable[[], T]) -> T:
         """Call `call` on every rank and raise on all if it raises on one. Collective: call on every rank.
 
@@ -170,6 +190,7 @@ class Inspection:
         for text in self.topology.gather(None if refusal is None else str(refusal)):
             if text is not None:
                 raise refusal or UnsupportedModelError(text)
+        self.bar.update(1)
         return cast(T, value)
 
     def on_first_rank(self, call: Callable[[], Any]) -> Any:
@@ -188,6 +209,7 @@ class Inspection:
         value, text = self.topology.decide(attempt)
         if text is not None:
             raise refusal or UnsupportedModelError(text)
+        self.bar.update(1)
         return value
 
     def _attempt(self, call: Callable[[], T]) -> tuple[T | None, UnsupportedModelError | None]:

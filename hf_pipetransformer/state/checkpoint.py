@@ -345,6 +345,32 @@ def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tu
     return None, reasons
 
 
+def newest_whole(output_dir: str) -> tuple[str, int] | None:
+    """Return the newest checkpoint to resume from, and its bytes, by the files' sizes alone: reading them takes long.
+
+    A checkpoint of plain Trainer counts as whole once Trainer has written its last file.
+    """
+    for _step, folder in reversed(numbered_checkpoints(output_dir)):
+        paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
+        sizes = {os.path.relpath(path, folder).replace(os.sep, "/"): os.path.getsize(path) for path in paths}
+        if has_state(folder):
+            try:
+                files = read_json_file(os.path.join(folder, STATE_FOLDER, STATE_FILE), folder)["files"]
+                # Weights may have been put into other files.
+                is_whole = all(
+                    sizes[name] == files[name]["bytes"]
+                    for name in files
+                    if name in sizes or not OF_WEIGHTS.match(name)
+                )
+            except (KeyError, TypeError, ValueError):
+                continue
+        else:
+            is_whole = TRAINER_STATE in sizes and any(name.startswith("optimizer.") for name in sizes)
+        if is_whole and has_weights(folder):
+            return folder, sum(sizes.values())
+    return None
+
+
 def numbered_checkpoints(output_dir: str) -> list[tuple[int, str]]:
     """Return step and folder of each checkpoint in a run's folder, sound or not, in the order of the steps."""
     try:

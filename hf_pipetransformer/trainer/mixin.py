@@ -18,14 +18,19 @@ from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import Topology, let_group_threads_finish
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
+from hf_pipetransformer.report import failure
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.quantized import keep_unpacked
+from hf_pipetransformer.state.checkpoint import newest_whole
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
 from hf_pipetransformer.training.plan_only import PlanPrinted
 from hf_pipetransformer.training.run import Run
 from hf_pipetransformer.training.starting import RunOptions, check_constructor_arguments
+
+
+failure.find_checkpoints_with(newest_whole)
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,10 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             SystemExit: with `plan_only`, after the plan, with status 0 on every rank.
         """
         try:
-            with self.pipeline_run.trainings.call(resume_from_checkpoint, trial) as folder:
+            with (
+                failure.training(self.args.output_dir),
+                self.pipeline_run.trainings.call(resume_from_checkpoint, trial) as folder,
+            ):
                 return super().train(folder, trial, ignore_keys_for_eval)
         except PlanPrinted:
             self.end()

@@ -27,7 +27,7 @@ from hf_pipetransformer.options.refusals import (
     check_model,
     warn_about_options,
 )
-from hf_pipetransformer.report import logger
+from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 from hf_pipetransformer.runtime.stage import StageSettings
@@ -225,6 +225,9 @@ class Starter:
             ValueError: something does not work with a pipeline.
         """
         trainer, topology, args = self.context.trainer, self.context.topology, self.context.args
+        if topology.rank == 0:
+            size = sum(each.numel() for each in trainer.model.parameters())
+            announce(f"Inspecting the model ({type(trainer.model).__name__}, {size / 1e6:,.3g} million parameters)...")
         what = "Training" if is_training else "Evaluation"
         if isinstance(given, Request):
             if given.dataset is None:

@@ -65,15 +65,16 @@ def test_a_fault_that_one_rank_met_alone_is_no_cause_of_the_next(monkeypatch):
         board.end()
 
 
-def test_who_acts_alone_is_not_told_of_a_fault_that_is_over(monkeypatch, caplog):
+def test_who_acts_alone_is_not_told_of_a_fault_that_is_over(monkeypatch):
     """A training failed and the error was caught; `save_model()` comes next."""
     monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
-    board = board_over(dist.HashStore())
+    recorded: list[str] = []
+    board = board_over(dist.HashStore(), 0, lambda cause, _details: recorded.append(cause))
     board.begin(together=True)
     board.report("no memory", is_first_hand=True)
     board.end()
     board.begin(together=False)
-    assert not errors._wait(lambda: "The run ends" in caplog.text, 0.3)
+    assert not errors._wait(lambda: bool(recorded), 0.3)
     assert board.report("disk full", is_first_hand=True) == "rank 0: disk full"
     board.end()
 
@@ -131,13 +132,44 @@ def test_the_failed_rank_waits_until_the_event_is_written(monkeypatch: pytest.Mo
     """Its end makes a launcher kill the others."""
     monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
     store, recorded = dist.HashStore(), []
-    boards = [board_over(store, 0, recorded.append), board_over(store, 1)]
+    boards = [board_over(store, 0, lambda *told: recorded.append(told)), board_over(store, 1)]
     for board in boards:
         board.world_size = 2
         board.begin(together=True)
-    boards[1].report("no memory", is_first_hand=True)
-    assert recorded == ["rank 1: no memory"]
+    boards[1].report("no memory", is_first_hand=True, details="where it was")
+    assert recorded == [("rank 1: no memory", "where it was")]
     for board in boards:
+        board.end()
+
+
+def test_details_are_of_the_first_cause(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    store = dist.HashStore()
+    boards = [board_over(store, 0), board_over(store, 1)]
+    for board in boards:
+        board.begin(together=True)
+    boards[1].report("bad sample", is_first_hand=True, details="in the collator")
+    boards[0].report("rank 1 is gone", is_first_hand=False, details="in a transfer")
+    assert [board.details for board in boards] == ["in the collator"] * 2
+    for board in boards:
+        board.end()
+
+
+def test_a_rank_that_is_told_to_end_finds_the_one_that_is_lost(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(errors, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(errors, "_FIRST_HAND_SECONDS", 0.0)
+    monkeypatch.setattr(errors, "_TOLD_SECONDS", 0.0)
+    store = dist.HashStore()
+    boards = [board_over(store, rank) for rank in range(3)]
+    assert boards[0].find_lost() is None
+    for board in boards:
+        board.world_size = 3
+        board.begin(together=True)
+    assert boards[0].find_lost() is None
+    boards[2].end()
+    assert str(boards[0].find_lost()).startswith("rank 2 does not answer")
+    for board in boards[:2]:
         board.end()
 
 

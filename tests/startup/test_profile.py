@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer import PipeTransformerArguments, report
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.splitters.families import find_splitter
@@ -171,3 +172,50 @@ def test_measuring_stays_within_its_time_and_memory(
 ) -> None:
     monkeypatch.setattr(profile, "PROFILE_SECONDS", limit_seconds)
     assert affordable_samples(32, PILOT, num_blocks_run=2, free_bytes=free_bytes) == expected
+
+
+def test_the_progress_bar_gets_every_step_of_an_inspection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And shows within a step, whose length nobody knows, that time passes."""
+    bars: list[Any] = []
+
+    def make(what: str, total: int, is_shown: bool) -> Any:
+        bars.append(Bar(what, total, is_shown))
+        return bars[0]
+
+    monkeypatch.setattr(start, "progress_bar", make)
+    started(tmp_path, "vit", disable_tqdm=False)
+    (bar,) = bars
+    assert (bar.total, sum(bar.steps), bar.is_shown) == (4, 4, True)
+    assert bar.steps.count(0) > 10
+    assert bar.is_closed
+
+
+def test_the_progress_bar_follows_the_users_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown: list[bool] = []
+    make = start.progress_bar
+    monkeypatch.setattr(start, "progress_bar", lambda *given: shown.append(given[2]) or make(*given))
+    started(tmp_path, "vit", disable_tqdm=True)
+    assert shown == [False]
+    for level, is_off in ((logging.INFO, False), (logging.WARNING, True)):
+        with caplog.at_level(level, report.logger.name), report.progress_bar("Inspecting", 3, is_shown=True) as bar:
+            assert bool(bar.disable) == is_off
+            assert is_off or bar.delay == 3
+
+
+class Bar:
+    """Keeps what a progress bar is fed."""
+
+    def __init__(self, what: str, total: int, is_shown: bool) -> None:
+        self.total, self.is_shown, self.is_closed = total, is_shown, False
+        self.steps: list[int] = []
+
+    def update(self, steps: int) -> None:
+        self.steps.append(steps)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.is_closed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from hf_pipetransformer.options.arguments import READERS
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint, resumption
-from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_state
+from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, newest_whole, read_state
 from hf_pipetransformer.state.description import TOLD_ARGUMENTS, check_same_run
 from hf_pipetransformer.state.resumption import Resumption, find_resumption
 from hf_pipetransformer.state.run_state import RunState, checksum_of
@@ -134,6 +135,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     freezing = {"freeze_policy": "fixed", "freeze_at": "1:2", "activation_cache": "off"}
     trainer_of(build_model("bert_sequence"), folder, **freezing).train()
     return folder / "checkpoint-4"
+
+
+def test_the_newest_whole_checkpoint_is_found_by_the_sizes_of_its_files(saved: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(saved.parent, tmp_path / "run")
+    found = newest_whole(str(run))
+    assert found is not None and found[0] == str(run / "checkpoint-6")
+    assert found[1] == sum(path.stat().st_size for path in (run / "checkpoint-6").rglob("*") if path.is_file())
+    optimizer = run / "checkpoint-6" / STATE_FOLDER / "optimizer-stage-0.safetensors"
+    optimizer.write_bytes(optimizer.read_bytes()[:-1])
+    assert newest_whole(str(run))[0] == str(run / "checkpoint-4")
+    (run / "checkpoint-4" / "model.safetensors").unlink()
+    assert newest_whole(str(run))[0] == str(run / "checkpoint-2")
+    (run / "checkpoint-2" / STATE_FOLDER / STATE_FILE).unlink()  # As of a save that was interrupted.
+    assert newest_whole(str(run)) is None
 
 
 def write_state(folder: Path, state: Any) -> None:

@@ -12,6 +12,7 @@ from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.training import setup as beginning
+from hf_pipetransformer.training import starting
 from hf_pipetransformer.training.expectation import Measured, in_words
 from tests.models import build_model, collate, make_dataset
 from tests.planning.test_forecast import costs_of
@@ -102,3 +103,17 @@ def test_the_words_of_an_expectation() -> None:
 )
 def test_long_times_are_told_in_their_block(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+def test_the_first_line_comes_before_the_inspection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def inspect(*_: Any) -> Any:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(starting, "inspect_model", inspect)
+    with pytest.raises(ValueError, match="planted"):
+        trainer_of(tmp_path).train()
+    assert caplog.messages[0].startswith(
+        "Inspecting the model (BertForSequenceClassification, 0.0385 million parameters)"
+    )
