@@ -311,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
         in_order = [config.id2label[number] for number in sorted(config.id2label)]
         predictions = predictions_from_logits(output.predictions, is_regression=False)
         write_predictions(trainer, "predict_results.txt", predictions, in_order)
-    finish(trainer, tasks="image-classification", tags=["hf-pipetransformer", "vision"])
+    finish(trainer, data_args, tasks="image-classification", tags=["hf-pipetransformer", "vision"])
 
 
 if __name__ == "__main__":
