@@ -16,9 +16,7 @@ from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 STATE_FILE = "trainer_state.json"
 RESULTS_FILES = ("all_results.json", "train_results.json", "eval_results.json")
-NO_METRICS = re.compile(
-    r"(^epoch|^step|^total_flos|^num_tokens|_runtime|_per_second|_samples|^num_input_tokens_seen)$"
-)
+NO_METRICS = re.compile(r"(^epoch|^step|^total_flos|_num_tokens|_runtime|_per_second|_samples)$")
 
 
 @dataclass(frozen=True)

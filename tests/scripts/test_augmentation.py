@@ -23,6 +23,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from hf_pipetransformer.data.augmentation import ItemCode
 from hf_pipetransformer.data.rng import SeededGenerators, SeededSamples, draws_at_random
+from hf_pipetransformer.report.card import FACTS_FILE, render
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from tests.distributed.launcher import launch
 
@@ -287,4 +288,10 @@ def test_an_image_tree_trains_with_random_crops_in_stored_views(tmp_path: Path) 
     assert AutoModelForImageClassification.from_pretrained(output).config.label2id == {"n01440764": 0, "n01443537": 1}
     saved = ViTImageProcessorPil.from_pretrained(output)
     assert (saved.size.shortest_edge, saved.crop_size.height) == (18, 16)  # 16 / 0.875 = 18.3
-    assert sum(event.get("hits", 0) for event in read_events(str(output / EVENTS_FILE))) > 0
+    hits = sum(event.get("hits", 0) for event in read_events(str(output / EVENTS_FILE)))
+    assert hits > 0
+    card, facts = (output / "README.md").read_text(), json.loads((output / FACTS_FILE).read_text())
+    assert card == render(facts, FACTS_FILE)
+    assert f"{hits} of " in card and "| eval_accuracy | 1 |" in card and "`activation_cache_views=2`" in card
+    assert "--augmentation random_resized_crop --crop_scale 0.3 1" in " ".join(facts["command"])
+    assert str(tmp_path) not in card
