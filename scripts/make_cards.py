@@ -48,7 +48,7 @@ RUNS: dict[str, tuple[str, str, int, str]] = {
         "--max_train_samples 500 --max_eval_samples 300 --image_mean 0.48 0.448 0.398 --image_std 0.277 0.269 0.282 "
         "--num_train_epochs 3 --learning_rate 3e-4 --per_device_eval_batch_size 50",
         20,
-        "--pipeline_parallel_size 2 --freeze_policy gradient_norm --activation_cache on",
+        "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 25:4,50:6 --activation_cache on",
     ),
     "smollm2-lora": (
         "run_sft.py",
@@ -62,11 +62,11 @@ RUNS: dict[str, tuple[str, str, int, str]] = {
     "minilm-squad": (
         "run_qa.py",
         f"--model_name_or_path {MINILM} --train_file {{data}}/squad_v1_train_partial.parquet "
-        "--validation_file {data}/squad_v1_dev.parquet --max_train_samples 240 --max_eval_samples 60 "
+        "--validation_file {data}/squad_v1_dev.parquet --max_train_samples 100 --max_eval_samples 40 "
         "--max_seq_length 128 --doc_stride 32 --num_train_epochs 3 --learning_rate 2e-4 "
         "--per_device_eval_batch_size 25",
         20,
-        "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 17:2,34:3 --activation_cache on",
+        "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 11:2,22:3 --activation_cache on",
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -30,34 +31,40 @@ _TRAINERS_OPTIONS = (
 )
 _SECRETS = ("token", "password", "secret", "api_key")
 
+_LONGEST_LINE = 108
+_CITATIONS = re.compile(r"^## Citations?\b.*", re.MULTILINE | re.DOTALL)
+
 Facts = dict[str, Any]
 
 
-def write_card(trainer: Any, data: str | None, comparison: str | None, has_own_text: bool) -> None:
+def write_card(trainer: Any, data: str | None, comparison: str | None) -> None:
     """Replace the card that a trainer wrote into its output folder, and write the facts it is made of beside it.
+
+    Front matter and citations, which TRL's cards have, are kept.
 
     Args:
         data: description of the data set.
         comparison: output folder or results file of another run; None for none.
-        has_own_text: keep the text that the trainer wrote, as TRL's do, and add to it.
 
     Raises:
         ValueError: the comparison is no run's.
     """
     folder = Path(trainer.args.output_dir)
-    front, text = _parts((folder / CARD_FILE).read_text(encoding="utf-8"))
-    facts: Facts = {"name": folder.resolve().name, "front_matter": front, "text": text if has_own_text else None}
+    front, citations = _kept((folder / CARD_FILE).read_text(encoding="utf-8"))
+    facts: Facts = {"name": folder.resolve().name, "front_matter": front, "citations": citations}
     facts |= facts_of(trainer, data)
     facts["comparison"] = None if comparison is None else read_comparison(Path(comparison))
     (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     (folder / CARD_FILE).write_text(render(facts, FACTS_FILE), encoding="utf-8")
 
 
-def _parts(card: str) -> tuple[str, str]:
-    """Return the front matter of a card, without the lines around it, and its text."""
+def _kept(card: str) -> tuple[str, str]:
+    """Return the front matter of a trainer's card, without the lines around it, and the section of citations."""
     opening, _, rest = card.partition("---\n")
     front, closing, text = rest.partition("\n---\n")
-    return (front, text.strip()) if closing and not opening.strip() else ("", card.strip())
+    is_front = closing and not opening.strip()
+    citations = _CITATIONS.search(text if is_front else card)
+    return front if is_front else "", citations.group().strip() if citations else ""
 
 
 # ---- the facts ----
@@ -276,17 +283,13 @@ def render(facts: Facts, facts_file: str) -> str:
     """Return the card of `facts`, which lie in `facts_file`."""
     sections = [_results(facts), _data(facts), _training(facts), _timeline(facts), _stored(facts), _made_with(facts)]
     front = f"---\n{facts['front_matter']}\n---\n\n" if facts["front_matter"] else ""
-    text = facts["text"] or _introduction(facts)
     end = f"All figures of these sections are in [`{facts_file}`]({facts_file}), written by the run itself."
-    return front + "\n\n".join([text, *filter(None, sections), end]) + "\n"
+    return front + "\n\n".join([_introduction(facts), *sections, *filter(None, [facts["citations"]]), end]) + "\n"
 
 
 def _introduction(facts: Facts) -> str:
-    base = "trained from new weights" if facts["base_model"] is None else f"`{facts['base_model']}` fine-tuned"
-    return (
-        f"# {facts['name']}\n\n{base[:1].upper() if base[0] != '`' else base[0]}{base[1:]} with hf-pipetransformer, "
-        "a pipeline-parallel `transformers.Trainer`."
-    )
+    start = "Trained from new weights" if facts["base_model"] is None else f"`{facts['base_model']}` fine-tuned"
+    return f"# {facts['name']}\n\n{start} with hf-pipetransformer, a pipeline-parallel `transformers.Trainer`."
 
 
 def _table(rows: Sequence[Sequence[Any]]) -> str:
@@ -296,12 +299,19 @@ def _table(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _block(words: Sequence[str]) -> str:
-    """Return a command as a shell takes it, each line at most 110 characters long where its words are."""
-    lines = [""]
-    for word in map(shlex.quote, words):
-        if lines[-1] and len(lines[-1]) + len(word) > 106:
-            lines.append("   ")
-        lines[-1] += f" {word}" if lines[-1] else word
+    """Return a command as a shell takes it, in lines that keep an option and its values together."""
+    options: list[str] = []
+    for word in words:
+        if options and not word.startswith("--"):
+            options[-1] += f" {shlex.quote(word)}"
+        else:
+            options.append(shlex.quote(word))
+    lines: list[str] = []
+    for option in options:
+        if lines and len(lines[-1]) + len(option) < _LONGEST_LINE:
+            lines[-1] += f" {option}"
+        else:
+            lines.append(option if not lines else f"    {option}")
     text = " \\\n".join(lines)
     return f"```\n{text}\n```"
 

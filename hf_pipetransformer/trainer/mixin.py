@@ -248,8 +248,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         """
         super().create_model_card(*positional, **named)
         if self.is_world_process_zero():
-            is_trainers = getattr(super().create_model_card, "__func__", None) is Trainer.create_model_card
-            write_card(self, data, comparison, has_own_text=not is_trainers)
+            write_card(self, data, comparison)
 
     def whole_model(self, device: torch.device | str = "cpu") -> AbstractContextManager[None]:
         """Wrap code that needs the whole `trainer.model`, with its own forward, on every rank; changes to it are kept.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +65,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def card_of(trainer: Any, **options: Any) -> tuple[str, dict[str, Any]]:
     """The card that is written, and its facts."""
-    write_card(trainer, **{"data": "`some data`", "comparison": None, "has_own_text": False} | options)
+    write_card(trainer, **{"data": "`some data`", "comparison": None} | options)
     folder = Path(trainer.args.output_dir)
     return (folder / "README.md").read_text(), json.loads((folder / FACTS_FILE).read_text())
 
@@ -99,12 +100,20 @@ def test_a_card_has_the_front_matter_of_the_trainer_but_none_of_its_gaps(trainer
     assert "More information needed" not in card
 
 
-def test_the_text_of_another_trainers_card_is_kept(trainer: Any) -> None:
+def test_the_citations_of_another_trainers_card_are_kept(trainer: Any) -> None:
     own = Path(trainer.args.output_dir, "README.md")
-    own.write_text("---\ntags: [trl]\n---\n\n# Theirs\n\n---\n\nCite them.\n")
-    card, facts = card_of(trainer, has_own_text=True)
-    assert card.startswith("---\ntags: [trl]\n---\n\n# Theirs\n\n---\n\nCite them.\n\n## Results\n")
+    own.write_text(
+        "---\ntags: [trl]\n---\n\n# Model Card for None\n\n---\n\n## Citations\n\nCite them.\n\n### And us\n"
+    )
+    card, facts = card_of(trainer)
+    assert card.startswith("---\ntags: [trl]\n---\n\n# out\n\n`some/base` fine-tuned")
+    assert "\n\n## Citations\n\nCite them.\n\n### And us\n\n" in card and "None" not in card
     assert render(facts, FACTS_FILE) == card
+
+
+def test_a_card_without_front_matter_gets_none(trainer: Any) -> None:
+    Path(trainer.args.output_dir, "README.md").write_text("# A card\n\n---\n\ntext\n\n---\n")
+    assert card_of(trainer)[0].startswith("# out\n")
 
 
 def test_a_card_is_made_of_its_facts_alone_and_names_no_folder_of_the_machine(trainer: Any, tmp_path: Path) -> None:
@@ -211,6 +220,15 @@ def test_the_command_is_that_of_the_launcher_without_secrets_and_folders(
     launcher = SimpleNamespace(cmdline=lambda: parent)
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: launcher))
     assert " ".join(command()) == expected
+
+
+def test_a_long_command_is_cut_between_options(trainer: Any) -> None:
+    facts = facts_of(trainer, None) | {"name": "x", "front_matter": "", "citations": "", "comparison": None}
+    facts["command"] = ["launch", "run.py", *(word for number in range(20) for word in (f"--option_{number}", "a b"))]
+    block = render(facts, FACTS_FILE).split("```")[1].strip()
+    lines = block.split(" \\\n    ")
+    assert len(lines) > 2 and all(line.startswith(("launch", "--")) and len(line) < 110 for line in lines)
+    assert shlex.split(block.replace("\\\n", "")) == facts["command"]
 
 
 def test_paths_below_the_working_directory_become_relative(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
