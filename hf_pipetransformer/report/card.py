@@ -50,12 +50,13 @@ def write_card(trainer: Any, data: str | None, comparison: str | None) -> None:
         ValueError: the comparison is no run's.
     """
     folder = Path(trainer.args.output_dir)
-    front, citations = _kept((folder / CARD_FILE).read_text(encoding="utf-8"))
+    card = folder / CARD_FILE
+    front, citations = _kept(card.read_text(encoding="utf-8") if card.is_file() else "")
     facts: Facts = {"name": folder.resolve().name, "front_matter": front, "citations": citations}
     facts |= facts_of(trainer, data)
     facts["comparison"] = None if comparison is None else read_comparison(Path(comparison))
     (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    (folder / CARD_FILE).write_text(render(facts, FACTS_FILE), encoding="utf-8")
+    card.write_text(render(facts, FACTS_FILE), encoding="utf-8")
 
 
 def _kept(card: str) -> tuple[str, str]:
@@ -354,7 +355,7 @@ def _data(facts: Facts) -> str:
         for name, words in (("train_samples", "Training"), ("eval_samples", "evaluation"))
         if facts[name] is not None
     ]
-    return f"## Data\n\n{said}{'; '.join(counts)}."
+    return f"## Data\n\n{said}{'; '.join(counts) or 'The number of samples is not known'}."
 
 
 def _training(facts: Facts) -> str:
