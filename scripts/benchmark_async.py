@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from benchmark_cache_runs import StepEnds
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    TrainerCallback,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -93,20 +93,10 @@ def make_model(name: str) -> nn.Module:
     return model
 
 
-class Clock(TrainerCallback):
-    """Seconds from the end of a step to the last one's."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.times.append(time.perf_counter())
-
-
 def step_seconds(model: str, batch: int, schedule: str, m: int, steps: int, weights: str | None = None) -> float:
     """Of an optimizer step, the slowest rank's mean."""
     world = dist.get_world_size()
-    clock = Clock()
+    clock = StepEnds()
     with tempfile.TemporaryDirectory() as folder:
         args = PipeTransformerArguments(
             output_dir=folder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +20,27 @@ from peft import (
     PromptTuningConfig,
     VeraConfig,
     get_peft_model,
+    prepare_model_for_kbit_training,
 )
+from safetensors.torch import save_model
+from transformers import BitsAndBytesConfig
 
 from tests.decoders import collate_tokens, make_decoder
 from tests.decoders import make_rows as make_tokens
 from tests.models import build_model, collate, make_dataset
 
 
-TARGETS = {"bert": ["query", "output.dense"], "gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "down_proj"]}
+_DECODER = ["q_proj", "down_proj"]
+TARGETS = {"bert": ["query", "output.dense"], "gpt2": ["c_attn", "c_proj"], "llama": _DECODER}
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "llama-nf4": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "llama-fp4": {"bnb_4bit_quant_type": "fp4"},
+    "qwen2-nf4": {"bnb_4bit_quant_type": "nf4"},
+}
+"""Options of `BitsAndBytesConfig` by family."""
+TARGETS |= dict.fromkeys(QUANTIZED, _DECODER)
 ENDS = {"bert": ["word_embeddings"], "gpt2": ["wte", "lm_head"], "llama": ["embed_tokens", "lm_head"]}
-TASKS = {"bert": "SEQ_CLS", "gpt2": "CAUSAL_LM", "llama": "CAUSAL_LM"}
+TASKS = {"bert": "SEQ_CLS", "gpt2": "CAUSAL_LM", "llama": "CAUSAL_LM", **dict.fromkeys(QUANTIZED, "CAUSAL_LM")}
 
 Make = Callable[[str], PeftConfig]
 
@@ -69,7 +81,22 @@ def base_of(family: str, **options: Any) -> Any:
     if family == "bert":
         return build_model("bert_sequence")
     torch.manual_seed(0)
+    if family in QUANTIZED:
+        wide = {"hidden_size": 64, "intermediate_size": 128}  # Rows of whole blocks of 64 weights.
+        model = make_decoder(family.partition("-")[0], **wide, **options)
+        return quantized(model, recomputes=family.startswith("qwen2"), **QUANTIZED[family])
     return make_decoder(family, **options)
+
+
+def quantized(model: Any, recomputes: bool, **options: Any) -> Any:
+    """The model in the 4 bits of bitsandbytes, prepared for adapters by PEFT."""
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        save_model(model, f"{folder}/model.safetensors", {"format": "pt"})  # `save_pretrained` writes on rank 0 only.
+        loaded = type(model).from_pretrained(folder, quantization_config=config)
+    loaded.name_or_path = ""  # Otherwise a part of the saved adapter.
+    return prepare_model_for_kbit_training(loaded, use_gradient_checkpointing=recomputes)
 
 
 def adapted(family: str, method: str, is_added: bool = False, **options: Any) -> Any:

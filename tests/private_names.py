@@ -130,6 +130,7 @@ OVERRIDDEN = {
     "Trainer.log": "self, logs, start_time",
     "Trainer.predict": "self, test_dataset, ignore_keys, metric_key_prefix",
     "Trainer.prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys",
+    "Trainer.save_metrics": "self, split, metrics, combined",
     "Trainer.save_model": "self, output_dir, _internal_call",
     "Trainer.set_initial_training_values": "self, args, dataloader",
     "Trainer.train": "self, resume_from_checkpoint, trial, ignore_keys_for_eval",

@@ -17,6 +17,7 @@ from hf_pipetransformer.options.refusals import precision_of
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.base import config_value
+from hf_pipetransformer.splitters.quantized import named_scales
 
 
 def block_digests(
@@ -151,8 +152,11 @@ class FrozenWeights:
     def __init__(self, stage: Stage, args: PipeTransformerArguments, known: Mapping[int, str]) -> None:
         layout, structure, model = stage.layout, stage.view.structure, stage.view.model
         parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
-        tensors = parameters | {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+        scales = {key: (name, scale) for name, key, scale in named_scales(model) if name in parameters}
+        tensors = parameters | {key: scale for key, (_, scale) in scales.items()}
+        tensors |= {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
         blocks_of = {**structure.blocks_of_parameter, **structure.blocks_of_buffer}
+        blocks_of |= {key: blocks_of[name] for key, (name, _) in scales.items()}
         below_entry = range(layout.entry_block)
         here = [block for part in layout.blocks_of_rank(stage.groups.position) for block in part]
         own = [block for block in here if block in below_entry and block not in known]

@@ -214,10 +214,13 @@ class TrainingCache:
 
     # ---- reports, and the end ----
 
-    def report(self) -> tuple[int, int]:
-        """Log the epoch's cache statistics; return the numbers of hits and misses. Collective: call on every rank."""
+    def report(self) -> tuple[int, int, int]:
+        """Log the epoch's cache statistics; return the numbers of hits, misses and bytes stored.
+
+        Collective: call on every rank.
+        """
         if self._opened is None:
-            return 0, 0
+            return 0, 0, 0
         if is_apart(self.trainer.args.device):
             self.notice_changed_weights()
             # Otherwise early samples of the next epoch would miss records that are still being written.
@@ -232,7 +235,7 @@ class TrainingCache:
         if reads:
             # A separate log entry: Trainer has already logged the last step, and the run may end here.
             self.trainer.log({"cache_hit_rate": totals["hits"] / reads})
-        return int(totals["hits"]), int(totals["misses"])
+        return int(totals["hits"]), int(totals["misses"]), int(totals["bytes_stored"])
 
     def _drop_on_all_nodes(self, cache: ActivationCache) -> None:
         """Abandon the cache on all nodes if one node has abandoned its store. Collective: call on every rank.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hf_pipetransformer.comm.groups import synchronize
 from hf_pipetransformer.engine.trace import StepTrace
 from hf_pipetransformer.schedules import Action
 
@@ -24,6 +25,12 @@ MEASURED_STEPS = 12
 PARTS = ("total", "pipeline", "forward", "backward", "reduction", "optimizer")
 """Parts of a step. `pipeline` includes waiting for other stages; `forward` and `backward` are the computation in it.
 `reduction` is the wait for the gradient all-reduce."""
+
+
+def settled_seconds(device: torch.device) -> float:
+    """Return the clock's seconds when all work of a device is done."""
+    synchronize(device)
+    return time.perf_counter()
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hf_pipetransformer.comm.groups import synchronize
 from hf_pipetransformer.schedules import Action, Op
 
 
@@ -95,8 +96,7 @@ class StepTrace:
         for transfer in self._under_way.values():
             transfer.args["still_under_way"] = True
         last = self._now()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         timed = []
         for each in self._slices:
             begin, end = self._microseconds(each.begin), self._microseconds(last if each.end is None else each.end)

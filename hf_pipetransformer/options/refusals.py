@@ -257,8 +257,6 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
         )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
-    if getattr(model, "is_quantized", False):
-        raise ValueError("Quantized models cannot be trained in a pipeline; load the model unquantized.")
     if not is_undivided:
         _check_statistics(model)
     if optimizers[0] is not None and pipeline_size != 1:

@@ -1,9 +1,12 @@
-"""Forecast of the remaining time of a run under a layout, including the filling of its cache. Pure."""
+"""Course of a run: its steps, what freezes and is stored, and the predicted time of all that. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
@@ -16,8 +19,10 @@ from hf_pipetransformer.planning.costs import (
 )
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
+    CacheDecision,
     Pass,
     SlotCosts,
+    Storage,
     Stored,
     decide_cache,
     fresh_share,
@@ -25,6 +30,7 @@ from hf_pipetransformer.planning.storing import (
     reading_seconds,
 )
 from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import attention_of
 
 
 def seconds_left(
@@ -77,6 +83,49 @@ class Freezing:
 
 
 @dataclass(frozen=True)
+class Course:
+    """Length of a run in optimizer steps and epochs, its samples, and what it freezes and may store.
+
+    Args:
+        num_samples: samples of an epoch; None if unknown.
+        note: what to say of freezing where `freezing` is None.
+        measured: names of what was measured for the plan; `assumed` of what was not, with the value taken.
+    """
+
+    num_steps: int
+    steps_per_epoch: int
+    num_samples: int | None = None
+    freezing: Freezing | None = None
+    storage: Storage | None = None
+    note: str = ""
+    measured: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def num_epochs(self) -> float:
+        return self.num_steps / self.steps_per_epoch
+
+
+def length_of_run(args: Any, num_devices: int, num_samples: int | None) -> tuple[int, int]:
+    """Return the optimizer steps of a run and of an epoch by Trainer's rules; 0 steps if the options do not say."""
+    if num_samples is None:
+        return max(0, args.max_steps), max(1, args.max_steps)
+    batches = math.ceil(num_samples / (args.train_samples_per_device * num_devices))
+    steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
+    by_epochs = math.ceil(args.num_train_epochs * steps_per_epoch)
+    return (args.max_steps if args.max_steps > 0 else by_epochs), steps_per_epoch
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Predicted seconds of the run, of one that freezes nothing, and the epochs of the latter in the former's time."""
+
+    seconds: float
+    full_seconds: float
+    equal_epochs: float
+
+
+@dataclass(frozen=True)
 class Storing:
     """Costs of storing activations (`prefix` for all layers), and the rule that decides on it.
 
@@ -95,6 +144,17 @@ class Storing:
         active = sum(block_forwards(blocks, num_frozen)) + sum(block_backwards(blocks, num_frozen))
         new = fresh_share(self.costs, num_frozen, active) if self.num_slots else 0.0
         return SlotCosts(max(1, self.num_slots), new)
+
+    def decision(self, course: Course, blocks: BlockCosts) -> CacheDecision:
+        """Return the first decision of a run to store something, or else the first one at which layers freeze."""
+        decisions, left = [], course.num_steps
+        for span in () if course.freezing is None else course.freezing.spans:
+            if span.num_frozen:
+                slots = self.slots(blocks, span.num_frozen)
+                stored, epochs = Stored(fits_share=self.fits_share), left / course.steps_per_epoch
+                decisions.append(decide_cache(self.costs, span.num_frozen, stored, epochs, self.mode, slots))
+            left -= span.num_steps
+        return next((each for each in decisions if each.use), decisions[0])
 
 
 @dataclass(frozen=True)
@@ -119,6 +179,12 @@ class Forecast:
         """Return the seconds of a run that freezes nothing more and stores nothing."""
         samples = self.samples_per_device * self.layout.pipeline_size
         return num_steps * predict_step(self.layout, self.costs, self.overheads, samples, self.accumulation).seconds
+
+    def duration(self, course: Course) -> Duration:
+        """Return the times of a run and of one that freezes nothing."""
+        full = self.full_seconds(course.num_steps)
+        seconds = full if course.freezing is None else self.seconds(course.freezing.spans)
+        return Duration(seconds, full, course.num_epochs * seconds / full if full else course.num_epochs)
 
     def seconds(self, spans: Sequence[Span]) -> float:
         """Return the seconds of a run with these spans, in which ever more layers freeze, transitions included."""
@@ -221,3 +287,9 @@ def _first(passes: Iterable[Pass], num_steps: int) -> list[Pass]:
             found.append(replace(each, steps=steps))
             left -= steps
     return found
+
+
+def prefix_seconds(blocks: BlockCosts, num_layers: int) -> tuple[float, ...]:
+    """Return the forward of the embeddings and the first `f` layers in seconds per sample, for each `f`."""
+    sums = [0.0, *accumulate(blocks.forward)]
+    return tuple(sums[attention_of(level)] for level in range(num_layers + 1))

@@ -25,6 +25,42 @@ class CacheCosts:
 
 
 @dataclass(frozen=True)
+class Storage:
+    """Records of the activation cache on one node.
+
+    Args:
+        record_bytes: bytes of a sample's record.
+        allowed_bytes: limit of the node's records.
+        read: seconds to read a record, `write` to write it, `input` to read and collate a sample instead.
+        why_off: why nothing can be stored; None if it can.
+        is_shared: True if `read` and `write` are those of one rank alone, which all readers of a node slow down.
+    """
+
+    record_bytes: float = 0.0
+    allowed_bytes: float = 0.0
+    read: float = 0.0
+    write: float = 0.0
+    input: float = 0.0
+    why_off: str | None = None
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class Caching:
+    """Bytes that the records of a node need and may take, the share of the samples that fit, or why none is stored.
+
+    `is_used` says if the run would store anything, and `reason` why.
+    """
+
+    needed_bytes: float
+    allowed_bytes: float
+    share: float
+    why_off: str | None = None
+    is_used: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class CacheDecision:
     """Use of the cache until the next decision: `use` reads records, `write` moves them to the new level.
 

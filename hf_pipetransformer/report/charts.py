@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hf_pipetransformer.report.recorded import RecordedRun, is_finite, pipeline_size
@@ -23,6 +25,11 @@ CONFIG: Spec = {
     "range": {"category": COLORS},
 }
 """Look of every chart."""
+
+MISSING_LIBRARY = (
+    "Charts are drawn with vl-convert-python, which is not installed: pip install vl-convert-python, or "
+    "'hf-pipetransformer[report]'."
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,35 @@ class Chart:
 def all_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return every chart of the report, also those without data."""
     return [make(runs) for make in _CHARTS]
+
+
+def converter() -> ModuleType:
+    """Return the library that draws.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import vl_convert  # Only what draws needs it.
+    except ImportError:
+        raise ValueError(MISSING_LIBRARY) from None
+    return vl_convert
+
+
+def save_chart(spec: Spec, path: Path) -> None:
+    """Draw a chart in a file whose ending names the format: .svg, or else PNG.
+
+    Raises:
+        ValueError: the library that draws is not installed, or the file cannot be written.
+    """
+    library, chart = converter(), {**spec, "config": CONFIG}
+    try:
+        if path.suffix == ".svg":
+            path.write_text(library.vegalite_to_svg(chart), encoding="utf-8")
+        else:
+            path.write_bytes(library.vegalite_to_png(chart, scale=1.25))
+    except OSError as error:
+        raise ValueError(f"The picture cannot be written to {path}: {error}.") from error
 
 
 def rows_of(spec: Any) -> list[Row]:
@@ -216,16 +252,13 @@ def _step_time(runs: Sequence[RecordedRun]) -> Chart:
     if rows and predicted:
         x, y = _x(last=_last(runs)), _y("milliseconds per step", zero=True)
         measured = _line(rows, x, y, _by_run(runs))
-        dash = {"field": "kind", "type": "nominal", "title": None, "legend": {"symbolType": "stroke"}}
-        measured["encoding"]["strokeDash"] = dash
-        plan = _line(predicted, x, y, _by_run(runs), interpolate="step-after", strokeWidth=2.2)
-        plan["encoding"]["strokeDash"] = dash
+        plan = _line(predicted, x, y, _by_run(runs), interpolate="step-after", strokeWidth=2.2, strokeDash=[4, 2])
         plan["encoding"]["detail"] = {"field": "part", "type": "nominal"}
         spec = {"width": WIDTH, "height": 190, "layer": [plan, measured]}
     return Chart(
         "step_time",
         "Predicted and measured step time",
-        "What the planner predicted at each decision, beside what the steps took.",
+        "What the planner predicted at each decision (dashed), beside what the steps took.",
         spec,
         "no step time was predicted (the layout was given and nothing froze)" if rows else _ASK,
     )
@@ -291,17 +324,20 @@ def _gradients(runs: Sequence[RecordedRun]) -> Chart:
         color = {
             **{"field": "norm", "type": "quantitative", "title": "L2 norm"},
             "scale": {"type": "log", "scheme": "viridis"},
-            "legend": {"format": ".0e"},
+            "legend": {"format": ".1~g"},
         }
         tooltip = [{"field": name, "type": "nominal"} for name in ("step", "layer", "norm")]
         encoding = {
             "x": {**_x(last=_last(runs)), "field": "begin"},
             "x2": {"field": "step"},
-            "y": {"field": "layer", "type": "nominal", "sort": order, "title": run.name if len(runs) > 1 else None},
+            "y": {
+                **{"field": "layer", "type": "nominal", "sort": order},
+                "title": run.name if len(runs) > 1 else None,
+            },
             "color": color,
             "tooltip": tooltip,
         }
-        look = {"width": WIDTH, "height": {"step": max(8, min(22, 300 // len(order)))}, "view": {"fill": "#e3e6e9"}}
+        look = {"width": WIDTH, "height": {"step": max(11, min(22, 300 // len(order)))}, "view": {"fill": "#e3e6e9"}}
         panels.append({**look, "data": {"values": rows}, "mark": "rect", "encoding": encoding})
     return Chart(
         "gradients",

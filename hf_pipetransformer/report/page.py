@@ -10,14 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_pipetransformer.report.charts import CONFIG, Chart, all_charts
+from hf_pipetransformer.report.charts import CONFIG, Chart, all_charts, converter, save_chart
 from hf_pipetransformer.report.recorded import RecordedRun, is_finite, pipeline_size, read_runs
-
-
-MISSING_LIBRARY = (
-    "The report is drawn with vl-convert-python, which is not installed: pip install vl-convert-python, or "
-    "'hf-pipetransformer[report]'."
-)
 
 
 def write_report(folders: Sequence[str], page: str | None, pictures: str | None) -> list[str]:
@@ -30,12 +24,12 @@ def write_report(folders: Sequence[str], page: str | None, pictures: str | None)
     Raises:
         ValueError: a folder has no run in it, or the library that draws is not installed.
     """
-    converter = _converter()
+    library = converter()
     runs = read_runs(folders)
     written = []
     try:
         charts = all_charts(runs)
-        text = render(runs, charts, converter)
+        text = render(runs, charts, library)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"An event of {', '.join(folders)} is not what this version writes ({type(error).__name__}: {error}): "
@@ -52,17 +46,9 @@ def write_report(folders: Sequence[str], page: str | None, pictures: str | None)
         for chart in charts:
             if chart.spec is not None:
                 path = folder / f"{chart.name}.png"
-                path.write_bytes(converter.vegalite_to_png({**chart.spec, "config": CONFIG}, scale=1.25))
+                save_chart(chart.spec, path)
                 written.append(str(path))
     return written
-
-
-def _converter() -> ModuleType:
-    try:
-        import vl_convert  # Only this command needs it.
-    except ImportError as error:
-        raise ValueError(MISSING_LIBRARY) from error
-    return vl_convert
 
 
 # ---- tables ----
@@ -156,7 +142,7 @@ for (const place of document.querySelectorAll("div.chart")) {
 """
 
 
-def render(runs: Sequence[RecordedRun], charts: Sequence[Chart], converter: ModuleType) -> str:
+def render(runs: Sequence[RecordedRun], charts: Sequence[Chart], library: ModuleType) -> str:
     """Return the page; the scripts that draw its charts are in it."""
     title = "Training report: " + ", ".join(run.name for run in runs)
     head, *rows = summary(runs)
@@ -179,14 +165,14 @@ def render(runs: Sequence[RecordedRun], charts: Sequence[Chart], converter: Modu
         for chart in charts
         if chart.spec is not None
     ]
-    library = converter.javascript_bundle().replace("</script", "<\\/script")
+    scripts = library.javascript_bundle().replace("</script", "<\\/script")
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
             *parts,
             *specs,
-            f'<script id="library" type="module">{library}\n{_SCRIPT}</script>',
+            f'<script id="library" type="module">{scripts}\n{_SCRIPT}</script>',
             "</body>\n</html>\n",
         ]
     )

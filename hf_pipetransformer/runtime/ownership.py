@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.splitters.quantized import like, move_scales
 from hf_pipetransformer.splitters.structure import Structure
 
 
@@ -76,7 +77,7 @@ class ParameterStore:
         """Replace all parameters not in `keep` by meta tensors."""
         self._replace(
             {
-                name: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
+                name: like(p, torch.empty_like(p.data, device="meta"))
                 for name, p in self.named().items()
                 if name not in keep and not p.is_meta
             }
@@ -89,11 +90,13 @@ class ParameterStore:
             for name, tensor in tensors.items():
                 if not current[name].is_meta:
                     current[name].copy_(tensor)
+        missing = {name: tensor for name, tensor in tensors.items() if current[name].is_meta}
+        for name, tensor in missing.items():
+            move_scales(current[name], tensor.device)
         self._replace(
             {
-                name: nn.Parameter(tensor.to(current[name].dtype), requires_grad=self.is_active(name))
-                for name, tensor in tensors.items()
-                if current[name].is_meta
+                name: like(current[name], tensor.to(current[name].dtype), self.is_active(name))
+                for name, tensor in missing.items()
             }
         )
 
@@ -102,6 +105,7 @@ class ParameterStore:
         for name, parameter in self.held().items():
             if name in names:
                 parameter.data = parameter.data.to(device)
+                move_scales(parameter, device)
         for module in self.model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -131,6 +135,7 @@ class ParameterStore:
                 if not torch.equal(value, home):
                     home.copy_(value)
                 held[name].data = home
+                move_scales(held[name], home.device)
             for module, key, own in buffers:
                 buffer = module._buffers[key]
                 if buffer is not None:

@@ -22,6 +22,7 @@ from hf_pipetransformer.runtime.ownership import ParameterStore, frozen_names
 from hf_pipetransformer.runtime.stage import Stage, StageSettings
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
+from hf_pipetransformer.splitters.quantized import named_scales
 from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.startup.model import cast_masters, master_names
 
@@ -92,6 +93,7 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
     if topology.world_size == 1:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors += [(name, scale) for _, name, scale in named_scales(model)]
     is_on_cpu = torch.tensor(float(any(tensor.is_cpu for _, tensor in tensors)))
     topology.largest(is_on_cpu)
     group = topology.control if is_on_cpu else None

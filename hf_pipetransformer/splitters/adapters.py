@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_pipetransformer.splitters.quantized import why_not_moved
+
 
 FILE = "adapter_model.safetensors"
 
@@ -50,8 +52,8 @@ def why_unsplittable(model: Any) -> str | None:
     """Return why a model's adapters cannot be split into stages; None if they can, or if it has none."""
     if not has_adapters(model):
         return None
-    if getattr(model, "is_quantized", False):
-        return "PEFT adapters on a quantized model are not split: nobody has tried to move quantized weights"
+    if (reason := why_not_moved(model)) is not None:
+        return reason
     if not (isinstance(model, PreTrainedModel) or hasattr(model, "get_base_model")):
         return f"a {type(model).__name__}, which mixes kinds of PEFT adapters, has not been tried on stages"
     inside = {id(parameter) for parameter in bare_model(model).parameters()}

@@ -20,9 +20,11 @@ from torch import nn
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.engine.losses import LossRule
+from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.planning.costs import BlockCosts
 from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
+from hf_pipetransformer.splitters.quantized import num_bytes
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.check import run_slices
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
@@ -161,12 +163,12 @@ class _Runner:
         device, times = self.target.device, []
         for _ in range(self.num_repeats + 1):
             received = None if hidden is None else hidden.clone().requires_grad_(needs_input_gradient)
-            start = _now(device)
+            start = settled_seconds(device)
             output = self._run(blocks, received)
-            middle = _now(device)
+            middle = settled_seconds(device)
             if output.requires_grad:
                 torch.autograd.backward(output, torch.ones_like(output))
-            times.append((middle - start, _now(device) - middle))
+            times.append((middle - start, settled_seconds(device) - middle))
             for parameter in self.target.parameters:
                 parameter.grad = None
         forward, backward = zip(*times[1:], strict=True)
@@ -210,12 +212,6 @@ def saved_activations(target: ProbeTarget, structure: Structure) -> list[float]:
     return saved
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def _trained_layers(structure: Structure) -> list[int]:
     return [index for index, layer in enumerate(structure.layers) if any(p.requires_grad for p in layer.parameters())]
 
@@ -247,7 +243,7 @@ def block_costs(
         parameters[blocks[0]] += parameter.numel()
         kept[blocks[0]] += 0 if parameter.requires_grad else parameter.numel()
         sizes = trained_bytes if parameter.requires_grad else kept_bytes
-        sizes[blocks[0]] += parameter.numel() * (4 if name in masters else parameter.element_size())
+        sizes[blocks[0]] += 4 * parameter.numel() if name in masters else num_bytes(parameter)
         if len(blocks) > 1:
             shared[parameter.requires_grad].append((blocks, parameter.numel()))
     return BlockCosts(
@@ -301,11 +297,11 @@ def _times_of(
     least = [float("inf")] * (len(bounds) - 1)
     for repeat in range(NUM_SLICE_REPEATS + 1):
         seconds = [0.0] * len(least)
-        clock = _now(target.device)
+        clock = settled_seconds(target.device)
 
         def note(number: int) -> None:
             nonlocal clock
-            before, clock = clock, _now(target.device)
+            before, clock = clock, settled_seconds(target.device)
             seconds[number] += clock - before  # noqa: B023
 
         with gradients_discarded(target.model):

@@ -6,6 +6,7 @@ and the activations that its backward would keep. Times follow from assumed rate
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,9 @@ from transformers import AutoConfig, AutoModel
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
 from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.base import layers_of
 from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.splitters.quantized import plan_in_4_bits
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, trace_structure
 from hf_pipetransformer.startup.check import run_stages
 from hf_pipetransformer.startup.costs import BlockProfile, block_costs, saved_activations
@@ -37,18 +40,25 @@ from hf_pipetransformer.startup.run_plan import Machine
 from hf_pipetransformer.startup.twin import as_twin
 
 
+_LABELS = {"labels", "start_positions"}
+"""Arguments with which a model computes a loss."""
 UPDATE_BYTES = 28
 """Bytes that Adam reads and writes for a float32 parameter: the weight and two moments twice, the gradient once."""
 
 
-def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = None) -> Any:
+def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = None, in_4_bits: bool = False) -> Any:
     """Build the model of a config without memory for its weights, of the class that its checkpoint was saved from.
 
-    With `lora_rank`, only LoRA adapters on all linear layers are trained.
+    With `lora_rank`, only LoRA adapters on all linear layers are trained; `in_4_bits`, the layers below them count as
+    bitsandbytes holds them.
 
     Raises:
-        ValueError: `path` has no config.
+        ValueError: `path` has no config, its class has no head, or no adapters would train what is in 4 bits.
     """
+    if in_4_bits and lora_rank is None:
+        raise ValueError(
+            "--load_in_4bit without --lora_rank: weights in 4 bits do not train. Give the adapters' rank."
+        )
     try:
         config = AutoConfig.from_pretrained(path)
     except OSError as error:
@@ -57,6 +67,14 @@ def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = 
     with torch.device("meta"):
         model: Any = AutoModel.from_config(config) if kind is None else kind(config)
         model = model.to(dtype or config.dtype or torch.float32).eval()
+        if not _LABELS & set(inspect.signature(model.forward).parameters):
+            raise ValueError(
+                f"The config of {path!r} stands for {type(model).__name__}, which has no head and so no loss to train "
+                'with. Set "architectures" in its config.json to the class that the run trains, such as '
+                '["BertForSequenceClassification"].'
+            )
+        if in_4_bits:
+            plan_in_4_bits(layers_of(find_splitter(model), model))
         if lora_rank is not None:
             from peft import LoraConfig, get_peft_model  # Optional, and needed for adapters alone.
 

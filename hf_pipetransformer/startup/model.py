@@ -20,6 +20,7 @@ from hf_pipetransformer.data.batches import IGNORED_LABEL
 from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
+from hf_pipetransformer.splitters.quantized import float32_products
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from hf_pipetransformer.startup.twin import WHOLE, Twin
@@ -189,6 +190,7 @@ def in_full_precision(model: nn.Module, twin: Twin = WHOLE, inputs: Mapping[str,
         stack.enter_context(_few_gradients(twin.parameters(model)))
         stack.enter_context(_without_autocast())
         stack.enter_context(_float32_products())
+        stack.enter_context(float32_products(model))
         stack.enter_context(_float32_attention(model))
         if any(parameter.is_cuda for parameter in model.parameters()):
             stack.enter_context(_deterministic())

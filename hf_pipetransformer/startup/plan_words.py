@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hf_pipetransformer.planning.costs import RankMemory
+from hf_pipetransformer.planning.costs import RankMemory, stage_elements, trained_elements
 from hf_pipetransformer.report import duration
-from hf_pipetransformer.schedules.layout import counted
-from hf_pipetransformer.startup.run_plan import NO_GAIN, Option, RunPlan
+from hf_pipetransformer.schedules.layout import Layout, counted
+from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_of
+from hf_pipetransformer.startup.run_plan import Option, RunPlan
 from hf_pipetransformer.startup.timeline import spans_as_json
 
 
@@ -18,6 +19,9 @@ MOST_SCHEDULES = 12
 """Layouts of other schedules that the text lists; JSON has all."""
 
 HALF = 0.5
+
+NO_GAIN = 0.97
+"""Share of the full run's time above which freezing is called no gain: predictions err by as much."""
 
 
 def in_words(plan: RunPlan) -> str:
@@ -59,7 +63,7 @@ def _row(name: str, option: Option) -> list[str]:
 def _ranks(plan: RunPlan) -> str:
     parts = [part.name for part in fields(RankMemory)]
     rows = []
-    for rank, (stage, memory) in enumerate(zip(plan.stages, plan.chosen.memory, strict=True)):
+    for rank, (stage, memory) in enumerate(zip(stages(plan), plan.chosen.memory, strict=True)):
         counts = [_count(count) for count in (stage.parameters, stage.trained)]
         sizes = [_gigabytes(getattr(memory, part)) for part in parts] + [_gigabytes(memory.total)]
         rows.append([str(rank), stage.blocks, *counts, *sizes])
@@ -67,6 +71,40 @@ def _ranks(plan: RunPlan) -> str:
     return f"{plan.chosen.layout}, {plan.chosen.layout.schedule}; memory of each rank of a pipeline:\n" + table(
         head, rows
     )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Blocks of one rank of the pipeline in words, and the elements of their parameters and of those it trains."""
+
+    blocks: str
+    parameters: float
+    trained: float
+
+
+def stages(plan: RunPlan) -> list[Stage]:
+    """Return what each rank of a pipeline of the chosen layout holds."""
+    layout, blocks = plan.chosen.layout, plan.blocks
+    counts = zip(stage_elements(layout, blocks), trained_elements(layout, blocks), strict=True)
+    return [Stage(blocks_in_words(layout, rank), *both) for rank, both in enumerate(counts)]
+
+
+def blocks_in_words(layout: Layout, rank: int) -> str:
+    """Name the blocks of a rank of a pipeline, such as "embeddings, layers 1-6"."""
+    return " and ".join(_of_stage(blocks, layout.num_blocks) for blocks in layout.blocks_of_rank(rank))
+
+
+def _of_stage(blocks: range, num_blocks: int) -> str:
+    words = ["embeddings"] if 0 in blocks else []
+    own = [block for block in blocks if 0 < block < num_blocks - 1]
+    is_cut_below = own and own[0] == mlp_of(block_of(own[0]) - 1)
+    is_cut_above = own and own[-1] == attention_of(block_of(own[-1]) - 1)
+    whole = [block_of(block) for block in own[bool(is_cut_below) : len(own) - bool(is_cut_above)]]
+    words += [f"MLP of layer {block_of(own[0])}"] if is_cut_below else []
+    if whole:
+        words.append(f"layer {whole[0]}" if whole[0] == whole[-1] else f"layers {whole[0]}-{whole[-1]}")
+    words += [f"attention of layer {block_of(own[-1])}"] if is_cut_above else []
+    return ", ".join([*words, *(["head"] if num_blocks - 1 in blocks else [])])
 
 
 def _host(plan: RunPlan) -> str:
@@ -230,7 +268,8 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
     return {
         **{name: value for name, value in asdict(plan).items() if name not in own},
         "num_epochs": plan.course.num_epochs,
-        "trained_by_rank": list(plan.trained_by_rank),
+        "stages": [asdict(each) for each in stages(plan)],
+        "trained_by_rank": [each.trained for each in stages(plan)],
         "options": [_option(each) for each in plan.options],
         "trainer": _option(plan.trainer),
         "chosen": _option(plan.chosen),

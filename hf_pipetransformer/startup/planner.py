@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache as remembered
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,7 @@ from hf_pipetransformer.planning.costs import (
     rank_memory,
     sum_bytes,
 )
+from hf_pipetransformer.planning.forecast import Forecast, Storing
 from hf_pipetransformer.planning.planner import (
     MEMORY_RESERVE,
     PipelineShape,
@@ -35,6 +37,7 @@ from hf_pipetransformer.planning.planner import (
     choose_pipeline_size,
     largest_rank_size,
     plan_layout,
+    plan_transition,
 )
 from hf_pipetransformer.planning.simulator import simulate_equal
 from hf_pipetransformer.planning.token_plans import WORTH, SlicePlanner, cut_layout
@@ -197,6 +200,19 @@ class RunPlanner:
         )
         how = self.measures_microbatches, args.gradient_accumulation_steps
         return PlanInputs(blocks, self.costs.overheads, rules, samples_per_device, *how)
+
+    def forecast(
+        self, layout: Layout, blocks: BlockCosts, overheads: Overheads, steps_per_epoch: int, storing: Storing | None
+    ) -> Forecast:
+        """Build a forecast for runs that start under `layout`; `storing` is None if nothing is cached."""
+        samples, accumulation = self.args.train_samples_per_device, self.args.gradient_accumulation_steps
+        inputs = replace(self.inputs(layout, samples, {}), blocks=blocks, overheads=overheads)
+
+        @remembered
+        def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
+            return plan_transition(current, num_frozen, inputs, cache_level).layout
+
+        return Forecast(layout, blocks, overheads, samples, accumulation, steps_per_epoch, plan, storing)
 
     def layout(self, samples_per_device: int, num_frozen: int = 0) -> Layout:
         """Return the first layout, chosen by rank 0. Collective: call on every rank.

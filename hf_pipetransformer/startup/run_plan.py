@@ -7,11 +7,8 @@ follows from them without a device, a process group or a clock.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache as remembered
-from itertools import accumulate
 from typing import Any
 
 from hf_pipetransformer.options.combinations import check_combinations
@@ -22,17 +19,16 @@ from hf_pipetransformer.planning.costs import (
     predict_step,
     predict_timeline,
     rank_memory,
-    stage_elements,
-    trained_elements,
 )
-from hf_pipetransformer.planning.forecast import Forecast, Freezing, Storing
-from hf_pipetransformer.planning.planner import MEMORY_RESERVE, plan_transition
+from hf_pipetransformer.planning.forecast import Course, Duration, Storing, prefix_seconds
+from hf_pipetransformer.planning.planner import MEMORY_RESERVE
 from hf_pipetransformer.planning.simulator import Timeline
-from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache
+from hf_pipetransformer.planning.storing import CacheCosts, Caching
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_of
+from hf_pipetransformer.schedules.placement import attention_of, mlp_of
 from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.quantized import num_bytes
 from hf_pipetransformer.startup.model import MOST_GRADIENTS
 from hf_pipetransformer.startup.planner import RunPlanner
 
@@ -43,17 +39,13 @@ COMMUNICATOR_BYTES = 3e8
 WINDOW_BYTES = 2**25
 """Bytes of other stages' weights that a rank holds at a time where weights are placed or saved."""
 
-NO_GAIN = 0.97
-"""Share of the full run's time above which freezing is called no gain: predictions err by as much."""
-
 
 @dataclass(frozen=True)
 class Machine:
     """Devices that a run is planned for: how many, bytes of each, operations and bytes per second between two.
 
     `devices_per_node` bounds a pipeline, which does not leave its node. `reading` is the seconds to read and collate a
-    sample. `is_host` says that devices are the host's own
-    processors, so that their memory is the host's.
+    sample. `is_host` says that devices are the host's own processors, so that their memory is the host's.
     """
 
     num_devices: int
@@ -77,61 +69,6 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Storage:
-    """Records of the activation cache on one node.
-
-    Args:
-        record_bytes: bytes of a sample's record.
-        allowed_bytes: limit of the node's records.
-        read: seconds to read a record, `write` to write it, `input` to read and collate a sample instead.
-        why_off: why nothing can be stored; None if it can.
-        is_shared: True if `read` and `write` are those of one rank alone, which all readers of a node slow down.
-    """
-
-    record_bytes: float = 0.0
-    allowed_bytes: float = 0.0
-    read: float = 0.0
-    write: float = 0.0
-    input: float = 0.0
-    why_off: str | None = None
-    is_shared: bool = False
-
-
-@dataclass(frozen=True)
-class Course:
-    """Length of a run in optimizer steps and epochs, its samples, and what it freezes and may store.
-
-    Args:
-        num_samples: samples of an epoch; None if unknown.
-        note: what to say of freezing where `freezing` is None.
-        measured: names of what was measured for the plan; `assumed` of what was not, with the value taken.
-    """
-
-    num_steps: int
-    steps_per_epoch: int
-    num_samples: int | None = None
-    freezing: Freezing | None = None
-    storage: Storage | None = None
-    note: str = ""
-    measured: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ()
-
-    @property
-    def num_epochs(self) -> float:
-        return self.num_steps / self.steps_per_epoch
-
-
-def length_of_run(args: Any, num_devices: int, num_samples: int | None) -> tuple[int, int]:
-    """Return the optimizer steps of a run and of an epoch by Trainer's rules; 0 steps if the options do not say."""
-    if num_samples is None:
-        return max(0, args.max_steps), max(1, args.max_steps)
-    batches = math.ceil(num_samples / (args.train_samples_per_device * num_devices))
-    steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
-    by_epochs = math.ceil(args.num_train_epochs * steps_per_epoch)
-    return (args.max_steps if args.max_steps > 0 else by_epochs), steps_per_epoch
-
-
-@dataclass(frozen=True)
 class Option:
     """One possible layout: the memory of its ranks, the share of time that devices wait, and a step's seconds."""
 
@@ -146,39 +83,6 @@ class Option:
     def fullest(self) -> float:
         """Bytes of the fullest rank."""
         return max(rank.total for rank in self.memory)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Blocks of one rank of the pipeline in words, and the elements of their parameters and of those it trains."""
-
-    blocks: str
-    parameters: float
-    trained: float
-
-
-@dataclass(frozen=True)
-class Caching:
-    """Bytes that the records of a node need and may take, the share of the samples that fit, or why none is stored.
-
-    `is_used` says if the run would store anything, and `reason` why.
-    """
-
-    needed_bytes: float
-    allowed_bytes: float
-    share: float
-    why_off: str | None = None
-    is_used: bool = False
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Duration:
-    """Predicted seconds of the run, of one that freezes nothing, and the epochs of the latter in the former's time."""
-
-    seconds: float
-    full_seconds: float
-    equal_epochs: float
 
 
 @dataclass(frozen=True)
@@ -201,17 +105,12 @@ class RunPlan:
     options: tuple[Option, ...]
     trainer: Option
     chosen: Option
-    stages: tuple[Stage, ...]
     host: dict[str, float]
     schedules: tuple[Option, ...]
     refused: dict[str, str]
     caching: Caching | None
     duration: Duration
     timeline: Timeline
-
-    @property
-    def trained_by_rank(self) -> tuple[float, ...]:
-        return tuple(stage.trained for stage in self.stages)
 
     @property
     def budget(self) -> float:
@@ -236,11 +135,13 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) 
     if args.pipeline_size is not None:
         chosen = next((each for each in options if each.layout.pipeline_size == args.pipeline_size), chosen)
     schedules, refused = _other_schedules(planner, machine, sizes)
-    weights = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+    weights = [num_bytes(parameter) for parameter in model.parameters()]
     caching = _caching(planner, machine, course)
     storing = _storing(planner, chosen.layout, course, caching)
+    costs = _costs(planner, chosen.layout)
+    forecast = planner.forecast(chosen.layout, *costs, course.steps_per_epoch, storing)
     step = args.train_samples_per_device * chosen.layout.pipeline_size
-    timeline = predict_timeline(chosen.layout, *_costs(planner, chosen.layout), step, args.gradient_accumulation_steps)
+    timeline = predict_timeline(chosen.layout, *costs, step, args.gradient_accumulation_steps)
     return RunPlan(
         model=type(bare_model(model)).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -253,12 +154,11 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) 
         options=options,
         trainer=_of_trainer(planner, machine),
         chosen=chosen,
-        stages=_stages(chosen.layout, planner.costs.blocks),
         host=_host_memory(chosen, planner, machine, weights),
         schedules=schedules,
         refused=refused,
-        caching=_decided(planner, course, caching, storing),
-        duration=_duration(planner, chosen.layout, course, storing),
+        caching=_decided(caching, storing, course, planner.costs.blocks),
+        duration=forecast.duration(course),
         timeline=timeline,
     )
 
@@ -350,29 +250,6 @@ def _other_schedules(
     return tuple(sorted(found, key=lambda each: (not each.fits, each.step_seconds))), refused
 
 
-def _stages(layout: Layout, costs: BlockCosts) -> tuple[Stage, ...]:
-    counts = zip(stage_elements(layout, costs), trained_elements(layout, costs), strict=True)
-    return tuple(Stage(blocks_in_words(layout, rank), *both) for rank, both in enumerate(counts))
-
-
-def blocks_in_words(layout: Layout, rank: int) -> str:
-    """Name the blocks of a rank of a pipeline, such as "embeddings, layers 1-6"."""
-    return " and ".join(_in_words(blocks, layout.num_blocks) for blocks in layout.blocks_of_rank(rank))
-
-
-def _in_words(blocks: range, num_blocks: int) -> str:
-    words = ["embeddings"] if 0 in blocks else []
-    own = [block for block in blocks if 0 < block < num_blocks - 1]
-    is_cut_below = own and own[0] == mlp_of(block_of(own[0]) - 1)
-    is_cut_above = own and own[-1] == attention_of(block_of(own[-1]) - 1)
-    whole = [block_of(block) for block in own[bool(is_cut_below) : len(own) - bool(is_cut_above)]]
-    words += [f"MLP of layer {block_of(own[0])}"] if is_cut_below else []
-    if whole:
-        words.append(f"layer {whole[0]}" if whole[0] == whole[-1] else f"layers {whole[0]}-{whole[-1]}")
-    words += [f"attention of layer {block_of(own[-1])}"] if is_cut_above else []
-    return ", ".join([*words, *(["head"] if num_blocks - 1 in blocks else [])])
-
-
 def _host_memory(option: Option, planner: RunPlanner, machine: Machine, weights: Sequence[int]) -> dict[str, float]:
     """Return bytes of host memory of the fullest rank by phase.
 
@@ -425,48 +302,9 @@ def _storing(planner: RunPlanner, layout: Layout, course: Course, caching: Cachi
     return Storing(costs, args.activation_cache, caching.share, args.activation_cache_views)
 
 
-def _decided(planner: RunPlanner, course: Course, caching: Caching | None, storing: Storing | None) -> Caching | None:
-    """Add what the run would decide when layers freeze: the first decision to store something, or else the first."""
+def _decided(caching: Caching | None, storing: Storing | None, course: Course, blocks: BlockCosts) -> Caching | None:
+    """Add what the run would decide when layers freeze."""
     if caching is None or storing is None or course.freezing is None:
         return caching
-    decisions, left = [], course.num_steps
-    for span in course.freezing.spans:
-        if span.num_frozen:
-            slots = storing.slots(planner.costs.blocks, span.num_frozen)
-            stored, epochs = Stored(fits_share=storing.fits_share), left / course.steps_per_epoch
-            decisions.append(decide_cache(storing.costs, span.num_frozen, stored, epochs, storing.mode, slots))
-        left -= span.num_steps
-    decision = next((each for each in decisions if each.use), decisions[0])
+    decision = storing.decision(course, blocks)
     return replace(caching, is_used=decision.use, reason=decision.reason)
-
-
-def _duration(planner: RunPlanner, layout: Layout, course: Course, storing: Storing | None) -> Duration:
-    forecast = make_forecast(planner, layout, *_costs(planner, layout), course.steps_per_epoch, storing)
-    full = forecast.full_seconds(course.num_steps)
-    seconds = full if course.freezing is None else forecast.seconds(course.freezing.spans)
-    return Duration(seconds, full, course.num_epochs * seconds / full if full else course.num_epochs)
-
-
-def prefix_seconds(blocks: BlockCosts, num_layers: int) -> tuple[float, ...]:
-    """Return the forward of the embeddings and the first `f` layers in seconds per sample, for each `f`."""
-    sums = [0.0, *accumulate(blocks.forward)]
-    return tuple(sums[attention_of(level)] for level in range(num_layers + 1))
-
-
-def make_forecast(
-    planner: RunPlanner,
-    layout: Layout,
-    blocks: BlockCosts,
-    overheads: Overheads,
-    steps_per_epoch: int,
-    storing: Storing | None,
-) -> Forecast:
-    """Build a forecast for runs that start under `layout`; `storing` is None if nothing is cached."""
-    samples, accumulation = planner.args.train_samples_per_device, planner.args.gradient_accumulation_steps
-    inputs = replace(planner.inputs(layout, samples, {}), blocks=blocks, overheads=overheads)
-
-    @remembered
-    def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
-        return plan_transition(current, num_frozen, inputs, cache_level).layout
-
-    return Forecast(layout, blocks, overheads, samples, accumulation, steps_per_epoch, plan, storing)

@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_pipetransformer.planning.simulator import Timeline, draw, equal_durations, simulate, steady_seconds
+from hf_pipetransformer.report.charts import save_chart
 from hf_pipetransformer.schedules import Op, find_schedule, schedules_that
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.schedules.weight_kinds import find_weights
 
-
-NEEDS_CHARTS = (
-    "A picture is drawn with vl-convert-python, which is not installed: pip install vl-convert-python, or "
-    "'hf-pipetransformer[report]'."
-)
 
 _KINDS = {
     Op.FORWARD: "forward",
@@ -30,9 +26,6 @@ _WIDTH = 860
 """Width of a picture in pixels."""
 _LEAST_WIDTH = 14
 """Least width in pixels of a pass that has its number."""
-
-_VEGA_LITE = "5.21"
-"""Version of Vega-Lite that charts are written for."""
 
 _COLORS = ("#4c78a8", "#f58518", "#e8a15f", "#9d755d", "#54a24b")
 
@@ -123,19 +116,9 @@ def save_pictures(timeline: Timeline, title: str, unit: str, paths: Iterable[str
     Raises:
         ValueError: the chart library is not installed, or a file cannot be written.
     """
-    try:
-        import vl_convert  # Only pictures need it.
-    except ImportError:
-        raise ValueError(NEEDS_CHARTS) from None
     chart = chart_of(timeline, title, unit)
     for path in map(Path, paths):
-        try:
-            if path.suffix == ".png":
-                path.write_bytes(vl_convert.vegalite_to_png(chart, vl_version=_VEGA_LITE, scale=2))
-            else:
-                path.write_text(vl_convert.vegalite_to_svg(chart, vl_version=_VEGA_LITE), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"The picture cannot be written to {path}: {error}.") from error
+        save_chart(chart, path)
 
 
 def chart_of(timeline: Timeline, title: str, unit: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import nn
 from hf_pipetransformer.schedules.placement import attention_of, block_of, head_of, mlp_of
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
+from hf_pipetransformer.splitters.quantized import move_scales
 from hf_pipetransformer.splitters.structure import Structure
 
 
@@ -196,7 +197,9 @@ def moved(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[Non
     try:
         for tensor, data in own:
             tensor.data = data.to(device)
+            move_scales(tensor, device)
         yield
     finally:
         for tensor, data in own:
             tensor.data = data
+            move_scales(tensor, data.device)

@@ -22,6 +22,7 @@ from hf_pipetransformer.report.card import write_card
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
+from hf_pipetransformer.splitters.quantized import keep_unpacked
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
 from hf_pipetransformer.training.plan_only import PlanPrinted
 from hf_pipetransformer.training.run import Run
@@ -180,6 +181,8 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         # The last class of this library before the user's trainer.
         needs_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, **known)
         args.places_model = needs_pipeline and args.world_size > 1
+        if needs_pipeline and model is not None:
+            keep_unpacked(model)
         num_stages = args.pipeline_size or 1
         if args.world_size > 1 and num_stages > 1:
             trainer_compat.check_loaders(type(self), num_stages)
@@ -249,6 +252,12 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         super().create_model_card(*positional, **named)
         if self.is_world_process_zero():
             write_card(self, data, comparison)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Save metrics as Trainer does, those of `train` with times, layouts and the cache of the last training."""
+        # Here and not in `SavingOverrides`: a run on one stage is left to Trainer again once it has ended.
+        results = self.pipeline_run.trainings.results if split == "train" else {}
+        super().save_metrics(split, {**metrics, **results}, combined)
 
     def whole_model(self, device: torch.device | str = "cpu") -> AbstractContextManager[None]:
         """Wrap code that needs the whole `trainer.model`, with its own forward, on every rank; changes to it are kept.

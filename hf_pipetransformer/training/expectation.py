@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import statistics
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,13 +15,12 @@ from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.training import TrainingCache
+from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
-from hf_pipetransformer.planning.forecast import Forecast, Storing
+from hf_pipetransformer.planning.forecast import Forecast, Storing, prefix_seconds
 from hf_pipetransformer.planning.storing import CacheCosts
 from hf_pipetransformer.report import duration, logger
 from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.startup.run_plan import make_forecast as forecast_of_run
-from hf_pipetransformer.startup.run_plan import prefix_seconds
 
 
 MOST_ELEMENTS = 2**22
@@ -64,12 +62,12 @@ def _seconds(optimizer: torch.optim.Optimizer, copies: list[nn.Parameter], max_n
     for _ in range(NUM_REPEATS + 1):
         for copy in copies:
             copy.grad = torch.full_like(copy, 1e-3)
-        start = _now(copies[0].device)
+        start = settled_seconds(copies[0].device)
         if max_norm:
             clip_grad_norm_(copies, max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        times.append(_now(copies[0].device) - start)
+        times.append(settled_seconds(copies[0].device) - start)
     # The first step allocates the optimizer's state.
     return statistics.median(times[1:]) / sum(copy.numel() for copy in copies)
 
@@ -91,12 +89,6 @@ def _alike(trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Opti
 
 def _adamw(_trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -131,7 +123,7 @@ def make_forecast(
         planner = cache.planner
         storing = Storing(measured.storing, planner.mode, planner.size.share, planner.num_slots)
     costs = measured.blocks, measured.overheads, steps_per_epoch, storing
-    return forecast_of_run(pipeline.start_up.plans, pipeline.layout, *costs)
+    return pipeline.start_up.plans.forecast(pipeline.layout, *costs)
 
 
 def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: int = 0) -> str:

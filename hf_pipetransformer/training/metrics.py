@@ -194,6 +194,7 @@ class Summary:
     stretches: list[Stretch] = field(default_factory=list, init=False)
     num_hits: int = field(default=0, init=False)
     num_misses: int = field(default=0, init=False)
+    bytes_stored: int = field(default=0, init=False)
     _predicted: float | None = field(default=None, init=False)
     _start: float | None = field(default=None, init=False)
 
@@ -202,10 +203,11 @@ class Summary:
         self._predicted = predicted
         self._start = self.clock()
 
-    def add_reads(self, num_hits: int, num_misses: int) -> None:
-        """Add an epoch's cache hits and misses."""
+    def add_reads(self, num_hits: int, num_misses: int, bytes_stored: int) -> None:
+        """Add an epoch's cache hits and misses; `bytes_stored` are those in the cache at its end."""
         self.num_hits += num_hits
         self.num_misses += num_misses
+        self.bytes_stored = bytes_stored
 
     def end_step(self, layout: Layout) -> None:
         """Stop timing. At the end of an epoch Trainer calls once more without a step, which is ignored."""
@@ -225,6 +227,42 @@ class Summary:
     @property
     def seconds(self) -> float:
         return sum(sum(stretch.seconds) for stretch in self.stretches)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of all reads that the cache served; None if nothing was read from it."""
+        reads = self.num_hits + self.num_misses
+        return self.num_hits / reads if reads else None
+
+    def as_results(self, last_step: int, num_frozen: int) -> dict[str, Any]:
+        """Return JSON values for `train_results.json`.
+
+        Args:
+            last_step: optimizer steps of the run at its end, with those before it was resumed.
+            num_frozen: frozen layers at the end.
+        """
+        step, layouts = last_step - self.num_steps, []
+        for stretch in self.stretches:
+            layout, num_steps = stretch.layout, len(stretch.seconds)
+            layouts.append(
+                {
+                    "step": step,
+                    "num_steps": num_steps,
+                    "seconds": sum(stretch.seconds),
+                    "pipeline_stages": layout.pipeline_size,
+                    "pipeline_replicas": layout.num_replicas,
+                    "frozen_layers": layout.num_frozen_layers,
+                    "cached_layers": layout.cache_level,
+                }
+            )
+            step += num_steps
+        return {
+            "step_seconds": self.seconds,
+            "layouts": layouts,
+            "frozen_layers": num_frozen,
+            "cache_hit_rate": self.hit_rate,
+            "cache_bytes": self.bytes_stored,
+        }
 
     def saved_seconds(self) -> float | None:
         """Return the seconds saved against the first layout's step time; None if the layout never changed."""
@@ -249,7 +287,7 @@ class Summary:
             )
         if self.num_hits:
             reads = self.num_hits + self.num_misses
-            lines.append(f"  Cache: {self.num_hits:,} of {reads:,} reads were hits ({self.num_hits / reads:.0%}).")
+            lines.append(f"  Cache: {self.num_hits:,} of {reads:,} reads were hits ({self.hit_rate:.0%}).")
         saved = self.saved_seconds()
         if saved is not None:
             first, word = self.stretches[0], "less" if saved >= 0 else "more"

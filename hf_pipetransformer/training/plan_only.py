@@ -17,17 +17,12 @@ from hf_pipetransformer.cache.planner import StorageSpeed, measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.freeze.policies import freezing_of
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.planning.forecast import Course
+from hf_pipetransformer.planning.storing import Storage
 from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches, first_batches
 from hf_pipetransformer.startup.plan_words import as_json, in_words
 from hf_pipetransformer.startup.planner import StartUp
-from hf_pipetransformer.startup.run_plan import (
-    COMMUNICATOR_BYTES,
-    Course,
-    Machine,
-    RunPlan,
-    Storage,
-    plan_run,
-)
+from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, RunPlan, plan_run
 from hf_pipetransformer.training.expectation import optimizer_seconds
 from hf_pipetransformer.training.starting import Starter
 

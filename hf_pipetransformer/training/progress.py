@@ -17,6 +17,7 @@ from hf_pipetransformer.engine.trace import StepTrace
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.stage import Stage
+from hf_pipetransformer.splitters.base import main_input_of
 
 
 @dataclass
@@ -31,15 +32,18 @@ class Progress:
     clock: Callable[[], float] = time.perf_counter
     _num_steps: int = field(default=0, init=False)
     _num_samples: float = field(default=0.0, init=False)
+    _num_tokens: float = field(default=0.0, init=False)
+    _tokens_before: int = field(default=0, init=False)
     _seconds: float = field(default=0.0, init=False)
     _start: float | None = field(default=None, init=False)
 
     def begin_step(self) -> None:
         """Start timing a step."""
         self._start = self.clock()
+        self._tokens_before = self.context.trainer.state.num_input_tokens_seen
 
     def end_step(self, stage: Stage) -> None:
-        """Stop timing and count the step's samples; without a step, as at the end of an epoch, do nothing."""
+        """Stop timing and count samples and tokens of the step; without one, as at the end of an epoch, do nothing."""
         if self._start is None:
             return
         self._seconds += self.clock() - self._start
@@ -47,6 +51,19 @@ class Progress:
         self._num_steps += 1
         # Every rank of a pipeline counts the samples of the whole pipeline.
         self._num_samples += stage.settings.meter.num_samples / stage.layout.pipeline_size
+        self._num_tokens += self._tokens_of_step(stage)
+
+    def _tokens_of_step(self, stage: Stage) -> float:
+        """Return this rank's share of the step's tokens, by Trainer's own rule where Trainer counts them."""
+        trainer = self.context.trainer
+        if main_input_of(trainer.model) != "input_ids":
+            return 0.0
+        if trainer.args.include_num_input_tokens_seen == "no":
+            # Padding counts too. Later stages do not get the input itself.
+            return float(stage.settings.meter.num_tokens) if stage.groups.is_first else 0.0
+        # Already the sum over all ranks.
+        seen: int = trainer.state.num_input_tokens_seen
+        return (seen - self._tokens_before) / self.context.topology.world_size
 
     def report(self, stage: Stage) -> dict[str, float]:
         """Write a progress event of the steps since the last one, and return its scalars for the log.
@@ -61,6 +78,7 @@ class Progress:
             "stage": groups.position,
             "replica": groups.replica,
             "samples": self._num_samples,
+            "tokens": self._num_tokens,
             "seconds": self._seconds,
             "memory_bytes": _memory_in_use(stage.settings.device),
             "pipeline_s": parts.get("pipeline"),
@@ -70,26 +88,45 @@ class Progress:
         # Of all ranks' clocks, so that every rank logs the same.
         seconds = max(rank.pop("seconds") for rank in ranks)
         speed = sum(rank.pop("samples") for rank in ranks) / seconds
+        tokens = sum(rank.pop("tokens") for rank in ranks) / seconds
         bubble = bubble_share(ranks, layout.pipeline_size)
         squares = self.controller.last_squares
+        # Layers, head, embeddings.
+        norms = None if squares is None else squares.sqrt().tolist()
         self.context.journal.write(
             "progress",
             num_steps=self._num_steps,
             step_s=seconds / self._num_steps,
             samples_per_second=speed,
+            tokens_per_second=tokens or None,
             bubble_share=bubble,
             layout=layout.as_event(),
             ranks=ranks,
             memory="device" if stage.settings.device.type == "cuda" else "host",
-            # Layers, head, embeddings.
-            gradient_norms=None if squares is None else squares.sqrt().tolist(),
+            gradient_norms=norms,
         )
-        self._num_steps, self._num_samples, self._seconds = 0, 0.0, 0.0
+        self._num_steps, self._num_samples, self._num_tokens, self._seconds = 0, 0.0, 0.0, 0.0
         if not layout.as_scalars():
             return {}
-        memory = max(rank["memory_bytes"] for rank in ranks) / 1e9
-        measured = {} if bubble is None else {"bubble_share": bubble}
-        return {"samples_per_second": speed, "memory_gb": memory, **measured}
+        scalars = {"samples_per_second": speed, "memory_gb": max(rank["memory_bytes"] for rank in ranks) / 1e9}
+        if tokens:
+            scalars["tokens_per_second"] = tokens
+        if bubble is not None:
+            scalars["bubble_share"] = bubble
+        if norms is not None and self.controller.measurements.norms is not None:
+            scalars |= named_norms(norms)
+        return scalars
+
+
+def named_norms(norms: Sequence[float]) -> dict[str, float]:
+    """Name gradient norms for trackers, without parts that have none: frozen layers, or a head under adapters.
+
+    Args:
+        norms: of the layers, the head and the embeddings, `(num_layers + 2,)`.
+    """
+    *layers, head, embeddings = norms
+    named = {"embeddings": embeddings, **{f"layer_{at}": norm for at, norm in enumerate(layers, 1)}, "head": head}
+    return {f"gradient_norm/{name}": norm for name, norm in named.items() if norm}
 
 
 def bubble_share(ranks: Sequence[Mapping[str, Any]], pipeline_size: int) -> float | None:

@@ -74,6 +74,8 @@ class Trainings:
         self.resumption: Resumption | None = None
         self.loader: Any = None
         """Loader that the current training reads."""
+        self.results: dict[str, Any] = {}
+        """What the last training adds to `train_results.json`."""
         self.signals: SavesOnSignal
         """Signal handling of the current training."""
         self._policys_start = deepcopy(dict(self.policy.state()))
@@ -99,6 +101,7 @@ class Trainings:
             PipelineError: an earlier training left the model on several stages.
         """
         trainer, topology, timeouts = self.context.trainer, self.context.topology, self.context.timeouts
+        self.results = {}
         where = self._choose_who_trains(resume_from_checkpoint or None)
         self.weights.check_masters(self.starter.is_left_to_trainer)
         if self.starter.is_left_to_trainer:
@@ -251,6 +254,7 @@ class Trainings:
         self.signals.give_back()  # Before Trainer's callback restores the signal handlers.
         training.end()
         training.tracer.end()
+        self.results = training.summary.as_results(trainer.state.global_step, pipeline.layout.num_frozen_layers)
         if self.context.topology.rank == 0:
             announce(training.summary.in_words() or "No step was left to train.")
         # The best model is read stage by stage, so the stages stay until `_load_best_model`, which Trainer calls next.

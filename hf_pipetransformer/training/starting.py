@@ -350,7 +350,7 @@ def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -
     reason = why_unsplittable(model)
     if reason is not None:
         raise UnsupportedModelError(
-            f"{reason}. Use plain LoRA on an unquantized model, or ask for no stages, micro-batches or layout_plan: "
+            f"{reason}. Use plain LoRA, or ask for no stages, micro-batches or layout_plan: "
             "the model is then trained as by Trainer."
         )
     num_stages = 1 if options.args.world_size == 1 else options.args.pipeline_size

@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.planning.costs import trained_elements
+from hf_pipetransformer.splitters.quantized import keep_unpacked
 from tests.adapted import METHODS, adapted, base_of, data_of
 from tests.distributed.scenarios import WORLD_SIZE, scenario
 
@@ -58,6 +59,8 @@ ON_EVERY_CHANGE = {
     "gpt2-dora": AdapterCase("gpt2", "dora", training={"gradient_accumulation_steps": 2}, layouts=EVERYWHERE),
     "bert-lora": AdapterCase("bert", "lora", layouts=EVERYWHERE),
     "gpt2-frozen": AdapterCase("gpt2", "lora", FROZEN, layouts=EVERYWHERE),
+    "nf4": AdapterCase("llama-nf4", "lora", layouts=EVERYWHERE),
+    "nf4-frozen": AdapterCase("llama-nf4", "lora", FROZEN, layouts=EVERYWHERE),
 }
 OTHERS = {
     "bert-added": AdapterCase("bert", "lora", is_added=True),
@@ -68,6 +71,8 @@ OTHERS = {
     "llama-upper-stored": AdapterCase("llama", "upper", {"activation_cache": "on"}),
     "gpt2-ends": AdapterCase("gpt2", "ends", layouts=EVERYWHERE),
     "gpt2-whole-ends": AdapterCase("gpt2", "whole-ends"),
+    "fp4-upper-stored": AdapterCase("llama-fp4", "upper", {"activation_cache": "on"}),
+    "qwen2-nf4": AdapterCase("qwen2-nf4", "lora", layouts=EVERYWHERE),
     **{f"llama-{method}": AdapterCase("llama", method) for method in METHODS},
 }
 CASES = ON_EVERY_CHANGE | OTHERS
@@ -140,6 +145,7 @@ def loaded(case: AdapterCase, folder: Path) -> Any:
 
 
 def logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    keep_unpacked(model)  # As the trained model is: in inference bitsandbytes would multiply in bfloat16 on some CPUs.
     with torch.no_grad():
         return model.eval()(**batch).logits
 

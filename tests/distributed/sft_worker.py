@@ -7,7 +7,8 @@ from typing import Any
 
 from trl import SFTTrainer
 
-from tests.adapted import lora
+from hf_pipetransformer.splitters.quantized import keep_unpacked
+from tests.adapted import QUANTIZED, base_of, lora
 from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.sft import SFTPipelineTrainer, logged, make_sft_trainer
 
@@ -19,12 +20,22 @@ CASES: dict[str, dict[str, Any]] = {
     "slices": {"model": "llama", "pipeline_schedule": "token", "pipeline_token_slices": "4"},
     "frozen": {"model": "qwen2", **FROZEN},
     "adapters": {"model": "gpt2", "peft_config": lora("gpt2")},
+    "qlora": {"model": "llama-nf4", "peft_config": lora("llama-nf4")},
 }
+
+
+def quantized(family: str) -> Any:
+    """A model that SFTTrainer, which knows nothing of stages, evaluates with the same products of matrices."""
+    model = base_of(family)
+    keep_unpacked(model)
+    return model
 
 
 def make_trainer(name: str, folder: Path) -> Any:
     """SFTTrainer itself on one process, unless layers freeze, which it does not do."""
     options = dict(CASES[name])
+    if options.get("model") in QUANTIZED:
+        options["model"] = quantized(options["model"])
     batches = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 8 // WORLD_SIZE)
     if WORLD_SIZE > 1:
         own = {"freeze_policy": "none", "activation_cache": "off", "pipeline_parallel_size": 2}

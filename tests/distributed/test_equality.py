@@ -207,7 +207,7 @@ def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: 
         more = mine.keys() - theirs.keys()
         if layout_scalars:
             assert {"samples_per_second", "memory_gb"} <= more
-            more -= {"samples_per_second", "memory_gb", "bubble_share"}
+            more -= {"samples_per_second", "tokens_per_second", "memory_gb", "bubble_share"}
         is_first = (index == 0 and not at_start) or (mine.get("pipeline_microbatches") != count and bool(more))
         assert more == (layout_scalars if is_first else set())
         count = mine.get("pipeline_microbatches", count)

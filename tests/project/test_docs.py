@@ -10,7 +10,7 @@ from options_table import BEGIN, END, PAGE, options_table
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 FILE = re.compile(r"`((?:scripts|tests|docs|benchmarks)/[\w./-]+\.\w+)`")
 MOST_WORDS = 1200

@@ -17,7 +17,7 @@ from hf_pipetransformer.cli import main
 from hf_pipetransformer.report.charts import all_charts, rows_of
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog, read_events
 from hf_pipetransformer.report.page import summary, time_matched, transitions
-from hf_pipetransformer.report.recorded import read_run, read_runs
+from hf_pipetransformer.report.recorded import Entry, RecordedRun, read_run, read_runs
 from hf_pipetransformer.training.progress import bubble_share
 from tests.models import build_model, collate, make_dataset
 from tests.report.test_events import LAYOUT
@@ -125,6 +125,16 @@ def test_a_browser_draws_every_chart_without_an_error(folder: Path, tmp_path: Pa
     assert "CONSOLE" not in found.stderr
     drawn = found.stdout.split('<div class="chart')[1:]
     assert all("<path" in chart.split("</svg>")[0] for chart in drawn)
+
+
+# ---- what counts as a metric ----
+
+
+def test_counters_and_times_of_an_evaluation_are_no_metrics() -> None:
+    """TRL's trainers count the tokens that they evaluate."""
+    counted = {"eval_num_tokens": 9.0, "eval_runtime": 1.0, "eval_samples_per_second": 2.0, "eval_samples": 3}
+    entries = [Entry(1, None, {"loss": 2.0, "grad_norm": 1.0}), Entry(1, None, {"eval_loss": 1.0, **counted})]
+    assert RecordedRun("run", Path(), entries=entries).metric_names() == ["loss", "eval_loss"]
 
 
 # ---- runs that recorded less ----

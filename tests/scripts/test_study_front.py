@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import study_front
 import torch
-from front_picture import height_of, ticks, write_picture
+from front_picture import height_of, write_picture
 from front_report import (
     DEFAULTS,
     are_same,
@@ -176,11 +176,6 @@ def test_a_point_lies_off_the_curve_by_its_difference(report: dict[str, Any]) ->
     assert task["curve"] == [(10, 65), (20, 85)]
     assert height_of(rows["other"], task["curve"]) == 77
     assert height_of(rows["quick"], task["curve"]) == rows["quick"]["mean_score"] == 50
-
-
-def test_ticks_are_round_numbers() -> None:
-    assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
-    assert ticks(84.13, 86.87) == [84.5, 85, 85.5, 86, 86.5]
 
 
 # --- contenders

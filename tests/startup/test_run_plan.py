@@ -11,10 +11,12 @@ import pytest
 from transformers import BertConfig, LlamaConfig, ViTConfig
 
 from hf_pipetransformer.cli import main
+from hf_pipetransformer.planning.forecast import length_of_run
+from hf_pipetransformer.report.charts import MISSING_LIBRARY
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.startup import timeline as pictures
-from hf_pipetransformer.startup.run_plan import blocks_in_words, communicators, length_of_run
+from hf_pipetransformer.startup.plan_words import blocks_in_words
+from hf_pipetransformer.startup.run_plan import communicators
 
 
 CONFIGS = {
@@ -86,6 +88,28 @@ def test_70b_on_8_devices_of_80_gb_fits_with_adapters_only(plan: Planner) -> Non
     # All weights are on the ranks of a pipeline once, in bfloat16.
     assert sum(sizes(found, "weights")) == found["weight_bytes"] >= 2 * found["num_parameters"]
     assert sum(stage["parameters"] for stage in found["stages"]) == found["num_parameters"]
+
+
+@pytest.mark.parametrize(("devices", "gigabytes"), [("2", "16"), ("4", "12")])
+def test_7b_in_4_bits_fits_on_small_devices_with_adapters(plan: Planner, devices: str, gigabytes: str) -> None:
+    options = ["--processes", devices, "--device_memory", gigabytes, "--sequence_length", "512", "--lora_rank", "16"]
+    options += ["--per_device_train_batch_size", "1", "--activation_checkpointing", "true"]
+    found = plan.json("llama_7b", *options, "--load_in_4bit")
+    assert plan.status == 0
+    # Half a byte a weight and 4 bytes for 64; norms, embeddings and head in bfloat16.
+    in_layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    beside = 2 * (2 * 32000 * 4096 + 65 * 4096)
+    adapters = 32 * 16 * 4 * (4 * 2 * 4096 + 3 * (4096 + 11008))
+    assert found["weight_bytes"] == in_layers // 2 + in_layers // 16 + beside + adapters
+    assert sum(sizes(found, "weights")) == found["weight_bytes"]
+    whole = plan.json("llama_7b", *options)
+    assert whole["weight_bytes"] == 2 * in_layers + beside + adapters
+    assert min(each["pipeline_size"] for each in whole["options"] if each["fits"]) > found["chosen"]["pipeline_size"]
+
+
+def test_4_bits_without_adapters_are_refused(plan: Planner) -> None:
+    with pytest.raises(SystemExit, match="--load_in_4bit without --lora_rank"):
+        plan.text("minilm", *SMALL, "--load_in_4bit")
 
 
 def test_7b_on_4_devices_of_24_gb_names_bytes_and_what_helps(plan: Planner) -> None:
@@ -236,7 +260,7 @@ def test_a_picture_without_the_chart_library_is_refused_in_a_sentence(
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--stages", "2", "--microbatches", "2", "--png", str(tmp_path / "a.png")])
-    assert str(ended.value) == pictures.NEEDS_CHARTS
+    assert str(ended.value) == MISSING_LIBRARY
 
 
 @pytest.mark.parametrize(
@@ -255,6 +279,12 @@ def test_a_picture_without_the_chart_library_is_refused_in_a_sentence(
 def test_what_cannot_be_planned_is_refused_in_a_sentence(options: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main(["plan", *options])
+
+
+def test_a_config_without_a_head_is_refused_with_what_to_change(tmp_path: Path) -> None:
+    BertConfig(architectures=["BertModel"], num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=r"BertModel, which has no head.*Set \"architectures\""):
+        main(["plan", str(tmp_path), "--processes", "1", "--device_memory", "8"])
 
 
 def test_more_layers_than_the_model_has_are_refused(plan: Planner) -> None:

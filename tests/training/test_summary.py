@@ -26,8 +26,8 @@ def noted(*steps: tuple[Layout, float], predicted: float | None = None) -> Summa
 def test_steps_are_counted_by_layout_and_what_freezing_saved_is_told() -> None:
     before = [(TWO_STAGES, 0.5), (TWO_STAGES, 0.25), (TWO_STAGES, 0.5)]
     summary = noted(*before, (TWO_REPLICAS, 0.125), (TWO_REPLICAS, 0.25), predicted=0.2)
-    summary.add_reads(0, 0)
-    summary.add_reads(30, 10)
+    summary.add_reads(0, 0, 0)
+    summary.add_reads(30, 10, 4096)
     assert [len(stretch.seconds) for stretch in summary.stretches] == [3, 2]
     assert summary.saved_seconds() == 2 * 0.5 - 0.375
     assert summary.in_words().splitlines() == [

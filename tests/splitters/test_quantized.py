@@ -1,0 +1,108 @@
+"""Base weights in 4 bits: released, filled and moved as what they are; other bytes or scales are other weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.runtime.ownership import ParameterStore
+from hf_pipetransformer.splitters.adapters import why_unsplittable
+from hf_pipetransformer.splitters.quantized import keep_unpacked, named_scales, num_bytes, why_not_moved
+from tests.adapted import adapted, base_of, data_of
+from tests.cache.test_cache_run import Known, cache_events
+from tests.splitters.test_adapters import arguments
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"  # 128 x 64 weights.
+BATCH = {"input_ids": torch.arange(1, 33).view(2, 16)}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**BATCH).logits
+
+
+@pytest.mark.parametrize(
+    ("family", "scales"),
+    [
+        # 128 blocks of 64 weights, a byte each; a code of 256 for these, one float32 for 256 of them, and their mean.
+        ("llama-nf4", 128 + 4 * (16 + 256 + 1 + 1)),
+        ("llama-fp4", 4 * (128 + 16)),
+    ],
+)
+def test_a_weight_takes_half_a_byte_and_its_scales(family: str, scales: int) -> None:
+    assert num_bytes(base_of(family).get_parameter(NAME)) == 128 * 64 // 2 + scales
+
+
+@pytest.mark.parametrize("family", ["llama-nf4", "llama-fp4"])
+def test_weights_that_were_released_compute_the_same_once_they_are_filled(family: str) -> None:
+    model = base_of(family)
+    keep_unpacked(model)
+    expected, store = logits(model), ParameterStore(model)
+    bytes_of = {name: p.detach().clone() for name, p in store.named().items() if "layers" in name}
+    store.release(keep=set(store.named()) - set(bytes_of))
+    released = store.named()[NAME]
+    assert released.is_meta and released.dtype is torch.uint8
+    store.fill({name: value.data for name, value in bytes_of.items()})
+    assert type(store.named()[NAME]) is type(released) is not torch.nn.Parameter
+    assert torch.equal(logits(model), expected)
+
+
+def test_bytes_packed_for_inference_are_unpacked_and_stay_so() -> None:
+    model = base_of("llama-nf4").eval()
+    if not model.model.layers[1].mlp.up_proj.support_avx512bf16_for_cpu:
+        pytest.skip("this CPU has no AVX512 for bfloat16")
+    before = model.get_parameter(NAME).detach().clone()
+    logits(model)
+    assert model.get_parameter(NAME).shape != before.shape
+    keep_unpacked(model)
+    assert torch.equal(model.get_parameter(NAME), before)
+    logits(model)
+    assert torch.equal(model.get_parameter(NAME), before)
+
+
+@pytest.mark.parametrize(
+    ("marks", "words"),
+    [
+        (
+            {"is_loaded_in_8bit": True, "quantization_method": SimpleNamespace(value="bitsandbytes")},
+            "bitsandbytes in 8",
+        ),
+        ({"quantization_method": SimpleNamespace(value="gptq")}, "quantized by gptq is not split"),
+        ({"is_loaded_in_4bit": True}, None),
+    ],
+)
+def test_other_kinds_are_refused_by_their_names(marks: dict[str, Any], words: str | None) -> None:
+    reason = why_not_moved(SimpleNamespace(is_quantized=True, **marks))
+    assert reason is None if words is None else words in str(reason)
+
+
+def test_adapters_on_weights_of_another_kind_are_refused() -> None:
+    model = adapted("llama", "lora")
+    model.get_base_model().is_quantized = True
+    assert "quantized" in str(why_unsplittable(model))
+
+
+def hits(folder: Path, model: Any) -> list[int]:
+    """Train with a store that earlier runs kept; return the records that were read, by epoch."""
+    options = {"activation_cache": "on", "activation_cache_keep": True, "activation_cache_dir": str(folder / "cache")}
+    args = arguments(folder / "run", num_train_epochs=2, max_steps=-1, **options)
+    data = data_of("llama")
+    trainer = PipeTransformerTrainer(model, args, **{**data, "train_dataset": Known(data["train_dataset"])})
+    trainer.train()
+    return [event["hits"] for event in cache_events(trainer, "epoch")][-2:]
+
+
+def test_records_of_other_scales_are_not_served(tmp_path: Path) -> None:
+    """Equal bytes with other scales are other weights."""
+    first = hits(tmp_path, adapted("llama-fp4", "upper"))
+    again = hits(tmp_path, adapted("llama-fp4", "upper"))
+    model = adapted("llama-fp4", "upper")
+    scale = next(scale for name, key, scale in named_scales(model) if ".0.mlp.up_proj" in name and "absmax" in key)
+    scale *= 2
+    assert (first[0], again[0] > 0, hits(tmp_path, model)[0]) == (0, True, 0)
