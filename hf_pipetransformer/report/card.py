@@ -78,7 +78,7 @@ def facts_of(trainer: Any, data: str | None) -> Facts:
         run = read_run(folder, folder.name)
     except ValueError:
         run = RecordedRun(folder.name, folder)  # Left to Trainer, whose state was not saved
-    base = getattr(trainer.model.config, "_name_or_path", None)
+    base = getattr(trainer.model.config, "name_or_path", None)
     return {
         "base_model": _relative(base) if base else None,
         "data": data,

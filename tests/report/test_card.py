@@ -56,7 +56,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )  # fmt: skip
     return SimpleNamespace(
         args=args,
-        model=SimpleNamespace(config=SimpleNamespace(_name_or_path="some/base")),
+        model=SimpleNamespace(config=SimpleNamespace(name_or_path="some/base")),
         train_dataset=range(40),
         eval_dataset={"a": range(5), "b": range(6)},
         state=SimpleNamespace(log_history=history, global_step=12, epoch=3.0),
