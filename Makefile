@@ -62,7 +62,8 @@ $(INSTALLED): pyproject.toml
 	touch $(INSTALLED)
 
 demo: $(INSTALLED)
-	$(BIN)/accelerate launch --config_file scripts/configs/cpu_2_processes.yaml scripts/demo.py
+	$(BIN)/hf-pipetransformer config --device cpu --processes 2 --output $(VENV)/accelerate.yaml
+	$(BIN)/accelerate launch --config_file $(VENV)/accelerate.yaml scripts/demo.py
 
 # What starts several processes leaves cores half idle: the tests run in two halves, and the other half prints when it is
 # done. Whatever is not named here runs in the other half.
@@ -99,9 +100,10 @@ cards: $(INSTALLED)
 families: $(INSTALLED)
 	$(BIN)/python -m tests.distributed.family_runs --output benchmarks/families.json
 
-# Needs a GPU, and says so where there is none; the tests marked gpu run as a part of it where there are two or more.
+# Needs a GPU, and says so where there is none; the tests marked gpu skip themselves below two.
 gpu-check: $(INSTALLED)
-	$(BIN)/python scripts/gpu_check.py --output benchmarks/gpu_check.json
+	$(BIN)/hf-pipetransformer selftest --thorough --output benchmarks/gpu_check.json
+	$(BIN)/python -m pytest -m gpu tests/distributed/test_gpu.py
 
 quality: $(INSTALLED) docs
 	$(BIN)/ruff check $(CHECKED)

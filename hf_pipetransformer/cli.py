@@ -1,10 +1,11 @@
-"""`hf-pipetransformer`: plan a run or draw a schedule, report on runs, export checkpoints, manage caches."""
+"""`hf-pipetransformer`: configure and test machines, plan runs, report on them, export checkpoints, manage caches."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hf_pipetransformer
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="hf-pipetransformer", description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {hf_pipetransformer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_plan, _add_report, _add_export_checkpoint, _add_cache):
+    for add in (_add_config, _add_selftest, _add_plan, _add_report, _add_export_checkpoint, _add_cache):
         add(commands)
     options, others = parser.parse_known_args(argv)
     if options.command == "plan":
@@ -233,7 +234,114 @@ def _course(
     return Course(*length, options.samples, freezing, storage, assumed=rates)
 
 
+# ---- config ----
+
+_CONFIG = """\
+# Configuration of accelerate: {processes} on {devices}. Start a script, or a test of the machine, so:
+#   accelerate launch --config_file {file} script.py --pipeline_parallel_size 2 ...
+#   accelerate launch --config_file {file} -m hf_pipetransformer selftest
+{note}
+compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+{ids}num_machines: 1
+num_processes: {number}
+machine_rank: 0
+main_process_port: 0
+mixed_precision: "no"
+use_cpu: {use_cpu}
+
+# Several machines: the same file on each, with these lines in place of those above. A pipeline stays inside a machine,
+# replicas span all; every machine starts as many processes as the others.
+# num_machines: 2            # all machines
+# num_processes: {several}           # of all machines together
+# machine_rank: 0            # the number of this machine: 0, 1, ...
+# main_process_ip: ADDRESS   # of machine 0, as the others reach it
+# main_process_port: 29500   # a port of machine 0 that is free and that the others reach
+# rdzv_backend: static
+# same_network: true
+"""
+_NOTES = {
+    "cpu": "# On a machine that has GPUs all the same, give scripts --use_cpu true.",
+    "gpu": "# The precision is an option of the script (--bf16 true), as with Trainer.",
+}
+
+
+def _add_config(commands: Any) -> None:
+    text = "write a configuration of accelerate for this machine"
+    configuring = commands.add_parser("config", help=text, description=text.capitalize() + ".")
+    configuring.add_argument("--processes", type=int, help="number of processes: by default one per GPU, 2 without")
+    configuring.add_argument("--device", choices=("cpu", "gpu"), help="GPUs by default, CPUs where there is none")
+    configuring.add_argument("--output", help="file to write; by default it is printed")
+    configuring.set_defaults(run=_config)
+
+
+def _config(options: argparse.Namespace) -> None:
+    device, number = options.device, options.processes
+    if device is None or number is None:
+        import torch  # It takes seconds.
+
+        num_gpus = torch.cuda.device_count()
+        device = device or ("gpu" if num_gpus else "cpu")
+        number = (num_gpus if device == "gpu" else 2) if number is None else number
+    if number < 1:
+        found = f"--processes {number}" if options.processes is not None else "No GPU is here"
+        raise ValueError(f"{found}: expected a number of processes, 1 or more.")
+    text = _CONFIG.format(
+        processes=f"{number} process{'es' if number > 1 else ''}",
+        devices="the CPUs of one machine (gloo)" if device == "cpu" else "the GPUs of one machine, one each",
+        file=options.output or "FILE",
+        note=_NOTES[device],
+        kind="MULTI_GPU" if number > 1 else '"NO"',  # For CPUs too: with MULTI_CPU accelerate would start one process.
+        ids="gpu_ids: all\n" if device == "gpu" else "",
+        number=number,
+        several=2 * number,
+        use_cpu=str(device == "cpu").lower(),
+    )
+    if options.output is None:
+        print(text, end="")
+        return
+    Path(options.output).write_text(text, encoding="utf-8")
+    print(f"{options.output}: start scripts with `accelerate launch --config_file {options.output} script.py`.")
+
+
 # ---- the other commands ----
+
+
+def _add_selftest(commands: Any) -> None:
+    text = "test the machines of a run: groups, speeds, exactness for every K and schedule, cache folder, a transition"
+    testing = commands.add_parser("selftest", help=text, description=f"T{text[1:]}.")
+    testing.add_argument("--use_cpu", action="store_true", help="test without GPUs, over gloo")
+    testing.add_argument("--activation_cache_dir", help="as in the runs; by default in the temporary folder")
+    testing.add_argument("--timeout", type=float, default=60.0, help="most seconds that a step may take, 60")
+    testing.add_argument("--output", help="JSON file for all figures")
+    testing.add_argument(
+        "--thorough",
+        action="store_true",
+        help="all checks of this machine instead, in processes that it starts itself: up to 8 minutes, with two GPUs "
+        "or more also over NCCL; results of other parts stay in --output",
+    )
+    testing.epilog = (
+        "Start it as the run will be started, on all nodes: accelerate launch --multi_gpu --num_processes N "
+        "-m hf_pipetransformer selftest. It takes a minute or two, prints about ten lines, and ends with status 1 and "
+        "what to do if something fails."
+    )
+    testing.set_defaults(run=_selftest)
+
+
+def _selftest(options: argparse.Namespace) -> None:
+    """Test all machines of a launch, or this one thoroughly; exit with an error if a check fails."""
+    output = None if options.output is None else Path(options.output)
+    if options.thorough:
+        from hf_pipetransformer.selftest.thorough import run_thorough
+
+        if not run_thorough(output, "cpu" if options.use_cpu else "cuda"):
+            raise SystemExit(1)
+        return
+    from hf_pipetransformer.selftest.machines import Wishes, run_selftest
+
+    if not options.timeout > 0:
+        raise ValueError(f"--timeout {options.timeout:g}: expected a positive number of seconds.")
+    run_selftest(Wishes(options.use_cpu, options.activation_cache_dir, options.timeout, output))
 
 
 def _add_report(commands: Any) -> None:

@@ -31,10 +31,10 @@ from accelerate import PartialState
 from benchmark_cache import merge
 from benchmark_pipeline import MODELS, summary
 from benchmark_real_input import cifar10_images
-from saved_bytes import SavedBytes
 from transformers import PrinterCallback, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.selftest.runs import SavedBytes
 
 
 NUM_STEPS, NUM_WARM = 12, 4

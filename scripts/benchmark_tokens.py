@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from benchmark_pipeline import finish, machine, probe, report, summary, timed
-from saved_bytes import SavedBytes
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 from hf_pipetransformer.comm.topology import Topology
@@ -40,6 +39,7 @@ from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
 from hf_pipetransformer.runtime.stage import Stage, StageSettings
 from hf_pipetransformer.runtime.wiring import make_engine, start_stage
 from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.selftest.runs import SavedBytes
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.costs import measure_slices, slice_times

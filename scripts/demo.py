@@ -3,7 +3,7 @@
 It starts as two pipeline stages; when its lower layers have converged they are frozen, and the two processes become
 two replicas.
 
-`make demo` starts it. By hand: `accelerate launch --config_file scripts/configs/cpu_2_processes.yaml scripts/demo.py`
+`make demo` starts it. By hand: `ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/demo.py`
 """
 
 from __future__ import annotations

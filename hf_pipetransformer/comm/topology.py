@@ -250,30 +250,42 @@ class Topology:
 
         Returns:
             Seconds of one message of `message_bytes`, and seconds per byte that a rank sends in a ring all-reduce,
-                which is 2 (W - 1) / W of the tensor over W ranks. Zeros for a single rank.
+                see `ring_bytes`. Zeros for a single rank.
         """
         if self.world_size == 1:
             return 0.0, 0.0
+        hops, reductions = self.time_transfers(message_bytes, _MEASURED_BYTES)
+        return min(hops), min(reductions) / self.ring_bytes(_MEASURED_BYTES)
+
+    def ring_bytes(self, reduced_bytes: int) -> float:
+        """Return the bytes that a rank sends in a ring all-reduce of a tensor: 2 (W - 1) / W of it over W ranks."""
+        return reduced_bytes * 2 * (self.world_size - 1) / self.world_size
+
+    def time_transfers(
+        self, message_bytes: int, reduced_bytes: int, pair: tuple[int, int] = (0, 1)
+    ) -> tuple[list[float], list[float]]:
+        """Time a message between the ranks of a pair, and an all-reduce over all ranks, a few times, in seconds.
+
+        Collective: call on every rank of two or more; all get the result of the pair's first rank.
+        """
         device = self._maker.device
         message = torch.zeros(max(1, message_bytes // 4), device=device)
-        reduced = torch.zeros(_MEASURED_BYTES // 4, device=device)
-        ring = 2 * (self.world_size - 1) / self.world_size
+        reduced = torch.zeros(max(1, reduced_bytes // 4), device=device)
         hops, reductions = [], []
         for _ in range(_MEASUREMENTS):
             # The all-reduce comes first because it makes the communicator that the transfers use.
             call = partial(guarded, partial(dist.all_reduce, reduced), "measuring an all-reduce over all ranks")
             reductions.append(_seconds(device, call))
-            if self.rank < 2:
-                hops.append(_seconds(device, lambda: self._ping(message)) / 2)
-        hop = min(hops) if hops else 0.0
-        answer = self.broadcast([hop, min(reductions) / (_MEASURED_BYTES * ring)])
-        return float(answer[0]), float(answer[1])
+            if self.rank in pair:
+                hops.append(_seconds(device, lambda: self._ping(message, pair)) / 2)
+        hops, reductions = self.broadcast([hops, reductions], pair[0])
+        return hops, reductions
 
-    def _ping(self, message: torch.Tensor) -> None:
-        what = "measuring the way between ranks 0 and 1"
-        for sender in (0, 1):
+    def _ping(self, message: torch.Tensor, pair: tuple[int, int]) -> None:
+        what = f"measuring the way between ranks {pair[0]} and {pair[1]}"
+        for sender in pair:
             transfer = sending if self.rank == sender else receiving
-            complete([transfer(message, 1 - self.rank, None)], self.timeout, what)
+            complete([transfer(message, sum(pair) - self.rank, None)], self.timeout, what)
 
     def _make_place(self, pipeline_size: int) -> PipelineGroups:
         self.check_pipeline_size(pipeline_size)

@@ -185,8 +185,8 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
         (
             _may_have_stages(args) and uses_nccl and run not in VERIFIED_ON_NCCL,
             "K={} x R={} with pipeline_schedule={!r} in {} has not been verified on NCCL yet, only on gloo and under "
-            "NCCL's rules: run `make gpu-check` on two GPUs or more and compare a short run with Trainer, or set "
-            "pipeline_parallel_size=1.".format(*run),
+            "NCCL's rules: start `hf-pipetransformer selftest` on your GPUs as you start this run, which compares it "
+            "with one process, or set pipeline_parallel_size=1.".format(*run),
         ),
     ]
     return [text for is_due, text in warnings if is_due]

@@ -112,7 +112,7 @@ def launch(
 def accelerate_launch(
     script: str | Path,
     args: Sequence[str | Path] = (),
-    num_processes: int = 2,
+    num_processes: int | None = 2,
     timeout: float = 120,
     env: Mapping[str, str | None] | None = None,
     check: bool = True,
@@ -121,12 +121,15 @@ def accelerate_launch(
 ) -> LaunchResult:
     """Run `script` with the real `accelerate launch`; `launcher_args` come before the script (`--config_file ...`).
 
-    `outputs` has one text: `accelerate launch` merges its ranks. `mode` is left out for one process.
+    `outputs` has one text: `accelerate launch` merges its ranks. `mode` is left out for one process. With
+    `num_processes` None the file that `launcher_args` name says all of it.
     """
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    if num_processes > 1:
+    if num_processes is not None and num_processes > 1:
         command += [mode, "--main_process_port", "0"]
-    command += ["--num_processes", str(num_processes), *launcher_args, str(script), *map(str, args)]
+    if num_processes is not None:
+        command += ["--num_processes", str(num_processes)]
+    command += [*launcher_args, str(script), *map(str, args)]
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         log = Path(folder, "output.txt")
         start = time.monotonic()

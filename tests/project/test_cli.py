@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 import hf_pipetransformer
 from hf_pipetransformer.cli import main
@@ -274,3 +275,32 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("hf_pipetransformer.state.plain_checkpoint.export_checkpoint", refuse)
     with pytest.raises(SystemExit, match="/of/another/user: Permission denied"):
         main(["export-checkpoint", str(tmp_path), str(tmp_path / "exported")])
+
+
+def test_a_configuration_of_accelerate_is_what_its_comments_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["config", "--device", "gpu", "--processes", "8"])
+    text = capsys.readouterr().out
+    values = yaml.safe_load(text)
+    assert (values["num_processes"], values["num_machines"], values["use_cpu"]) == (8, 1, False)
+    # The lines for several machines, in place of those of one.
+    begin = text.index("# num_machines: 2")
+    several = "\n".join(line.removeprefix("# ") for line in text[begin:].splitlines())
+    assert yaml.safe_load(several).items() > {"num_machines": 2, "num_processes": 16, "machine_rank": 0}.items()
+    path = str(tmp_path / "accelerate.yaml")
+    main(["config", "--device", "cpu", "--processes", "1", "--output", path])
+    assert yaml.safe_load(Path(path).read_text())["distributed_type"] == "NO"
+    assert f"accelerate launch --config_file {path} script.py" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--processes 0: expected a number of processes"):
+        main(["config", "--processes", "0"])
+
+
+def test_a_configuration_fits_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_gpus, expected in ((0, (2, True)), (4, (4, False))):
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=num_gpus: count)
+        main(["config"])
+        values = yaml.safe_load(capsys.readouterr().out)
+        assert (values["num_processes"], values["use_cpu"]) == expected

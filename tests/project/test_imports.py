@@ -18,8 +18,10 @@ SOURCES = Path(__file__).resolve().parents[2] / PACKAGE
 
 # From top to bottom: a room knows the rooms below it.
 FLOORS = [
-    {"trainer", "__main__"},
-    {"training", "cli"},
+    {"__main__"},
+    {"cli"},
+    {"trainer", "selftest"},
+    {"training"},
     {"state"},
     {"elastic"},
     {"cache", "freeze"},
@@ -224,7 +226,7 @@ def test_planted_impurities_are_found(source, expected):
 
 
 LONGEST_CHAIN = 18
-MOST_FILES = 151
+MOST_FILES = 157
 
 
 def test_import_chains_stay_short() -> None:

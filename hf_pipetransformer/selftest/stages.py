@@ -1,4 +1,4 @@
-"""The checks behind `make gpu-check` that run in several processes. See gpu_check.py and gpu_checks.py."""
+"""Checks of several processes: stages, groups, memory in flight, resume, transitions, an out-of-memory."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing import Any
 
 import psutil
 import torch
-from gpu_runs import (
-    FREEZE_STEP,
-    NUM_FROZEN,
-    NUM_LAYERS,
-    NUM_STEPS,
-    Figures,
-    check_close,
-    losses_of,
-    ours,
-    recall,
-)
-from saved_bytes import SavedBytes
 from transformers import AutoModelForSequenceClassification
 
 from hf_pipetransformer.comm import transfers
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.selftest.runs import (
+    FREEZE_STEP,
+    NUM_FROZEN,
+    NUM_LAYERS,
+    NUM_STEPS,
+    Figures,
+    SavedBytes,
+    check_close,
+    losses_of,
+    ours,
+    recall,
+)
 
 
 Checks = dict[str, Callable[[], Figures]]
@@ -42,7 +42,7 @@ MOST_GROUP_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class On:
-    """Where the checks run: `folder` has what plain Trainer gave."""
+    """Folder with what plain Trainer gave, device and backend of the checks."""
 
     folder: Path
     device: str
@@ -50,7 +50,7 @@ class On:
 
 
 class Staged(transfers._Staged):
-    """Counts the transfers of this process that go through host memory."""
+    """Count of the transfers of this process that go through host memory."""
 
     num = 0
 

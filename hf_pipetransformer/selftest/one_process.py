@@ -1,33 +1,30 @@
-"""The checks behind `make gpu-check`, as one of its processes runs them. See gpu_check.py.
+"""Checks of one process: exactness, freezing, the cache, the start of a run, attention, memory, `Pipe`.
 
-    gpu_checks.py GROUP FOLDER --device cuda|cpu [--precisions fp32 bf16]
-
-`alone` runs in one process; the other groups in several, and read what plain Trainer gave from where `alone` wrote it.
-Each check gives figures, or says with an AssertionError what it found and what it expected; rank 0 adds a line to
-`FOLDER/GROUP.jsonl` after each. On the CPU the same lines of code run, with other figures.
+Each check gives figures, or says with an AssertionError what it found and what it expected. On the CPU the same lines
+of code run, with other figures.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
-import os
-import sys
 import threading
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gpu_stage_checks
 import torch
-from gpu_runs import (
+from torch import nn
+from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+
+import hf_pipetransformer
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.pipe.pipe import Pipe
+from hf_pipetransformer.pipe.stages import WithDevice
+from hf_pipetransformer.report.events import EVENTS_FILE, read_events
+from hf_pipetransformer.selftest.runs import (
     BATCH_SIZE,
     FREEZING,
     MODELS,
@@ -36,6 +33,7 @@ from gpu_runs import (
     TOLERANCES,
     Figures,
     FrozenBits,
+    SavedBytes,
     bert,
     check_close,
     common,
@@ -48,16 +46,6 @@ from gpu_runs import (
     remember,
     vit,
 )
-from gpu_stage_checks import Staged
-from saved_bytes import SavedBytes
-from torch import nn
-from transformers import BertForSequenceClassification, Trainer, TrainingArguments
-
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.comm import transfers
-from hf_pipetransformer.pipe.pipe import Pipe
-from hf_pipetransformer.pipe.stages import WithDevice
-from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 
 def check_exactness(model_name: str, precision: str, folder: Path, device: str) -> Figures:
@@ -104,21 +92,22 @@ def check_cache(model_name: str, folder: Path, device: str) -> Figures:
 
 @contextmanager
 def counted_pins() -> Any:
-    """How often a thread beside the main one pins memory inside."""
-    count, real = [0], torch.Tensor.pin_memory
+    """Count how often a thread beside the main one pins memory inside."""
+    tensors: Any = torch.Tensor
+    count, real = [0], tensors.pin_memory
 
     def pin_memory(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         count[0] += threading.current_thread() is not threading.main_thread()
         return real(tensor, *args, **kwargs)
 
-    torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
+    tensors.pin_memory = pin_memory
     try:
         yield count
     finally:
-        torch.Tensor.pin_memory = real  # type: ignore[method-assign]
+        tensors.pin_memory = real
 
 
-class ClassWeights(PipeTransformerTrainer):
+class ClassWeights(hf_pipetransformer.PipeTransformerTrainer):
     """A loss that does not decompose over samples."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -134,9 +123,8 @@ def check_start(precision: str, folder: Path, device: str) -> Figures:
     trainer.train()
     run = next(e for e in read_events(str(folder / f"start-{precision}" / EVENTS_FILE)) if e["event"] == "run")
     assert run["measured_samples"] == BATCH_SIZE // 2, f"measured with {run['measured_samples']} samples"
-    args = PipeTransformerArguments(
-        **common(folder, device, precision, 1), freeze_policy="none", pipeline_parallel_num_microbatches=2
-    )
+    options: dict[str, Any] = {"freeze_policy": "none", "pipeline_parallel_num_microbatches": 2}
+    args = PipeTransformerArguments(**common(folder, device, precision, 1), **options)
     model, rows = vit()
     try:
         ClassWeights(model, args, train_dataset=rows).train()
@@ -164,9 +152,11 @@ def _hidden(output: Any) -> torch.Tensor:
 def check_refusal(folder: Path, device: str) -> Figures:
     """A model that computes other numbers in stages is refused before its first step, on this device."""
     model, rows = bert()
-    options = {"freeze_policy": "none", "activation_cache": "off", "pipeline_parallel_num_microbatches": 2}
+    options: dict[str, Any] = {
+        "freeze_policy": "none", "activation_cache": "off", "pipeline_parallel_num_microbatches": 2,
+    }  # fmt: skip
     args = PipeTransformerArguments(**common(folder / "refused", device, "fp32", 1), **options)
-    trainer = PipeTransformerTrainer(Skipping(model.config), args, train_dataset=rows)
+    trainer = hf_pipetransformer.PipeTransformerTrainer(Skipping(model.config), args, train_dataset=rows)
     try:
         trainer.train()
     except ValueError as error:
@@ -180,10 +170,12 @@ def check_attention(folder: Path, device: str) -> Figures:
     has_flash = device == "cuda" and importlib.util.find_spec("flash_attn") is not None
     attention = "flash_attention_2" if has_flash else "sdpa"
     found = []
-    for kind, arguments, options in (
+    own_options: dict[str, Any] = {"pipeline_parallel_num_microbatches": 2}
+    kinds: list[tuple[Any, Any, dict[str, Any]]] = [
         (Trainer, TrainingArguments, {}),
-        (PipeTransformerTrainer, PipeTransformerArguments, {"pipeline_parallel_num_microbatches": 2}),
-    ):
+        (hf_pipetransformer.PipeTransformerTrainer, PipeTransformerArguments, own_options),
+    ]
+    for kind, arguments, options in kinds:
         model, rows = llama(attn_implementation=attention)
         args = arguments(**common(folder / "attention", device, "bf16", 1), **options)
         trainer = kind(model.to(torch.bfloat16), args, train_dataset=rows)
@@ -193,7 +185,7 @@ def check_attention(folder: Path, device: str) -> Figures:
 
 
 def note_plain_runs(folder: Path, device: str) -> Figures:
-    """What Trainer gives in one process, for the checks of several: logits, and losses with an 8-bit optimizer."""
+    """Note what Trainer gives, for the checks of several processes: logits, and losses with an 8-bit optimizer."""
     trainer = plain("vit", folder, device, "fp32")
     logits = trainer.predict(trainer.train_dataset[:10]).predictions
     remember(folder, "vit-logits", logits.flatten().tolist())
@@ -271,72 +263,3 @@ def alone(
         "memory": partial(check_memory, folder, device),
         **{f"pipe, {mode}": partial(check_pipe, mode, device) for mode in ("always", "never")},
     }
-
-
-@dataclass(frozen=True)
-class Group:
-    """Checks of one launch, with the number of its processes and what its environment adds."""
-
-    checks: Callable[[Path, str, Sequence[str], str], dict[str, Callable[[], Figures]]]
-    num_processes: int
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-GROUPS = {
-    "alone": Group(alone, 1),
-    "stages": Group(gpu_stage_checks.stages, 2),
-    "one_queue": Group(gpu_stage_checks.one_queue, 2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-    "four": Group(gpu_stage_checks.four, 4),
-    "shortage": Group(gpu_stage_checks.shortage, 2),
-}
-"""In the order in which they run."""
-
-
-def run_checks(checks: Mapping[str, Callable[[], Figures]], output: Path | None) -> None:
-    """Run every check and write a line for each; in one process a failed one does not keep the others from running.
-
-    Of two processes one that fails ends the launch, and so the other, which may be waiting for it.
-    """
-    for name, check in checks.items():
-        start = time.perf_counter()
-        try:
-            line = {"check": name, "passed": True, **check()}
-        except Exception as error:
-            traceback.print_exc()
-            line = {"check": name, "passed": False, "error": f"{type(error).__name__}: {error}"}
-        line["took_s"] = round(time.perf_counter() - start, 2)
-        if output is not None:
-            with output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        if not line["passed"] and "RANK" in os.environ:
-            sys.exit(1)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("group", choices=GROUPS)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
-    parser.add_argument("--only", default="", help="a part of the names of the checks to run")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    transfers._Staged = Staged  # type: ignore[misc]
-    if options.device == "cpu":
-        # What goes through host memory on a GPU does so here: the same code.
-        transfers._goes_through_host = lambda transfer: True
-    output = options.folder / f"{options.group}-{options.backend}.jsonl"
-    group = GROUPS[options.group]
-    checks = group.checks(options.folder, options.device, options.precisions, options.backend)
-    checks = {name: check for name, check in checks.items() if options.only in name}
-    run_checks(checks, output if os.environ.get("RANK", "0") == "0" else None)
-    if group.num_processes > 1:
-        if options.group != "shortage":
-            torch.distributed.barrier()
-        sys.stdout.flush()
-        os._exit(0)  # The groups of a run that failed cannot be destroyed, and those of others may wait for a thread.
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,17 @@
-"""Models and runs of the checks behind `make gpu-check`, and what is compared. See gpu_check.py."""
+"""Tiny models and short runs of the checks, what is compared, and a count of what autograd keeps."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -23,7 +25,8 @@ from transformers import (
     set_seed,
 )
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+import hf_pipetransformer
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 
 Figures = dict[str, Any]
@@ -62,22 +65,22 @@ def vit() -> tuple[nn.Module, list[dict[str, Any]]]:
     ]
 
 
-def llama(**options: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """A causal language model whose head has the weights of its embeddings; `options` go to its config."""
+def llama(num_rows: int = NUM_SAMPLES, **options: Any) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """Return a causal language model whose head has the weights of its embeddings; `options` go to its config."""
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=500, hidden_size=64, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, intermediate_size=128,
-        tie_word_embeddings=True, **options,
-    )  # fmt: skip
-    words = torch.randint(5, 500, (NUM_SAMPLES, 24))
-    return LlamaForCausalLM(config), [{"input_ids": row, "labels": row} for row in words]
+    values = {
+        "vocab_size": 500, "hidden_size": 64, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4,
+        "intermediate_size": 128, "tie_word_embeddings": True, **options,
+    }  # fmt: skip
+    words = torch.randint(5, 500, (num_rows, 24))
+    return LlamaForCausalLM(LlamaConfig(**values)), [{"input_ids": row, "labels": row} for row in words]
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, list[dict[str, Any]]]]] = {"bert": bert, "vit": vit, "llama": llama}
 
 
 class FreezeByHand(TrainerCallback):
-    """What a user of Trainer writes to freeze the embeddings and the first layers before a step."""
+    """Freezing as a user of Trainer writes it: embeddings and first layers before a step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == FREEZE_STEP:
@@ -111,7 +114,7 @@ def common(folder: Path, device: str, precision: str, world_size: int) -> dict[s
 
 
 def plain(model_name: str, folder: Path, device: str, precision: str, **options: Any) -> Trainer:
-    """Trainer, which has not trained yet."""
+    """Return a Trainer that has not trained yet."""
     model, rows = MODELS[model_name]()
     trainer = Trainer(model, TrainingArguments(**common(folder, device, precision, 1), **options), train_dataset=rows)
     trainer.model_accepts_loss_kwargs = model_name != "bert"
@@ -126,13 +129,13 @@ def plain_losses(model_name: str, folder: Path, device: str, precision: str, fre
     return losses_of(trainer)
 
 
-def ours(model_name: str, folder: Path, device: str, precision: str, **options: Any) -> PipeTransformerTrainer:
-    """A trainer that has not trained yet."""
+def ours(model_name: str, folder: Path, device: str, precision: str, **options: Any) -> Any:
+    """Return a trainer that has not trained yet."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     model, rows = MODELS[model_name]()
     options = {"freeze_policy": "none", "activation_cache": "off", "pipeline_timeout": 60, **options}
     args = PipeTransformerArguments(**common(folder, device, precision, world_size) | options)
-    return PipeTransformerTrainer(model, args, train_dataset=rows, eval_dataset=rows[:10])
+    return hf_pipetransformer.PipeTransformerTrainer(model, args, train_dataset=rows, eval_dataset=rows[:10])
 
 
 FREEZING = {"freeze_policy": "fixed", "freeze_at": f"{FREEZE_STEP}:{NUM_FROZEN}"}
@@ -143,7 +146,7 @@ def losses_of(trainer: Trainer) -> list[float]:
 
 
 def check_close(found: Sequence[float], expected: Sequence[float], device: str, precision: str) -> Figures:
-    """The largest relative difference of two runs' losses."""
+    """Return the largest relative difference of two runs' losses; raise AssertionError if it is too large."""
     tolerance = TOLERANCES.get((device, precision)) or TOLERANCES["any", precision]
     assert len(found) == len(expected) == NUM_STEPS, f"{len(found)} and {len(expected)} losses of {NUM_STEPS} steps"
     largest = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
@@ -160,3 +163,59 @@ def recall(folder: Path, name: str) -> list[float]:
     assert path.exists(), f"the run of plain Trainer ({name}) gave no losses"
     losses: list[float] = json.loads(path.read_text())
     return losses
+
+
+class SavedBytes(TrainerCallback):
+    """Bytes kept for the backward: `now`, and the `most` at any moment of a training step.
+
+    Each storage counts once, those of parameters not.
+
+    Args:
+        trainer: the run; this callback is added to it.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.now = self.most = 0
+        self._trainer = trainer
+        self._ignored: set[int] = set()
+        self._uses: Counter[int] = Counter()
+        self._is_counting = False
+        trainer.add_callback(self)
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the context of the run."""
+        return saved_tensors_hooks(lambda tensor: _Saved(tensor, self), lambda saved: saved.tensor)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start to count: what a start-up keeps to look at the model does not."""
+        held = [parameter for parameter in self._trainer.model.parameters() if not parameter.is_meta]
+        self._ignored = {parameter.untyped_storage().data_ptr() for parameter in held}
+        self._is_counting = True
+
+    def keep(self, tensor: torch.Tensor) -> int | None:
+        """Count a tensor; return the key that `release` needs, None if it does not count."""
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if not self._is_counting or key in self._ignored:
+            return None
+        self._uses[key] += 1
+        if self._uses[key] == 1:
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+        return key
+
+    def release(self, key: int, num_bytes: int) -> None:
+        """Count one use less of the tensor behind `key`."""
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            self.now -= num_bytes
+
+
+class _Saved:
+    def __init__(self, tensor: torch.Tensor, count: SavedBytes) -> None:
+        self.tensor, self.count = tensor, count
+        self.key = count.keep(tensor)
+
+    def __del__(self) -> None:
+        if self.key is not None:
+            self.count.release(self.key, self.tensor.untyped_storage().nbytes())

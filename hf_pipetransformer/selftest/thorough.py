@@ -1,0 +1,236 @@
+"""The thorough part of the self-test: all checks that one machine allows, written to a results file.
+
+    hf-pipetransformer selftest --thorough --output benchmarks/gpu_check.json [--use_cpu]
+
+One GPU is enough for most: in one process exactness beside Trainer in fp32 and bf16, freezing, the cache with its
+pinned read-ahead, the start-up checks and what they refuse, FlashAttention-2 where it is installed, peak memory; in
+two and four processes on that GPU, with gloo through host memory, stages under every kind of schedule and under one
+hardware queue, tied weights, memory of groups and of micro-batches in flight, save and resume, logits, an 8-bit
+optimizer where bitsandbytes is installed, a transition to two replicas, an out-of-memory on one rank. That part ends
+within 8 minutes. With two GPUs or more (four for the checks of four processes) the same runs over NCCL, in fp16 too.
+`VERIFIED_ON_NCCL` of the package is what `nccl.verified` of the committed results says.
+
+On the CPU every check of the first part runs too, to see that the checks themselves work. As a module this file is one
+process of a group of checks:
+
+    python -m hf_pipetransformer.selftest.thorough GROUP FOLDER --device cuda|cpu [--precisions fp32 bf16]
+
+The group `alone` runs in one process; the others run in several, and read what plain Trainer gave from where `alone`
+wrote it. Rank 0 adds a line to `FOLDER/GROUP.jsonl` after each check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import psutil
+import torch
+import transformers
+
+from hf_pipetransformer.comm import transfers
+from hf_pipetransformer.selftest import one_process, stages
+from hf_pipetransformer.selftest.runs import Figures
+
+
+LIMIT_SECONDS = 8 * 60
+CHECKS = "hf_pipetransformer.selftest.thorough"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Checks of one launch, the number of its processes, and additions to its environment."""
+
+    checks: Callable[[Path, str, Sequence[str], str], dict[str, Callable[[], Figures]]]
+    num_processes: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+GROUPS = {
+    "alone": Group(one_process.alone, 1),
+    "stages": Group(stages.stages, 2),
+    "one_queue": Group(stages.one_queue, 2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    "four": Group(stages.four, 4),
+    "shortage": Group(stages.shortage, 2),
+}
+"""In the order in which they run."""
+
+
+def run_checks(checks: Mapping[str, Callable[[], Figures]], output: Path | None) -> None:
+    """Run every check and write a line for each; in one process a failed one does not keep the others from running.
+
+    Of two processes one that fails ends the launch, and so the other, which may be waiting for it.
+    """
+    for name, check in checks.items():
+        start = time.perf_counter()
+        try:
+            line = {"check": name, "passed": True, **check()}
+        except Exception as error:
+            traceback.print_exc()
+            line = {"check": name, "passed": False, "error": f"{type(error).__name__}: {error}"}
+        line["took_s"] = round(time.perf_counter() - start, 2)
+        if output is not None:
+            with output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        if not line["passed"] and "RANK" in os.environ:
+            sys.exit(1)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Describe the machine and the versions."""
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "date": date.today().isoformat(), "device": device, "gpus": names if device == "cuda" else [],
+        "cuda": torch.version.cuda if device == "cuda" else None, "cores": os.cpu_count(),
+        "processor": platform.machine(), "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "accelerate": accelerate.__version__,
+    }  # fmt: skip
+
+
+def environment(device: str, **changes: str) -> dict[str, str]:
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    common = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **common, "ACCELERATE_USE_CPU": str(device == "cpu").lower(), **changes}
+
+
+def run_group(
+    group: str, folder: Path, device: str, seconds: float, backend: str = "gloo", precisions: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Run a group of checks in processes of their own; return a result for each, also those that were not reached."""
+    precisions = precisions or ("fp32", "bf16")
+    options = [group, str(folder), "--device", device, "--backend", backend, "--precisions", *precisions]
+    size, changes = GROUPS[group].num_processes, dict(GROUPS[group].environment)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)] if size > 1 else []
+    if size == 1 and device == "cuda":
+        changes["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    log = folder / f"{group}-{backend}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, "-m", CHECKS, *options],
+            env=environment(device, **changes), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        reason = "ended without a result"
+        try:
+            process.wait(max(1.0, seconds))
+        except subprocess.TimeoutExpired:
+            reason = "not reached in time"
+            end(process)
+    lines = folder / f"{group}-{backend}.jsonl"
+    found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    names = GROUPS[group].checks(folder, device, precisions, backend)
+    missing = [name for name in names if name not in {line["check"] for line in found}]
+    found += [{"check": name, "passed": False, "error": reason} for name in missing]
+    if not all(line["passed"] for line in found):
+        print(log.read_text()[-20_000:])
+    return found
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a launch with its workers: those of torchrun are in sessions of their own."""
+    launch = psutil.Process(process.pid)
+    # The launch first, or it may end by itself once its workers are gone.
+    for each in [launch, *launch.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
+
+
+def check_one_device(device: str, folder: Path) -> dict[str, Any]:
+    """Run the part for one GPU, or for the CPU in its place."""
+    start = time.monotonic()
+    results = []
+    for group in GROUPS:
+        results += run_group(group, folder, device, LIMIT_SECONDS - (time.monotonic() - start))
+    return {"machine": machine(device), "seconds": round(time.monotonic() - start, 1), "checks": results}
+
+
+def check_nccl(folder: Path) -> dict[str, Any]:
+    """Run the checks of several processes over NCCL, by precision: two GPUs or more."""
+    start, precisions = time.monotonic(), ("fp32", "bf16", "fp16")
+    results = []
+    for name, group in GROUPS.items():
+        if group.num_processes <= torch.cuda.device_count():
+            backend = "nccl" if group.num_processes > 1 else "gloo"
+            results += run_group(name, folder, "cuda", LIMIT_SECONDS, backend, precisions)
+    sound = set()
+    for precision in precisions:
+        # A transition is checked in fp32; it counts for all.
+        own = [r for r in results if precision in r["check"] or r["check"].startswith("transition")]
+        if all(result["passed"] for result in own):
+            sound.add(precision)
+    runs = sorted({tuple(result["run"]) for result in results if "run" in result and result["run"][-1] in sound})
+    seconds = round(time.monotonic() - start, 1)
+    return {"machine": machine("cuda"), "seconds": seconds, "checks": results, "verified": runs}
+
+
+def run_thorough(output: Path | None, device: str) -> bool:
+    """Run all checks on `cuda` or `cpu`; return True if all passed.
+
+    Args:
+        output: takes the results; those of other parts stay in the file.
+
+    Raises:
+        ValueError: no GPU is there, or a launcher has started this process.
+    """
+    if "RANK" in os.environ:
+        raise ValueError("--thorough starts its own processes on this machine: run it without a launcher.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("No GPU: nothing was checked. --use_cpu runs the same checks on the CPU.")
+    results = json.loads(output.read_text()) if output is not None and output.exists() else {}
+    with tempfile.TemporaryDirectory(prefix="selftest-") as folder:
+        results["one device"] = check_one_device(device, Path(folder))
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        with tempfile.TemporaryDirectory(prefix="selftest-") as folder:
+            results["nccl"] = check_nccl(Path(folder))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=2) + "\n")
+    checks = [check for section in results.values() for check in section["checks"]]
+    for check in checks:
+        print(f"{'passed' if check['passed'] else 'FAILED':8}{check['check']}  {check.get('error', '')}")
+    return all(check["passed"] for check in checks)
+
+
+def main() -> None:
+    """Run one process of a group."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("group", choices=GROUPS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--only", default="", help="a part of the names of the checks to run")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transfers._Staged = stages.Staged  # type: ignore[misc]
+    if options.device == "cpu":
+        # What goes through host memory on a GPU does so here: the same code.
+        transfers._goes_through_host = lambda transfer: True
+    output = options.folder / f"{options.group}-{options.backend}.jsonl"
+    group = GROUPS[options.group]
+    checks = group.checks(options.folder, options.device, options.precisions, options.backend)
+    checks = {name: check for name, check in checks.items() if options.only in name}
+    run_checks(checks, output if os.environ.get("RANK", "0") == "0" else None)
+    if group.num_processes > 1:
+        if options.group != "shortage":
+            torch.distributed.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # The groups of a run that failed cannot be destroyed, and those of others may wait for a thread.
+
+
+if __name__ == "__main__":
+    main()
