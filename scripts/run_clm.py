@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> None:
         train(trainer)
     if args.do_eval:
         evaluate(trainer)
-    finish(trainer, tasks="text-generation", tags=["hf-pipetransformer"])
+    finish(trainer, data_args, tasks="text-generation", tags=["hf-pipetransformer"])
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.do_predict:
         in_order = [config.id2label[number] for number in sorted(config.id2label)] if names else None
         predict_all(trainer, evaluation_splits(data, "test"), in_order)
-    finish(trainer, tasks="text-classification", tags=["hf-pipetransformer"])
+    finish(trainer, data_args, tasks="text-classification", tags=["hf-pipetransformer"])
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
         --do_train --do_eval --pipeline_parallel_size 2 --output_dir outputs/images
 
 With folders that lie as ImageNet does (`train/CLASS/...`, `val/CLASS/...`), `--dataset_name` may name the folder above
-them. On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_image_classification.py` mean
-the same here. Images need Pillow; torchvision is not needed.
+them; `--augmentation random_resized_crop` crops their images as is usual for ImageNet, in training and in evaluation.
+On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_image_classification.py` mean the
+same here; unlike there, nothing is cropped unless an option says so. Images need Pillow; torchvision is not needed.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from augmentation import AUGMENTATIONS, augmentation_of, pixels_of
 from datasets import Dataset, DatasetDict, Image, load_dataset
 from metrics import CLASSIFICATION, predictions_from_logits
-from PIL import Image as PillowImage
 from script_utils import (
     LabelledDataArguments,
     ModelArguments,
@@ -47,7 +48,9 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 
 logger = logging.getLogger("run_image_classification")
 
-AUGMENTATIONS = ("none", "standard")
+CROP_PCT = 0.875
+CROP_SCALE = [0.08, 1.0]
+CROP_RATIO = [3 / 4, 4 / 3]
 SPLIT_FOLDERS = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
 
 
@@ -77,14 +80,49 @@ class ImageDataArguments(LabelledDataArguments):
     )
     image_column_name: str = field(default="image", metadata={"help": "The column of images."})
     augmentation: str = field(
-        default="none", metadata={"help": "`none`, or `standard`: random crop after padding, and random flip."}
+        default="none",
+        metadata={
+            "help": "`none`; `standard`: random crop after padding, and random flip; `random_resized_crop`: a random "
+            "part of the image, resized, and random flip."
+        },
+    )
+    crop_scale: list[float] | None = field(
+        default=None,
+        metadata={"help": "Smallest and largest share of the area in a random resized crop, 0.08 and 1 by default."},
+    )
+    crop_ratio: list[float] | None = field(
+        default=None, metadata={"help": "Smallest and largest width / height of one, 3/4 and 4/3 by default."}
+    )
+    crop_pct: float | None = field(
+        default=None,
+        metadata={
+            "help": "Images without a random resized crop are resized until their shorter side is the model's size "
+            f"divided by this share, and cropped in the middle. {CROP_PCT} by default with a random resized crop; "
+            "otherwise by default the image processor decides, most resize the whole image."
+        },
     )
 
     def __post_init__(self) -> None:
         if self.augmentation not in AUGMENTATIONS:
             raise ValueError(f"Found --augmentation {self.augmentation}; expected one of {', '.join(AUGMENTATIONS)}.")
+        if self.augmentation == "random_resized_crop":
+            self.crop_pct = CROP_PCT if self.crop_pct is None else self.crop_pct
+        for name, most in (("crop_scale", 1.0), ("crop_ratio", float("inf"))):
+            self._check_range(name, most)
+        if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
+            raise ValueError(f"Found --crop_pct {self.crop_pct}; expected a share above 0, of 1 at most.")
         if self.dataset_name is None and not self.files and not self.folders:
             raise ValueError("No images: pass --dataset_name, --train_dir and --validation_dir, or --train_file.")
+
+    def _check_range(self, name: str, most: float) -> None:
+        found = getattr(self, name)
+        if found is None:
+            return
+        if len(found) != 2 or not 0 < found[0] <= found[1] <= most:
+            limit = "" if most == float("inf") else f", {most:g} at most"
+            raise ValueError(f"Found --{name} {found}; expected two numbers above 0, the smaller one first{limit}.")
+        if self.augmentation != "random_resized_crop":
+            raise ValueError(f"--{name} needs --augmentation random_resized_crop, found {self.augmentation}.")
 
     @property
     def folders(self) -> dict[str, str]:
@@ -103,32 +141,21 @@ def split_folders(root: Path) -> dict[str, str]:
 
 
 class ImageTransform:
-    """Images of a batch to `pixel_values` `(channels, height, width)`, augmented for training if wanted."""
+    """Images of a batch to `pixel_values` `(channels, height, width)`, augmented if `data_args` say so."""
 
-    def __init__(self, processor: Any, image_column: str, augmentation: str = "none"):
+    def __init__(self, processor: Any, data_args: ImageDataArguments, is_training: bool):
         self.processor = processor
-        self.image_column = image_column
-        self.augmentation = augmentation
+        self.image_column = data_args.image_column_name
+        name = data_args.augmentation if is_training else "none"
+        scale, ratio = data_args.crop_scale or CROP_SCALE, data_args.crop_ratio or CROP_RATIO
+        self.augment = augmentation_of(name, processor, tuple(scale), tuple(ratio))
+        # A random resized crop has the model's size already.
+        self.options = dict.fromkeys(("do_resize", "do_center_crop"), False) if name == "random_resized_crop" else {}
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        images = [image.convert("RGB") for image in batch.pop(self.image_column)]
-        if self.augmentation == "standard":
-            images = [augment(image) for image in images]
-        pixels = self.processor(images, return_tensors="pt")["pixel_values"]
+        images = [self.augment(image.convert("RGB")) for image in batch.pop(self.image_column)]
+        pixels = self.processor(images, return_tensors="pt", **self.options)["pixel_values"]
         return {**batch, "pixel_values": list(pixels)}
-
-
-def augment(image: PillowImage.Image) -> PillowImage.Image:
-    """Pad each side by an eighth, crop a random window of the first size, and flip half of the images.
-
-    Draws from torch's generator, which Trainer seeds and which differs between the workers of a loader.
-    """
-    width, height = image.size
-    pad_x, pad_y = width // 8, height // 8
-    left = int(torch.randint(-pad_x, pad_x + 1, ()))
-    top = int(torch.randint(-pad_y, pad_y + 1, ()))
-    cropped = image.crop((left, top, left + width, top + height))  # what lies outside is black
-    return cropped.transpose(PillowImage.Transpose.FLIP_LEFT_RIGHT) if torch.rand(()) < 0.5 else cropped
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -149,6 +176,7 @@ def load_image_processor(model_args: ImageModelArguments, config: PreTrainedConf
         changes["image_std"] = model_args.image_std
     if model_args.image_size:
         changes["size"] = {"height": model_args.image_size, "width": model_args.image_size}
+        changes["crop_size"] = changes["size"]
     try:
         return AutoImageProcessor.from_pretrained(source, **model_args.hub_options, **changes)
     except OSError:
@@ -163,6 +191,20 @@ def load_image_processor(model_args: ImageModelArguments, config: PreTrainedConf
             processor.image_std,
         )
         return processor
+
+
+def with_center_crop(processor: Any, crop_pct: float) -> Any:
+    """Return the image processor with ImageNet's usual evaluation crop, which is saved with the model."""
+    if hasattr(processor, "crop_pct"):  # ConvNeXT's, for one, crops like this by itself
+        return type(processor).from_dict(processor.to_dict(), crop_pct=crop_pct)
+    width, height = pixels_of(processor)
+    changes = {
+        "do_resize": True,
+        "size": {"shortest_edge": round(max(width, height) / crop_pct)},
+        "do_center_crop": True,
+        "crop_size": {"height": height, "width": width},
+    }
+    return type(processor).from_dict(processor.to_dict() | changes)
 
 
 def image_size_of(config: PreTrainedConfig) -> dict[str, int]:
@@ -216,8 +258,7 @@ def prepare(data: DatasetDict, data_args: ImageDataArguments, ids: dict[str, int
         prepared = images if labels is None else images.add_column("label", labels)
         if name == "test":
             prepared = without_hidden_labels(prepared, "label")
-        augmentation = data_args.augmentation if name == "train" else "none"
-        return prepared.with_transform(ImageTransform(processor, image_column, augmentation))
+        return prepared.with_transform(ImageTransform(processor, data_args, is_training=name == "train"))
 
     return DatasetDict({name: prepare_split(name, split) for name, split in data.items()})
 
@@ -240,6 +281,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--label_column_name {data_args.label_column_name} holds real numbers; expected classes.")
     config, ids = load_config(model_args, names)
     processor = load_image_processor(model_args, config)
+    if data_args.crop_pct:
+        processor = with_center_crop(processor, data_args.crop_pct)
     model = AutoModelForImageClassification.from_pretrained(
         model_args.model_name_or_path,
         config=config,
@@ -268,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
         in_order = [config.id2label[number] for number in sorted(config.id2label)]
         predictions = predictions_from_logits(output.predictions, is_regression=False)
         write_predictions(trainer, "predict_results.txt", predictions, in_order)
-    finish(trainer, tasks="image-classification", tags=["hf-pipetransformer", "vision"])
+    finish(trainer, data_args, tasks="image-classification", tags=["hf-pipetransformer", "vision"])
 
 
 if __name__ == "__main__":

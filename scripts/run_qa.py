@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
         test = require_split(windows, "test", "do_predict")
         output = trainer.predict(test, questions["test"], metric_key_prefix="predict")
         report(trainer, "predict", output.metrics | {"predict_samples": len(questions["test"])})
-    finish(trainer, tasks="question-answering", tags=["hf-pipetransformer"])
+    finish(trainer, data_args, tasks="question-answering", tags=["hf-pipetransformer"])
 
 
 if __name__ == "__main__":

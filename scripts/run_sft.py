@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         train(trainer)
     if args.do_eval:
         report(trainer, "eval", trainer.evaluate() | {"eval_samples": len(trainer.eval_dataset)})
-    finish(trainer, tags=["hf-pipetransformer"])
+    finish(trainer, data_args, tags=["hf-pipetransformer"])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 from metrics import Metric, predictions_from_logits
 from transformers import AutoConfig, EvalPrediction, HfArgumentParser, PreTrainedConfig, Trainer, TrainingArguments
 
+from hf_pipetransformer.report.card import read_comparison
+
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,10 @@ class DataArguments:
     metric_name: str | None = field(
         default=None, metadata={"help": "A metric for evaluate.load (hub name or local script)."}
     )
+    compare_with: str | None = field(
+        default=None,
+        metadata={"help": "Output folder or results file of another run, for its results in the model card."},
+    )
 
     @property
     def files(self) -> dict[str, str]:
@@ -101,7 +107,12 @@ def parse_arguments(*argument_classes: type, argv: list[str] | None = None) -> t
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and Path(argv[0]).suffix in (".yaml", ".yml", ".json"):
         argv = _file_as_options(Path(argv[0])) + argv[1:]
-    return tuple(HfArgumentParser(argument_classes).parse_args_into_dataclasses(args=argv))
+    found = tuple(HfArgumentParser(argument_classes).parse_args_into_dataclasses(args=argv))
+    for arguments in found:
+        compared = getattr(arguments, "compare_with", None)
+        if compared is not None:
+            read_comparison(Path(compared))  # Not only after the training
+    return found
 
 
 def _file_as_options(path: Path) -> list[str]:
@@ -272,13 +283,30 @@ def train(trainer: Trainer) -> None:
     report(trainer, "train", result.metrics | {"train_samples": len(trainer.train_dataset)})
 
 
-def finish(trainer: Trainer, **card: Any) -> None:
+def finish(trainer: Trainer, data_args: DataArguments, **card: Any) -> None:
     """Write the model card of what was trained (and push it all, with `--push_to_hub`); leave the process group."""
+    card |= {"data": describe(data_args), "comparison": data_args.compare_with}
     if trainer.args.push_to_hub:
         trainer.push_to_hub(**card)
     elif trainer.args.do_train:
         trainer.create_model_card(**card)
     trainer.end()
+
+
+def describe(data_args: DataArguments) -> str:
+    """The data as a model card names it: where it comes from, and which of its rows were used."""
+    names = (data_args.dataset_name, data_args.dataset_config_name, getattr(data_args, "task_name", None))
+    folders = getattr(data_args, "folders", {})
+    counts = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
+    parts = [f"`{name}`" for name in names if name and not folders]
+    for split in ("train", "validation"):
+        path, count = (folders or data_args.files).get(split), counts[split]
+        rows = (
+            "" if count is None else f" the first {count:,} rows" if path is None else f" (its first {count:,} rows)"
+        )
+        if path is not None or count is not None:
+            parts.append(f"{split}:{'' if path is None else f' `{Path(path).name}`'}{rows}")
+    return ", ".join(parts)
 
 
 def report(trainer: Trainer, split: str, metrics: dict[str, Any]) -> None:

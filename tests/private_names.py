@@ -120,6 +120,9 @@ OVERRIDDEN = {
     "Trainer._track_num_input_tokens": "self, inputs",
     "Trainer._wrap_model": "self, model, training, dataloader",
     "Trainer.end": "self",
+    "Trainer.create_model_card": (
+        "self, language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args"
+    ),
     "Trainer.evaluate": "self, eval_dataset, ignore_keys, metric_key_prefix",
     "Trainer.evaluation_loop": ("self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix"),
     "Trainer.floating_point_ops": "self, inputs",

@@ -16,7 +16,7 @@ from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 STATE_FILE = "trainer_state.json"
 RESULTS_FILES = ("all_results.json", "train_results.json", "eval_results.json")
-_NO_METRICS = re.compile(r"(^epoch|^step|^total_flos|_num_tokens|_runtime|_per_second|_samples)$")
+NO_METRICS = re.compile(r"(^epoch|^step|^total_flos|_num_tokens|_runtime|_per_second|_samples)$")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RecordedRun:
             name
             for entry in self.entries
             for name, value in entry.values.items()
-            if (name == "loss" or name.startswith("eval_")) and not _NO_METRICS.search(name) and is_finite(value)
+            if (name == "loss" or name.startswith("eval_")) and not NO_METRICS.search(name) and is_finite(value)
         }
         return sorted(found, key=lambda name: (name != "loss", name))
 

@@ -19,6 +19,7 @@ from hf_pipetransformer.comm.topology import Topology, let_group_threads_finish
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
 from hf_pipetransformer.report import failure
+from hf_pipetransformer.report.card import write_card
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
@@ -238,6 +239,27 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.pipeline_run.saving_checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
+
+    def create_model_card(
+        self, *positional: Any, data: str | None = None, comparison: str | None = None, **named: Any
+    ) -> None:
+        """Write the trainer's model card with what the run recorded: layouts, frozen layers, cache, versions, command.
+
+        Its figures are in `model_card.json` beside it. Runs that are left to Trainer get such a card too.
+
+        Args:
+            positional: positional arguments of the trainer's method.
+            data: description of the data set.
+            comparison: output folder or results file of another run, such as one of plain Trainer, for its results
+                beside these.
+            named: keyword arguments of the trainer's method.
+
+        Raises:
+            ValueError: `comparison` has no results.
+        """
+        super().create_model_card(*positional, **named)
+        if self.is_world_process_zero():
+            write_card(self, data, comparison)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Save metrics as Trainer does, those of `train` with times, layouts and the cache of the last training."""
