@@ -146,7 +146,7 @@ class Guard:
     def share(self, topology: Topology) -> None:
         """Tell all ranks of a failure from now on. Collective: call on every rank."""
         abort = partial(os._exit, 1)
-        self._board = FaultBoard(topology.rank, topology.world_size, self._say_verdict, abort)
+        self._board = FaultBoard(topology.rank, topology.world_size, lambda cause, _: self._say_verdict(cause), abort)
         self._board.begin(together=True)
 
     @contextmanager

@@ -116,3 +116,13 @@ def test_without_a_gpu_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit, match="nothing was checked"):
         main([*THOROUGH, "--output", str(tmp_path / "results.json")])
     assert not any(tmp_path.iterdir())
+
+
+def test_the_thorough_part_starts_its_own_processes_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="No GPU: nothing was checked"):
+        thorough.run_thorough(None, "cuda")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="--thorough starts its own processes on this machine"):
+        thorough.run_thorough(None, "cuda")

@@ -60,6 +60,8 @@ RELAYS = (
     "comm/topology.py:Topology.decide",
     "comm/topology.py:Topology.together",
     "options/combinations.py:raise_first",
+    "report/failure.py:LastWords._answer",
+    "runtime/context.py:CollectiveTimeouts._report",
     "startup/start.py:Inspection",
     "startup/start.py:_find_loss_rule",
     "training/run.py:Run.__init__",

@@ -315,6 +315,8 @@ def test_a_configuration_of_accelerate_is_what_its_comments_say(
     assert f"accelerate launch --config_file {path} script.py" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--processes 0: expected a number of processes"):
         main(["config", "--processes", "0"])
+    with pytest.raises(SystemExit, match="No GPU is here: expected a number of processes"):
+        main(["config", "--device", "gpu"])
 
 
 def test_a_configuration_fits_this_machine(

@@ -179,12 +179,19 @@ def test_the_results_of_plain_trainer_can_be_compared_with(trainer: Any, tmp_pat
         assert "| eval_accuracy | 0.75 | 0.5 |" in card and "| epochs | 3 | 3 |" in card
 
 
-@pytest.mark.parametrize("content", [None, "{", "[1]"])
-def test_a_comparison_without_results_is_refused(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "has no results to compare with"),
+        ("{", "has no results to compare with"),
+        ("[1]", "holds a list; expected the JSON object of a run's results"),
+    ],
+)
+def test_a_comparison_without_results_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
     file = tmp_path / "all_results.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(ValueError, match="expected the"):
+    with pytest.raises(ValueError, match=words):
         read_comparison(tmp_path)
 
 
