@@ -41,8 +41,8 @@ of other libraries is here:
   `PipeTransformerArguments`.
 - `torch.set_autocast_enabled` (`startup/model.py`): the probe runs in float32 whatever the model enables. Way out: a
   context that forbids autocast.
-- `Linear4bit.support_avx512bf16_for_cpu` of bitsandbytes (`keep_unpacked` of `splitters/quantized.py`): in inference
-  some CPUs pack the bytes in another way, and other ranks may not. Way out: packing a copy.
+- `Linear4bit.support_avx512bf16_for_cpu` of bitsandbytes (`prepare_quantized` of `splitters/quantized.py`): in
+  inference some CPUs pack the bytes in another way, and other ranks may not. Way out: packing a copy.
 - `forward` of a model's modules (`splitters/view.py`): run a part of the model as its own forward. Way out: none:
   removed after every run.
 """

@@ -35,7 +35,8 @@ TARGETS = {"bert": ["query", "output.dense"], "gpt2": ["c_attn", "c_proj"], "lla
 QUANTIZED: dict[str, dict[str, Any]] = {
     "llama-nf4": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "llama-fp4": {"bnb_4bit_quant_type": "fp4"},
-    "qwen2-nf4": {"bnb_4bit_quant_type": "nf4"},
+    "qwen2-nf4": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16},
+    "llama-stored": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.bfloat16},
 }
 """Options of `BitsAndBytesConfig` by family."""
 TARGETS |= dict.fromkeys(QUANTIZED, _DECODER)
@@ -90,7 +91,10 @@ def base_of(family: str, **options: Any) -> Any:
 
 def quantized(model: Any, recomputes: bool, **options: Any) -> Any:
     """The model in the 4 bits of bitsandbytes, prepared for adapters by PEFT."""
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **options)
+    config = BitsAndBytesConfig(load_in_4bit=True, **{"bnb_4bit_compute_dtype": torch.float32, **options})
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)  # As after a pretraining.
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         save_model(model, f"{folder}/model.safetensors", {"format": "pt"})  # `save_pretrained` writes on rank 0 only.

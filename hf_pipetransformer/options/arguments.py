@@ -349,6 +349,7 @@ class PipeTransformerArguments(TrainingArguments):
             setattr(self, name, read(name, getattr(self, name)))
         self.ddp_timeout = read_timeout("ddp_timeout", self.ddp_timeout)
         self._read_trainers_numbers()
+        self._take_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         check_combinations(self)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             # Without use_cpu accelerate would make each process a world of size 1 on a machine without GPUs.
@@ -368,6 +369,14 @@ class PipeTransformerArguments(TrainingArguments):
                 found = int(found)
             if isinstance(found, int) or isinstance(value, str):
                 setattr(self, name, found)
+
+    def _take_precision(self, of_launcher: str) -> None:
+        """Set the option for the precision that `accelerate launch` or its configuration names, unless one is set.
+
+        Trainer leaves `bf16` and `fp16` as they are then, although it computes so.
+        """
+        if not (self.bf16 or self.fp16):
+            self.bf16, self.fp16 = of_launcher == "bf16", of_launcher == "fp16"
 
     def _recompute_in_pipeline(self) -> None:
         if self.activation_checkpointing and (
@@ -470,6 +479,7 @@ def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
         if option.name not in vars(taken):
             setattr(taken, option.name, READERS[option.name](option.name, option.default))
     taken._read_trainers_numbers()
+    taken._take_precision(taken.mixed_precision)
     taken.is_taken = True
     taken._recompute_in_pipeline()
     return taken

@@ -74,14 +74,11 @@ class ParameterStore:
             self.freeze(frozen)
 
     def release(self, keep: set[str]) -> None:
-        """Replace all parameters not in `keep` by meta tensors."""
-        self._replace(
-            {
-                name: like(p, torch.empty_like(p.data, device="meta"))
-                for name, p in self.named().items()
-                if name not in keep and not p.is_meta
-            }
-        )
+        """Replace all parameters not in `keep` by meta tensors; what scales quantized ones stays on the host."""
+        gone = {name: p for name, p in self.named().items() if name not in keep and not p.is_meta}
+        for parameter in gone.values():
+            move_scales(parameter, torch.device("cpu"))
+        self._replace({name: like(p, torch.empty_like(p.data, device="meta")) for name, p in gone.items()})
 
     def fill(self, tensors: dict[str, torch.Tensor]) -> None:
         """Hold the given parameters. Those already held keep their object and get the new values."""

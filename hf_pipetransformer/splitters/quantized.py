@@ -1,7 +1,7 @@
 """Base weights in the 4 bits of bitsandbytes (QLoRA, Dettmers et al., 2023, section 3), under adapters.
 
 Such a parameter holds packed bytes, and refers to the tensors that scale them. Stages release and move the bytes like
-any weights; the scales, at most an eighth as large, stay on every rank.
+any weights; the scales, at most an eighth as large, stay on every rank, those of other stages on the host.
 """
 
 from __future__ import annotations
@@ -82,12 +82,32 @@ def num_bytes(parameter: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def keep_unpacked(model: nn.Module) -> None:
-    """Undo and forbid the layout of the bytes that CPUs with AVX512 use in inference: other ranks may lack it."""
+def is_packed(parameter: torch.Tensor) -> bool:
+    """Return True if a parameter's elements are bytes of several weights, of whatever dtype they are."""
+    return getattr(parameter, "quant_state", None) is not None
+
+
+def num_weights(parameter: torch.Tensor) -> int:
+    """Return how many weights a parameter has."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
+
+
+def prepare_quantized(model: nn.Module) -> None:
+    """Bring quantized layers into the one form that all ranks and all forwards leave as it is.
+
+    In inference, CPUs with AVX512 would pack the bytes in another way, without gradients, and for good. And a forward
+    casts the bias to the dtype that it computes in, on the ranks that run it.
+    """
     for module in model.modules():
+        if not is_packed(getattr(module, "weight", None)):  # type: ignore[arg-type]
+            continue
         if vars(module).get("support_avx512bf16_for_cpu"):
             module.state_dict()  # Unpacks in place.
             vars(module)["support_avx512bf16_for_cpu"] = False
+        dtype, bias = vars(module).get("compute_dtype"), getattr(module, "bias", None)
+        if isinstance(dtype, torch.dtype) and isinstance(bias, nn.Parameter):
+            bias.data = bias.data.to(dtype)
 
 
 @contextmanager

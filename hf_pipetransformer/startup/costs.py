@@ -24,7 +24,7 @@ from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.planning.costs import BlockCosts
 from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
-from hf_pipetransformer.splitters.quantized import num_bytes
+from hf_pipetransformer.splitters.quantized import is_packed, num_bytes, num_weights
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.check import run_slices
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
@@ -222,7 +222,7 @@ def trained_as_given(model: nn.Module, structure: Structure) -> Iterator[None]:
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     if not _trained_layers(structure):
         for parameter in flags:
-            parameter.requires_grad_(parameter.is_floating_point())
+            parameter.requires_grad_(parameter.is_floating_point() and not is_packed(parameter))
     try:
         with gradients_discarded(model):
             yield
@@ -240,8 +240,9 @@ def block_costs(
     for name, parameter in model.named_parameters():
         blocks = structure.blocks_of_parameter[name]
         # The first block that uses a tied weight owns its optimizer state and steps it.
-        parameters[blocks[0]] += parameter.numel()
-        kept[blocks[0]] += 0 if parameter.requires_grad else parameter.numel()
+        count = num_weights(parameter)
+        parameters[blocks[0]] += count
+        kept[blocks[0]] += 0 if parameter.requires_grad else count
         sizes = trained_bytes if parameter.requires_grad else kept_bytes
         sizes[blocks[0]] += 4 * parameter.numel() if name in masters else num_bytes(parameter)
         if len(blocks) > 1:

@@ -20,7 +20,7 @@ from hf_pipetransformer.data.batches import IGNORED_LABEL
 from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
-from hf_pipetransformer.splitters.quantized import float32_products
+from hf_pipetransformer.splitters.quantized import float32_products, is_packed
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from hf_pipetransformer.startup.twin import WHOLE, Twin
@@ -214,7 +214,7 @@ def master_names(model: nn.Module) -> set[str]:
     return {
         name
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
-        if tensor.dtype in _HALVES and (tensor.requires_grad or not only_trained)
+        if tensor.dtype in _HALVES and not is_packed(tensor) and (tensor.requires_grad or not only_trained)
     }
 
 
@@ -235,7 +235,7 @@ def with_masters(model: nn.Module, twin: Twin, inputs: Mapping[str, Any]) -> Abs
 
 @contextmanager
 def _float32_weights(tensors: Iterable[torch.Tensor], rows: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    own = {tensor: tensor.data for tensor in tensors if tensor.dtype in _HALVES}
+    own = {tensor: tensor.data for tensor in tensors if tensor.dtype in _HALVES and not is_packed(tensor)}
     gradients = {tensor: tensor.grad for tensor in own}
     try:
         for tensor, data in own.items():

@@ -23,7 +23,6 @@ from hf_pipetransformer.report.card import write_card
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
-from hf_pipetransformer.splitters.quantized import keep_unpacked
 from hf_pipetransformer.state.checkpoint import newest_whole
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
 from hf_pipetransformer.training.plan_only import PlanPrinted
@@ -186,8 +185,6 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         # The last class of this library before the user's trainer.
         needs_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, **known)
         args.places_model = needs_pipeline and args.world_size > 1
-        if needs_pipeline and model is not None:
-            keep_unpacked(model)
         num_stages = args.pipeline_size or 1
         if args.world_size > 1 and num_stages > 1:
             trainer_compat.check_loaders(type(self), num_stages)

@@ -36,6 +36,7 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_unsplittable
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of, main_input_of
 from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.startup.first_samples import first_batches, most_samples, probe_samples
 from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
 from hf_pipetransformer.startup.planner import StartUp
@@ -225,8 +226,9 @@ class Starter:
             ValueError: something does not work with a pipeline.
         """
         trainer, topology, args = self.context.trainer, self.context.topology, self.context.args
+        prepare_quantized(trainer.model)
         if topology.rank == 0:
-            size = sum(each.numel() for each in trainer.model.parameters())
+            size = sum(map(num_weights, trainer.model.parameters()))
             announce(f"Inspecting the model ({type(trainer.model).__name__}, {size / 1e6:,.3g} million parameters)...")
         what = "Training" if is_training else "Evaluation"
         if isinstance(given, Request):

@@ -25,8 +25,15 @@ CASES: dict[str, dict[str, Any]] = {
     "first_stage": {"infinite": {2: "embeddings.patch_embeddings.projection.bias", 5: "classifier.bias"}},
     "unclipped": {"infinite": {3: "classifier.bias"}, "options": {"max_grad_norm": 0.0}},
     "clipped": {"options": {"max_grad_norm": 0.05}},
+    "elastic": {
+        "infinite": {3: "classifier.bias"},
+        "pipeline": {"freeze_policy": "fixed", "freeze_at": "2:1,5:3", "elastic": True},
+    },
 }
-"""Options of `GradScaler` and of both trainers, and steps at which the gradient of one parameter is infinite."""
+"""Options of `GradScaler`, of both trainers and of pipelines, and steps at which a parameter's gradient is infinite.
+
+Where layers freeze, which plain Trainer does not do, one stage on one process is compared with.
+"""
 
 
 class Notes(TrainerCallback):
@@ -89,13 +96,15 @@ def train(
     data = {"train_dataset": make_dataset(MODEL, 32), "data_collator": collate, "callbacks": [notes]}
     model = build_model(MODEL, seed=5)
     trainer: Any
-    if is_plain:
+    if is_plain and "pipeline" not in own:
         trainer = Trainer(model, TrainingArguments(**common), **data)
     else:
+        common |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE}
         options = {
             "pipeline_parallel_size": num_stages,
             "pipeline_parallel_num_microbatches": parts * num_stages // WORLD_SIZE,
             "freeze_policy": "none", "activation_cache": "off", "pipeline_gather_at_end": "always",
+            **own.get("pipeline", {}),
         }  # fmt: skip
         trainer = PipeTransformerTrainer(model, PipeTransformerArguments(**common | options | changes), **data)
     trainer.model_accepts_loss_kwargs = False
@@ -103,7 +112,9 @@ def train(
     use_fp16(trainer, **SCALING | own.get("scaling", {}))
     trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{SAVED_AT}") if resumes else None)
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    seen = {"scales": notes.scales, "learning_rates": notes.learning_rates}
+    layout = getattr(trainer, "layout", None)
+    last = None if layout is None else [layout.pipeline_size, layout.num_frozen_layers]
+    seen = {"last": last, "scales": notes.scales, "learning_rates": notes.learning_rates}
     return {key: [step[key] for step in steps] for key in ("loss", "grad_norm")} | seen, {
         name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()
     }

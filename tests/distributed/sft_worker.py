@@ -7,7 +7,7 @@ from typing import Any
 
 from trl import SFTTrainer
 
-from hf_pipetransformer.splitters.quantized import keep_unpacked
+from hf_pipetransformer.splitters.quantized import prepare_quantized
 from tests.adapted import QUANTIZED, base_of, lora
 from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.sft import SFTPipelineTrainer, logged, make_sft_trainer
@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 def quantized(family: str) -> Any:
     """A model that SFTTrainer, which knows nothing of stages, evaluates with the same products of matrices."""
     model = base_of(family)
-    keep_unpacked(model)
+    prepare_quantized(model)
     return model
 
 

@@ -67,6 +67,11 @@ def test_two_stages_scale_and_skip_as_plain_trainer(case: str, on_two: Path) -> 
     assert_equal(on_two, case, f"{case}-2x1", 2)
 
 
+def test_the_scale_outlives_a_change_of_the_layout(on_two: Path) -> None:
+    """The case compares nothing otherwise: it ends on one stage, with three layers frozen."""
+    assert [rank["last"] for rank in read_notes(on_two, "elastic-2x1", 2, "")] == [[1, 3]] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [4, 2])
 @pytest.mark.parametrize("case", CASES)

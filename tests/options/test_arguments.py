@@ -381,3 +381,23 @@ def test_rows_that_trl_packs_across_samples_are_taken(tmp_path: pathlib.Path) ->
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True)
     args.packing, args.packing_strategy, args.padding_free = True, "wrapped", False
     check_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("bf16", (True, False)), ("fp16", (False, True)), ("no", (False, False))]
+)
+def test_the_precision_of_the_launcher_is_that_of_the_options(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, precision: str, expected: tuple[bool, bool]
+) -> None:
+    """Records of other precisions, memory and refusals follow from the options."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    common: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    args = PipeTransformerArguments(**common)
+    assert (args.bf16, args.fp16) == expected
+    taken = with_pipeline_options(TrainingArguments(**common))
+    assert (taken.bf16, taken.fp16) == expected
+    own = PipeTransformerArguments(**common, bf16=True)
+    assert (own.bf16, own.fp16) == (True, False)
+    if precision == "fp16":
+        with pytest.raises(ValueError, match="fp16=True with pipeline_schedule='async_1f1b'"):
+            PipeTransformerArguments(**common, pipeline_schedule="async_1f1b")

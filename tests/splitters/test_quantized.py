@@ -12,7 +12,7 @@ import torch
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.splitters.adapters import why_unsplittable
-from hf_pipetransformer.splitters.quantized import keep_unpacked, named_scales, num_bytes, why_not_moved
+from hf_pipetransformer.splitters.quantized import is_packed, named_scales, num_bytes, prepare_quantized, why_not_moved
 from tests.adapted import adapted, base_of, data_of
 from tests.cache.test_cache_run import Known, cache_events
 from tests.splitters.test_adapters import arguments
@@ -42,7 +42,7 @@ def test_a_weight_takes_half_a_byte_and_its_scales(family: str, scales: int) -> 
 @pytest.mark.parametrize("family", ["llama-nf4", "llama-fp4"])
 def test_weights_that_were_released_compute_the_same_once_they_are_filled(family: str) -> None:
     model = base_of(family)
-    keep_unpacked(model)
+    prepare_quantized(model)
     expected, store = logits(model), ParameterStore(model)
     bytes_of = {name: p.detach().clone() for name, p in store.named().items() if "layers" in name}
     store.release(keep=set(store.named()) - set(bytes_of))
@@ -60,10 +60,40 @@ def test_bytes_packed_for_inference_are_unpacked_and_stay_so() -> None:
     before = model.get_parameter(NAME).detach().clone()
     logits(model)
     assert model.get_parameter(NAME).shape != before.shape
-    keep_unpacked(model)
+    prepare_quantized(model)
     assert torch.equal(model.get_parameter(NAME), before)
     logits(model)
     assert torch.equal(model.get_parameter(NAME), before)
+
+
+def test_forwards_leave_biases_as_they_are() -> None:
+    """Otherwise ranks that have run a layer hold its bias in another dtype than those that have not."""
+    model = base_of("qwen2-nf4")
+    prepare_quantized(model)
+    bias = model.get_parameter("model.layers.1.self_attn.q_proj.bias")
+    address = bias.data_ptr()
+    assert bias.dtype is torch.bfloat16 and bias.any()
+    logits(model)
+    assert bias.data_ptr() == address
+
+
+def losses(folder: Path, family: str, is_given: bool = True) -> list[float]:
+    """Train on two micro-batches; the model is given, or made by the trainer."""
+    given = {"model": adapted(family, "lora")} if is_given else {"model_init": lambda: adapted(family, "lora")}
+    args = arguments(folder, pipeline_parallel_num_microbatches=2)
+    trainer = PipeTransformerTrainer(args=args, **given, **data_of(family))
+    trainer.train()
+    assert not any(p.quant_state.shape[0] == p.shape[0] for p in trainer.model.parameters() if is_packed(p))
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_model_that_the_trainer_makes_is_not_packed_either(tmp_path: Path) -> None:
+    """Packed bytes have no gradients."""
+    assert losses(tmp_path / "made", "llama-nf4", is_given=False) == losses(tmp_path / "given", "llama-nf4")
+
+
+def test_bytes_may_be_stored_as_another_dtype(tmp_path: Path) -> None:
+    assert losses(tmp_path / "bfloat16", "llama-stored") == losses(tmp_path / "uint8", "llama-fp4")
 
 
 @pytest.mark.parametrize(
