@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[str, str, int, str]] = {
     "minilm-sst2": (
         "run_glue.py",
         f"--model_name_or_path {MINILM} --task_name sst2 --train_file {{data}}/sst2_train.parquet "
-        "--validation_file {data}/sst2_dev.parquet --max_train_samples 6000 "
+        "--validation_file {data}/sst2_dev.parquet --max_train_samples 3000 "
         "--max_seq_length 64 --num_train_epochs 3 --learning_rate 1e-4 --per_device_eval_batch_size 50",
         32,
         "--pipeline_parallel_size 2 --freeze_policy gradient_norm --activation_cache on",
@@ -53,7 +53,7 @@ RUNS: dict[str, tuple[str, str, int, str]] = {
     "smollm2-lora": (
         "run_sft.py",
         f"--model_name_or_path {SMOLLM2} --train_file {PASSAGES}/squad_passages_train.parquet "
-        f"--validation_file {PASSAGES}/squad_passages_dev.parquet --max_train_samples 160 --max_eval_samples 40 "
+        f"--validation_file {PASSAGES}/squad_passages_dev.parquet --max_train_samples 64 --max_eval_samples 16 "
         "--max_length 64 --use_peft true --lora_r 8 --lora_target_modules q_proj v_proj --bf16 false "
         "--gradient_checkpointing false --num_train_epochs 3 --learning_rate 1e-3 --per_device_eval_batch_size 4",
         8,
@@ -62,11 +62,11 @@ RUNS: dict[str, tuple[str, str, int, str]] = {
     "minilm-squad": (
         "run_qa.py",
         f"--model_name_or_path {MINILM} --train_file {{data}}/squad_v1_train_partial.parquet "
-        "--validation_file {data}/squad_v1_dev.parquet --max_train_samples 3000 --max_eval_samples 400 "
+        "--validation_file {data}/squad_v1_dev.parquet --max_train_samples 1500 --max_eval_samples 200 "
         "--max_seq_length 128 --doc_stride 32 --num_train_epochs 3 --learning_rate 2e-4 "
         "--per_device_eval_batch_size 25",
         20,
-        "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 100:2,200:3 --activation_cache on",
+        "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 50:2,100:3 --activation_cache on",
     ),
 }
 

@@ -30,7 +30,7 @@ IN_EVERY_ENTRY = {"epoch", "step", "num_input_tokens_seen"}
 LAYOUT_SCALARS = {
     *("pipeline_stages", "pipeline_chunks", "pipeline_replicas", "pipeline_microbatches"),
     *("frozen_layers", "cached_layers", "cache_hit_rate"),
-    *("samples_per_second", "memory_gb", "bubble_share"),
+    *("samples_per_second", "tokens_per_second", "memory_gb", "bubble_share"),
 }
 """What the pipeline logs of its own."""
 

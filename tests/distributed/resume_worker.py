@@ -297,7 +297,8 @@ def end_of(trainer: PipeTransformerTrainer, record: Record) -> dict[str, Any]:
         {
             key: value
             for key, value in entry.items()
-            if not key.startswith(("pipeline_", "frozen_", "cached_", "eval_", "samples_", "memory_", "bubble_"))
+            if not key.startswith(("pipeline_", "frozen_", "cached_", "eval_"))
+            and not key.startswith(("samples_", "tokens_", "memory_", "bubble_"))  # As long as it took.
         }
         for entry in trainer.state.log_history
         if "loss" in entry

@@ -36,6 +36,8 @@ def run(folder: Path, end: str, before: str = "", **environment: str) -> tuple[i
     process = subprocess.run(
         [sys.executable, "-c", BEGIN + before + INSTALL + end, str(folder)],
         env={**{k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}, **environment},
+        # A shell without job control starts its background with SIGINT ignored, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         start_new_session=True, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     return process.returncode, [line for line in process.stderr.splitlines() if line]

@@ -171,7 +171,8 @@ def test_a_loader_without_a_batch() -> None:
 
 
 def test_a_loader_of_no_data_set() -> None:
-    starter = SimpleNamespace(context=SimpleNamespace(trainer=None, topology=None, args=None))
+    trainer, topology = SimpleNamespace(model=nn.Linear(1, 1)), SimpleNamespace(rank=0)
+    starter = SimpleNamespace(context=SimpleNamespace(trainer=trainer, topology=topology, args=None))
     request = Request(None, "Training", 4)
     with pytest.raises(ValueError, match="Training needs a data set: pass train_dataset"):
         Starter.inspect(cast(Any, starter), request, is_training=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -133,11 +134,13 @@ def test_what_plain_trainer_does_differently() -> None:
 
 
 def test_a_fault_that_cannot_be_written_down(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="hf_pipetransformer")
+
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("planted")
 
     context = SimpleNamespace(_is_recorded=False, journal=SimpleNamespace(write=fail, tried={}))
-    CollectiveTimeouts._record(cast(Any, context), "cause")
+    CollectiveTimeouts._record(cast(Any, context), "cause", "")
     assert "The events file cannot take the fault 'cause'" in caplog.text
 
 

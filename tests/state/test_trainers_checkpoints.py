@@ -91,7 +91,7 @@ def test_log_entries_have_trainers_keys_until_something_is_frozen(tmp_path: Path
     expected = [set(entry) for entry in plain.state.log_history]
     assert [set(entry) for entry in entries[:4]] == expected[:4]
     # Trainer has no such layout: throughput, memory and bubble are logged with it.
-    added = {"samples_per_second", "memory_gb", "bubble_share"}
+    added = {"samples_per_second", "tokens_per_second", "memory_gb", "bubble_share"}
     assert [set(entry) - added for entry in entries[5:]] == expected[4:]
     assert all({"samples_per_second", "memory_gb"} <= set(entry) for entry in entries[5:] if "loss" in entry)
 
