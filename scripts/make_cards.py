@@ -36,37 +36,37 @@ RUNS: dict[str, tuple[str, str, int, str]] = {
     "minilm-sst2": (
         "run_glue.py",
         f"--model_name_or_path {MINILM} --task_name sst2 --train_file {{data}}/sst2_train.parquet "
-        "--validation_file {data}/sst2_dev.parquet --max_train_samples 3000 "
-        "--max_seq_length 64 --num_train_epochs 3 --learning_rate 1e-4 --per_device_eval_batch_size 50",
-        32,
+        "--validation_file {data}/sst2_dev.parquet --max_train_samples 1000 --max_eval_samples 400 "
+        "--max_seq_length 64 --num_train_epochs 4 --learning_rate 1e-4 --per_device_eval_batch_size 50",
+        20,
         "--pipeline_parallel_size 2 --freeze_policy gradient_norm --activation_cache on",
     ),
     "vit-cifar10": (
         "run_image_classification.py",
         "--model_name_or_path {models}/vit-12x192-patch4-32px --ignore_mismatched_sizes "
         "--train_file {data}/cifar10_train_20000.parquet --validation_file {data}/cifar10_test_4000.parquet "
-        "--max_train_samples 2000 --max_eval_samples 1000 --image_mean 0.48 0.448 0.398 --image_std 0.277 0.269 0.282 "
-        "--num_train_epochs 6 --learning_rate 3e-4 --per_device_eval_batch_size 50",
-        40,
-        "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 50:4,100:8 --activation_cache on",
+        "--max_train_samples 500 --max_eval_samples 300 --image_mean 0.48 0.448 0.398 --image_std 0.277 0.269 0.282 "
+        "--num_train_epochs 3 --learning_rate 3e-4 --per_device_eval_batch_size 50",
+        20,
+        "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 25:4,50:6 --activation_cache on",
     ),
     "smollm2-lora": (
         "run_sft.py",
         f"--model_name_or_path {SMOLLM2} --train_file {PASSAGES}/squad_passages_train.parquet "
-        f"--validation_file {PASSAGES}/squad_passages_dev.parquet --max_train_samples 64 --max_eval_samples 16 "
+        f"--validation_file {PASSAGES}/squad_passages_dev.parquet --max_train_samples 24 --max_eval_samples 8 "
         "--max_length 64 --use_peft true --lora_r 8 --lora_target_modules q_proj v_proj --bf16 false "
         "--gradient_checkpointing false --num_train_epochs 3 --learning_rate 1e-3 --per_device_eval_batch_size 4",
-        8,
+        4,
         "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 0:20 --activation_cache on",
     ),
     "minilm-squad": (
         "run_qa.py",
         f"--model_name_or_path {MINILM} --train_file {{data}}/squad_v1_train_partial.parquet "
-        "--validation_file {data}/squad_v1_dev.parquet --max_train_samples 1500 --max_eval_samples 200 "
+        "--validation_file {data}/squad_v1_dev.parquet --max_train_samples 400 --max_eval_samples 100 "
         "--max_seq_length 128 --doc_stride 32 --num_train_epochs 3 --learning_rate 2e-4 "
         "--per_device_eval_batch_size 25",
         20,
-        "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 50:2,100:3 --activation_cache on",
+        "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 25:2,45:3 --activation_cache on",
     ),
 }
 
