@@ -59,15 +59,6 @@ RUNS: dict[str, tuple[str, str, int, str]] = {
         4,
         "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 0:20 --activation_cache on",
     ),
-    "minilm-squad": (
-        "run_qa.py",
-        f"--model_name_or_path {MINILM} --train_file {{data}}/squad_v1_train_partial.parquet "
-        "--validation_file {data}/squad_v1_dev.parquet --max_train_samples 400 --max_eval_samples 100 "
-        "--max_seq_length 128 --doc_stride 32 --num_train_epochs 3 --learning_rate 2e-4 "
-        "--per_device_eval_batch_size 25",
-        20,
-        "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 25:2,45:3 --activation_cache on",
-    ),
 }
 
 
