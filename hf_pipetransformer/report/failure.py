@@ -171,7 +171,7 @@ def traceback_of(error: BaseException) -> str:
 
 @dataclass
 class LastWords:
-    """What this process knows for its last message; made once."""
+    """Facts of this process for its last message; made once."""
 
     previous: Callable[[type[BaseException], BaseException, TracebackType | None], Any]
     output_dir: str | None = None
