@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,7 +61,9 @@ class CollectiveTimeouts:
         self.rest_seconds = rest_seconds
         self.is_resting = True
         self._board = FaultBoard(topology.rank, topology.world_size, self._record, topology.abort)
-        failure.ask_with(self._board.find_lost)
+        # The process outlives this run, whose model the board leads to.
+        asking = weakref.WeakMethod(self._board.find_lost)
+        failure.ask_with(lambda: find() if (find := asking()) else None)
         self._depth = 0
         self._is_recorded = False
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import gc
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,15 @@ def test_an_optimizer_of_ours_is_made_anew_for_each_training(tmp_path: Path) -> 
     first = trainer.optimizer
     trainer.train()
     assert trainer.optimizer is not first
+
+
+def test_a_trainer_of_the_past_takes_no_memory(tmp_path: Path) -> None:
+    options = {"freeze_policy": "fixed", "freeze_at": "0:1", "activation_cache": "off"}
+    trainer = train(PipeTransformerTrainer, PipeTransformerArguments, tmp_path, **options)
+    ended = weakref.ref(trainer), weakref.ref(trainer.model)
+    del trainer
+    gc.collect()
+    assert ended[0]() is None and ended[1]() is None
 
 
 def test_what_a_script_says_of_the_loss_stays(tmp_path: Path) -> None:
