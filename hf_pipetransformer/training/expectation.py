@@ -39,20 +39,20 @@ def optimizer_seconds(trainer: Trainer, parameters: Iterable[nn.Parameter]) -> f
     for make in (_alike, _adamw):
         # A user's optimizer may raise anything, and the device may be out of memory; neither should end the run.
         with suppress(Exception):
-            copies = _copies(given)
+            copies = _copies(given, trainer.args.device)
             return _seconds(make(trainer, copies), copies, trainer.args.max_grad_norm) if copies else 0.0
     logger.warning("The optimizer step could not be timed; the predicted training time leaves it out.")
     return 0.0
 
 
-def _copies(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def _copies(parameters: Iterable[nn.Parameter], device: torch.device) -> list[nn.Parameter]:
     copies, left = [], MOST_ELEMENTS
     for parameter in parameters:
         if left and parameter.numel():
             rows = parameter.detach()
             per_row = max(1, parameter.numel() // len(rows)) if rows.dim() else 1
             rows = rows[: max(1, left // per_row)] if rows.dim() else rows
-            copies.append(nn.Parameter(rows.clone()))
+            copies.append(nn.Parameter(rows.to(device, copy=True)))
             left = max(0, left - rows.numel())
     return copies
 

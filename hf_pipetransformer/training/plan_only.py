@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
-
-import torch
 
 from hf_pipetransformer.cache.folder import safe_max_bytes
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
@@ -88,9 +85,10 @@ def _plan(starter: Starter, start_up: StartUp, batches: FirstBatches, length: tu
         measured += ["the cache's disk"] if storage.why_off is None else []
     assumed = (f"{COMMUNICATOR_BYTES / 1e9:g} GB for each communicator",) if machine.communicator_bytes else ()
     course = Course(*length, num_samples, freezing, storage, note, tuple(measured), assumed)
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     overheads = replace(
         plans.costs.overheads,
-        optimizer_per_parameter=optimizer_seconds(trainer, _trained(trainer.model, args.device)),
+        optimizer_per_parameter=optimizer_seconds(trainer, trained),
         per_step=args.train_samples_per_device * args.gradient_accumulation_steps * reading,
     )
     planner = replace(plans, costs=replace(plans.costs, overheads=overheads))
@@ -116,10 +114,3 @@ def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputRep
     allowed = safe_max_bytes(base) if limit is None else limit * 1e9
     seconds = 0.0 if args.dataloader_num_workers else report.seconds_per_sample
     return Storage(record.record_bytes(length), allowed, speed.read, speed.write, seconds, why)
-
-
-def _trained(model: Any, device: torch.device) -> Sequence[torch.nn.Parameter]:
-    """Return a few trained parameters on a device, the largest last."""
-    given = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.numel())
-    few = given[len(given) // 2 :][:16]
-    return [torch.nn.Parameter(parameter.detach().to(device)) for parameter in few]

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
+from hf_pipetransformer.training import expectation, starting
 from hf_pipetransformer.training import setup as beginning
-from hf_pipetransformer.training import starting
 from hf_pipetransformer.training.expectation import Measured, in_words
 from tests.models import build_model, collate, make_dataset
 from tests.planning.test_forecast import costs_of
@@ -70,6 +71,22 @@ def test_of_a_policy_that_is_not_certain_the_least_time_is_said(
     assert event["seconds"] < event["full_seconds"]
     assert "Predicted training time: at least " in caplog.text
     assert "training everything for fewer epochs." in caplog.text
+
+
+def test_a_plan_times_the_optimizer_on_what_a_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on small tensors alone, whose elements cost many times as much."""
+    timed: list[int] = []
+
+    def seconds(_optimizer: Any, copies: list[nn.Parameter], _max_norm: Any) -> float:
+        timed.append(sum(copy.numel() for copy in copies))
+        return 1e-9
+
+    monkeypatch.setattr(expectation, "_seconds", seconds)
+    trainer_of(tmp_path, freeze_at="1:2", save_strategy="no").train()
+    planned = trainer_of(tmp_path, freeze_at="1:2", plan_only=True)
+    with pytest.raises(SystemExit):
+        planned.train()
+    assert timed == [sum(parameter.numel() for parameter in planned.model.parameters())] * 2
 
 
 def test_where_nothing_can_freeze_or_layers_unfreeze_nothing_is_said(tmp_path: Path) -> None:
