@@ -259,8 +259,8 @@ class TrainingCache:
 def begin_cache(context: Context, pipeline: Pipeline, loader: Any, steps_per_epoch: int) -> TrainingCache | None:
     """Check if activations can be cached and set up the cache; None if not. Collective: call on every rank.
 
-    Over several nodes the samples are assigned to nodes even if pipelines span them, and may do so to the end: the order
-    of samples must not depend on K.
+    Over several nodes the samples are assigned to nodes even if pipelines span them, and may do so to the end: their
+    order must not depend on K.
 
     Raises:
         ValueError: the user asked for a cache in a folder that cannot contain one, or while pipelines span nodes.

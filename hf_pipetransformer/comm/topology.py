@@ -36,8 +36,8 @@ class PipelineGroups:
     Replica groups are None with one replica, pipeline groups are None with K = 1. `*_control` groups use gloo, the
     others the training backend. `links` maps `(stage, direction)`, direction "forward" or "backward", to the group of
     the two ranks that own `stage` and `stage + 1`; no entry if this rank owns both or neither. All links from one rank
-    to another share a group. `batch_source` and `batch_peers` are the ranks from and to which this rank passes what the
-    first rank of the pipeline reads, see `relay`.
+    to another share a group. What the first rank of the pipeline reads comes from `batch_source` and is passed on to
+    `batch_peers`, see `relay`.
     """
 
     pipeline_size: int
@@ -398,11 +398,13 @@ def why_no_spanning(hosts: Sequence[str], local_sizes: Sequence[int | None]) -> 
         )
     if {length} in ({len(node) for node in nodes}, set(local_sizes)):
         return None
-    return f"A pipeline spans equal nodes only, found nodes of {', '.join(str(len(node)) for node in nodes)} processes."
+    return (
+        f"A pipeline spans equal nodes only, found nodes of {', '.join(str(len(node)) for node in nodes)} processes."
+    )
 
 
 def relay(position: int, pipeline_size: int, node_size: int) -> tuple[int | None, list[int]]:
-    """Return from where a position of a pipeline gets what the first one reads, None for the first, and to whom it goes.
+    """Return from where a position of a pipeline gets what the first one reads, None there, and where it passes it on.
 
     It travels once to each node: from the first position to the first of every node, and from there to the others.
     """

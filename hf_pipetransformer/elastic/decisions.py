@@ -202,7 +202,9 @@ class Decisions:
         decision = self.cache.decide(*self._cache_inputs(num_frozen, layout, step))
         return decision.level if decision.use else 0, decision.fresh_share
 
-    def _cache_inputs(self, num_frozen: int, layout: Layout, step: int) -> tuple[list[float], int, int, int, int, float]:
+    def _cache_inputs(
+        self, num_frozen: int, layout: Layout, step: int
+    ) -> tuple[list[float], int, int, int, int, float]:
         """Return the arguments of `CachePlanner.decide`."""
         until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
         prefix, active = self._prefix_seconds(num_frozen), self._active_seconds(num_frozen)

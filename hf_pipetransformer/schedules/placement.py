@@ -48,9 +48,9 @@ def block_of(block: int) -> int:
 def pipeline_sizes(most: int, node_size: int) -> list[int]:
     """Return the K, ranks of a pipeline, that `most` ranks on nodes of `node_size` ranks allow, in increasing order.
 
-    K divides `most`, so that no rank stays idle, and it divides the ranks of a node or is a whole number of nodes, so
-    that every pipeline begins and ends with a node or a whole part of one. Two nodes of 4 ranks: 1, 2, 4, 8. A run that
-    began with K ranks reaches `pipeline_sizes(K, node_size)`.
+    K divides `most`, so that no rank stays idle. It also divides the ranks of a node or takes whole nodes, so that no
+    pipeline ends amid a node where another one begins. Two nodes of 4 ranks: 1, 2, 4, 8. A run that began with K ranks
+    reaches `pipeline_sizes(K, node_size)`.
     """
     return [k for k in range(1, most + 1) if most % k == 0 and (node_size % k == 0 or k % node_size == 0)]
 

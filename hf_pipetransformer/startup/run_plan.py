@@ -132,8 +132,8 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) 
     samples, sizes = args.train_samples_per_device, list(filter(planner.num_chunks, planner.topology.pipeline_sizes))
     if args.pipeline_size is not None and args.pipeline_size not in sizes:
         raise ValueError(
-            f"pipeline_parallel_size={args.pipeline_size} cannot be planned: the nodes and the places to cut the model "
-            f"allow {sizes}."
+            f"pipeline_parallel_size={args.pipeline_size} cannot be planned: the nodes, and the places where the "
+            f"model may be cut, allow {sizes}."
         )
     options = tuple(make_option(planner, planner.plan(k, samples, frozen), machine) for k in sizes)
     # As a run chooses: the shortest pipeline that fits.

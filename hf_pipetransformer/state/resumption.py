@@ -157,7 +157,7 @@ class Resumption:
         return planned if self.is_elsewhere else layout
 
     def _is_still_asked_for(self, layout: Layout, plans: RunPlanner, world_size: int) -> bool:
-        """Return True if the saved layout still fits: same number of processes, same options, its nodes, its memory."""
+        """Return True if the saved layout still fits: same processes, same options, its nodes, its memory."""
         before, now = self.state.arguments, self.description.identity.arguments
         spans_nodes = layout.pipeline_size > plans.topology.local_world_size
         return (
@@ -328,8 +328,8 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
             )
         if layout.pipeline_size not in topology.pipeline_sizes:
             raise ValueError(
-                f"layout_plan={path!r} holds at step {step} pipelines of {layout.pipeline_size} ranks, and these nodes "
-                f"allow {topology.pipeline_sizes}. Replay it on nodes of as many processes."
+                f"layout_plan={path!r} holds at step {step} pipelines of {layout.pipeline_size} ranks, and these "
+                f"nodes allow {topology.pipeline_sizes}. Replay it on nodes of as many processes."
             )
         if layout.pipeline_size > topology.local_world_size:
             layouts[step] = replace(layout, cache_level=0, fresh_share=0.0)  # No store serves several nodes.

@@ -49,7 +49,12 @@ class OfTwoNodes(Topology):
     [
         ("aabb", [1, 2, 4], 3, "does not fit the nodes, 2 of 4 processes each: .*Choose one of .1, 2, 4."),
         ("abab", [1], 2, "not in a row"),
-        ("aaaabb", [1, 2], 6, "A pipeline spans equal nodes only, found nodes of 4, 2 processes. Choose one of .1, 2."),
+        (
+            "aaaabb",
+            [1, 2],
+            6,
+            "A pipeline spans equal nodes only, found nodes of 4, 2 processes. Choose one of .1, 2.",
+        ),
         ("aaabbb", [1, 3, 6], 2, "does not fit the nodes"),
     ],
 )

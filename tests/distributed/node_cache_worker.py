@@ -310,8 +310,8 @@ def unequal_nodes(act: Act) -> None:
 # ---- pipelines over several nodes
 
 SHRINKING: dict[str, Any] = {
-    "elastic": True, "pipeline_compression": "memory", "freeze_at": f"2:1,{SHRINKS_AT}:2", "num_train_epochs": EPOCHS + 1,
-    "activation_cache": "auto",
+    "elastic": True, "pipeline_compression": "memory", "freeze_at": f"2:1,{SHRINKS_AT}:2",
+    "num_train_epochs": EPOCHS + 1, "activation_cache": "auto",
 }  # fmt: skip
 
 

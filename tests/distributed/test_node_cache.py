@@ -208,7 +208,10 @@ def test_rows_stay_on_their_node_when_pipelines_become_shorter(tmp_path: Path) -
 def assert_trains_as_trainer(outcome: Outcome, run: str) -> None:
     """Law 1: each step, and the weights after the last one."""
     plain = json.loads((outcome.path.parent / "plain.rank0.json").read_text())
-    for found, expected in ((outcome.of(run, "losses"), plain["loss"]), (outcome.of(run, "grad_norms"), plain["grad_norm"])):
+    for found, expected in (
+        (outcome.of(run, "losses"), plain["loss"]),
+        (outcome.of(run, "grad_norms"), plain["grad_norm"]),
+    ):
         pairs = list(zip(found, expected, strict=True))
         assert len(pairs) == EPOCHS * STEPS_PER_EPOCH
         assert [pair for pair in pairs if not relative_difference(*pair) <= TOLERANCE] == [], run
@@ -221,7 +224,7 @@ def test_a_pipeline_over_two_nodes_trains_as_trainer_and_stores_once_it_fits_one
     outcome = outcome_of(tmp_path, "longer_than_a_node", 4)
     # K over both nodes stores nothing and says why; then each node reads what it stored itself.
     lengths = outcome.of("with", "lengths")
-    assert lengths[: SHRINKS_AT] == [4] * SHRINKS_AT and set(lengths[SHRINKS_AT:]) <= {1, 2}
+    assert lengths[:SHRINKS_AT] == [4] * SHRINKS_AT and set(lengths[SHRINKS_AT:]) <= {1, 2}
     (off,) = outcome.events("with", "off")
     assert off["reason"].startswith("each pipeline spans nodes (K=4 on nodes of 2 processes)")
     (warned,) = [text for text in outcome.of("with", "warnings") if "cache" in text]

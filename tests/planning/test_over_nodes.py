@@ -47,9 +47,7 @@ def test_no_pipeline_begins_or_ends_inside_a_node_that_it_spans(node_size: int, 
     sizes = pipeline_sizes(world_size, node_size)
     assert sizes[0] == 1 and sizes[-1] == world_size and node_size in sizes
     for size in sizes:
-        nodes = [
-            {rank // node_size for rank in range(first, first + size)} for first in range(0, world_size, size)
-        ]
+        nodes = [{rank // node_size for rank in range(first, first + size)} for first in range(0, world_size, size)]
         assert all(len(own) == max(1, size // node_size) for own in nodes)
         # A run goes on to such lengths only.
         assert set(pipeline_sizes(size, node_size)) <= set(sizes)
@@ -76,7 +74,9 @@ def test_a_message_costs_what_its_boundary_does() -> None:
     assert NODES.hops(FOUR, FLAT, 2) == (1.0, 13.0, 1.0)
     assert NODES.hops(FOUR, replace(FLAT, boundary_bytes=()), 2) == (1.0, 3.0, 1.0)
     # On one node, and each on a node of its own.
-    assert replace(NODES, node_size=4).hops(FOUR, FLAT, 1) == replace(NODES, node_size=0).hops(FOUR, FLAT, 1) == (1,) * 3
+    assert (
+        replace(NODES, node_size=4).hops(FOUR, FLAT, 1) == replace(NODES, node_size=0).hops(FOUR, FLAT, 1) == (1,) * 3
+    )
     assert replace(NODES, node_size=1).hops(FOUR, FLAT, 1) == (8.0,) * 3
     assert NODES.slowest_hop(FOUR, FLAT, 4) == 13.0
     assert NODES.slowest_hop(replace(FOUR, num_stages=1, boundaries=(0, 8)), FLAT, 2) == 0.0
