@@ -60,7 +60,7 @@ class NodeOrder:
         return [-(-num_samples * first // num_devices) for first in accumulate(self.devices, initial=0)]
 
     def part(self, num_samples: int, replica: int, num_replicas: int) -> slice:
-        """Apply `replica_slice` inside the part of the replica's node; one over several nodes has all of their parts."""
+        """Apply `replica_slice` inside the part of the replica's node; a replica over several has all their parts."""
         size, rank = sum(self.devices) // num_replicas, replica * sum(self.devices) // num_replicas
         firsts, bounds = list(accumulate(self.devices, initial=0)), self.bounds(num_samples)
         node, last = (bisect_right(firsts, each) - 1 for each in (rank, rank + size - 1))

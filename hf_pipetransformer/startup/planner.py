@@ -295,7 +295,7 @@ class RunPlanner:
         pace = (
             self._asynchrony(layout) if layout.abilities.overlaps_steps else self._bubble(layout) + self._rule(layout)
         )
-        pace += self._slices(layout, samples)
+        pace += self._slices(layout, samples) + self._over_nodes(layout, samples)
         if self.args.schedule.abilities.overlaps_steps and not layout.abilities.overlaps_steps:
             pace += f" One stage waits for nobody: {layout.schedule} and its options change nothing."
         return {
@@ -330,6 +330,17 @@ class RunPlanner:
         timeline = simulate_equal(find_schedule(layout.schedule), layout.places, m, num_token_slices=slices)
         parts = counted(m, "micro-batch", "micro-batches") + ("" if slices == 1 else f" of {slices} token slices")
         return f" With {parts} the {k} devices are busy at most {1 - timeline.bubble:.0%} of the time."
+
+    def _over_nodes(self, layout: Layout, samples: int) -> str:
+        """Return a sentence on the messages of a pipeline that spans nodes; empty for others."""
+        overheads = self.costs.overheads
+        if not overheads.spans_nodes(layout.pipeline_size):
+            return ""
+        far = overheads.slowest_hop(layout, self.costs.blocks, samples)
+        return (
+            f" Each pipeline spans {layout.pipeline_size // overheads.node_size} nodes: a message takes up to "
+            f"{far * 1e3:.3g} ms between them, {overheads.hop * 1e3:.3g} ms inside one."
+        )
 
     def _slices(self, layout: Layout, samples: int) -> str:
         costs, is_free = self.costs.blocks.slices, self.args.num_microbatches is None

@@ -345,7 +345,8 @@ OFF: dict[str, Any] = {
 
 def every_length(act: Act) -> None:
     """Trainer's order, on whole nodes and on parts of one, under several schedules."""
-    for size, schedule in ((8, "1f1b"), (8, "gpipe"), (4, "1f1b"), (2, "1f1b"), (4, "interleaved_1f1b")):
+    shapes = ((8, "1f1b"), (8, "gpipe"), (4, "1f1b"), (2, "1f1b"), (2, "interleaved_1f1b"), (8, "async_1f1b"))
+    for size, schedule in shapes:
         act.run(f"{schedule}-{size}", **OFF, pipeline_parallel_size=size, pipeline_schedule=schedule)
 
 
