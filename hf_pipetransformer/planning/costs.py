@@ -186,8 +186,8 @@ class Overheads:
         return tuple(found)
 
     def slowest_hop(self, layout: Layout, costs: BlockCosts, samples_per_pipeline: int) -> float:
-        """Return the most seconds that a message of one micro-batch takes; 0 for a single stage."""
-        return max(self.hops(layout, costs, samples_per_pipeline / layout.num_microbatches), default=0.0)
+        """Return the most seconds that a message of one micro-batch takes."""
+        return max(self.hops(layout, costs, samples_per_pipeline / layout.num_microbatches), default=self.hop)
 
 
 @dataclass(frozen=True)

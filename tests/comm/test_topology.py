@@ -94,7 +94,7 @@ def test_what_the_first_rank_reads_travels_once_to_each_node(most: int, node_siz
         across = [(a, b) for a, b in messages if a // node_size != b // node_size]
         assert len(across) == max(1, size // node_size) - 1
         # Nobody waits for longer than two messages.
-        assert all(way[position][0] in (None, 0) for position, peers in way.items() if peers)
+        assert all(source in (None, 0) for source, peers in way.values() if peers)
 
 
 def test_one_process_for_several_stages_is_told_how_to_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
