@@ -310,7 +310,7 @@ def unequal_nodes(act: Act) -> None:
 # ---- pipelines over several nodes
 
 SHRINKING: dict[str, Any] = {
-    "elastic": True, "pipeline_compression": "memory", "freeze_at": f"2:1,{SHRINKS_AT}:2",
+    "elastic": True, "pipeline_compression": "memory", "freeze_at": f"2:1,{SHRINKS_AT}:3",
     "num_train_epochs": EPOCHS + 1, "activation_cache": "auto",
 }  # fmt: skip
 
@@ -338,8 +338,7 @@ def longer_than_a_node(act: Act) -> None:
 
 
 OFF: dict[str, Any] = {
-    "activation_cache": "off", "freeze_policy": "none", "freeze_at": None, "pipeline_weights": "double_buffer",
-    "pipeline_parallel_num_microbatches": 4,
+    "activation_cache": "off", "freeze_policy": "none", "freeze_at": None, "pipeline_parallel_num_microbatches": 4,
 }  # fmt: skip
 
 

@@ -225,13 +225,13 @@ def test_a_pipeline_over_two_nodes_trains_as_trainer_and_stores_once_it_fits_one
     outcome = outcome_of(tmp_path, "longer_than_a_node", 4)
     # K over both nodes stores nothing and says why; then each node reads what it stored itself.
     lengths = outcome.of("with", "lengths")
-    assert lengths[:SHRINKS_AT] == [4] * SHRINKS_AT and set(lengths[SHRINKS_AT:]) <= {1, 2}
+    assert lengths == [4] * SHRINKS_AT + [2] * (len(lengths) - SHRINKS_AT)
     (off,) = outcome.events("with", "off")
     assert off["reason"].startswith("each pipeline spans nodes (K=4 on nodes of 2 processes)")
     (warned,) = [text for text in outcome.of("with", "warnings") if "cache" in text]
     assert warned == f"The activation cache stays off: {off['reason']}"
     levels = [event["level"] for event in outcome.events("with", "decision")]
-    assert levels == [2]
+    assert levels == [3]
     # Stored in the rest of the second epoch and in the first half of the third.
     assert outcome.of("with", "hit_rates")[-1] == 1
     # Neither the order of the samples nor any number depends on K, or on what is stored.
