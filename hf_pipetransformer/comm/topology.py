@@ -170,11 +170,10 @@ class Topology:
                 f"pipeline_parallel_size={pipeline_size} takes {pipeline_size} processes or a multiple, and one "
                 f"was started. Start the script so: {LAUNCH_HINT.replace(' N ', f' {pipeline_size} ')}."
             )
-        why = "" if self.why_no_spanning is None else f"{self.why_no_spanning} "
+        more = self.why_no_spanning or "Pipelines over several nodes take whole ones and leave no rank idle."
         raise ValueError(
-            f"pipeline_parallel_size={pipeline_size} does not fit the nodes, {self.local_world_size} of "
-            f"{self.world_size} processes each: expected a divisor of a node's processes, or the processes of whole "
-            f"nodes that leave no rank idle. {why}Choose one of {self.pipeline_sizes}, or start another number of "
+            f"pipeline_parallel_size={pipeline_size} does not divide the {self.local_world_size} processes of a node "
+            f"(world size {self.world_size}). {more} Choose one of {self.pipeline_sizes}, or start another number of "
             f"processes: {LAUNCH_HINT}."
         )
 

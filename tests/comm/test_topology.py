@@ -47,7 +47,12 @@ class OfTwoNodes(Topology):
 @pytest.mark.parametrize(
     ("hosts", "allowed", "refused", "text"),
     [
-        ("aabb", [1, 2, 4], 3, "does not fit the nodes, 2 of 4 processes each: .*Choose one of .1, 2, 4."),
+        (
+            "aabb",
+            [1, 2, 4],
+            3,
+            "does not divide the 2 processes of a node .* take whole ones .* Choose one of .1, 2, 4.",
+        ),
         ("abab", [1], 2, "not in a row"),
         (
             "aaaabb",
@@ -55,7 +60,7 @@ class OfTwoNodes(Topology):
             6,
             "A pipeline spans equal nodes only, found nodes of 4, 2 processes. Choose one of .1, 2.",
         ),
-        ("aaabbb", [1, 3, 6], 2, "does not fit the nodes"),
+        ("aaabbb", [1, 3, 6], 2, "does not divide the 3 processes of a node"),
     ],
 )
 def test_a_pipeline_takes_a_whole_part_of_a_node_or_whole_nodes(

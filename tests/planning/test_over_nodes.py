@@ -83,8 +83,8 @@ def test_a_message_costs_what_its_boundary_does() -> None:
 
 
 def test_a_step_over_two_nodes_worked_by_hand() -> None:
-    # All forwards go up, then all backwards come down, and each way crosses three boundaries. The second micro-batch is
-    # behind the first by a stage: forwards take 2, backwards 4, and 3 on the first stage.
+    # All forwards go up, then all backwards come down, and each way crosses three boundaries. The second micro-batch
+    # is behind the first by a stage: forwards take 2, backwards 4, and 3 on the first stage.
     up, down = 4 * 2 + (1 + 8 + 1) + 2, 3 * 4 + 3 + (1 + 8 + 1) + 4
     assert predict_step(FOUR, FLAT, NODES, 2).pipeline == up + down
     near = predict_step(FOUR, FLAT, replace(NODES, node_size=4), 2).pipeline

@@ -54,7 +54,7 @@ def test_an_answer_of_a_policy_that_is_no_number() -> None:
 @pytest.mark.parametrize(
     ("size", "hosts", "words"),
     [
-        (3, "aaaa", "pipeline_parallel_size=3 does not fit the nodes.* leave no rank idle. Choose one of .1, 2, 4"),
+        (3, "aaaa", "pipeline_parallel_size=3 does not divide the 4 .* leave no rank idle. Choose one of .1, 2, 4"),
         (4, "aabbaabb", "The ranks of a node are not in a row: let the launcher fill"),
         (4, "aab", "A pipeline spans equal nodes only, found nodes of 2, 1 processes."),
     ],
