@@ -115,7 +115,7 @@ class Topology:
         """Groups of two ranks for messages from the first to the second; None for those of other ranks."""
         self.limit_waits(timeout)
         hosts = self.gather([host_name(), local_world_size])
-        names = [host for host, _ in hosts]
+        self._hosts = names = [host for host, _ in hosts]
         told = [size for _, size in hosts]
         self.local_world_size = ranks_in_a_row(names, told)
         self.nodes = nodes_of(names)
@@ -134,9 +134,9 @@ class Topology:
     def spans_nodes(self) -> bool:
         return len(self.ranks_here) < self.world_size
 
-    def node_of(self, rank: int) -> int:
-        """Return the number of a rank's node in `nodes`."""
-        return next(number for number, node in enumerate(self.nodes) if rank in node)
+    def machine_of(self, rank: int) -> int:
+        """Return the lowest rank on the machine of `rank`, which stands for it."""
+        return self._hosts.index(self._hosts[rank])
 
     @property
     def pipeline_sizes(self) -> list[int]:

@@ -44,12 +44,12 @@ class Move:
 
 
 def plan_moves(
-    bundles: Sequence[Bundle], old: Layout, new: Layout, node_of: Callable[[int], int] = lambda _: 0
+    bundles: Sequence[Bundle], old: Layout, new: Layout, machine_of: Callable[[int], int] = lambda _: 0
 ) -> list[Move]:
     """Return all moves from the old layout to the new one, the same list on every rank. Pure.
 
     The optimizer state of an active bundle is kept at its first user. Ranks that lack a bundle are served round-robin
-    by the ranks that have it on their node, or by all that have it if none there has; `node_of` numbers the nodes.
+    by the ranks that have it on their machine, or by all that have it if none there has; `machine_of` names machines.
     """
     ranks = range(old.pipeline_size * old.num_replicas)
     moves: list[Move] = []
@@ -66,7 +66,7 @@ def plan_moves(
             needs_state = is_active and position == need[0]
             sources = with_state if needs_state else with_weights
             if rank not in sources:
-                near = [source for source in sources if node_of(source) == node_of(rank)]
+                near = [source for source in sources if machine_of(source) == machine_of(rank)]
                 serving = tuple(near or sources)
                 moves.append(Move(bundle, serving[num_served[serving] % len(serving)], rank, needs_state))
                 num_served[serving] += 1

@@ -77,8 +77,7 @@ def test_a_pipeline_takes_a_whole_part_of_a_node_or_whole_nodes(
     assert found.pipeline_sizes == allowed
     for size in allowed:
         found.check_pipeline_size(size)
-    nodes = [found.node_of(rank) for rank in range(len(hosts))]
-    assert all((nodes[a] == nodes[a + 1]) == (hosts[a] == hosts[a + 1]) for a in range(len(hosts) - 1))
+    assert [found.machine_of(rank) for rank in range(len(hosts))] == [hosts.index(host) for host in hosts]
 
 
 def test_launch_groups_on_one_machine_are_nodes_for_a_pipeline() -> None:

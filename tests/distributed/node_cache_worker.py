@@ -333,12 +333,14 @@ def longer_than_a_node(act: Act) -> None:
     inside = {**SHRINKING, "elastic": False, "activation_cache": "on", "pipeline_parallel_size": 2}
     without_a_store(lambda: act.run("without", **inside))
     act.runs["refused"] = refusal(lambda: act.run("refused", pipeline_parallel_size=WORLD_SIZE))
-    for schedule in ("1f1b", "async_1f1b"):
-        act.run(schedule, **OFF, pipeline_parallel_size=WORLD_SIZE, pipeline_schedule=schedule)
+    act.run("1f1b", **OFF, pipeline_parallel_size=WORLD_SIZE)
+    asynchronous = {"pipeline_schedule": "async_1f1b", "num_train_epochs": 2}
+    act.run("async_1f1b", **OFF, pipeline_parallel_size=WORLD_SIZE, **asynchronous)
 
 
 OFF: dict[str, Any] = {
     "activation_cache": "off", "freeze_policy": "none", "freeze_at": None, "pipeline_parallel_num_microbatches": 4,
+    "eval_strategy": "no",
 }  # fmt: skip
 
 
@@ -386,7 +388,6 @@ def act_all(folder: Path, ranks_a_node: int, names: list[str]) -> None:
         note(act.path.parent, name, act.runs)
 
 
-@scenario
 def train_plainly(folder: Path) -> None:
     """Train as `OFF` does with plain Trainer, in one process."""
     set_seed(0)

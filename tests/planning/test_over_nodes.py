@@ -7,12 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads, predict_step
-from hf_pipetransformer.planning.planner import PlanInputs, plan_transition, reachable_shapes
+from hf_pipetransformer.planning.costs import BlockCosts, Overheads, block_loads, predict_step
+from hf_pipetransformer.planning.planner import (
+    PipelineShape,
+    PlanInputs,
+    plan_layout,
+    plan_transition,
+    reachable_shapes,
+)
 from hf_pipetransformer.planning.simulator import Durations, simulate
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
@@ -156,6 +162,28 @@ def test_a_cut_between_nodes_does_not_move_to_where_it_does_not_fit() -> None:
     rooms = [size for size in range(100, 4000, 10) if replace(
         inputs, rules=rules_for(12, device_bytes=float(size))).judge(layout).fits]  # fmt: skip
     assert cuts_of(costs, slow, device_bytes=float(rooms[0]))[2] != at
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from([(6, 2, 1), (4, 1, 1), (4, 2, 2), (3, 1, 2)]),
+    st.lists(st.sampled_from([1.0, 50.0, 400.0]), min_size=18, max_size=18),
+    st.sampled_from([1e-2, 1.0, 10.0]),
+)
+def test_cuts_between_any_nodes_only_ever_save_time(
+    shape: tuple[int, int, int], sizes: list[float], per_byte: float
+) -> None:
+    size, node_size, num_chunks = shape
+    schedule = "1f1b" if num_chunks == 1 else "interleaved_1f1b"
+    costs = replace(costs_of(8), boundary_bytes=tuple(sizes))
+    overheads = Overheads(node_size=node_size, node_hop=1.0, node_hop_per_byte=per_byte)
+    loads, cuts = block_loads(costs, 0), tuple(range(19))
+    even = plan_layout(loads, cuts, PipelineShape(size, 1, 2 * size, schedule, num_chunks))
+    inputs = PlanInputs(costs, overheads, rules_for(8), 2)
+    found = inputs.cut_at_nodes(even, loads)
+    assert replace(found, boundaries=even.boundaries) == even
+    before, after = inputs.predict(even).seconds, inputs.predict(found).seconds
+    assert found == even or after <= 0.98 * before
 
 
 def test_a_slow_network_keeps_a_pipeline_on_its_node() -> None:
