@@ -70,7 +70,8 @@ def _add_plan(commands: Any) -> None:
     of_model.add_argument("--lora_rank", type=int, help="train LoRA adapters of this rank on all linear layers")
     of_model.add_argument("--load_in_4bit", action="store_true", help="hold the layers below the adapters in 4 bits")
     of_model.add_argument("--device_tflops", type=float, default=100.0, help="TFLOP/s that a device reaches, 100")
-    of_model.add_argument("--bandwidth", type=float, default=25.0, help="GB/s between two devices, 25")
+    of_model.add_argument("--bandwidth", type=float, default=25.0, help="GB/s between two devices of a node, 25")
+    of_model.add_argument("--node_bandwidth", type=float, help="GB/s between two devices of different nodes; the same")
     of_model.add_argument("--memory_bandwidth", type=float, default=1000.0, help="GB/s of a device's memory, 1000")
     of_model.add_argument("--disk_bandwidth", type=float, default=1.0, help="GB/s of the cache's disk, 1")
     of_model.add_argument("--reading_ms", type=float, default=0.0, help="ms to read and collate a sample, 0")
@@ -178,9 +179,13 @@ def _machine(options: argparse.Namespace) -> Machine:
     local = options.processes_per_node or options.processes
     if options.processes < 1 or local < 1 or options.processes % local:
         raise ValueError(f"--processes {options.processes} is no multiple of --processes_per_node {local}.")
-    for name in ("device_memory", "device_tflops", "bandwidth", "memory_bandwidth", "disk_bandwidth"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name} {getattr(options, name):g}: expected a positive number.")
+    if options.node_bandwidth is not None and local == options.processes:
+        raise ValueError("--node_bandwidth with all processes on one node: give --processes_per_node too.")
+    names = ("device_memory", "device_tflops", "bandwidth", "node_bandwidth", "memory_bandwidth", "disk_bandwidth")
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name} {value:g}: expected a positive number.")
     return Machine(
         options.processes,
         1e9 * options.device_memory,
@@ -190,6 +195,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         1e9 * options.memory_bandwidth,
         1e9 * options.communicator_gb,
         options.reading_ms / 1e3,
+        node_bandwidth=1e9 * (options.node_bandwidth or 0.0),
     )
 
 
@@ -208,9 +214,10 @@ def _course(
     if options.samples is not None and options.samples < 1:
         raise ValueError(f"--samples {options.samples}: expected a number of samples, 1 or more.")
     length = length_of_run(args, machine.num_devices, options.samples)
+    far = "" if options.node_bandwidth is None else f" of a node and {options.node_bandwidth:g} GB/s between nodes"
     rates: tuple[str, ...] = (
         f"{options.device_tflops:g} TFLOP/s of a device and {options.memory_bandwidth:g} GB/s of its memory",
-        f"{options.bandwidth:g} GB/s between two, reductions beside the backward of the last micro-batch",
+        f"{options.bandwidth:g} GB/s between two{far}, reductions beside the backward of the last micro-batch",
         f"{options.communicator_gb:g} GB for each communicator",
         f"{options.reading_ms:g} ms to read a sample",
     )
@@ -250,8 +257,8 @@ main_process_port: 0
 mixed_precision: "no"
 use_cpu: {use_cpu}
 
-# Several machines: the same file on each, with these lines in place of those above. A pipeline stays inside a machine,
-# replicas span all; every machine starts as many processes as the others.
+# Several machines: the same file on each, with these lines in place of those above. A pipeline stays inside a machine
+# or takes whole ones; every machine starts as many processes as the others.
 # num_machines: 2            # all machines
 # num_processes: {several}           # of all machines together
 # machine_rank: 0            # the number of this machine: 0, 1, ...

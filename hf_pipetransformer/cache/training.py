@@ -19,6 +19,7 @@ from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.data.batches import detach_tags
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.engine.program import MicroBatch
+from hf_pipetransformer.planning.storing import why_not_over_nodes
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
@@ -258,14 +259,23 @@ class TrainingCache:
 def begin_cache(context: Context, pipeline: Pipeline, loader: Any, steps_per_epoch: int) -> TrainingCache | None:
     """Check if activations can be cached and set up the cache; None if not. Collective: call on every rank.
 
+    Over several nodes the samples are assigned to nodes even if pipelines span them, and may do so to the end: their
+    order must not depend on K.
+
     Raises:
-        ValueError: the user asked for a cache in a folder that cannot contain one.
+        ValueError: the user asked for a cache in a folder that cannot contain one, or while pipelines span nodes.
     """
     if context.args.activation_cache == "off":
         return None
+    size, node_size = pipeline.layout.pipeline_size, context.topology.local_world_size
+    why = why_not_over_nodes(size, node_size) if size > node_size else None
+    if why is not None and context.args.activation_cache == "on":
+        raise ValueError(f"activation_cache='on', and {why}. Use 'auto', which waits for that, or 'off'.")
     inputs = CacheInputs(context, pipeline.start_up, pipeline.layout.abilities.overlaps_steps)
     source = inputs.source_of(loader)
     if source is None:
         return None
     keep_on_nodes(context, loader)
+    if why is not None:
+        inputs.say_off(f"{why}.", is_training=True)
     return TrainingCache(pipeline, inputs, loader, source, steps_per_epoch)

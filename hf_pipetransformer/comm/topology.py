@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, groupby, product
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hf_pipetransformer.comm.errors import LAUNCH_HINT, PipelineError, guarded, set_present_limit
 from hf_pipetransformer.comm.groups import GroupMaker, synchronize
 from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast_tree, complete, receiving, sending
-from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
 
 
 T = TypeVar("T")
@@ -36,7 +36,8 @@ class PipelineGroups:
     Replica groups are None with one replica, pipeline groups are None with K = 1. `*_control` groups use gloo, the
     others the training backend. `links` maps `(stage, direction)`, direction "forward" or "backward", to the group of
     the two ranks that own `stage` and `stage + 1`; no entry if this rank owns both or neither. All links from one rank
-    to another share a group.
+    to another share a group. What the first rank of the pipeline reads comes from `batch_source` and is passed on to
+    `batch_peers`, see `relay`.
     """
 
     pipeline_size: int
@@ -51,6 +52,8 @@ class PipelineGroups:
     replica_control: Any
     links: Mapping[tuple[int, str], Any] = field(default_factory=dict)
     last_position: int = 0
+    batch_source: int | None = None
+    batch_peers: tuple[int, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -73,11 +76,23 @@ class PipelineGroups:
         return self.pipeline_ranks[self.last_position]
 
 
+class TransferTimes(NamedTuple):
+    """Measured seconds of a message between neighbors on a node, and per byte that a rank sends in a ring all-reduce.
+
+    A message to another node takes `node_hop` and `node_hop_per_byte`; zeros where no pipeline spans nodes.
+    """
+
+    hop: float = 0.0
+    reduction_per_byte: float = 0.0
+    node_hop: float = 0.0
+    node_hop_per_byte: float = 0.0
+
+
 class Topology:
     """Ranks of a run and their process groups, which are made once, in the same order on every rank, and kept.
 
     Pipeline `r` of length K is made of ranks `r * K` to `r * K + K - 1`. These are neighbors, so a K that divides the
-    number of devices of a node never spans nodes.
+    number of devices of a node stays inside a node, and whole nodes make up any other.
 
     Args:
         timeout: seconds that any rank may wait for another.
@@ -100,12 +115,14 @@ class Topology:
         """Groups of two ranks for messages from the first to the second; None for those of other ranks."""
         self.limit_waits(timeout)
         hosts = self.gather([host_name(), local_world_size])
-        names = [host for host, _ in hosts]
-        self.local_world_size = ranks_in_a_row(names, [size for _, size in hosts])
+        self._hosts = names = [host for host, _ in hosts]
+        told = [size for _, size in hosts]
+        self.local_world_size = ranks_in_a_row(names, told)
         self.nodes = nodes_of(names)
         """Ranges of neighboring ranks on one machine."""
         self.ranks_here = [rank for rank, name in enumerate(names) if name == names[self.rank]]
-        self._are_scattered = len(self.nodes) > len(set(names))
+        self.why_no_spanning = why_no_spanning(names, told)
+        """Why no pipeline may span nodes, in a sentence; None if one may."""
         self.num_ranks_here = local_world_size or len(self.ranks_here)
 
     @property
@@ -116,6 +133,16 @@ class Topology:
     @property
     def spans_nodes(self) -> bool:
         return len(self.ranks_here) < self.world_size
+
+    def machine_of(self, rank: int) -> int:
+        """Return the lowest rank on the machine of `rank`, which stands for it."""
+        return self._hosts.index(self._hosts[rank])
+
+    @property
+    def pipeline_sizes(self) -> list[int]:
+        """Every length of a pipeline that the nodes allow, in increasing order."""
+        most = self.world_size if self.why_no_spanning is None else self.local_world_size
+        return pipeline_sizes(most, self.local_world_size)
 
     def limit_waits(self, seconds: float) -> None:
         """Set the timeout of every wait for another rank, including Trainer's waits in the world group.
@@ -131,28 +158,24 @@ class Topology:
         self._maker.abort()
 
     def check_pipeline_size(self, pipeline_size: int) -> None:
-        """Reject a pipeline length that leaves ranks idle or spans nodes.
+        """Reject a pipeline length that leaves ranks idle or begins or ends inside a node.
 
         Raises:
-            ValueError: K does not divide the number of ranks of a node.
+            ValueError: K neither divides the number of ranks of a node nor is a whole number of equal nodes.
         """
-        if pipeline_size < 1 or self.local_world_size % pipeline_size or self.world_size % pipeline_size:
-            valid = [k for k in range(1, self.local_world_size + 1) if self.local_world_size % k == 0]
-            scattered = (
-                "The ranks of a node are not in a row: let the launcher fill one node after the other (mpirun "
-                "--map-by slot, srun --distribution=block). "
-            )
-            if pipeline_size > 1 and self.world_size == 1:
-                raise ValueError(
-                    f"pipeline_parallel_size={pipeline_size} takes {pipeline_size} processes or a multiple, and one "
-                    f"was started. Start the script so: {LAUNCH_HINT.replace(' N ', f' {pipeline_size} ')}."
-                )
+        if pipeline_size in self.pipeline_sizes:
+            return
+        if pipeline_size > 1 and self.world_size == 1:
             raise ValueError(
-                f"pipeline_parallel_size={pipeline_size} does not divide the {self.local_world_size} processes of "
-                f"this node (world size {self.world_size}); a pipeline never spans nodes and no rank stays idle. "
-                f"{scattered if self._are_scattered else ''}Choose one of {valid}, or start another number of "
-                f"processes: {LAUNCH_HINT}."
+                f"pipeline_parallel_size={pipeline_size} takes {pipeline_size} processes or a multiple, and one "
+                f"was started. Start the script so: {LAUNCH_HINT.replace(' N ', f' {pipeline_size} ')}."
             )
+        more = self.why_no_spanning or "Pipelines over several nodes take whole ones and leave no rank idle."
+        raise ValueError(
+            f"pipeline_parallel_size={pipeline_size} does not divide the {self.local_world_size} processes of a node "
+            f"(world size {self.world_size}). {more} Choose one of {self.pipeline_sizes}, or start another number of "
+            f"processes: {LAUNCH_HINT}."
+        )
 
     def groups(self, placement: Placement) -> PipelineGroups:
         """Return the groups for a placement. Collective on first use: call on every rank."""
@@ -245,17 +268,18 @@ class Topology:
         if self.is_distributed:
             guarded(lambda: dist.barrier(group=self.control), what)
 
-    def measure(self, message_bytes: int) -> tuple[float, float]:
-        """Measure the speed of messages and all-reduces. Collective: call on every rank; all get rank 0's result.
-
-        Returns:
-            Seconds of one message of `message_bytes`, and seconds per byte that a rank sends in a ring all-reduce,
-                see `ring_bytes`. Zeros for a single rank.
-        """
+    def measure(self, message_bytes: int) -> TransferTimes:
+        """Measure messages of `message_bytes` and all-reduces. Collective: call on every rank; all get one result."""
         if self.world_size == 1:
-            return 0.0, 0.0
+            return TransferTimes()
         hops, reductions = self.time_transfers(message_bytes, _MEASURED_BYTES)
-        return min(hops), min(reductions) / self.ring_bytes(_MEASURED_BYTES)
+        found = TransferTimes(min(hops), min(reductions) / self.ring_bytes(_MEASURED_BYTES))
+        if self.why_no_spanning is not None or self.local_world_size == self.world_size:
+            return found
+        between = self.local_world_size - 1, self.local_world_size
+        # The sizes of messages between nodes decide where a pipeline is cut, so their two parts are told apart.
+        least, whole = (min(self.time_transfers(size, 4, between)[0]) for size in (4, message_bytes))
+        return found._replace(node_hop=least, node_hop_per_byte=max(0.0, whole - least) / max(1, message_bytes))
 
     def ring_bytes(self, reduced_bytes: int) -> float:
         """Return the bytes that a rank sends in a ring all-reduce of a tensor: 2 (W - 1) / W of it over W ranks."""
@@ -290,6 +314,7 @@ class Topology:
     def _make_place(self, pipeline_size: int) -> PipelineGroups:
         self.check_pipeline_size(pipeline_size)
         replica, position = divmod(self.rank, pipeline_size)
+        source, peers = relay(position, pipeline_size, self.local_world_size)
         pipelines = [range(first, first + pipeline_size) for first in range(0, self.world_size, pipeline_size)]
         holders = [range(first, self.world_size, pipeline_size) for first in range(pipeline_size)]
         make = self._maker.make
@@ -308,6 +333,8 @@ class Topology:
             pipeline_control=make(pipelines, "gloo") if pipeline_size > 1 else None,
             replica_group=make(holders) if len(pipelines) > 1 else None,
             replica_control=replica_control,
+            batch_source=None if source is None else pipelines[replica][source],
+            batch_peers=tuple(pipelines[replica][peer] for peer in peers),
         )
 
     def _make_links(self, placement: Placement) -> dict[tuple[int, str], Any]:
@@ -358,6 +385,34 @@ def nodes_of(hosts: Sequence[str]) -> list[range]:
     """Split the ranks into ranges of neighbors on one machine, given each rank's machine name."""
     ends = list(accumulate(len(list(node)) for _, node in groupby(hosts)))
     return [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def why_no_spanning(hosts: Sequence[str], local_sizes: Sequence[int | None]) -> str | None:
+    """Return why no pipeline may span nodes, for the arguments of `ranks_in_a_row`; None if one may."""
+    nodes, length = nodes_of(hosts), ranks_in_a_row(hosts, local_sizes)
+    if len(nodes) > len(set(hosts)):
+        return (
+            "The ranks of a node are not in a row: let the launcher fill one node after the other (mpirun --map-by "
+            "slot, srun --distribution=block)."
+        )
+    if {length} in ({len(node) for node in nodes}, set(local_sizes)):
+        return None
+    return (
+        f"A pipeline spans equal nodes only, found nodes of {', '.join(str(len(node)) for node in nodes)} processes."
+    )
+
+
+def relay(position: int, pipeline_size: int, node_size: int) -> tuple[int | None, list[int]]:
+    """Return from where a position of a pipeline gets what the first one reads, None there, and where it passes it on.
+
+    It travels once to each node: from the first position to the first of every node, and from there to the others.
+    """
+    firsts = range(0, pipeline_size, node_size)
+    first = position - position % node_size
+    own = list(range(first + 1, min(first + node_size, pipeline_size)))
+    if position == 0:
+        return None, [*own, *firsts[1:]]
+    return (0, own) if position == first else (first, [])
 
 
 _TOPOLOGIES: dict[tuple[Any, float, int | None], Topology] = {}

@@ -159,7 +159,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
             part = self.reading.next(self.progress.next, self.num_under_way)
             self.link.send(part, self.num_under_way)
         else:
-            part = self.link.receive()
+            part = self.link.receive(self.num_under_way)
         if self.reading.shared is not None and part.rng_state is not None:
             self.reading.shared.torch_state = part.rng_state
         return part

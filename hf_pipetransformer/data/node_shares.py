@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -59,13 +60,14 @@ class NodeOrder:
         return [-(-num_samples * first // num_devices) for first in accumulate(self.devices, initial=0)]
 
     def part(self, num_samples: int, replica: int, num_replicas: int) -> slice:
-        """Apply `replica_slice` inside the part of the node that the replica is on; no pipeline spans nodes."""
+        """Apply `replica_slice` inside the part of the replica's node; a replica over several has all their parts."""
         size, rank = sum(self.devices) // num_replicas, replica * sum(self.devices) // num_replicas
-        firsts = list(accumulate(self.devices, initial=0))
-        node = max(index for index in range(len(self.devices)) if firsts[index] <= rank)
-        start, stop = self.bounds(num_samples)[node : node + 2]
-        own = replica_slice(stop - start, (rank - firsts[node]) // size, self.devices[node] // size)
-        return slice(start + own.start, start + own.stop)
+        firsts, bounds = list(accumulate(self.devices, initial=0)), self.bounds(num_samples)
+        node, last = (bisect_right(firsts, each) - 1 for each in (rank, rank + size - 1))
+        if node < last:
+            return slice(bounds[node], bounds[last + 1])
+        own = replica_slice(bounds[node + 1] - bounds[node], (rank - firsts[node]) // size, self.devices[node] // size)
+        return slice(bounds[node] + own.start, bounds[node] + own.stop)
 
     def counts(self, num_samples: int) -> list[int]:
         """Return how many of `num_samples` samples belong to each node."""

@@ -74,7 +74,9 @@ class Part:
 
 
 class PipelineLink:
-    """Way of the batches from stage 0 of this rank's pipeline to the later stages.
+    """Way of the batches from stage 0 of this rank's pipeline to the later stages, once to each node.
+
+    The first rank of another node passes on what it receives to the others there.
 
     Args:
         groups: this rank's pipeline; a transition replaces it.
@@ -91,19 +93,27 @@ class PipelineLink:
     def send(self, part: Part, num_under_way: int = 0) -> None:
         """Start to send, and wait until at most `num_under_way` earlier batches are in transit."""
         self._sender.flush(num_under_way)
-        if self.groups.pipeline_size > 1:
+        if self.groups.batch_peers:
             batch = {key: self._as_sent(key, value) for key, value in without_hidden(part.batch).items()}
             message = vars(replace(part, batch=batch))
-            self._sender.isend(message, self.groups.pipeline_ranks[1:], self.groups.pipeline_control)
+            self._sender.isend(message, self.groups.batch_peers, self.groups.pipeline_control)
 
     def _as_sent(self, key: str, value: Any) -> Any:
         is_placeholder = key in self.placeholders and isinstance(value, torch.Tensor)
         return value.new_zeros(1).expand(value.shape) if is_placeholder else value
 
-    def receive(self) -> Part:
-        source = self.groups.pipeline_ranks[0]
-        what = f"receiving a batch from stage 0 (rank {source})"
-        return Part(**recv_object(source, self.groups.pipeline_control, what))
+    def receive(self, num_under_way: int = 0) -> Part:
+        """Return the next batch; where it is passed on, at most `num_under_way` earlier ones are still in transit."""
+        groups = self.groups
+        first, source = groups.pipeline_ranks[0], groups.batch_source
+        assert source is not None, "stage 0 reads"
+        through = "" if source == first else f" through rank {source}"
+        what = f"receiving a batch from stage 0 (rank {first}){through}"
+        part = Part(**recv_object(source, groups.pipeline_control, what))
+        self._sender.flush(num_under_way)
+        if groups.batch_peers:
+            self._sender.isend(vars(part), groups.batch_peers, groups.pipeline_control)
+        return part
 
     def flush(self) -> None:
         self._sender.flush()

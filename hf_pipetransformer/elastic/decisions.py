@@ -25,7 +25,7 @@ from hf_pipetransformer.planning.costs import block_backwards, block_forwards
 from hf_pipetransformer.planning.forecast import seconds_left
 from hf_pipetransformer.planning.microbatches import Report, calibrate
 from hf_pipetransformer.planning.planner import Plan, PlanInputs, plan_transition
-from hf_pipetransformer.planning.storing import Pass
+from hf_pipetransformer.planning.storing import Pass, why_not_over_nodes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of
@@ -152,6 +152,8 @@ class Decisions:
             # Without new frozen layers the run keeps its layout, so that one is costed as it is.
             is_new = num_frozen > layout.num_frozen_layers
             planned = self._plan_with(num_frozen, layout, level).layout if is_new else layout
+            if self._spans_nodes(planned):
+                passes = (Pass(self.clock.max_steps - step),)
             found[num_frozen] = seconds_left(planned, passes, costs, overheads, samples, accumulation)
         return tuple(found)
 
@@ -166,9 +168,26 @@ class Decisions:
         return self.cache.foresee(prefix, num_frozen, now, step, last, self._active_seconds(num_frozen))
 
     def _plan(self, num_frozen: int, layout: Layout, step: int) -> Plan:
+        if self.cache is not None and self._may_span_nodes(layout):
+            # What shorter pipelines could store counts in the choice of K; those over nodes decide on no store.
+            level, _ = self.cache.foresee(*self._cache_inputs(num_frozen, layout, step))
+            plan = self._plan_with(num_frozen, layout, level)
+            if self._spans_nodes(plan.layout):
+                if layout.cache_level:
+                    why = why_not_over_nodes(plan.layout.pipeline_size, self.inputs.overheads.node_size)
+                    self.write("cache", what="off", reason=f"{why}.")
+                    announce(f"Step {step}: the activation cache is off: {why}.")
+                return plan
         level, share = self._cached(num_frozen, layout, step)
         plan = self._plan_with(num_frozen, layout, level)
         return replace(plan, layout=replace(plan.layout, fresh_share=share))
+
+    def _spans_nodes(self, layout: Layout) -> bool:
+        return self.inputs.overheads.spans_nodes(layout.pipeline_size)
+
+    def _may_span_nodes(self, layout: Layout) -> bool:
+        """Return True if the layout that follows may span nodes, also if layers unfreeze."""
+        return self.inputs.overheads.spans_nodes(max(layout.pipeline_size, self.inputs.rules.initial_size))
 
     def _plan_with(self, num_frozen: int, layout: Layout, cache_level: int) -> Plan:
         costs, overheads = self._calibrated
@@ -180,10 +199,16 @@ class Decisions:
         """Return the layers whose output is stored from now on, and the share of samples to draw again per epoch."""
         if self.cache is None:
             return 0, 0.0
-        prefix, active = self._prefix_seconds(num_frozen), self._active_seconds(num_frozen)
-        until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
-        decision = self.cache.decide(prefix, num_frozen, layout.cache_level, step, until, active)
+        decision = self.cache.decide(*self._cache_inputs(num_frozen, layout, step))
         return decision.level if decision.use else 0, decision.fresh_share
+
+    def _cache_inputs(
+        self, num_frozen: int, layout: Layout, step: int
+    ) -> tuple[list[float], int, int, int, int, float]:
+        """Return the arguments of `CachePlanner.decide`."""
+        until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
+        prefix, active = self._prefix_seconds(num_frozen), self._active_seconds(num_frozen)
+        return prefix, num_frozen, layout.cache_level, step, until, active
 
     def _active_seconds(self, num_frozen: int) -> float:
         costs, _ = self._calibrated

@@ -7,6 +7,7 @@ together, large ones by themselves.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,11 +43,13 @@ class Move:
         return self.bundle, self.with_state
 
 
-def plan_moves(bundles: Sequence[Bundle], old: Layout, new: Layout) -> list[Move]:
+def plan_moves(
+    bundles: Sequence[Bundle], old: Layout, new: Layout, machine_of: Callable[[int], int] = lambda _: 0
+) -> list[Move]:
     """Return all moves from the old layout to the new one, the same list on every rank. Pure.
 
     The optimizer state of an active bundle is kept at its first user. Ranks that lack a bundle are served round-robin
-    by the ranks that have it.
+    by the ranks that have it on their machine, or by all that have it if none there has; `machine_of` names machines.
     """
     ranks = range(old.pipeline_size * old.num_replicas)
     moves: list[Move] = []
@@ -55,7 +58,7 @@ def plan_moves(bundles: Sequence[Bundle], old: Layout, new: Layout) -> list[Move
         is_active = bundle[0] >= new.first_active_block
         with_weights = [rank for rank in ranks if rank % old.pipeline_size in had]
         with_state = [rank for rank in with_weights if rank % old.pipeline_size == had[0]]
-        num_served = 0
+        num_served: Counter[tuple[int, ...]] = Counter()
         for rank in ranks:
             position = rank % new.pipeline_size
             if position not in need:
@@ -63,8 +66,10 @@ def plan_moves(bundles: Sequence[Bundle], old: Layout, new: Layout) -> list[Move
             needs_state = is_active and position == need[0]
             sources = with_state if needs_state else with_weights
             if rank not in sources:
-                moves.append(Move(bundle, sources[num_served % len(sources)], rank, needs_state))
-                num_served += 1
+                near = [source for source in sources if machine_of(source) == machine_of(rank)]
+                serving = tuple(near or sources)
+                moves.append(Move(bundle, serving[num_served[serving] % len(serving)], rank, needs_state))
+                num_served[serving] += 1
     return moves
 
 

@@ -166,7 +166,7 @@ def change_layout(stage: Stage, layout: Layout, optimizer: OptimizerState) -> tu
     stage.reducer = None  # Frees its flat buffers before the parameters of the new stage arrive.
     new = make_stage(stage.view, stage.store, layout, settings)
     bundles = _bundles(structure)
-    moves = plan_moves(list(bundles), stage.layout, layout)
+    moves = plan_moves(list(bundles), stage.layout, layout, settings.topology.machine_of)
     # Newly frozen parameters move without optimizer state, see `plan_moves`.
     stage.store.freeze(frozen_names(structure, layout))
     arrivals = _Arrivals(new, bundles, optimizer)

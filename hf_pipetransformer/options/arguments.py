@@ -124,8 +124,8 @@ class PipeTransformerArguments(TrainingArguments):
     # Pipeline.
     pipeline_parallel_size: Annotated[str, count_or("auto")] = option(
         "auto",
-        "Ranks in one pipeline, K: a divisor of the number of processes on a node, or `auto` for the smallest K whose "
-        "stages fit in memory.",
+        "Ranks in one pipeline, K: a divisor of the number of processes on a node, the processes of whole nodes if no "
+        "process stays idle, or `auto` for the smallest K whose stages fit in memory.",
     )
     pipeline_parallel_num_microbatches: Annotated[str, count_or("auto", "measured")] = option(
         "auto",

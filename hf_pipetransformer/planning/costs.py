@@ -150,7 +150,7 @@ class Overheads:
     """Costs of a step besides the computation of its samples.
 
     Args:
-        hop: seconds of a message between neighboring stages.
+        hop: seconds of a message between neighboring stages on a node.
         per_microbatch: fixed seconds of each forward and each backward of a stage.
         reduction_per_byte: seconds per byte of gradient of the all-reduce over 2 replicas, as far as the backward does
             not hide it; over R replicas a ring takes `2 (R - 1) / R` times that.
@@ -158,6 +158,8 @@ class Overheads:
         per_step: seconds of everything else: loader, logging, callbacks.
         hidden_reduction: share of the last micro-batch's backward, 0 to 1, that an all-reduce of its gradients runs
             beside; 0 where `reduction_per_byte` is what the backward does not hide.
+        node_size: ranks of a node; 0 if all ranks are on one.
+        node_hop: seconds of a message to another node, besides `node_hop_per_byte` for each byte of it.
     """
 
     hop: float = 0.0
@@ -166,6 +168,26 @@ class Overheads:
     optimizer_per_parameter: float = 0.0
     per_step: float = 0.0
     hidden_reduction: float = 0.0
+    node_size: int = 0
+    node_hop: float = 0.0
+    node_hop_per_byte: float = 0.0
+
+    def spans_nodes(self, pipeline_size: int) -> bool:
+        """Return True if pipelines of this many ranks lie on several nodes."""
+        return 0 < self.node_size < pipeline_size
+
+    def hops(self, layout: Layout, costs: BlockCosts, samples: float) -> tuple[float, ...]:
+        """Return the seconds of a message of `samples` samples by boundary, the number of its lower stage."""
+        found = []
+        for lower, block in enumerate(layout.boundaries[1:-1]):
+            is_far = self.spans_nodes(layout.pipeline_size) and layout.places.leaves_node(lower, self.node_size)
+            size = samples * costs.boundary_bytes[block] if is_far and costs.boundary_bytes else 0.0
+            found.append(self.node_hop + self.node_hop_per_byte * size if is_far else self.hop)
+        return tuple(found)
+
+    def slowest_hop(self, layout: Layout, costs: BlockCosts, samples_per_pipeline: int) -> float:
+        """Return the most seconds that a message of one micro-batch takes."""
+        return max(self.hops(layout, costs, samples_per_pipeline / layout.num_microbatches), default=self.hop)
 
 
 @dataclass(frozen=True)
@@ -291,9 +313,10 @@ def _durations(
     def seconds(of_blocks: Sequence[float]) -> tuple[float, ...]:
         return tuple(samples * each + overheads.per_microbatch for each in _by_stage(layout, of_blocks))
 
-    forwards = seconds(block_forwards(costs, layout.cache_level))
+    forwards, shares = seconds(block_forwards(costs, layout.cache_level)), _shares(layout, costs, samples)
     parts = (forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
-    return microbatches, Durations(*parts, factors=_shares(layout, costs, samples) * microbatches)
+    hops = overheads.hops(layout, costs, samples / max(1, len(shares)))
+    return microbatches, Durations(*parts, factors=shares * microbatches, hops=hops)
 
 
 def trained_elements(layout: Layout, costs: BlockCosts) -> list[float]:

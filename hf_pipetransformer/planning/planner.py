@@ -20,7 +20,7 @@ from hf_pipetransformer.planning.partition import Candidate, choose_by_throughpu
 from hf_pipetransformer.planning.token_plans import cut_layout
 from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import Plans, first_above, num_layers
+from hf_pipetransformer.schedules.placement import Plans, first_above, num_layers, pipeline_sizes
 from hf_pipetransformer.schedules.weight_kinds import find_weights
 
 
@@ -115,11 +115,10 @@ def choose_num_chunks(schedule: str, wanted: int, pipeline_size: int, most_stage
     return num_chunks if num_chunks >= find_schedule(schedule).abilities.min_chunks else 0
 
 
-def reachable_shapes(schedule: str, wanted: int, pipeline_size: int, most_stages: int) -> list[tuple[int, int]]:
-    """Return K and V of every layout that may follow one of `pipeline_size` ranks; see `choose_num_chunks`."""
-    divisors = [k for k in range(1, pipeline_size + 1) if pipeline_size % k == 0]
+def reachable_shapes(schedule: str, wanted: int, sizes: Sequence[int], most_stages: int) -> list[tuple[int, int]]:
+    """Return K and V of every layout of these `sizes`; see `choose_num_chunks`."""
     counts = range(1, most_stages + 1)
-    return sorted({(k, v) for k in divisors for most in counts if (v := choose_num_chunks(schedule, wanted, k, most))})
+    return sorted({(k, v) for k in sizes for most in counts if (v := choose_num_chunks(schedule, wanted, k, most))})
 
 
 def choose_pipeline_size(
@@ -215,6 +214,43 @@ def plan_layout(
     )
 
 
+Judge = Callable[[Layout], Candidate]
+"""Function that predicts the time of a layout and says if it fits."""
+
+
+def cut_at_nodes(
+    layout: Layout, loads: Sequence[float], cuts: Sequence[int], node_size: int, judge: Judge, near_seconds: float
+) -> Layout:
+    """Move the boundaries between nodes to where a step is fastest, with even stages on either side.
+
+    A message to another node takes long, so that the boundary of a smaller activation, or other stages before and
+    after it, may beat even ones. The layout stays as it is if that saves too little or does not fit.
+
+    Args:
+        loads: costs of the blocks, which even stages share.
+        cuts: block indices where a stage may begin.
+        near_seconds: time of a step if messages to other nodes took no longer than inside one, so the most to gain.
+    """
+    even = judge(layout)
+    if even.predicted_seconds * (1 - WORTH_MOVING) < near_seconds:
+        return layout
+    last = layout.num_stages
+    far = [0, *(n + 1 for n in range(last - 1) if layout.places.leaves_node(n, node_size))]
+    best, is_better = even, True
+    while is_better:
+        is_better = False
+        for before, own, after in zip(far, far[1:], [*far[2:], last], strict=False):
+            ends = best.layout.boundaries
+            within = [cut for cut in cuts if ends[before] <= cut <= ends[after]]
+            for at in range(own - before, len(within) - (after - own)):
+                below = stage_boundaries(loads, within[: at + 1], own - before)
+                above = stage_boundaries(loads, within[at:], after - own)
+                moved = judge(replace(layout, boundaries=(*ends[:before], *below, *above[1:], *ends[after + 1 :])))
+                if moved.predicted_seconds < best.predicted_seconds and (moved.fits or not even.fits):
+                    best, is_better = moved, True
+    return best.layout if _is_worth_moving(even, best) else layout
+
+
 def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor: float = FROZEN_FACTOR) -> float:
     """Return the elements on the fullest rank, M_GPU of Eq. 2: each frozen block counts `frozen_factor` times."""
     first = layout.first_active_block
@@ -245,21 +281,47 @@ class PlanInputs:
         samples = self.samples_per_device * layout.pipeline_size
         return predict_step(layout, *(by or (self.blocks, self.overheads)), samples, self.accumulation)
 
+    def stored(self, pipeline_size: int, cache_level: int) -> int:
+        """Return the layers whose activations are stored by pipelines of a length: none by those over several nodes.
+
+        A store is on one node, and later stages on others could not read what the first one stores.
+        """
+        return 0 if self.overheads.spans_nodes(pipeline_size) else cache_level
+
+    def judge(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Candidate:
+        """Return the seconds of a step, as `predict` has them, and if the fullest rank fits a device."""
+        rules, samples = self.rules, self.samples_per_device * layout.pipeline_size
+        ranks = rank_memory(layout, self.blocks, samples, self.accumulation, rules.weights, rules.memory)
+        needed = max(rank.total for rank in ranks)
+        seconds = self.predict(layout, by).seconds
+        return Candidate(layout, seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
+
+    def cut_at_nodes(self, layout: Layout, loads: Sequence[float]) -> Layout:
+        """Cut a pipeline over several nodes where messages between them cost least; return others unchanged."""
+        overheads, rules = self.overheads, self.rules
+        if rules.work or not overheads.spans_nodes(layout.pipeline_size):
+            return layout
+
+        near = self.predict(layout, (self.blocks, replace(overheads, node_size=0))).seconds
+        return cut_at_nodes(layout, loads, rules.cut_positions, overheads.node_size, self.judge, near)
+
 
 def plan_transition(current: Layout, num_frozen_layers: int, inputs: PlanInputs, cache_level: int = 0) -> Plan:
     """Return the layout to move to when `num_frozen_layers` are frozen. Equal inputs give an equal plan.
 
-    Candidates are all divisors K of the current pipeline size (of the initial one when layers unfreeze), each with its
-    most even boundaries, frozen blocks counted with their forward only. Stages may consist of frozen blocks, but there
-    are at most as many stages as active blocks: V shrinks, or K is not considered. Ranks that a shorter pipeline frees
-    become replicas. If no candidate fits the memory and the current boundaries do, they stay. Where boundaries affect
-    results, `rules.work` decides instead of measured times.
+    Candidates are the divisors K of the current pipeline size (of the initial one when layers unfreeze) that the nodes
+    allow, each with its most even boundaries, frozen blocks counted with their forward only. Stages may consist of
+    frozen blocks, but there are at most as many stages as active blocks: V shrinks, or K is not considered. Ranks that
+    a shorter pipeline frees become replicas. If no candidate fits the memory and the current boundaries do, they stay.
+    Where boundaries affect results, `rules.work` decides instead of measured times.
 
-    `cache_level` layers' activations will be stored; the plan is for the epochs that read them.
+    `cache_level` layers' activations will be stored, unless pipelines span nodes; the plan is for the epochs that read
+    them.
     """
     rules, accumulation, world_size = inputs.rules, inputs.accumulation, current.pipeline_size * current.num_replicas
     timed = inputs.blocks, inputs.overheads
-    as_it_is = replace(current, num_frozen_layers=num_frozen_layers, cache_level=cache_level)
+    level = inputs.stored(current.pipeline_size, cache_level)
+    as_it_is = replace(current, num_frozen_layers=num_frozen_layers, cache_level=level)
     if not rules.elastic:
         prediction = inputs.predict(as_it_is)
         return Plan(as_it_is, prediction, {as_it_is.pipeline_size: prediction.seconds})
@@ -267,33 +329,28 @@ def plan_transition(current: Layout, num_frozen_layers: int, inputs: PlanInputs,
     cut_by = (costs_by_work(inputs.blocks, rules.work), WORK_OVERHEADS) if rules.work else timed
     choose_by = cut_by if rules.is_timeless else timed
 
-    def judge(layout: Layout, by: tuple[BlockCosts, Overheads]) -> Candidate:
-        samples = inputs.samples_per_device * layout.pipeline_size
-        ranks = rank_memory(layout, inputs.blocks, samples, accumulation, rules.weights, rules.memory)
-        needed = max(rank.total for rank in ranks)
-        return Candidate(
-            layout, inputs.predict(layout, by).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE)
-        )
-
     samples_per_step = inputs.samples_per_device * current.pipeline_size * accumulation
     update = cut_by[1].optimizer_per_parameter / samples_per_step if current.abilities.overlaps_steps else 0.0
-    loads = block_loads(cut_by[0], num_frozen_layers, cache_level, update)
     abilities = find_schedule(current.schedule).abilities
     candidates = []
-    for size, num_chunks in _shapes(current, num_frozen_layers, rules).items():
+    for size, num_chunks in _shapes(current, num_frozen_layers, inputs).items():
         samples, is_free = inputs.samples_per_device * size, rules.num_microbatches is None
         known = rules.num_microbatches or rules.known_microbatches.get((size, num_chunks))
         by_rule = choose_num_microbatches(size, samples, abilities, accumulation, rules.weights)
         shape = PipelineShape(size, world_size // size, known or by_rule, current.schedule, num_chunks)
-        layout = plan_layout(loads, rules.cut_positions, shape, num_frozen_layers, cache_level)
-        layout = cut_layout(layout, rules.token_slices, inputs.blocks.slices, samples, is_free, inputs.overheads.hop)
+        level = inputs.stored(size, cache_level)
+        loads = block_loads(cut_by[0], num_frozen_layers, level, update)
+        layout = plan_layout(loads, rules.cut_positions, shape, num_frozen_layers, level)
+        hop = inputs.overheads.slowest_hop(layout, inputs.blocks, samples)
+        layout = cut_layout(layout, rules.token_slices, inputs.blocks.slices, samples, is_free, hop)
+        layout = inputs.cut_at_nodes(layout, loads)
         if layout.places == current.places:
             unmoved = replace(layout, boundaries=current.boundaries)
-            if not _is_worth_moving(judge(unmoved, cut_by), judge(layout, cut_by)):
+            if not _is_worth_moving(inputs.judge(unmoved, cut_by), inputs.judge(layout, cut_by)):
                 layout = unmoved
-        candidates.append(judge(layout, choose_by))
-    if not any(candidate.fits for candidate in candidates) and judge(as_it_is, choose_by).fits:
-        candidates.append(judge(as_it_is, choose_by))
+        candidates.append(inputs.judge(layout, choose_by))
+    if not any(candidate.fits for candidate in candidates) and inputs.judge(as_it_is, choose_by).fits:
+        candidates.append(inputs.judge(as_it_is, choose_by))
     chosen = _choose(candidates, inputs.blocks, rules).layout
     alternatives = {each.layout.pipeline_size: inputs.predict(each.layout).seconds for each in candidates}
     return Plan(chosen, inputs.predict(chosen), alternatives)
@@ -305,13 +362,14 @@ def _is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
     return saves and (recut.fits or not unmoved.fits)
 
 
-def _shapes(current: Layout, num_frozen_layers: int, rules: PlanRules) -> dict[int, int]:
+def _shapes(current: Layout, num_frozen_layers: int, inputs: PlanInputs) -> dict[int, int]:
     """Return the K to consider, in increasing order, with their V. The current and the longest K are never unfit."""
+    rules = inputs.rules
     most = min(current.num_blocks - first_above(num_frozen_layers), len(rules.cut_positions) - 1)
     is_unfreezing = num_frozen_layers < current.num_frozen_layers
     longest = max(current.pipeline_size, rules.initial_size if is_unfreezing else 0)
-    divisors = [k for k in range(1, longest + 1) if longest % k == 0]
-    chunks = {k: choose_num_chunks(current.schedule, rules.num_chunks, k, most) for k in divisors}
+    sizes = pipeline_sizes(longest, inputs.overheads.node_size or longest)
+    chunks = {k: choose_num_chunks(current.schedule, rules.num_chunks, k, most) for k in sizes}
     possible = {
         k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k not in rules.unfit)
     }

@@ -17,6 +17,7 @@ class Durations:
     Args:
         backward: whole backward; unused at frozen stages.
         hop: time from a send to its arrival on another rank.
+        hops: this time by boundary, the number of its lower stage; empty if `hop` holds for all.
         backward_input: part of a backward for the gradient of the input, `backward_weight` that for the gradients of
             the weights; only for tables that split backwards.
         factors: multiplier of all computations by number of the micro-batch; empty if all are alike.
@@ -30,6 +31,7 @@ class Durations:
     backward_weight: tuple[float, ...] = ()
     factors: tuple[float, ...] = ()
     update: tuple[float, ...] = ()
+    hops: tuple[float, ...] = ()
 
     def of(self, stage: int, op: Op, micro_batch: int) -> float:
         if op is Op.UPDATE:
@@ -70,7 +72,7 @@ def simulate(table: Table, durations: Durations, placement: Placement | None = N
     """Run `table` as the engine does; stages without backwards are frozen.
 
     A rank takes its actions in order. A computation waits for its input, then takes its duration. A send costs the
-    sender nothing and arrives `hop` later; posting a receive costs nothing. `placement` defaults to one stage per
+    sender nothing and arrives a hop later; posting a receive costs nothing. `placement` defaults to one stage per
     rank.
 
     Raises:
@@ -165,7 +167,9 @@ class _Run:
         op, i, chunk = action
         stage = self.stages[rank][chunk]
         if op in SENDS:
-            self.arrival[stage, op, i] = self.clock[rank] + self.durations.hop
+            lower = stage if op is Op.SEND_FORWARD else stage - 1
+            hop = self.durations.hops[lower] if self.durations.hops else self.durations.hop
+            self.arrival[stage, op, i] = self.clock[rank] + hop
         if op in NEEDS.values() or op in SENDS:
             return True
         start, source = self.clock[rank], source_of(op, stage, self.placement.num_stages)

@@ -9,6 +9,14 @@ from dataclasses import dataclass
 MODES = ("auto", "on", "off")
 
 
+def why_not_over_nodes(pipeline_size: int, node_size: int) -> str:
+    """Return why pipelines of `pipeline_size` ranks on nodes of `node_size` ranks store nothing."""
+    return (
+        f"each pipeline spans nodes (K={pipeline_size} on nodes of {node_size} processes), and what one node stores "
+        f"the stages on others cannot read. It needs a K that divides {node_size}"
+    )
+
+
 @dataclass(frozen=True)
 class CacheCosts:
     """Measured times, all in seconds per sample. `read` and `write` are those of a record.

@@ -1,4 +1,4 @@
-"""Numbering of a model's blocks, placement of stages on ranks, and plans of token slices. Pure.
+"""Numbering of a model's blocks, placement of stages on ranks and nodes, and plans of token slices. Pure.
 
 Token slices cut sequences into parts that run one after the other (TeraPipe, Li et al., ICML 2021, section 3.2). This
 works for causal models, where a token attends only to earlier ones and itself.
@@ -45,6 +45,16 @@ def block_of(block: int) -> int:
     return (block + 1) // 2
 
 
+def pipeline_sizes(most: int, node_size: int) -> list[int]:
+    """Return the K, ranks of a pipeline, that `most` ranks on nodes of `node_size` ranks allow, in increasing order.
+
+    K divides `most`, so that no rank stays idle. It also divides the ranks of a node or takes whole nodes, so that no
+    pipeline ends amid a node where another one begins. Two nodes of 4 ranks: 1, 2, 4, 8. A run that began with K ranks
+    reaches `pipeline_sizes(K, node_size)`.
+    """
+    return [k for k in range(1, most + 1) if most % k == 0 and (node_size % k == 0 or k % node_size == 0)]
+
+
 PLACEMENTS = ("loop", "v")
 """`loop`: every chunk runs up the ranks. `v`: odd chunks run down, so two consecutive stages share a rank."""
 
@@ -82,6 +92,10 @@ class Placement(NamedTuple):
     def is_crossed(self, lower: int) -> bool:
         """Return True if stages `lower` and `lower + 1` exist and are on different ranks."""
         return 0 <= lower < self.num_stages - 1 and self.rank_of(lower) != self.rank_of(lower + 1)
+
+    def leaves_node(self, lower: int, node_size: int) -> bool:
+        """Return True if stages `lower` and `lower + 1` are on different nodes of `node_size` ranks each."""
+        return self.rank_of(lower) // node_size != self.rank_of(lower + 1) // node_size
 
     def rounds(self) -> list[list[int]]:
         """Return the boundaries between ranks, as their lower stages, in rounds with each rank at most once."""

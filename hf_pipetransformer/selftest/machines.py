@@ -230,16 +230,11 @@ def _describe(args: PipeTransformerArguments, topology: Topology) -> str:
     return f"selftest: {processes} on {nodes}, {device}, {backend}; {versions}"
 
 
-def _sizes(topology: Topology) -> list[int]:
-    """Return every length of a pipeline that the nodes allow."""
-    return [size for size in range(1, topology.local_world_size + 1) if topology.local_world_size % size == 0]
-
-
 def _check_groups(topology: Topology) -> str:
     start = time.perf_counter()
-    for size in _sizes(topology):
+    for size in topology.pipeline_sizes:
         topology.groups(Placement(size))
-    shapes = ", ".join(f"K={size} x R={topology.world_size // size}" for size in _sizes(topology))
+    shapes = ", ".join(f"K={size} x R={topology.world_size // size}" for size in topology.pipeline_sizes)
     return f"groups: {shapes} in {time.perf_counter() - start:.1f} s"
 
 
@@ -298,7 +293,7 @@ class Runs:
         self._use_cpu, self._device = args.use_cpu, args.device
         self._folder = folder
         self._guard = guard
-        self._sizes = _sizes(topology)
+        self._sizes = topology.pipeline_sizes
         self._num_layers = max(4, self._sizes[-1])
         self._tolerance = TOLERANCES["cpu" if args.device.type == "cpu" else "cuda", "fp32"]
 

@@ -144,11 +144,14 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
     per_step = args.train_samples_per_device * args.gradient_accumulation_steps
     overheads = Overheads(
         hop=boundary * samples_per_microbatch(args) / machine.bandwidth,
-        reduction_per_byte=1 / machine.bandwidth,
+        # The replicas of a stage are on all nodes.
+        reduction_per_byte=1 / min(machine.bandwidth, machine.node_bandwidth or machine.bandwidth),
         optimizer_per_parameter=UPDATE_BYTES / machine.memory_bandwidth,
         hidden_reduction=1.0,
         # Workers read while the devices compute.
         per_step=0.0 if args.dataloader_num_workers else machine.reading * per_step,
+        node_size=machine.devices_per_node,
+        node_hop_per_byte=1 / (machine.node_bandwidth or machine.bandwidth),
     )
     dtypes = tuple(twin.of_all_blocks(per_block))
     probe = Probe(structure, tuple(flops), dtypes, activation, frozenset())

@@ -230,9 +230,7 @@ class RunPlanner:
     def _choose(self, samples_per_device: int, num_frozen: int) -> Layout:
         size = self.args.pipeline_size
         if size is None:
-            local = self.topology.local_world_size
-
-            possible = [k for k in range(1, local + 1) if local % k == 0 and self.num_chunks(k)]
+            possible = [k for k in self.topology.pipeline_sizes if self.num_chunks(k)]
             untried = [k for k in possible if k > self.unfit]
 
             def largest_bytes(k: int) -> float:
@@ -267,14 +265,15 @@ class RunPlanner:
         )
         loads = block_loads(cut_by, num_frozen, update_per_parameter=update)
         layout = plan_layout(loads, structure.cut_positions(), shape, num_frozen)
-        return cut_layout(
+        layout = cut_layout(
             layout,
             self.args.token_slices,
             self.costs.blocks.slices,
             samples_per_device * size,
             self.args.num_microbatches is None,
-            self.costs.overheads.hop,
+            self.costs.overheads.slowest_hop(layout, costs, samples_per_device * size),
         )
+        return self.inputs(layout, samples_per_device, {}).cut_at_nodes(layout, loads)
 
     def describe(self, layout: Layout, samples_per_device: int, policy: str, freezes: bool) -> dict[str, Any]:
         """Return the event of the choice: the expectation printed at start-up, and the costs behind it."""
@@ -284,6 +283,8 @@ class RunPlanner:
         # Only outputs of frozen layers are cached.
         may_cache = (freezes or layout.num_frozen_layers) and not layout.abilities.overlaps_steps
         cache = self.args.activation_cache if may_cache else "off"
+        if cache != "off" and costs.overheads.spans_nodes(layout.pipeline_size):
+            cache = "off while pipelines span nodes"
         freezing = f"Freezing: {policy}."
         if policy == "none" and layout.num_frozen_layers > self.num_frozen_by_user:
             freezing = f"Nothing more freezes, {layout.num_frozen_layers} of {layout.num_layers} layers stay frozen."
@@ -294,7 +295,7 @@ class RunPlanner:
         pace = (
             self._asynchrony(layout) if layout.abilities.overlaps_steps else self._bubble(layout) + self._rule(layout)
         )
-        pace += self._slices(layout, samples)
+        pace += self._slices(layout, samples) + self._over_nodes(layout, samples)
         if self.args.schedule.abilities.overlaps_steps and not layout.abilities.overlaps_steps:
             pace += f" One stage waits for nobody: {layout.schedule} and its options change nothing."
         return {
@@ -330,6 +331,17 @@ class RunPlanner:
         parts = counted(m, "micro-batch", "micro-batches") + ("" if slices == 1 else f" of {slices} token slices")
         return f" With {parts} the {k} devices are busy at most {1 - timeline.bubble:.0%} of the time."
 
+    def _over_nodes(self, layout: Layout, samples: int) -> str:
+        """Return a sentence on the messages of a pipeline that spans nodes; empty for others."""
+        overheads = self.costs.overheads
+        if not overheads.spans_nodes(layout.pipeline_size):
+            return ""
+        far = overheads.slowest_hop(layout, self.costs.blocks, samples)
+        return (
+            f" Each pipeline spans {layout.pipeline_size // overheads.node_size} nodes: a message takes up to "
+            f"{far * 1e3:.3g} ms between them, {overheads.hop * 1e3:.3g} ms inside one."
+        )
+
     def _slices(self, layout: Layout, samples: int) -> str:
         costs, is_free = self.costs.blocks.slices, self.args.num_microbatches is None
         if costs is None or not self.args.schedule.abilities.cuts_tokens:
@@ -344,7 +356,8 @@ class RunPlanner:
         if size == 1:
             return said + "one stage waits for no other."
         count = None if is_free else layout.num_microbatches
-        planner = SlicePlanner(self.args.schedule, costs, samples, size, self.costs.overheads.hop)
+        hop = self.costs.overheads.slowest_hop(layout, self.costs.blocks, samples)
+        planner = SlicePlanner(self.args.schedule, costs, samples, size, hop)
         whole, cut = planner.best_whole_and_cut(count)
         if cut is None:
             return said + "they are too short for slices, or any slice takes longer than the bubble that it fills."

@@ -23,10 +23,10 @@ from hf_pipetransformer.planning.costs import (
 from hf_pipetransformer.planning.forecast import Course, Duration, Storing, prefix_seconds
 from hf_pipetransformer.planning.planner import MEMORY_RESERVE
 from hf_pipetransformer.planning.simulator import Timeline
-from hf_pipetransformer.planning.storing import CacheCosts, Caching
+from hf_pipetransformer.planning.storing import CacheCosts, Caching, why_not_over_nodes
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import attention_of, mlp_of
+from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.quantized import num_bytes
 from hf_pipetransformer.startup.model import MOST_GRADIENTS
@@ -44,8 +44,9 @@ WINDOW_BYTES = 2**25
 class Machine:
     """Devices that a run is planned for: how many, bytes of each, operations and bytes per second between two.
 
-    `devices_per_node` bounds a pipeline, which does not leave its node. `reading` is the seconds to read and collate a
-    sample. `is_host` says that devices are the host's own processors, so that their memory is the host's.
+    `node_bandwidth` is the bytes per second between two of different nodes; 0 if that is `bandwidth` too. `reading` is
+    the seconds to read and collate a sample. `is_host` says that devices are the host's own processors, so that their
+    memory is the host's.
     """
 
     num_devices: int
@@ -57,6 +58,7 @@ class Machine:
     communicator_bytes: float = COMMUNICATOR_BYTES
     reading: float = 0.0
     is_host: bool = False
+    node_bandwidth: float = 0.0
 
     # What a planner asks a run's `Topology` for.
     @property
@@ -64,8 +66,8 @@ class Machine:
         return self.num_devices
 
     @property
-    def local_world_size(self) -> int:
-        return self.devices_per_node
+    def pipeline_sizes(self) -> list[int]:
+        return pipeline_sizes(self.num_devices, self.devices_per_node)
 
 
 @dataclass(frozen=True)
@@ -127,16 +129,20 @@ class RunPlan:
 def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) -> RunPlan:
     """Plan every possible number of stages of a run. `model` is read for its name and sizes, not run."""
     args, frozen = planner.args, planner.num_frozen_by_user
-    samples, local = args.train_samples_per_device, machine.devices_per_node
-    sizes = [k for k in range(1, local + 1) if local % k == 0 and planner.num_chunks(k)]
+    samples, sizes = args.train_samples_per_device, list(filter(planner.num_chunks, planner.topology.pipeline_sizes))
+    if args.pipeline_size is not None and args.pipeline_size not in sizes:
+        raise ValueError(
+            f"pipeline_parallel_size={args.pipeline_size} cannot be planned: the nodes, and the places where the "
+            f"model may be cut, allow {sizes}."
+        )
     options = tuple(make_option(planner, planner.plan(k, samples, frozen), machine) for k in sizes)
     # As a run chooses: the shortest pipeline that fits.
     chosen = next((each for each in options if each.fits), options[-1])
     if args.pipeline_size is not None:
-        chosen = next((each for each in options if each.layout.pipeline_size == args.pipeline_size), chosen)
+        chosen = next(each for each in options if each.layout.pipeline_size == args.pipeline_size)
     schedules, refused = _other_schedules(planner, machine, sizes)
     weights = [num_bytes(parameter) for parameter in model.parameters()]
-    caching = _caching(planner, machine, course)
+    caching = _caching(planner, chosen.layout, machine, course)
     storing = _storing(planner, chosen.layout, course, caching)
     costs = _costs(planner, chosen.layout)
     forecast = planner.forecast(chosen.layout, *costs, course.steps_per_epoch, storing)
@@ -275,7 +281,7 @@ def _host_memory(option: Option, planner: RunPlanner, machine: Machine, weights:
 # ---- freezing and the cache ----
 
 
-def _caching(planner: RunPlanner, machine: Machine, course: Course) -> Caching | None:
+def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: Course) -> Caching | None:
     storage, freezing, args = course.storage, course.freezing, planner.args
     freezes = freezing is not None and any(span.num_frozen for span in freezing.spans)
     if storage is None or course.num_samples is None or not freezes:
@@ -285,6 +291,8 @@ def _caching(planner: RunPlanner, machine: Machine, course: Course) -> Caching |
         why = "activation_cache='off'"
     elif not args.schedule.abilities.runs_steps_whole:
         why = f"pipeline_schedule={args.pipeline_schedule!r} stores nothing"
+    elif planner.costs.overheads.spans_nodes(layout.pipeline_size) and not args.elastic:
+        why = why_not_over_nodes(layout.pipeline_size, machine.devices_per_node)
     here = -(-course.num_samples * machine.devices_per_node // machine.num_devices)
     needed = storage.record_bytes * here * max(1, args.activation_cache_views)
     share = min(1.0, storage.allowed_bytes / needed) if needed else 1.0
@@ -296,7 +304,7 @@ def _storing(planner: RunPlanner, layout: Layout, course: Course, caching: Cachi
     storage, args = course.storage, planner.args
     if storage is None or caching is None or caching.why_off is not None:
         return None
-    local = planner.topology.local_world_size // layout.pipeline_size if storage.is_shared else 1
+    local = max(1, planner.costs.overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
     prefix = prefix_seconds(planner.costs.blocks, layout.num_layers)
     costs = CacheCosts(prefix, storage.input, local * storage.read, local * storage.write)
     return Storing(costs, args.activation_cache, caching.share, args.activation_cache_views)

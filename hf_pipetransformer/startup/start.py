@@ -284,7 +284,7 @@ def _measure_costs(
         return asdict(measure_blocks(target, structure, samples_per_microbatch(args), topology.num_ranks_here, read))
 
     profile = BlockProfile(**inspection.on_first_rank(measure))
-    hop, reduction = topology.measure(int(profile.boundary_bytes * profile.num_samples))
+    times = topology.measure(int(profile.boundary_bytes * profile.num_samples))
     # Plans are for training, also where an evaluation asks.
     masters = master_names(target.model) if args.pipeline_master_dtype else set()
     blocks = block_costs(target.model, structure, profile, masters)
@@ -298,4 +298,5 @@ def _measure_costs(
             return measure_slices(batch, structure, rule, target.twin.share_of(seconds)).as_event()
 
         blocks = replace(blocks, slices=TokenCosts(**inspection.on_first_rank(measure_token_slices)))
-    return MeasuredCosts(blocks, Overheads(hop=hop, reduction_per_byte=reduction), profile.num_samples)
+    overheads = Overheads(node_size=topology.local_world_size, **times._asdict())
+    return MeasuredCosts(blocks, overheads, profile.num_samples)

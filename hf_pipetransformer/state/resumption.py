@@ -157,10 +157,13 @@ class Resumption:
         return planned if self.is_elsewhere else layout
 
     def _is_still_asked_for(self, layout: Layout, plans: RunPlanner, world_size: int) -> bool:
-        """Return True if the saved layout still fits: same number of processes, same layout options, enough memory."""
+        """Return True if the saved layout still fits: same processes, same options, its nodes, its memory."""
         before, now = self.state.arguments, self.description.identity.arguments
+        spans_nodes = layout.pipeline_size > plans.topology.local_world_size
         return (
             layout.pipeline_size * layout.num_replicas == world_size
+            and layout.pipeline_size in plans.topology.pipeline_sizes
+            and not (spans_nodes and layout.cache_level)
             and set(layout.boundaries) <= set(plans.probe.structure.cut_positions())
             and all(before.get(name) == now[name] for name in _LAYOUT_ARGUMENTS)
             and (layout.pipeline_size > plans.unfit or layout.pipeline_size == self.args.pipeline_size)
@@ -323,6 +326,13 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
                 f"processes with boundaries {layout.boundaries}: expected {expected[0]} layers on {expected[1]} "
                 "processes. Replay a plan with the model and the number of processes that it was made with."
             )
+        if layout.pipeline_size not in topology.pipeline_sizes:
+            raise ValueError(
+                f"layout_plan={path!r} holds at step {step} pipelines of {layout.pipeline_size} ranks, and these "
+                f"nodes allow {topology.pipeline_sizes}. Replay it on nodes of as many processes."
+            )
+        if layout.pipeline_size > topology.local_world_size:
+            layouts[step] = replace(layout, cache_level=0, fresh_share=0.0)  # No store serves several nodes.
         if layout.schedule != args.pipeline_schedule:
             raise ValueError(
                 f"layout_plan={path!r} holds at step {step} a layout under {layout.schedule!r}, but "

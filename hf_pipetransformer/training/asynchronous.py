@@ -189,11 +189,13 @@ class AsynchronousSteps(Steps):
         """Return how many steps a rank reads ahead.
 
         Earlier stages read further ahead, because a later stage reaches a step before them and needs its batches by
-        then.
+        then. So do ranks that pass batches on: the first of a pipeline, and over several nodes the first of each.
         """
         size, accumulation = self.pipeline.layout.pipeline_size, self.trainer.args.gradient_accumulation_steps
         needed = ceil(max(micro_batches_ahead(size, rank) for rank in range(size)) / accumulation)
-        return needed + size - 1 - position + (position == 0)
+        node_size = self.context.topology.local_world_size
+        passes_on = (position == 0) + (size > node_size and position % node_size == 0)
+        return needed + size - 1 - position + passes_on
 
     # ---- running ----
 

@@ -31,7 +31,7 @@ from hf_pipetransformer.report.events import read_known_microbatches
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption
 from hf_pipetransformer.state.saving import Checkpoints
@@ -230,7 +230,8 @@ class TrainingSetup:
             # Create the process groups of later layouts now: that takes longer than a transition should.
             most = len(self.pipeline.start_up.probe.structure.cut_positions()) - 1
             wanted = self.context.args.num_chunks
-            for size, num_chunks in reachable_shapes(layout.schedule, wanted, longest, most):
+            sizes = pipeline_sizes(longest, self.context.topology.local_world_size)
+            for size, num_chunks in reachable_shapes(layout.schedule, wanted, sizes, most):
                 self.context.topology.groups(Placement(size, num_chunks, layout.placement))
         state = OptimizerState(optimizer, stage.store.named(), self.context.topology, may_move, groups)
         if not stage.store.trains_all:

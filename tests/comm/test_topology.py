@@ -1,4 +1,4 @@
-"""Which ranks share a machine, from the names of their machines: no pipeline may span two of them."""
+"""Which ranks share a machine, from the names of their machines, and which pipelines stand on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from itertools import groupby
 import pytest
 
 from hf_pipetransformer.comm import topology
-from hf_pipetransformer.comm.topology import Topology, ranks_in_a_row
+from hf_pipetransformer.comm.topology import Topology, ranks_in_a_row, relay, why_no_spanning
+from hf_pipetransformer.schedules.placement import pipeline_sizes
 
 
 @pytest.mark.parametrize(
@@ -43,19 +44,61 @@ class OfTwoNodes(Topology):
         return [[host, None] for host in self.hosts]
 
 
-@pytest.mark.parametrize(("hosts", "refused", "text"), [("aabb", 4, "never spans nodes"), ("abab", 2, "not in a row")])
-def test_without_a_word_of_the_launcher_a_pipeline_over_two_nodes_is_refused(
-    monkeypatch: pytest.MonkeyPatch, hosts: str, refused: int, text: str
+@pytest.mark.parametrize(
+    ("hosts", "allowed", "refused", "text"),
+    [
+        (
+            "aabb",
+            [1, 2, 4],
+            3,
+            "does not divide the 2 processes of a node .* take whole ones .* Choose one of .1, 2, 4.",
+        ),
+        ("abab", [1], 2, "not in a row"),
+        (
+            "aaaabb",
+            [1, 2],
+            6,
+            "A pipeline spans equal nodes only, found nodes of 4, 2 processes. Choose one of .1, 2.",
+        ),
+        ("aaabbb", [1, 3, 6], 2, "does not divide the 3 processes of a node"),
+    ],
+)
+def test_a_pipeline_takes_a_whole_part_of_a_node_or_whole_nodes(
+    monkeypatch: pytest.MonkeyPatch, hosts: str, allowed: list[int], refused: int, text: str
 ):
     monkeypatch.setattr(OfTwoNodes, "hosts", hosts)
     monkeypatch.setattr(topology, "host_name", lambda: "a")
     found = OfTwoNodes(timeout=1, local_world_size=None)
-    assert found.num_ranks_here == 2 and found.spans_nodes and found.is_first_here
+    assert found.num_ranks_here == hosts.count("a") and found.spans_nodes and found.is_first_here
     assert found.ranks_here == [rank for rank, host in enumerate(hosts) if host == "a"]
     assert [hosts[node.start : node.stop] for node in found.nodes] == ["".join(run) for _, run in groupby(hosts)]
     with pytest.raises(ValueError, match=text):
         found.check_pipeline_size(refused)
-    found.check_pipeline_size(found.local_world_size)
+    assert found.pipeline_sizes == allowed
+    for size in allowed:
+        found.check_pipeline_size(size)
+    assert [found.machine_of(rank) for rank in range(len(hosts))] == [hosts.index(host) for host in hosts]
+
+
+def test_launch_groups_on_one_machine_are_nodes_for_a_pipeline() -> None:
+    assert why_no_spanning("aaaa", [2] * 4) is why_no_spanning("aabb", [4] * 4) is None
+    assert why_no_spanning("aaaabb", [2] * 6) is None
+    assert "found nodes of 4, 2 processes" in str(why_no_spanning("aaaabb", [4] * 4 + [2] * 2))
+
+
+@pytest.mark.parametrize(("most", "node_size"), [(4, 2), (8, 4), (8, 2), (4, 1), (4, 8), (6, 3), (1, 1)])
+def test_what_the_first_rank_reads_travels_once_to_each_node(most: int, node_size: int) -> None:
+    for size in pipeline_sizes(most, node_size):
+        way = {position: relay(position, size, node_size) for position in range(size)}
+        assert way[0][0] is None
+        messages = [(position, peer) for position, (_, peers) in way.items() for peer in peers]
+        # Everybody gets it once, from the rank that it waits for.
+        assert sorted(peer for _, peer in messages) == list(range(1, size))
+        assert all(way[peer][0] == position for position, peer in messages)
+        across = [(a, b) for a, b in messages if a // node_size != b // node_size]
+        assert len(across) == max(1, size // node_size) - 1
+        # Nobody waits for longer than two messages.
+        assert all(source in (None, 0) for source, peers in way.values() if peers)
 
 
 def test_one_process_for_several_stages_is_told_how_to_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,14 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
 from hf_pipetransformer.data.sampler import FROM_FIRST, EpochOrder, EpochStart
+from hf_pipetransformer.schedules.placement import pipeline_sizes
 
 
 def lengths_of(devices: tuple[int, ...]) -> list[int]:
-    """Every K that divides the devices of each node."""
-    return [size for size in range(1, max(devices) + 1) if all(count % size == 0 for count in devices)]
+    """Every K that divides the devices of each node, or takes whole nodes of equally many."""
+    if len(set(devices)) == 1:
+        return pipeline_sizes(sum(devices), devices[0])
+    return pipeline_sizes(math.gcd(*devices), math.gcd(*devices))
 
 
 devices_of_nodes = st.one_of(
@@ -43,16 +46,17 @@ def test_each_sample_comes_once_an_epoch_and_on_its_own_node_whatever_k(
         assert [i for i in arranged if owners[i] == node] == [i for i in drawn if owners[i] == node]
     for size in lengths_of(devices):
         num_replicas = sum(devices) // size
-        on_node = [node for node, count in enumerate(devices) for _ in range(count // size)]
+        ranks = [node for node, count in enumerate(devices) for _ in range(count)]
+        on_nodes = [set(ranks[first : first + size]) for first in range(0, len(ranks), size)]
         for first in range(0, num_samples, batch_size):
             batch = arranged[first : first + batch_size]
             parts = [batch[order.part(len(batch), replica, num_replicas)] for replica in range(num_replicas)]
             assert [sample for part in parts for sample in part] == batch
-            assert all(owners[i] == node for node, part in zip(on_node, parts, strict=True) for i in part)
+            assert all(owners[i] in nodes for nodes, part in zip(on_nodes, parts, strict=True) for i in part)
             if len(batch) == batch_size:
                 assert {len(part) for part in parts} == {a_device * size}
-            for node in set(on_node):
-                own = [len(part) for other, part in zip(on_node, parts, strict=True) if other == node]
+            for nodes in on_nodes:
+                own = [len(part) for others, part in zip(on_nodes, parts, strict=True) if others == nodes]
                 assert max(own) - min(own) <= 1
 
 

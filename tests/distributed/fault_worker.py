@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.comm import topology
 from hf_pipetransformer.comm.groups import GroupMaker
 from hf_pipetransformer.runtime import gathering
 from tests.distributed.scenarios import RANK, scenario
@@ -178,8 +179,11 @@ def train_with(
     timeout: float = 15,
     max_steps: int = 1_000_000,
     schedule: str = "1f1b",
+    ranks_a_node: int = 0,
 ) -> None:
-    """Train with one of `FAULTS` on a rank."""
+    """Train with one of `FAULTS` on a rank; `ranks_a_node` neighbors play a node of their own."""
+    if ranks_a_node:
+        topology.host_name = lambda: f"node-{RANK // ranks_a_node}"
     what = FAULTS[fault]
     if rank != RANK and not what.get("everywhere"):
         what = what.get("elsewhere", {})

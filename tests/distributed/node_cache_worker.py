@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import TrainerCallback, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache import opening as cache_stores
+from hf_pipetransformer.cache import training as cache_training
+from hf_pipetransformer.cache.planner import StorageSpeed
 from hf_pipetransformer.comm import topology
+from hf_pipetransformer.comm.transfers import ObjectSender
 from hf_pipetransformer.data.sampler import ReplicaBatchSampler
 from hf_pipetransformer.planning import storing as decision
 from hf_pipetransformer.training import loaders
@@ -35,6 +38,8 @@ GLOBAL_BATCH = 8
 STEPS_PER_EPOCH = 5
 EPOCHS = 3
 SAVED_AT = 7
+# In the second epoch: pipelines over nodes become shorter.
+SHRINKS_AT = 7
 # In the third epoch: all samples are stored.
 LOST_AT = 12
 
@@ -94,6 +99,10 @@ class Act:
         self.disk.mkdir(parents=True, exist_ok=True)
         tempfile.tempdir = str(self.disk)
 
+    def checkpoint(self, act: str) -> Path:
+        """The checkpoint of the whole run of an act."""
+        return self.path.parent / act / "whole-output" / f"checkpoint-{SAVED_AT}"
+
     def stored(self) -> list[Path]:
         """The files with rows on this node's disk."""
         return sorted(self.disk.rglob("records-*"))
@@ -120,6 +129,7 @@ class Act:
             "freeze_min_active_layers": 0, "activation_cache": "on",
         }  # fmt: skip
         warnings, found = RecordWarnings(), Found(self, evaluated)
+        sent = noting_batches()
         logging.getLogger("hf_pipetransformer").addHandler(warnings)
         NotingSampler.noted = {}
         for callback in callbacks:
@@ -138,6 +148,8 @@ class Act:
         history = trainer.state.log_history
         self.runs[name] = {
             "losses": [entry["loss"] for entry in history if "loss" in entry],
+            "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
+            "sent": sent,
             "eval_losses": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
             "hit_rates": [entry["cache_hit_rate"] for entry in history if "cache_hit_rate" in entry],
             "drawn": NotingSampler.noted,
@@ -186,6 +198,23 @@ class Found(TrainerCallback):
         self.evaluated.num_read = 0
 
 
+def noting_batches() -> list[list[int]]:
+    """Return a list that will have, for each batch that this rank sends to later stages, the ranks that get it."""
+    sent: list[list[int]] = []
+
+    def isend(self: ObjectSender, tree: Any, peers: Any, group: Any) -> None:
+        if "later stages" in self.what:
+            sent.append(list(peers))
+        usual(self, tree, peers, group)
+
+    usual = _ISEND
+    ObjectSender.isend = isend  # type: ignore[method-assign]
+    return sent
+
+
+_ISEND = ObjectSender.isend
+
+
 def without_a_store(call: Callable[[], Any]) -> Any:
     """As on a node whose disk cannot be written, the last one; the samples stay on their nodes."""
     usual = cache_stores.take_store
@@ -215,16 +244,16 @@ def resumed(act: Act) -> None:
     """From the middle of the second epoch, which the next act does on other nodes."""
     keeping = {"activation_cache_keep": True, "save_strategy": "steps", "save_steps": SAVED_AT}
     act.run("whole", **keeping)
-    act.run("rest", resume_from=act.path / "whole-output" / f"checkpoint-{SAVED_AT}", **keeping)
+    act.run("rest", resume_from=act.checkpoint("resumed"), **keeping)
 
 
 def resumed_elsewhere(act: Act) -> None:
-    act.run("rest", resume_from=act.path.parent / "resumed" / "whole-output" / f"checkpoint-{SAVED_AT}")
+    act.run("rest", resume_from=act.checkpoint("resumed"))
     act.run("whole", save_strategy="steps", save_steps=SAVED_AT)
 
 
 def resumed_back(act: Act) -> None:
-    act.run("rest", resume_from=act.path.parent / "resumed_elsewhere" / "whole-output" / f"checkpoint-{SAVED_AT}")
+    act.run("rest", resume_from=act.checkpoint("resumed_elsewhere"))
 
 
 def a_node_loses_its_rows(act: Act) -> None:
@@ -278,9 +307,74 @@ def unequal_nodes(act: Act) -> None:
     act.run("grouped", train_sampling_strategy="group_by_length")
 
 
+# ---- pipelines over several nodes
+
+SHRINKING: dict[str, Any] = {
+    "elastic": True, "pipeline_compression": "memory", "freeze_at": f"2:1,{SHRINKS_AT}:3",
+    "num_train_epochs": EPOCHS + 1, "activation_cache": "auto",
+}  # fmt: skip
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def longer_than_a_node(act: Act) -> None:
+    """K from all processes to those of a node, where the cache comes on; the same from the start; Trainer's order."""
+    usual = cache_training.measure_storage
+    cache_training.measure_storage = lambda *_: StorageSpeed(0.0, 0.0)
+    act.run("with", **SHRINKING, pipeline_parallel_size=WORLD_SIZE)
+    cache_training.measure_storage = usual
+    # The same frozen layers, and no transition.
+    inside = {**SHRINKING, "elastic": False, "activation_cache": "on", "pipeline_parallel_size": 2}
+    without_a_store(lambda: act.run("without", **inside))
+    act.runs["refused"] = refusal(lambda: act.run("refused", pipeline_parallel_size=WORLD_SIZE))
+    act.run("1f1b", **OFF, pipeline_parallel_size=WORLD_SIZE)
+    asynchronous = {"pipeline_schedule": "async_1f1b", "num_train_epochs": 2}
+    act.run("async_1f1b", **OFF, pipeline_parallel_size=WORLD_SIZE, **asynchronous)
+
+
+OFF: dict[str, Any] = {
+    "activation_cache": "off", "freeze_policy": "none", "freeze_at": None, "pipeline_parallel_num_microbatches": 4,
+    "eval_strategy": "no",
+}  # fmt: skip
+
+
+def every_length(act: Act) -> None:
+    """Trainer's order, on whole nodes and on parts of one, under several schedules."""
+    shapes = ((8, "1f1b"), (8, "gpipe"), (4, "1f1b"), (2, "1f1b"), (2, "interleaved_1f1b"), (8, "async_1f1b"))
+    for size, schedule in shapes:
+        act.run(f"{schedule}-{size}", **OFF, pipeline_parallel_size=size, pipeline_schedule=schedule)
+
+
+def saved_over_nodes(act: Act) -> None:
+    saving = {"save_strategy": "steps", "save_steps": SAVED_AT, "activation_cache": "auto"}
+    act.run("whole", **saving, pipeline_parallel_size=WORLD_SIZE)
+    act.run("rest", resume_from=act.checkpoint(act.path.name), **saving, pipeline_parallel_size=WORLD_SIZE)
+
+
+def resumed_on_one_node(act: Act) -> None:
+    """With the cache, which is in the layout of what it saves."""
+    act.run("rest", resume_from=act.checkpoint("saved_over_nodes"), pipeline_parallel_size=WORLD_SIZE)
+    act.run("whole", save_strategy="steps", save_steps=SAVED_AT, pipeline_parallel_size=WORLD_SIZE)
+
+
+def resumed_over_nodes(act: Act) -> None:
+    options = {"pipeline_parallel_size": WORLD_SIZE, "activation_cache": "auto"}
+    act.run("rest", resume_from=act.checkpoint("resumed_on_one_node"), **options)
+    act.runs["refused"] = refusal(
+        lambda: act.run("no", resume_from=act.checkpoint("resumed_on_one_node"), pipeline_parallel_size=WORLD_SIZE)
+    )
+
+
 ALL = (
     *(frozen_from_the_start, resumed, resumed_elsewhere, resumed_back, a_node_loses_its_rows, a_link_on_one_node),
-    *(views, shorter_pipelines, unequal_nodes),
+    *(views, shorter_pipelines, unequal_nodes, longer_than_a_node, every_length),
+    *(saved_over_nodes, resumed_on_one_node, resumed_over_nodes),
 )
 ACTS = {act.__name__: act for act in ALL}
 
@@ -292,3 +386,21 @@ def act_all(folder: Path, ranks_a_node: int, names: list[str]) -> None:
         act = Act(folder, name, ranks_a_node)
         ACTS[name](act)
         note(act.path.parent, name, act.runs)
+
+
+def train_plainly(folder: Path) -> None:
+    """Train as `OFF` does with plain Trainer, in one process."""
+    set_seed(0)
+    model = build_model("bert_sequence", 11)
+    options: dict[str, Any] = {
+        "output_dir": str(folder / "plain-output"), "per_device_train_batch_size": GLOBAL_BATCH,
+        "num_train_epochs": EPOCHS, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True, "use_cpu": True, "seed": 7,
+    }  # fmt: skip
+    rows = CountedRows(make_rows("bert_sequence", NUM_SAMPLES))
+    trainer = Trainer(model=model, args=TrainingArguments(**options), train_dataset=rows, data_collator=collate)
+    trainer.model_accepts_loss_kwargs = False
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    note(folder, "plain", {key: [entry[key] for entry in history] for key in ("loss", "grad_norm")})
+    save_file({key: value.detach().clone() for key, value in model.named_parameters()}, folder / "plain.safetensors")

@@ -41,6 +41,7 @@ def run_with_fault(
         "rank": rank,
         "timeout": options.pop("pipeline_timeout", PIPELINE_TIMEOUT),
         "schedule": options.pop("schedule", "1f1b"),
+        "ranks_a_node": options.pop("ranks_a_node", 0),
     }
     return start(train_with, output, num_processes, faulty, timeout=120, check=False, **{"grace": GRACE} | options)
 
@@ -93,6 +94,25 @@ def test_a_rank_killed_in_mid_step_ends_all(tmp_path: Path, rank: int, num_proce
     assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
     for survivor in set(range(num_processes)) - {rank}:
         assert re.search(rf"\brank {rank}\b", result.outputs[survivor]), f"rank {survivor} does not name rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank"),
+    [
+        pytest.param("killed", 3, id="last-stage"),
+        # It passes on the batches of its node.
+        pytest.param("killed", 2, id="first-of-its-node", marks=pytest.mark.slow),
+        pytest.param("exception", 3, id="exception", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_lost_on_another_node_of_its_pipeline_ends_all(tmp_path: Path, fault: str, rank: int):
+    result = run_with_fault(fault, tmp_path, 4, 4, rank, ranks_a_node=2, strict_nccl=True)
+    assert READY in result.outputs[rank]
+    assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
+    for survivor in set(range(4)) - {rank}:
+        assert re.search(rf"\brank {rank}\b", last_error(result.outputs[survivor])), f"rank {survivor}"
+    cause = f"rank {rank} does not answer" if fault == "killed" else f"rank {rank}: RuntimeError: {PLANTED}"
+    assert f"The run failed: {cause}" in result.outputs[0]
 
 
 @pytest.mark.parametrize(("rank", "num_processes", "num_stages"), PLACES)

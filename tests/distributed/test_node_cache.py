@@ -17,8 +17,10 @@ from tests.distributed.node_cache_worker import (
     LOST_AT,
     NUM_SAMPLES,
     SAVED_AT,
+    SHRINKS_AT,
     STEPS_PER_EPOCH,
     act_all,
+    train_plainly,
 )
 from tests.distributed.scenarios import start
 from tests.distributed.test_equality import relative_difference, tensor_difference
@@ -39,6 +41,11 @@ class Outcome:
 
     def of(self, run: str, key: str) -> Any:
         return self.ranks[0][run][key]
+
+    def of_all(self, run: str) -> str:
+        """What all ranks alike noted instead of a run."""
+        (found,) = {rank[run] for rank in self.ranks}
+        return str(found)
 
     def events(self, run: str, what: str) -> list[dict[str, Any]]:
         return [event for event in self.of(run, "events") if event.get("what") == what]
@@ -61,9 +68,9 @@ class Outcome:
         return load_file(f"{self.path}.{run}.safetensors")
 
 
-def act_on(folder: Path, num_processes: int, ranks_a_node: int, *names: str, timeout: float) -> None:
+def act_on(folder: Path, num_processes: int, ranks_a_node: int, *names: str, timeout: float, **how: Any) -> None:
     options = {"ranks_a_node": ranks_a_node, "names": names}
-    start(act_all, folder, num_processes, options, timeout=timeout)
+    start(act_all, folder, num_processes, options, timeout=timeout, **how)
 
 
 def outcome_of(folder: Path, act: str, num_ranks: int = 2) -> Outcome:
@@ -73,13 +80,17 @@ def outcome_of(folder: Path, act: str, num_ranks: int = 2) -> Outcome:
 
 def assert_equal_runs(outcome: Outcome) -> None:
     """With stored activations and without: the same trajectory, over the same samples."""
-    assert outcome.batches("with") == outcome.batches("without")
+    found, expected = ([sum(parts, []) for parts in outcome.batches(run)] for run in ("with", "without"))
+    assert found == expected
     for key in ("losses", "eval_losses"):
         found, expected = outcome.of("with", key), outcome.of("without", key)
         assert [
             pair for pair in zip(found, expected, strict=True) if not relative_difference(*pair) <= TOLERANCE
         ] == []
-    found, expected = outcome.weights("with"), outcome.weights("without")
+    assert_equal_weights(outcome.weights("with"), outcome.weights("without"))
+
+
+def assert_equal_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     compared = [name for name in expected if not has_zero_gradient("bert_sequence", name)]
     far = [name for name in compared if not tensor_difference(found[name], expected[name]) <= TOLERANCE]
     assert compared and far == []
@@ -193,6 +204,93 @@ def test_rows_stay_on_their_node_when_pipelines_become_shorter(tmp_path: Path) -
     assert lengths[0] == 2 and lengths[-1] == 1
     assert_equal_runs(outcome)
     assert outcome.of("with", "hit_rates")[1:] == [1] * EPOCHS
+
+
+def assert_trains_as_trainer(outcome: Outcome, run: str) -> None:
+    """Law 1: each step, and the weights after the last one."""
+    plain = json.loads((outcome.path.parent / "plain.rank0.json").read_text())
+    for found, expected in (
+        (outcome.of(run, "losses"), plain["loss"]),
+        (outcome.of(run, "grad_norms"), plain["grad_norm"]),
+    ):
+        pairs = list(zip(found, expected, strict=True))
+        assert len(pairs) == EPOCHS * STEPS_PER_EPOCH
+        assert [pair for pair in pairs if not relative_difference(*pair) <= TOLERANCE] == [], run
+    assert_equal_weights(outcome.weights(run), load_file(outcome.path.parent / "plain.safetensors"))
+
+
+def test_a_pipeline_over_two_nodes_trains_as_trainer_and_stores_once_it_fits_one(tmp_path: Path) -> None:
+    act_on(tmp_path, 4, 2, "longer_than_a_node", timeout=200, strict_nccl=True)
+    train_plainly(tmp_path)
+    outcome = outcome_of(tmp_path, "longer_than_a_node", 4)
+    # K over both nodes stores nothing and says why; then each node reads what it stored itself.
+    lengths = outcome.of("with", "lengths")
+    assert lengths == [4] * SHRINKS_AT + [2] * (len(lengths) - SHRINKS_AT)
+    (off,) = outcome.events("with", "off")
+    assert off["reason"].startswith("each pipeline spans nodes (K=4 on nodes of 2 processes)")
+    (warned,) = [text for text in outcome.of("with", "warnings") if "cache" in text]
+    assert warned == f"The activation cache stays off: {off['reason']}"
+    levels = [event["level"] for event in outcome.events("with", "decision")]
+    assert levels == [3]
+    # Stored in the rest of the second epoch and in the first half of the third.
+    assert outcome.of("with", "hit_rates")[-1] == 1
+    # Neither the order of the samples nor any number depends on K, or on what is stored.
+    assert_each_sample_once(outcome.epochs("with"))
+    assert_equal_runs(outcome)
+    assert "activation_cache='on', and each pipeline spans nodes" in outcome.of_all("refused")
+    begun = {run: next(e["expectation"] for e in outcome.of(run, "events") if e["event"] == "run")
+             for run in ("with", "1f1b")}  # fmt: skip
+    assert "Activation cache: off while pipelines span nodes." in begun["with"]
+    assert all("Each pipeline spans 2 nodes: a message takes up to " in text for text in begun.values())
+    # Trainer's order and numbers where nothing can be stored.
+    assert_trains_as_trainer(outcome, "1f1b")
+    # A batch goes to the other node once, and from its first rank to the others there.
+    for run in ("1f1b", "async_1f1b"):
+        sent = [rank[run]["sent"] for rank in outcome.ranks]
+        assert [set(map(tuple, peers)) for peers in sent] == [{(1, 2)}, set(), {(3,)}, set()]
+        assert len(sent[0]) == len(sent[2]) == len(outcome.of(run, "losses"))
+    assert len(outcome.of("async_1f1b", "losses")) == 2 * STEPS_PER_EPOCH
+
+
+@pytest.mark.slow
+def test_two_nodes_of_four_train_as_trainer_for_every_length(tmp_path: Path) -> None:
+    act_on(tmp_path, 8, 4, "every_length", timeout=280, strict_nccl=True)
+    train_plainly(tmp_path)
+    outcome = outcome_of(tmp_path, "every_length", 8)
+    for run in outcome.ranks[0]:
+        if "async" not in run:  # It is behind by some updates, and reads ahead.
+            assert_trains_as_trainer(outcome, run)
+    assert len(outcome.of("async_1f1b-8", "losses")) == EPOCHS * STEPS_PER_EPOCH
+    sent = [rank["1f1b-8"]["sent"] for rank in outcome.ranks]
+    assert [set(map(tuple, peers)) for peers in sent] == [{(1, 2, 3, 4)}, *[set()] * 3, {(5, 6, 7)}, *[set()] * 3]
+
+
+@pytest.mark.slow
+def test_a_run_over_nodes_goes_on_on_one_node_and_back(tmp_path: Path) -> None:
+    act_on(tmp_path, 4, 2, "saved_over_nodes", timeout=150)
+    saved = outcome_of(tmp_path, "saved_over_nodes", 4)
+    # On the same nodes to the bit.
+    assert saved.of("rest", "losses") == saved.of("whole", "losses")
+    found, expected = saved.weights("rest"), saved.weights("whole")
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    act_on(tmp_path, 4, 4, "resumed_on_one_node", timeout=150)
+    there = outcome_of(tmp_path, "resumed_on_one_node", 4)
+    second = SAVED_AT - STEPS_PER_EPOCH
+    assert there.batches("rest")[: STEPS_PER_EPOCH - second] == saved.batches("whole")[SAVED_AT : 2 * STEPS_PER_EPOCH]
+    # The epoch ends as it began, the next one is Trainer's.
+    begun, expected_losses = there.of("rest", "losses"), saved.of("whole", "losses")
+    pairs = list(zip(begun, expected_losses, strict=True))[SAVED_AT : 2 * STEPS_PER_EPOCH]
+    assert pairs and all(relative_difference(*pair) <= TOLERANCE for pair in pairs)
+    # A layout that stores something is not taken over by pipelines that span nodes.
+    act_on(tmp_path, 4, 2, "resumed_over_nodes", timeout=150)
+    back = outcome_of(tmp_path, "resumed_over_nodes", 4)
+    assert set(back.of("rest", "lengths")) == {4}
+    assert back.epochs("rest", second)[0] == there.epochs("whole")[1][second * GLOBAL_BATCH :]
+    assert back.epochs("rest", second)[1] == saved.epochs("whole")[2]
+    assert [event["reason"][:24] for event in back.events("rest", "off")] == ["each pipeline spans node"]
+    pairs = list(zip(back.of("rest", "losses"), there.of("whole", "losses"), strict=True))[: 2 * STEPS_PER_EPOCH]
+    assert all(relative_difference(*pair) <= TOLERANCE for pair in pairs)
+    assert "activation_cache='on', and each pipeline spans nodes" in back.of_all("refused")
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +121,38 @@ def test_frozen_bundles_carry_no_state(transition: tuple[list[Bundle], Layout, L
     assume(moves)
     for move in moves:
         assert not (move.with_state and move.bundle[0] < new.first_active_block)
+
+
+@settings(max_examples=300)
+@given(transitions(), st.sampled_from([1, 2, 3, 4]))
+def test_what_a_rank_of_the_node_has_comes_from_there(
+    transition: tuple[list[Bundle], Layout, Layout], node_size: int
+) -> None:
+    bundles, old, new = transition
+
+    def node_of(rank: int) -> int:
+        return rank // node_size
+
+    moves = plan_moves(bundles, old, new, node_of)
+    # The same moves, from other sources.
+    anywhere = {(move.destination, move.content) for move in plan_moves(bundles, old, new)}
+    assert {(move.destination, move.content) for move in moves} == anywhere
+    served: Counter[tuple[Bundle, int, bool, int]] = Counter()
+    for move in moves:
+        having = [
+            rank
+            for rank in range(old.pipeline_size * old.num_replicas)
+            if has_weights(rank, move.bundle, old)
+            and (not move.with_state or old.ranks_of(move.bundle)[0] == rank % old.pipeline_size)
+        ]
+        assert move.source in having
+        near = [rank for rank in having if node_of(rank) == node_of(move.destination)]
+        assert not near or move.source in near
+        served[move.bundle, node_of(move.destination) if near else -1, move.with_state, move.source] += 1
+    for (bundle, node, with_state, _), count in served.items():
+        # In turn: none of those that serve a node does more than its share.
+        same = [own for (b, n, w, _), own in served.items() if (b, n, w) == (bundle, node, with_state)]
+        assert node < 0 or count <= min(same) + 1
 
 
 @given(transitions())

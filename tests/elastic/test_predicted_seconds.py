@@ -93,9 +93,12 @@ def planner(written: list[Any], mode: str = "auto") -> CachePlanner:
     return CachePlanner(mode, 0.0, lambda: StorageSpeed(0.01, 0.02), StoreSize(2.0, 1.0, 2.0), 10, write)
 
 
-def decisions_of(folder: Path, policy: FreezePolicy, layout: Layout, cache: CachePlanner | None) -> Decisions:
+def decisions_of(
+    folder: Path, policy: FreezePolicy, layout: Layout, cache: CachePlanner | None, **overheads: Any
+) -> Decisions:
     args = PipeTransformerArguments(output_dir=str(folder), use_cpu=True, report_to="none", freeze_min_active_layers=1)
-    inputs = PlanInputs(costs_of(L), Overheads(per_step=1.0), rules_for(L, device_bytes=1e12), samples_per_device=8)
+    rules = rules_for(L, device_bytes=1e12, initial_size=layout.pipeline_size)
+    inputs = PlanInputs(costs_of(L), Overheads(per_step=1.0, **overheads), rules, samples_per_device=8)
     clock, frozen = DecisionClock(10, 0, 40), layout.num_frozen_layers
     return Decisions(policy, clock, args, inputs, frozen, layout.num_stages, {}, lambda *_, **__: None, cache)
 
@@ -122,6 +125,40 @@ def test_the_seconds_are_those_of_the_layouts_and_stores_that_would_follow(tmp_p
         second = plan.prediction.seconds + samples * 0.01
         assert seen.predicted_seconds[num_frozen] == pytest.approx(10 * (first + second))
     assert list(seen.predicted_seconds[:L]) == sorted(seen.predicted_seconds[:L], reverse=True)
+
+
+def test_pipelines_over_nodes_decide_on_no_store_until_they_fit_one(tmp_path: Path) -> None:
+    layout, written = layout_of(L, 4, 4), list[Any]()
+    # An expensive reduction keeps the pipeline on both nodes.
+    over_nodes = {"node_size": 2, "reduction_per_byte": 1e6}
+    policy = Asks("predicted_seconds", wants=2)
+    decisions = decisions_of(tmp_path, policy, layout, planner(written), **over_nodes)
+    change = decisions.freeze(20, layout, [], {})["change"]
+    found = Layout.from_event(change["layout"])
+    assert (found.pipeline_size, found.num_frozen_layers, found.cache_level) == (4, 2, 0)
+    assert written == [], "nothing was decided about the cache"
+    overheads = decisions.inputs.overheads
+    expected = 20 * predict_step(found, costs_of(L), overheads, 32).seconds
+    assert policy.seen[0].predicted_seconds[2] == pytest.approx(expected), "and no records are counted on"
+    # Shorter pipelines store, as on one node.
+    decisions = decisions_of(tmp_path, policy, layout, planner(written), node_size=2)
+    found = Layout.from_event(decisions.freeze(20, layout, [], {})["change"]["layout"])
+    assert found.pipeline_size <= 2 and found.cache_level == 2
+    assert [fields["level"] for _, fields in written] == [2]
+
+
+def test_a_pipeline_that_grows_over_nodes_again_says_that_it_stores_no_more(tmp_path: Path) -> None:
+    written, noted = list[Any](), list[Any]()
+    decisions = decisions_of(
+        tmp_path, Asks(), layout_of(L, 4, 4), planner(written), node_size=2, reduction_per_byte=1e6
+    )
+    decisions.write = lambda kind, **fields: noted.append((kind, fields["what"], fields["reason"]))
+    stored = replace(layout_of(L, 1, 4), num_frozen_layers=2, cache_level=2)
+    found = decisions._plan(1, stored, 20).layout
+    assert (found.pipeline_size, found.cache_level, found.fresh_share) == (4, 0, 0.0)
+    assert written == []
+    ((kind, what, reason),) = noted
+    assert (kind, what) == ("cache", "off") and "spans nodes (K=4 on nodes of 2 processes)" in reason
 
 
 def test_what_has_come_about_is_predicted_as_it_was_foreseen(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from hf_pipetransformer.planning.planner import (
 )
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import pipeline_sizes
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner, memory_conditions
 
 
@@ -591,7 +592,7 @@ def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
 def test_every_layout_that_may_follow_is_known_in_advance(
     schedule: str, wanted: int, expected: list[tuple[int, int]]
 ) -> None:
-    assert reachable_shapes(schedule, wanted, 4, 14) == expected
+    assert reachable_shapes(schedule, wanted, pipeline_sizes(4, 4), 14) == expected
     current = chunked(schedule, 6, 4, min(wanted, 3), 8)
     for num_frozen_layers, unfit in product(range(7), [(), (1,), (1, 2)]):
         rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from hf_pipetransformer.comm.topology import Topology, check_agreement
+from hf_pipetransformer.comm.topology import Topology, check_agreement, ranks_in_a_row, why_no_spanning
 from hf_pipetransformer.comm.transfers import pack, plain
 from hf_pipetransformer.freeze.policy import FreezeSignal, decide
 from hf_pipetransformer.planning.planner import PlanRules
 from hf_pipetransformer.schedules.actions import Action, Op, add_transfers
-from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
 from tests.schedules.test_layout import layout
 from tests.settled_policy import Settled
 
@@ -52,22 +52,32 @@ def test_an_answer_of_a_policy_that_is_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "is_scattered", "words"),
+    ("size", "hosts", "words"),
     [
-        (3, False, "pipeline_parallel_size=3 does not divide the .* no rank stays idle. Choose one of .1, 2, 4"),
-        (4, True, "The ranks of a node are not in a row: let the launcher fill"),
+        (3, "aaaa", "pipeline_parallel_size=3 does not divide the 4 .* leave no rank idle. Choose one of .1, 2, 4"),
+        (4, "aabbaabb", "The ranks of a node are not in a row: let the launcher fill"),
+        (4, "aab", "A pipeline spans equal nodes only, found nodes of 2, 1 processes."),
     ],
 )
-def test_a_pipeline_that_fits_no_node(size: int, is_scattered: bool, words: str) -> None:
-    local = 2 if is_scattered else 4
-    topology = SimpleNamespace(local_world_size=local, world_size=4, _are_scattered=is_scattered)
+def test_a_pipeline_that_fits_no_node(size: int, hosts: str, words: str) -> None:
+    topology = nodes_of(hosts)
     with pytest.raises(ValueError, match=words):
-        Topology.check_pipeline_size(cast(Topology, topology), size)
-    Topology.check_pipeline_size(cast(Topology, topology), 2)
+        Topology.check_pipeline_size(topology, size)
+    Topology.check_pipeline_size(topology, topology.pipeline_sizes[-1])
+
+
+def nodes_of(hosts: str) -> Topology:
+    told: list[int | None] = [None] * len(hosts)
+    local, why = ranks_in_a_row(hosts, told), why_no_spanning(hosts, told)
+    sizes = pipeline_sizes(local if why else len(hosts), local)
+    return cast(
+        Topology,
+        SimpleNamespace(local_world_size=local, world_size=len(hosts), why_no_spanning=why, pipeline_sizes=sizes),
+    )
 
 
 def test_a_pipeline_in_one_process() -> None:
-    alone = cast(Topology, SimpleNamespace(local_world_size=1, world_size=1, _are_scattered=False))
+    alone = nodes_of("a")
     with pytest.raises(ValueError, match="takes 2 processes or a multiple, and one was started"):
         Topology.check_pipeline_size(alone, 2)
 

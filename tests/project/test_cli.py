@@ -222,6 +222,8 @@ def test_adapters_train_little_and_images_and_sequences_are_planned_too(
     ("options", "message"),
     [
         (["--processes", "8", "--processes_per_node", "3"], "no multiple of --processes_per_node 3"),
+        (["--processes", "2", "--node_bandwidth", "5"], "--node_bandwidth with all processes on one node"),
+        (["--processes", "2", "--pipeline_parallel_size", "4"], "cannot be planned: the nodes.* allow .1, 2."),
         (["--processes", "2", "--dtype", "float33"], "--dtype float33: expected a dtype of torch"),
         (["--processes", "2", "--sequence_length", "9000"], "takes up to 8192 tokens"),
         (["--processes", "2", "--pipeline_num_chunks", "2"], "pipeline_num_chunks"),

@@ -71,6 +71,39 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Planner:
     return Planner(tmp_path, capsys)
 
 
+def test_pipelines_over_nodes_are_planned_with_the_speed_between_nodes(plan: Planner) -> None:
+    options = ["--processes", "8", "--processes_per_node", "4", "--device_memory", "80", "--sequence_length", "64"]
+    found = {rate: plan.json("minilm", *options, *given) for rate, given in {
+        None: [], 25: ["--node_bandwidth", "25"], 0.1: ["--node_bandwidth", "0.1"],
+    }.items()}  # fmt: skip
+    step = {
+        rate: {each["pipeline_size"]: each["step_seconds"] for each in one["options"]} for rate, one in found.items()
+    }
+    assert list(step[None]) == [1, 2, 4, 8] and step[25] == step[None]
+    # The one pipeline over both nodes waits for messages, replicas for their reduction.
+    assert all(step[0.1][size] > step[25][size] for size in (1, 2, 4, 8))
+    assert any("0.1 GB/s between nodes" in each for each in found[0.1]["course"]["assumed"])
+    on_three = plan.json("minilm", *options[2:], "--processes", "12")
+    assert [each["pipeline_size"] for each in on_three["options"]] == [1, 2, 4, 12]
+    with pytest.raises(SystemExit, match="pipeline_parallel_size=3 cannot be planned: .* allow .1, 2, 4, 8."):
+        plan.json("minilm", *options, "--pipeline_parallel_size", "3")
+    # The cache waits until a pipeline fits a node, which one that is not elastic never does.
+    spanning = [
+        "--pipeline_parallel_size",
+        "8",
+        "--samples",
+        "64000",
+        "--freeze_policy",
+        "fixed",
+        "--freeze_at",
+        "0:4",
+    ]
+    for elastic, given in ((True, []), (False, ["--elastic", "false"])):
+        caching = plan.json("minilm", *options, *spanning, *given)["caching"]
+        assert (caching["why_off"] is None) == elastic
+    assert "each pipeline spans nodes (K=8 on nodes of 4 processes)" in caching["why_off"]
+
+
 def sizes(found: dict[str, Any], part: str) -> list[float]:
     return [rank[part] for rank in found["chosen"]["memory"]]
 

@@ -15,12 +15,13 @@ import pytest
 from hf_pipetransformer.elastic.transition import longest_pipeline
 from hf_pipetransformer.freeze.policies import Fixed
 from hf_pipetransformer.options.arguments import READERS
+from hf_pipetransformer.planning.planner import PipelineShape, plan_layout
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint, resumption
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, newest_whole, read_state
 from hf_pipetransformer.state.description import TOLD_ARGUMENTS, check_same_run
-from hf_pipetransformer.state.resumption import Resumption, find_resumption
+from hf_pipetransformer.state.resumption import Resumption, find_resumption, read_plan
 from hf_pipetransformer.state.run_state import RunState, checksum_of
 from tests.models import build_model
 from tests.mutations import DEEP, GONE, draw_mutations, mutated, refusal_of
@@ -103,7 +104,8 @@ def gone_on_with(policy: Any, plan: dict[int, Layout] | None, saved_size: int) -
     def planned(samples: int, num_frozen: int = 0) -> Layout:
         return SHORT if num_frozen else WHOLE
 
-    plans = SimpleNamespace(layout=planned, probe=SimpleNamespace(structure=structure), unfit=0)
+    topology = SimpleNamespace(local_world_size=2, pipeline_sizes=[1, 2])
+    plans = SimpleNamespace(layout=planned, probe=SimpleNamespace(structure=structure), unfit=0, topology=topology)
     start_up: Any = SimpleNamespace(plans=plans, probe=plans.probe)
     resumption = Resumption("checkpoint-5", state, description)
     return resumption, resumption.choose_layout(start_up, plan, 2, policy)
@@ -123,6 +125,47 @@ def test_a_run_that_goes_on_elsewhere_may_grow_to_what_it_would_have_begun_under
     resumption, layout = gone_on_with(growing, plan, saved_size=1)
     assert layout == SHORT
     assert longest_pipeline(layout, resumption.first_layout, growing, plan) == 2
+
+
+@pytest.mark.parametrize(
+    ("pipeline_size", "cache_level", "local", "allowed", "is_kept"),
+    [
+        (4, 3, 4, [1, 2, 4], True),
+        (4, 0, 2, [1, 2, 4], True),
+        # Nothing is stored over nodes, and nodes of 3 and 1 take one stage each.
+        (4, 3, 2, [1, 2, 4], False),
+        (2, 3, 2, [1, 2, 4], True),
+        (2, 0, 1, [1], False),
+    ],
+)
+def test_a_saved_layout_goes_on_where_the_nodes_allow_it(
+    pipeline_size: int, cache_level: int, local: int, allowed: list[int], is_kept: bool
+) -> None:
+    resumption, _ = gone_on_with(Fixed({2: 3}), None, saved_size=1)
+    layout = plan_layout([1.0] * 10, range(11), PipelineShape(pipeline_size, 4 // pipeline_size, 1, "1f1b"), 3)
+    probe = SimpleNamespace(structure=SimpleNamespace(cut_positions=lambda: range(11)))
+    topology = SimpleNamespace(local_world_size=local, pipeline_sizes=allowed)
+    plans: Any = SimpleNamespace(probe=probe, unfit=0, topology=topology)
+    assert resumption._is_still_asked_for(replace(layout, cache_level=cache_level), plans, 4) == is_kept
+
+
+def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what it stored under pipelines that span the present nodes."""
+    shapes = {0: PipelineShape(4, 1, 1, "1f1b"), 5: PipelineShape(2, 2, 1, "1f1b")}
+    layouts = {step: plan_layout([1.0] * 10, range(11), shape, 3, 2) for step, shape in shapes.items()}
+    monkeypatch.setattr(resumption, "read_layouts", lambda _: dict(layouts))
+    args: Any = SimpleNamespace(layout_plan="plan", pipeline_schedule="1f1b")
+    structure: Any = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
+
+    def replayed(local: int, allowed: list[int]) -> Any:
+        nodes = {"local_world_size": local, "pipeline_sizes": allowed, "world_size": 4}
+        topology: Any = SimpleNamespace(gather=lambda value: [value], **nodes)
+        return read_plan(args, structure, topology)
+
+    assert replayed(4, [1, 2, 4]) == layouts
+    assert replayed(2, [1, 2, 4]) == {0: replace(layouts[0], cache_level=0), 5: layouts[5]}
+    with pytest.raises(ValueError, match="holds at step 0 pipelines of 4 ranks, and these nodes allow .1, 2."):
+        replayed(2, [1, 2])
 
 
 # ---- a state whose hash holds ----
