@@ -79,7 +79,7 @@ OTHERS = {
     "qwen2-float32-frozen": AdapterCase("qwen2-float32", "lora", FROZEN, layouts=EVERYWHERE),
     "int8": AdapterCase("llama-int8", "lora", layouts=EVERYWHERE),
     "int8-upper-stored": AdapterCase("llama-int8", "upper", {"activation_cache": "on"}),
-    "qwen2-int8": AdapterCase("qwen2-int8", "biases", training={"bf16": True}, layouts=((2, 1), (4, 1))),
+    "qwen2-int8": AdapterCase("qwen2-int8", "biases", {"pipeline_parallel_num_microbatches": 1}, {"bf16": True}),
     **{f"llama-{method}": AdapterCase("llama", method) for method in METHODS},
 }
 CASES = ON_EVERY_CHANGE | OTHERS
