@@ -268,8 +268,8 @@ def test_recomputed_slices_of_a_long_sequence_keep_next_to_nothing_of_a_layer() 
         return more / 4 / (4 * length * 32)
 
     assert a_layer(whole, "never") > 10 and a_layer(slices, "never") > 10
-    assert a_layer(whole, "layers") <= 3.5 and a_layer(slices, "layers") <= 6
-    assert peak_of(4, slices, "layers") < 0.7 * peak_of(4, whole, "never")
+    assert a_layer(whole, "layers") < 3 and a_layer(slices, "layers") < 4
+    assert peak_of(4, slices, "layers") < peak_of(4, whole, "never") / 2
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
