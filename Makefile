@@ -100,6 +100,7 @@ cards: $(INSTALLED)
 # Fails if a class crashes or gives other numbers than Trainer.
 families: $(INSTALLED)
 	$(BIN)/python -m tests.distributed.family_runs --output benchmarks/families.json
+	$(BIN)/python -m tests.families_table
 
 # Needs a GPU, and says so where there is none; the tests marked gpu skip themselves below two.
 gpu-check: $(INSTALLED)

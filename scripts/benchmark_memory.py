@@ -2,6 +2,7 @@
 
     python scripts/benchmark_memory.py --output benchmarks/memory.json --side new
     python scripts/benchmark_memory.py --output benchmarks/memory.json --side old --checkout ../before
+    python scripts/benchmark_memory.py --output benchmarks/memory.json --lora --stages 1 2
 
 A Llama with random bfloat16 weights is loaded from its file and trained on K processes of this machine (two steps of a
 few tokens, each with an evaluation and a checkpoint, the best model loaded at the end), then a second launch resumes
@@ -10,6 +11,9 @@ as mapped weights, do not count, since all processes share them. A phase's figur
 had before it loaded the model, minus the stage's own weights (unless they are still the file's pages), gradients and
 optimizer state, in multiples of the bfloat16 model. A tiny model goes through the same run first, so that what
 libraries allocate once is in neither.
+
+`--lora` trains adapters instead, over a base in bfloat16, one that every process quantizes to 4 bits while it loads it,
+and one that was quantized once and saved so; these three take the place of sides.
 
 `--checkout` measures the package of another checkout; only its public interface is used. Results of other sides,
 models and numbers of stages stay in the file. `--picture` draws the sides of the file beside each other.
@@ -28,6 +32,8 @@ import tempfile
 import threading
 import time
 from dataclasses import fields
+from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +41,15 @@ from typing import Any
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    TrainerCallback,
+)
 
 from hf_pipetransformer import FreezePolicy, PipeTransformerArguments, PipeTransformerTrainer
 
@@ -54,6 +68,8 @@ LOADED, CHECKS, DISTRIBUTED = "loaded", "checks at the start", "weights distribu
 TRAINING, EVALUATION, SAVING = "training", "evaluation", "saving"
 END, BEST, RESUME = "end of train()", "best model loaded", "resume"
 PHASES = (LOADED, CHECKS, DISTRIBUTED, TRAINING, EVALUATION, SAVING, END, BEST, RESUME)
+BASES = PLAIN, QUANTIZED, SAVED = ("bfloat16", "4 bits", "4 bits, saved")
+"""Bases of adapters: as they are; quantized by every rank while it loads them; quantized once, and saved."""
 NUM_STEPS, NUM_TOKENS, NUM_MICROBATCHES = 2, 16, 2
 SECONDS_BETWEEN_READINGS = 0.004
 # What is freed goes back to the system at once: the figures are of what is held, not of what malloc keeps.
@@ -231,7 +247,16 @@ class Measured(PipeTransformerTrainer):
         self.memory.begin(END)
 
 
-def run(model_folder: Path, output: Path, num_stages: int, resumes: bool) -> Memory:
+def load(folder: Path, base: str) -> Any:
+    """The model in bfloat16, or as a base of adapters."""
+    if base == SAVED:
+        folder = folder.with_name(f"{folder.name}-{SAVED}")
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    options = {"quantization_config": four_bits} if base == QUANTIZED else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+
+
+def run(model_folder: Path, output: Path, num_stages: int, resumes: bool, base: str) -> Memory:
     """One training, from the loading of the model to the end of `train()`."""
     # Every side adds gradients in the weights' own precision; earlier revisions know no other.
     known = {field.name for field in fields(PipeTransformerArguments)}
@@ -247,7 +272,9 @@ def run(model_folder: Path, output: Path, num_stages: int, resumes: bool) -> Mem
     gc.collect()
     state = StageState()
     memory = Memory(state)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
+    model = load(model_folder, base)
+    if base:
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     trainer = Measured(
         model, args, train_dataset=rows, eval_dataset=rows[: num_stages * NUM_MICROBATCHES],
         callbacks=[Marks(memory, state)], policy=NoFreezing(memory),
@@ -262,14 +289,14 @@ def run(model_folder: Path, output: Path, num_stages: int, resumes: bool) -> Mem
     return memory
 
 
-def worker(model: str, folder: Path, num_stages: int, resumes: bool) -> None:
+def worker(model: str, folder: Path, num_stages: int, resumes: bool, base: str) -> None:
     """One rank: a tiny model's run, then the run that counts; its figures go to a file."""
     torch.set_num_threads(1)
     sizes = {}
     for name in ("tiny", model):
         # The checkpoint that the second launch resumes from is that of the first one.
         for is_resumed in (False, True) if name == "tiny" and resumes else (resumes,):
-            memory = run(folder / name, folder / f"{name}-run", num_stages, is_resumed)
+            memory = run(folder / name, folder / f"{name}-run", num_stages, is_resumed, base)
         sizes[name] = sum(file.stat().st_size for file in (folder / name).glob("*.safetensors"))
         gc.collect()
     peaks = memory.peaks
@@ -288,8 +315,8 @@ def worker(model: str, folder: Path, num_stages: int, resumes: bool) -> None:
     torch.distributed.destroy_process_group()
 
 
-def save_model(name: str, folder: Path) -> None:
-    """Random weights, in the file that all ranks map."""
+def save_model(name: str, folder: Path, base: str = "") -> None:
+    """Random weights, in the file that all ranks map, and the same in 4 bits if these are saved."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -297,22 +324,24 @@ def save_model(name: str, folder: Path) -> None:
         LlamaForCausalLM(LlamaConfig(vocab_size=32_000, **MODELS[name])).save_pretrained(folder / name)
     finally:
         torch.set_default_dtype(before)
+    if base == SAVED:
+        load(folder / name, QUANTIZED).save_pretrained(folder / f"{name}-{SAVED}")
 
 
-def measure(model: str, num_stages: int, checkout: Path) -> dict[str, Any]:
-    """Both launches of one model and number of stages."""
+def measure(model: str, num_stages: int, checkout: Path, base: str = "") -> dict[str, Any]:
+    """Both launches of one model and number of stages; of adapters on it with a base."""
     start = time.monotonic()
     ranks: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-memory-") as name:
         folder = Path(name)
         for each in ("tiny", model):
-            save_model(each, folder)
+            save_model(each, folder, base)
         gc.collect()
         for launch in ("train", "resume"):
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_stages),
                 str(Path(__file__).resolve()), "--worker", launch, str(folder), "--models", model,
-                "--stages", str(num_stages),
+                "--stages", str(num_stages), "--base", base,
             ]  # fmt: skip
             environment = {"PYTHONPATH": str(checkout.resolve()), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
             subprocess.run(command, env={**os.environ, **MALLOC, **environment}, check=True)
@@ -341,10 +370,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["120M"])
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--picture", type=Path, help="SVG file, drawn from the output file")
+    parser.add_argument("--lora", action="store_true", help="adapters over bases in bfloat16 and in 4 bits")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--base", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.models[0], Path(options.worker[1]), options.stages[0], options.worker[0] == "resume")
+        launch, folder = options.worker
+        worker(options.models[0], Path(folder), options.stages[0], launch == "resume", options.base)
         return
     # The workers find the package of another checkout, which need not have what these import.
     from benchmark_pipeline import machine
@@ -353,18 +385,21 @@ def main() -> None:
     path = options.output
     results = json.loads(path.read_text()) if path is not None and path.exists() else {}
     revision = ["git", "-C", str(options.checkout), "rev-parse", "--short", "HEAD"]
-    for model in options.models:
-        for num_stages in options.stages:
-            found = measure(model, num_stages, options.checkout)
-            found["revision"] = subprocess.run(revision, capture_output=True, text=True, check=False).stdout.strip()
-            found["machine"] = {**machine(num_stages), "malloc": MALLOC}
-            results.setdefault(f"{model}, K={num_stages}", {})[options.side] = found
-            print(json.dumps({f"{model}, K={num_stages}, {options.side}": found}, indent=1), flush=True)
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(results, indent=1) + "\n")
+    sides = dict(zip(BASES, BASES, strict=True)) if options.lora else {options.side: ""}
+    for model, num_stages, side in product(options.models, options.stages, sides):
+        found = measure(model, num_stages, options.checkout, sides[side])
+        found["revision"] = subprocess.run(revision, capture_output=True, text=True, check=False).stdout.strip()
+        found["machine"] = {**machine(num_stages), "malloc": MALLOC}
+        if options.lora:
+            found["machine"] |= {name: version(name) for name in ("bitsandbytes", "peft")}
+        panel = f"{model},{' LoRA,' if options.lora else ''} K={num_stages}"
+        results.setdefault(panel, {})[side] = found
+        print(json.dumps({f"{panel}, {side}": found}, indent=1), flush=True)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(results, indent=1) + "\n")
     if options.picture is not None:
-        write_picture(results, options.picture)
+        write_picture({name: found for name, found in results.items() if "LoRA" not in name}, options.picture)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from script_utils import (
     train,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config
+from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
 
@@ -56,16 +56,13 @@ def main(argv: list[str] | None = None) -> None:
     """Run the phases that were asked for."""
     model_args, data_args, args = parse_arguments(ModelConfig, DataArguments, SFTArguments, argv=argv)
     start_logging(args)
-    if model_args.load_in_4bit or model_args.load_in_8bit:
-        raise ValueError(
-            "Quantized models cannot be trained in a pipeline: leave out --load_in_4bit and --load_in_8bit."
-        )
     with args.main_process_first(desc="loading data"):
         data = select_samples(load_data(data_args), data_args, args)
     options = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
+    quantization = get_quantization_config(model_args)
     model = AutoModelForCausalLM.from_pretrained(
         model_args.model_name_or_path, dtype=model_args.dtype, attn_implementation=model_args.attn_implementation,
-        **options,
+        quantization_config=quantization, device_map=None if quantization is None else {"": "cpu"}, **options,
     )  # fmt: skip
     trainer = SFTPipelineTrainer(
         model,

@@ -36,7 +36,10 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "llama-nf4": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "llama-fp4": {"bnb_4bit_quant_type": "fp4"},
     "qwen2-nf4": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16},
+    "qwen2-float32": {"bnb_4bit_quant_type": "nf4"},
     "llama-stored": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.bfloat16},
+    "llama-int8": {"load_in_8bit": True},
+    "qwen2-int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
 }
 """Options of `BitsAndBytesConfig` by family."""
 TARGETS |= dict.fromkeys(QUANTIZED, _DECODER)
@@ -85,13 +88,14 @@ def base_of(family: str, **options: Any) -> Any:
     if family in QUANTIZED:
         wide = {"hidden_size": 64, "intermediate_size": 128}  # Rows of whole blocks of 64 weights.
         model = make_decoder(family.partition("-")[0], **wide, **options)
-        return quantized(model, recomputes=family.startswith("qwen2"), **QUANTIZED[family])
+        return quantized(model, recomputes=family == "qwen2-nf4", **QUANTIZED[family])
     return make_decoder(family, **options)
 
 
 def quantized(model: Any, recomputes: bool, **options: Any) -> Any:
-    """The model in the 4 bits of bitsandbytes, prepared for adapters by PEFT."""
-    config = BitsAndBytesConfig(load_in_4bit=True, **{"bnb_4bit_compute_dtype": torch.float32, **options})
+    """The model in the 4 or 8 bits of bitsandbytes, prepared for adapters by PEFT."""
+    in_4_bits = {} if "load_in_8bit" in options else {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    config = BitsAndBytesConfig(**{**in_4_bits, **options})
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)  # As after a pretraining.

@@ -1,23 +1,29 @@
-"""The table of model families in docs/models.md, made from what the tests cover.
+"""The tables of docs/models.md: families, made from what the tests cover, and the outcome of `make families`.
 
     python -m tests.families_table
 
-rewrites it in place.
+rewrites them in place.
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from hf_pipetransformer.splitters.families import find_splitter
 from tests.decoders import DECODERS, make_decoder
+from tests.every_family import every_subject
 from tests.models import MODELS, attention_implementations, build_model
 
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = REPOSITORY / "docs" / "models.md"
+RECORD = REPOSITORY / "benchmarks" / "families.json"
 BEGIN = "<!-- Made by `python -m tests.families_table`. -->\n"
+BEGIN_OF_RECORD = "<!-- Made by `python -m tests.families_table` from benchmarks/families.json. -->\n"
 END = "<!-- End of the table. -->\n"
 
 _TASKS = {
@@ -65,14 +71,39 @@ def _row(family: str, tasks: list[str], model: Any) -> str:
     return f"| {family} | {cuts} | {', '.join(tasks)} | {', '.join(attention_implementations(model))} |"
 
 
-def written_table() -> str:
-    """The table as it stands there."""
-    return PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+def record_table() -> str:
+    """What became of every class by task, and the models that are split, from the record of `make families`."""
+    record = json.loads(RECORD.read_text())
+    by_task: dict[str, Counter[str]] = {}
+    by_type: dict[str, set[str]] = {}
+    for subject in every_subject():
+        outcome = record["classes"].get(subject.name, {}).get("outcome", "skipped")
+        by_task.setdefault(subject.task, Counter())[outcome] += 1
+        by_type.setdefault(subject.model_type, set()).add(outcome)
+    columns = {"equal": "equal to `Trainer`", "refused": "left to `Trainer`", "skipped": "not trained by `Trainer` alone"}
+    columns |= {outcome: outcome for outcome in record["counts"] if outcome not in columns}
+    rows = [(task, counts) for task, counts in sorted(by_task.items())]
+    rows.append(("all", sum(by_task.values(), Counter())))
+    lines = [f"| classes for (transformers {record['versions']['transformers']}) | " + " | ".join(columns.values()) + " |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
+    for task, counts in rows:
+        lines.append(f"| {task} | " + " | ".join(str(counts[outcome]) for outcome in columns) + " |")
+    whole = sorted(name for name, found in by_type.items() if "equal" in found and "refused" not in found)
+    partly = sorted(name for name, found in by_type.items() if {"equal", "refused"} <= found)
+    lines += ["", f"All classes are split of {', '.join(whole)}; some of {', '.join(partly)}."]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def written_table(begin: str = BEGIN) -> str:
+    """A table as it stands there."""
+    return PAGE.read_text(encoding="utf-8").split(begin)[1].split(END)[0]
 
 
 def main() -> None:
-    before, after = PAGE.read_text(encoding="utf-8").split(BEGIN + written_table() + END)
-    PAGE.write_text(before + BEGIN + families_table(version("transformers")) + END + after, encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    for begin, table in ((BEGIN, families_table(version("transformers"))), (BEGIN_OF_RECORD, record_table())):
+        page = page.replace(begin + written_table(begin) + END, begin + table + END)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

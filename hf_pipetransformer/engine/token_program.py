@@ -80,6 +80,7 @@ class KeptContext:
         self.length = length
         self.layers = [(Kept(length), Kept(length)) for _ in range(num_layers)]
         self._new: dict[int, list[tuple[Kept, torch.Tensor]]] = {}
+        """By the slices' starts, their keys and values in the highest layer that this stage runs."""
 
     def from_token(self, start: int) -> Cache:
         """Return the KV cache to pass to the model for the slice that begins at token `start`."""
@@ -93,7 +94,7 @@ class KeptContext:
         gradients from later slices there.
         """
         roots, gradients = [], []
-        for kept, new in self._new[start][-2:]:
+        for kept, new in self._new[start]:
             gradient = kept.gradient_of_later(start, start + new.shape[-2])
             if gradient is not None and new.requires_grad:
                 roots.append(new)
@@ -120,6 +121,7 @@ class _Layer(CacheLayerMixin):
     def __init__(self, keys: Kept, values: Kept, start: int, new: list[tuple[Kept, torch.Tensor]]) -> None:
         super().__init__()
         self._keys, self._values, self._start, self._new = keys, values, start, new
+        self._is_recomputed = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         pass  # `Kept` allocates on the first write.
@@ -127,7 +129,10 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._new += [(self._keys, key_states), (self._values, value_states)]
+        # A backward may run the layer again: what it gives then would keep its whole graph alive.
+        if not self._is_recomputed:
+            self._new[:] = [(self._keys, key_states), (self._values, value_states)]
+        self._is_recomputed = True
         return self._keys.extend(key_states, self._start), self._values.extend(value_states, self._start)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

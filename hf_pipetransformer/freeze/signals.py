@@ -13,6 +13,7 @@ from torch import nn
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.schedules.placement import attention_of, head_of
+from hf_pipetransformer.splitters.quantized import put_in_evaluation_mode
 
 
 class GradientNormMonitor:
@@ -169,7 +170,7 @@ class LayerProbe:
         """Return the first pipeline's `(samples, hidden)` outputs by layer. Collective: call on every rank."""
         found: dict[int, list[torch.Tensor]] = {}
         hooks = self._hooks(stage, lambda layer, hidden: found.setdefault(layer, []).append(_pooled(hidden)))
-        stage.view.model.eval()  # Not restored: every training batch sets the modes again.
+        put_in_evaluation_mode(stage.view.model)  # Not restored: every training batch sets the modes again.
         here = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in self.samples.items()}
         try:
             with torch.no_grad():

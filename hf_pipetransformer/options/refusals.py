@@ -36,7 +36,8 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
         (
             bool(args.fsdp),
             f"fsdp={args.fsdp!r}: FSDP shards every layer over all ranks, a pipeline gives each rank its own layers. "
-            "Remove fsdp, or use Trainer.",
+            "Remove fsdp: more stages (pipeline_parallel_size) hold fewer weights each, and "
+            "pipeline_checkpoint='layers' keeps fewer activations. Or use Trainer.",
         ),
         (
             os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true",
@@ -46,7 +47,8 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
         (
             getattr(args, "parallelism_config", None) is not None,
             "parallelism_config: tensor and context parallelism are not combined with the pipeline. Remove "
-            "parallelism_config.",
+            "parallelism_config: more stages hold fewer weights each, and pipeline_schedule='token' with "
+            "pipeline_checkpoint='layers' takes long sequences.",
         ),
         (
             args.auto_find_batch_size,
@@ -179,6 +181,11 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
             "only one stage: use pipeline_checkpoint='layers', which recomputes layer by layer.",
         ),
         (
+            any(value is not None for value in _of_ddp(args).values()),
+            f"{', '.join(f'{name}={value}' for name, value in _of_ddp(args).items() if value is not None)} has no "
+            "effect: replicas of a stage add their gradients without DistributedDataParallel.",
+        ),
+        (
             args.fp16 and args.device.type == "cpu",
             "fp16=True has no effect on a CPU, where accelerate computes in float32: use bf16=True, or leave it out.",
         ),
@@ -190,6 +197,26 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
         ),
     ]
     return [text for is_due, text in warnings if is_due]
+
+
+def _of_ddp(args: TrainingArguments) -> dict[str, Any]:
+    names = ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+    return {name: getattr(args, name) for name in names}
+
+
+def check_communication_hook(accelerator: Any) -> None:
+    """Raise if accelerate was given a communication hook of DistributedDataParallel.
+
+    Raises:
+        ValueError: names the hook and what takes its place.
+    """
+    hook = str(getattr(accelerator.ddp_handler, "comm_hook", "no"))
+    if hook != "no" and accelerator.num_processes > 1:
+        raise ValueError(
+            f"DistributedDataParallelKwargs(comm_hook={hook!r}): replicas of a stage add their gradients without "
+            "DistributedDataParallel, and the hook would not be called. Remove it; with weights in bfloat16, "
+            "pipeline_gradient_dtype='weights' sends half the bytes."
+        )
 
 
 def precision_of(args: TrainingArguments) -> str:

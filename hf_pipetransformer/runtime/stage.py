@@ -17,6 +17,7 @@ from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import block_of
+from hf_pipetransformer.splitters.quantized import put_in_evaluation_mode
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.splitters.view import Compile, StageView
 
@@ -91,7 +92,7 @@ class Stage:
         for block, modules in self._frozen_blocks():
             if block in self._cached_blocks() or block in self._trainable_blocks:
                 for module in modules:
-                    module.eval()
+                    put_in_evaluation_mode(module)
 
     def stores_what_the_user_froze(self) -> bool:
         """Return True if blocks that the user froze are in evaluation mode because their activations are cached."""

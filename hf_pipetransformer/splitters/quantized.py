@@ -1,13 +1,15 @@
-"""Base weights in the 4 bits of bitsandbytes (QLoRA, Dettmers et al., 2023, section 3), under adapters.
+"""Base weights in the 4 or 8 bits of bitsandbytes, under adapters.
 
-Such a parameter holds packed bytes, and refers to the tensors that scale them. Stages release and move the bytes like
-any weights; the scales, at most an eighth as large, stay on every rank, those of other stages on the host.
+These are QLoRA (Dettmers et al., 2023, section 3) and LLM.int8() (Dettmers et al., 2022). Such a parameter holds bytes,
+and refers to the tensors that scale them. Stages release and move the bytes like any weights; the scales, at most an
+eighth as large, stay on every rank, those of other stages on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,11 +19,14 @@ from transformers.pytorch_utils import Conv1D
 
 def why_not_moved(model: Any) -> str | None:
     """Return why quantized weights cannot be put on stages; None if they can, or if there are none."""
-    if not getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_4bit", False):
+    known = ("is_loaded_in_4bit", "is_loaded_in_8bit")
+    if not getattr(model, "is_quantized", False) or any(getattr(model, name, False) for name in known):
         return None
     method = getattr(model, "quantization_method", None)
-    kind = str(getattr(method, "value", method)) + (" in 8 bits" if getattr(model, "is_loaded_in_8bit", False) else "")
-    return f"a model quantized by {kind} is not split: only 4 bits of bitsandbytes (load_in_4bit=True) are"
+    return (
+        f"a model quantized by {getattr(method, 'value', method)} is not split: only 4 and 8 bits of bitsandbytes are "
+        "(BitsAndBytesConfig with load_in_4bit or load_in_8bit)"
+    )
 
 
 def like(parameter: nn.Parameter, data: torch.Tensor, requires_grad: bool = False) -> nn.Parameter:
@@ -36,16 +41,24 @@ def like(parameter: nn.Parameter, data: torch.Tensor, requires_grad: bool = Fals
 
 def move_scales(parameter: torch.Tensor, device: torch.device) -> None:
     """Move what scales a parameter's bytes to `device`, in place."""
-    state = getattr(parameter, "quant_state", None)
-    if state is not None:
-        state.to(device)
+    own: Any = parameter
+    if is_packed(parameter):
+        own.quant_state.to(device)
+    elif (scale := _row_scales(parameter)) is not None:
+        own.SCB = scale.to(device)
+
+
+def _row_scales(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return what scales the rows of a weight in 8 bits; None for other parameters."""
+    return vars(parameter).get("SCB")
 
 
 def scales_of(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors that scale a parameter's bytes, by name."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
-        return {}
+        scale = _row_scales(parameter)
+        return {} if scale is None else {"SCB": scale}
     found = {"absmax": state.absmax, "code": state.code}
     if state.nested:
         found |= {"offset": state.offset, "absmax of absmax": state.state2.absmax, "code of absmax": state.state2.code}
@@ -96,10 +109,12 @@ def num_weights(parameter: torch.Tensor) -> int:
 def prepare_quantized(model: nn.Module) -> None:
     """Bring quantized layers into the one form that all ranks and all forwards leave as it is.
 
-    In inference, CPUs with AVX512 would pack the bytes in another way, without gradients, and for good. And a forward
+    In inference, CPUs with AVX512 would pack 4 bits in another way, without gradients, and for good. And a forward
     casts the bias to the dtype that it computes in, on the ranks that run it.
     """
     for module in model.modules():
+        if is_in_8_bits(module):
+            _prepare_8_bits(module)
         if not is_packed(getattr(module, "weight", None)):  # type: ignore[arg-type]
             continue
         if vars(module).get("support_avx512bf16_for_cpu"):
@@ -108,6 +123,44 @@ def prepare_quantized(model: nn.Module) -> None:
         dtype, bias = vars(module).get("compute_dtype"), getattr(module, "bias", None)
         if isinstance(dtype, torch.dtype) and isinstance(bias, nn.Parameter):
             bias.data = bias.data.to(dtype)
+
+
+def is_in_8_bits(module: nn.Module) -> bool:
+    """Return True for a linear layer of LLM.int8() whose weight is held in 8 bits."""
+    state = vars(module).get("state")
+    return type(state).__name__ == "MatmulLtState" and not state.has_fp16_weights
+
+
+def _prepare_8_bits(module: Any) -> None:
+    """Let a layer multiply by the bytes that its weight holds: its state would keep those that were released."""
+    weight, state = module.weight, module.state
+    if state.SCB is not None:
+        weight.SCB = state.SCB
+    weight.CB = state.CB = state.SCB = None
+    module.forward = MethodType(_multiply_8_bits, module)
+
+
+def _multiply_8_bits(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    from bitsandbytes import MatmulLtState, matmul
+
+    weight, bias = module.weight, module.bias
+    state = MatmulLtState(CB=weight.data, SCB=weight.SCB)
+    state.has_fp16_weights, state.threshold, state.is_training = False, module.state.threshold, module.training
+    bias = None if bias is None else bias.to(hidden.dtype)
+    product: torch.Tensor = matmul(hidden, weight, bias=bias, state=state)
+    return product
+
+
+def put_in_evaluation_mode(module: nn.Module) -> None:
+    """Put a module into evaluation mode, except for layers in 8 bits, which have nothing random.
+
+    There they would round their inputs to 8 bits, but for columns with an outlier in any row of the batch: a row's
+    output would depend on its micro-batch.
+    """
+    module.eval()
+    for part in module.modules():
+        if is_in_8_bits(part):
+            part.training = True
 
 
 @contextmanager

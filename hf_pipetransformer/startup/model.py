@@ -20,7 +20,7 @@ from hf_pipetransformer.data.batches import IGNORED_LABEL
 from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
-from hf_pipetransformer.splitters.quantized import float32_products, is_packed
+from hf_pipetransformer.splitters.quantized import float32_products, is_packed, put_in_evaluation_mode
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from hf_pipetransformer.startup.twin import WHOLE, Twin
@@ -154,7 +154,7 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     own = {module: (vars(module).copy(), [vars(module)[name].copy() for name in _PARTS]) for module in modes}
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    model.eval()
+    put_in_evaluation_mode(model)
     model.training = is_training
     try:
         device = next(model.parameters()).device

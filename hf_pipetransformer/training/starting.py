@@ -22,6 +22,7 @@ from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import (
     check_arguments,
+    check_communication_hook,
     check_dataset,
     check_launch,
     check_model,
@@ -241,6 +242,7 @@ class Starter:
             self._overrode_loss_kwargs = False
         # A script may have replaced the arguments since the trainer was made.
         options = replace(self.options, args=args)
+        check_communication_hook(trainer.accelerator)
         check_trained_model(trainer.model, options, trainer.optimizer if is_training else None)
         splitter = self.options.splitter or find_splitter(trainer.model)
         shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)

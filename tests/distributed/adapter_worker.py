@@ -61,6 +61,7 @@ ON_EVERY_CHANGE = {
     "gpt2-frozen": AdapterCase("gpt2", "lora", FROZEN, layouts=EVERYWHERE),
     "nf4": AdapterCase("llama-nf4", "lora", layouts=EVERYWHERE),
     "nf4-frozen": AdapterCase("llama-nf4", "lora", FROZEN, layouts=EVERYWHERE),
+    "int8-frozen": AdapterCase("llama-int8", "lora", FROZEN, layouts=EVERYWHERE),
 }
 OTHERS = {
     "bert-added": AdapterCase("bert", "lora", is_added=True),
@@ -74,6 +75,11 @@ OTHERS = {
     "fp4-upper-stored": AdapterCase("llama-fp4", "upper", {"activation_cache": "on"}),
     # One micro-batch: in bfloat16 products of parts of a batch differ.
     "qwen2-nf4": AdapterCase("qwen2-nf4", "lora", {"pipeline_parallel_num_microbatches": 1}, layouts=((2, 1), (4, 1))),
+    "qwen2-float32": AdapterCase("qwen2-float32", "lora", layouts=EVERYWHERE),
+    "qwen2-float32-frozen": AdapterCase("qwen2-float32", "lora", FROZEN, layouts=EVERYWHERE),
+    "int8": AdapterCase("llama-int8", "lora", layouts=EVERYWHERE),
+    "int8-upper-stored": AdapterCase("llama-int8", "upper", {"activation_cache": "on"}),
+    "qwen2-int8": AdapterCase("qwen2-int8", "biases", {"pipeline_parallel_num_microbatches": 1}, {"bf16": True}),
     **{f"llama-{method}": AdapterCase("llama", method) for method in METHODS},
 }
 CASES = ON_EVERY_CHANGE | OTHERS

@@ -87,6 +87,7 @@ SLICED = {
     "window": DecoderCase("mistral", EVEN | {"pipeline_parallel_num_microbatches": 1}),
     "replicas": DecoderCase("llama", RAGGED, layouts=((1, 2), (2, 2))),
     "recomputed": DecoderCase("qwen2", EVEN | {"pipeline_checkpoint": "except_last"}),
+    "recomputed-layers": DecoderCase("llama", RAGGED | {"pipeline_checkpoint": "layers"}, layouts=((2, 1), (2, 2))),
     "planned": DecoderCase("gpt2", TOKEN),
 }
 ELASTIC = {

@@ -26,6 +26,7 @@ from tests.distributed.scenarios import start
 
 
 TOLERANCE = 1e-5
+RESUMED_SLOWLY = ("qwen2-float32", "int8")
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "training_args.bin"}
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -125,9 +126,16 @@ def test_only_what_is_saved_comes_to_the_first_rank(on_two: Path) -> None:
     assert during and all(stages[0]["weights"] < held <= saved for held in during) and saved < after
 
 
-def test_a_checkpoint_of_two_stages_goes_on_on_one_and_in_plain_trainer(on_two: Path, tmp_path: Path) -> None:
-    name, expected = "bert-lora", end(on_two, "bert-lora")["loss"]
-    saved = str(on_two / f"{name}-2x1" / f"checkpoint-{SAVED_AT}")
+@pytest.mark.parametrize(
+    ("name", "fixture"),
+    [("bert-lora", "on_two"), *(pytest.param(name, "others", marks=pytest.mark.slow) for name in RESUMED_SLOWLY)],
+)
+def test_a_checkpoint_of_two_stages_goes_on_on_one_and_in_plain_trainer(
+    name: str, fixture: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = request.getfixturevalue(fixture)
+    expected = end(folder, name)["loss"]
+    saved = str(folder / f"{name}-2x1" / f"checkpoint-{SAVED_AT}")
     ours = make_trainer(CASES[name], tmp_path / "ours", (1, 1))
     ours.train(resume_from_checkpoint=saved)
     export_checkpoint(saved, str(tmp_path / "exported"))

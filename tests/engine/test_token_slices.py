@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise, product
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, Place
 from hf_pipetransformer.engine.token_program import TokenSliceProgram
@@ -196,6 +199,77 @@ def test_slices_give_the_gradients_of_whole_sequences(
 def test_slices_may_be_recomputed(recompute: str) -> None:
     model = decoder("llama")
     assert_is_whole(model, *run_sliced(model, 2, 2, [0, 3, 10, 11, 24], recompute))
+
+
+class _Peak(TorchDispatchMode):
+    """Bytes of the tensors that are made inside, and are alive at one time, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
+                storage = tensor.untyped_storage()
+                self._known.add(storage._cdata)
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self._now)
+        return output
+
+    def _forget(self, address: int, size: int) -> None:
+        self._known.remove(address)
+        self._now -= size
+
+
+def peak_of(num_layers: int, cuts: list[int], recompute: str) -> int:
+    """Bytes of a step of one long sequence on one rank."""
+    torch.manual_seed(0)
+    model = make_decoder("llama", num_hidden_layers=num_layers, max_position_embeddings=cuts[-1])
+    tokens = torch.randint(0, model.config.vocab_size, (1, cuts[-1]))
+    structure = trace(model, {"input_ids": tokens, "labels": tokens})
+    view = StageView(model, find_splitter(model), structure, recomputes_layers=recompute == "layers")
+    view.install(range(structure.num_blocks))
+    program = TokenSliceProgram(ModelProgram(view, range(structure.num_blocks), torch.float32, False), num_layers)
+    (row,) = TOKEN.table(1, 1, num_token_slices=len(cuts) - 1)
+    slices = [
+        MicroBatch(
+            index,
+            {"input_ids": tokens[:, start:stop], "labels": tokens[:, start:stop], "shift_labels": tokens[:, start:stop]},
+            1 / (len(cuts) - 1),
+            (),
+            lambda given: model(**given).loss,
+            place=Place(0, start, stop, cuts[-1]),
+        )
+        for index, (start, stop) in enumerate(pairwise(cuts))
+    ]  # fmt: skip
+    with _Peak() as peak:
+        program.begin(row)
+        for action in row:
+            micro_batch = slices[action.micro_batch]
+            if action.op is Op.FORWARD:
+                program.forward(micro_batch, None)
+            else:
+                program.backward(micro_batch, None)
+    return peak.most
+
+
+def test_recomputed_slices_of_a_long_sequence_keep_next_to_nothing_of_a_layer() -> None:
+    """The inputs of layers, keys and values; of activations only those of one layer of one slice."""
+    length = 512
+    whole, slices = [0, length], [0, 128, 256, 384, length]
+
+    def a_layer(cuts: list[int], recompute: str) -> float:
+        """Bytes that each layer more keeps, in multiples of an activation between layers."""
+        more = peak_of(8, cuts, recompute) - peak_of(4, cuts, recompute)
+        return more / 4 / (4 * length * 32)
+
+    assert a_layer(whole, "never") > 10 and a_layer(slices, "never") > 10
+    assert a_layer(whole, "layers") < 3 and a_layer(slices, "layers") < 4
+    assert peak_of(4, slices, "layers") < peak_of(4, whole, "never") / 2
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])

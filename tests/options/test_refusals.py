@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from transformers import TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.freeze.policy import check_policy
 from hf_pipetransformer.options import refusals
 from hf_pipetransformer.options.combinations import unused_freeze_options
-from hf_pipetransformer.options.refusals import check_arguments, check_launch, check_model, warn_about_options
+from hf_pipetransformer.options.refusals import (
+    check_arguments,
+    check_communication_hook,
+    check_launch,
+    check_model,
+    warn_about_options,
+)
 
 
 def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:
@@ -47,8 +54,8 @@ def test_options_that_exclude_each_other(options: dict[str, Any], words: str, tm
 
 # Trainer's options that no pipeline takes; some are set afterwards, so that Trainer itself does not look first.
 REFUSED = [
-    ({"fsdp": "full_shard"}, "FSDP shards every layer"),
-    ({"parallelism_config": object()}, "tensor and context parallelism are not combined"),
+    ({"fsdp": "full_shard"}, "FSDP shards every layer over all ranks.* hold fewer weights each"),
+    ({"parallelism_config": object()}, "tensor and context parallelism are not combined.*takes long sequences"),
     ({"auto_find_batch_size": True}, "it restarts the run with a smaller batch"),
     ({"optim": "lomo"}, "LOMO, GaLore and APOLLO update"),
     ({"packing": True, "packing_strategy": "bfd"}, "packing_strategy='bfd' concatenates the samples"),
@@ -110,6 +117,7 @@ WARNED = [
     ({"average_tokens_across_devices": False}, "losses are always averaged over the items"),
     ({"accelerator_config": {"even_batches": False}}, "no sample is ever repeated or dropped"),
     ({"pipeline_parallel_size": 1, "pipeline_checkpoint": "always"}, "recomputes a whole stage"),
+    ({"ddp_bucket_cap_mb": 5, "ddp_static_graph": True}, "ddp_bucket_cap_mb=5, ddp_static_graph=True has no effect"),
 ]
 
 
@@ -117,6 +125,18 @@ WARNED = [
 def test_options_that_mean_something_else(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     assert not any(words in text for text in warn_about_options(arguments(tmp_path)))
     assert any(words in text for text in warn_about_options(arguments(tmp_path, **options)))
+
+
+def test_a_communication_hook_that_nothing_would_call() -> None:
+    def check(hook: str, num_processes: int = 2) -> None:
+        handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType(hook))
+        check_communication_hook(SimpleNamespace(ddp_handler=handler, num_processes=num_processes))
+
+    check("no")
+    check("fp16", num_processes=1)
+    check_communication_hook(SimpleNamespace(ddp_handler=None, num_processes=2))
+    with pytest.raises(ValueError, match="comm_hook='fp16'.: replicas of a stage add their gradients without"):
+        check("fp16")
 
 
 def test_options_that_a_policy_does_not_read(tmp_path: Path) -> None:

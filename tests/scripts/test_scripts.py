@@ -688,3 +688,15 @@ def test_run_sft_trains_and_evaluates_in_two_stages(causal_options: list[str], t
     found = json.loads((tmp_path / "out" / "eval_results.json").read_text())
     assert 0 <= found["eval_mean_token_accuracy"] <= 1
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("bits", ["4", "8"])
+def test_run_sft_trains_adapters_over_a_quantized_model(bits: str, causal_options: list[str], tmp_path: Path) -> None:
+    make_decoder("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
+    options = [*causal_options, "--bf16", "false", f"--load_in_{bits}bit", "--use_peft", "--dtype", "float32"]
+    options += ["--lora_target_modules", "q_proj", "v_proj"]
+    launch(SCRIPTS / "run_sft.py", options, num_processes=2, timeout=200)
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()

@@ -41,7 +41,7 @@ from hf_pipetransformer.splitters.structure import trace_structure
 from hf_pipetransformer.startup.first_samples import check_not_packed
 from hf_pipetransformer.startup.model import undisturbed
 from tests.distributed.cases import CI_CASES, FAMILY_MODELS, LAYOUTS, PRODUCT, SLOW_CASES
-from tests.families_table import families_table, written_table
+from tests.families_table import BEGIN_OF_RECORD, families_table, record_table, written_table
 from tests.models import MODELS, NUM_LAYERS, attention_implementations, build_model, collate, make_rows, probed_with
 
 
@@ -237,6 +237,8 @@ def test_the_table_in_docs_models_is_up_to_date():
     needs = next(r for r in map(Requirement, requires("hf-pipetransformer")) if r.name == "transformers")
     assert Version(found[1]) in needs.specifier
     assert Version(found[1]) <= Version(version("transformers"))
+    if version("transformers") == found[1]:
+        assert written_table(BEGIN_OF_RECORD) == record_table()
 
 
 # ---- packed inputs ----

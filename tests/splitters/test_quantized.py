@@ -1,7 +1,9 @@
-"""Base weights in 4 bits: released, filled and moved as what they are; other bytes or scales are other weights."""
+"""Base weights in 4 and 8 bits: released, filled and moved as what they are; other bytes or scales are other weights."""
 
 from __future__ import annotations
 
+import copy
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,14 @@ import torch
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.splitters.adapters import why_unsplittable
-from hf_pipetransformer.splitters.quantized import is_packed, named_scales, num_bytes, prepare_quantized, why_not_moved
+from hf_pipetransformer.splitters.quantized import (
+    is_packed,
+    named_scales,
+    num_bytes,
+    prepare_quantized,
+    put_in_evaluation_mode,
+    why_not_moved,
+)
 from tests.adapted import adapted, base_of, data_of
 from tests.cache.test_cache_run import Known, cache_events
 from tests.splitters.test_adapters import arguments
@@ -39,7 +48,15 @@ def test_a_weight_takes_half_a_byte_and_its_scales(family: str, scales: int) -> 
     assert num_bytes(base_of(family).get_parameter(NAME)) == 128 * 64 // 2 + scales
 
 
-@pytest.mark.parametrize("family", ["llama-nf4", "llama-fp4"])
+def test_in_8_bits_it_takes_a_byte_and_each_row_a_scale() -> None:
+    model = base_of("llama-int8")
+    for _ in range(2):
+        prepare_quantized(model)
+        assert num_bytes(model.get_parameter(NAME)) == 128 * 64 + 4 * 128
+        logits(model)
+
+
+@pytest.mark.parametrize("family", ["llama-nf4", "llama-fp4", "llama-int8"])
 def test_weights_that_were_released_compute_the_same_once_they_are_filled(family: str) -> None:
     model = base_of(family)
     prepare_quantized(model)
@@ -47,7 +64,7 @@ def test_weights_that_were_released_compute_the_same_once_they_are_filled(family
     bytes_of = {name: p.detach().clone() for name, p in store.named().items() if "layers" in name}
     store.release(keep=set(store.named()) - set(bytes_of))
     released = store.named()[NAME]
-    assert released.is_meta and released.dtype is torch.uint8
+    assert released.is_meta and released.dtype is (torch.int8 if family == "llama-int8" else torch.uint8)
     store.fill({name: value.data for name, value in bytes_of.items()})
     assert type(store.named()[NAME]) is type(released) is not torch.nn.Parameter
     assert torch.equal(logits(model), expected)
@@ -66,15 +83,53 @@ def test_bytes_packed_for_inference_are_unpacked_and_stay_so() -> None:
     assert torch.equal(model.get_parameter(NAME), before)
 
 
-def test_forwards_leave_biases_as_they_are() -> None:
+@pytest.mark.parametrize(("family", "dtype"), [("qwen2-nf4", torch.bfloat16), ("qwen2-int8", torch.float32)])
+def test_forwards_leave_biases_as_they_are(family: str, dtype: torch.dtype) -> None:
     """Otherwise ranks that have run a layer hold its bias in another dtype than those that have not."""
-    model = base_of("qwen2-nf4")
+    model = base_of(family)
     prepare_quantized(model)
     bias = model.get_parameter("model.layers.1.self_attn.q_proj.bias")
     address = bias.data_ptr()
-    assert bias.dtype is torch.bfloat16 and bias.any()
-    logits(model)
+    assert bias.dtype is dtype and bias.any()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits(model)
     assert bias.data_ptr() == address
+
+
+def test_in_8_bits_no_bytes_stay_that_were_released() -> None:
+    model = base_of("llama-int8")
+    logits(model)
+    prepare_quantized(model)
+    logits(model)
+    address = model.get_parameter(NAME).data_ptr()
+
+    def alive() -> bool:
+        tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+        return any(each.dtype is torch.int8 and each.data_ptr() == address for each in tensors)
+
+    assert alive()
+    ParameterStore(model).release(keep=set())
+    assert not alive()
+
+
+def test_frozen_rows_in_8_bits_are_independent_of_their_batch() -> None:
+    """Evaluation is not: an outlier in one row changes how the others are rounded."""
+    model = base_of("llama-int8")
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight *= 3
+    prepare_quantized(model)
+    for set_mode, depends in ((put_in_evaluation_mode, False), (torch.nn.Module.eval, True)):
+        set_mode(model)
+        with torch.no_grad():
+            whole, alone = model(**BATCH).logits[:1], model(BATCH["input_ids"][:1]).logits
+        assert torch.allclose(whole, alone, rtol=1e-5, atol=1e-6) is not depends
+
+
+def test_a_layer_in_8_bits_computes_as_it_did_before_it_was_prepared() -> None:
+    expected, model = logits(base_of("llama-int8")), base_of("llama-int8")
+    prepare_quantized(model)
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(copy.deepcopy(model)), expected)
 
 
 def losses(folder: Path, family: str, is_given: bool = True) -> list[float]:
@@ -99,12 +154,9 @@ def test_bytes_may_be_stored_as_another_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("marks", "words"),
     [
-        (
-            {"is_loaded_in_8bit": True, "quantization_method": SimpleNamespace(value="bitsandbytes")},
-            "bitsandbytes in 8",
-        ),
         ({"quantization_method": SimpleNamespace(value="gptq")}, "quantized by gptq is not split"),
         ({"is_loaded_in_4bit": True}, None),
+        ({"is_loaded_in_8bit": True}, None),
     ],
 )
 def test_other_kinds_are_refused_by_their_names(marks: dict[str, Any], words: str | None) -> None:
