@@ -192,6 +192,11 @@ def why_gathered_to_save(trainer: Trainer) -> str | None:
     return None
 
 
+def generates(trainer: Trainer) -> bool:
+    """Return True if evaluations generate tokens, as those of `Seq2SeqTrainer` may."""
+    return bool(getattr(trainer.args, "predict_with_generate", False))
+
+
 _NOT_CALLED_BELOW = (
     "training_step",
     "get_batch_samples",

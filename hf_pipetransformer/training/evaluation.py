@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import recursively_apply
+from accelerate.utils import recursively_apply, send_to_device
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.comm.topology import PipelineGroups, check_agreement
+from hf_pipetransformer.comm.transfers import all_gather_trees, digest_of
+from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
+from hf_pipetransformer.data.node_shares import replica_slice
+from hf_pipetransformer.data.rng import drawing_alike
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.execution import only_loss, without_rows
+from hf_pipetransformer.runtime.generation import join_tokens, settings_of
 from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.training.callbacks import giving_whole_model
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
@@ -251,6 +257,30 @@ class Evaluations:
         finally:
             self._is_metrics_only = outer
 
+    def generate(self, inputs: Any, options: dict[str, Any]) -> Any:
+        """See `PipeTransformerMixin.generate`."""
+        context, left = self.starter.context, self.starter.is_left_to_trainer
+        topology, model, device = context.topology, context.trainer.model, context.args.device
+        given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+        digests = {name: digest_of(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+        check_agreement(topology, "inputs of generate()", digests)
+        settings = settings_of(bare_model(model), {**given, **options})
+        with nullcontext(False) if left else self._up([given]) as is_up:
+            model.eval()
+            given = send_to_device(given, device)
+            groups = self.starter.pipeline.stage.groups if is_up else None
+            # One process draws random numbers for all rows in turn, and returns one list of scores.
+            is_undivided = settings.do_sample or settings.return_dict_in_generate
+            if groups is None or groups.num_replicas == 1 or is_undivided:
+                with drawing_alike(topology.broadcast, device) if settings.do_sample else nullcontext():
+                    return model.generate(**given, **options)
+            own = replica_slice(batch_size(given), groups.replica, groups.num_replicas)
+            tokens = torch.empty(0, 0, dtype=torch.long)
+            if own.stop > own.start:
+                tokens = model.generate(**take_samples(given, own), **options)
+            parts = all_gather_trees(tokens, groups.replica_control, groups.num_replicas)
+        return join_tokens(parts, settings).to(device)
+
     def _take_first_rank_only(self) -> bool:
         """Decide where the next loop's metrics are computed; the one after it, in a callback say, is for all ranks."""
         context, (is_wanted, self._is_metrics_only) = self.starter.context, (self._is_metrics_only, False)
@@ -271,8 +301,11 @@ class Evaluations:
         return Request(first, "Evaluation", trainer.args.eval_batch_size, trainer_compat.eval_sampler(trainer))
 
     @contextmanager
-    def _up(self, request: Request | None) -> Iterator[bool]:
-        """Wrap an evaluation; yields False without a pipeline, which can start only for a known request."""
+    def _up(self, request: Any) -> Iterator[bool]:
+        """Wrap an evaluation; yields False without a pipeline, which can start only for a known request.
+
+        `request` is what `Starter.inspect` takes, or None.
+        """
         starter = self.starter
         with starter.context.timeouts.reporting_faults():
             if not starter.is_started(request):

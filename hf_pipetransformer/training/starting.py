@@ -29,6 +29,7 @@ from hf_pipetransformer.options.refusals import (
 )
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.context import Context
+from hf_pipetransformer.runtime.generation import check_generation, settings_of
 from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 from hf_pipetransformer.runtime.stage import StageSettings
 from hf_pipetransformer.runtime.wiring import start_stage
@@ -191,10 +192,10 @@ class Starter:
         """True if the pipeline was built from the model that the trainer has now."""
         return self.in_force is not None and self.in_force.stage.view.model is self.context.trainer.model
 
-    def is_started(self, request: Request | None) -> bool:
+    def is_started(self, request: Request | Any | None) -> bool:
         """Return True if a pipeline of the current model exists, starting one for `request` if needed.
 
-        False if there is no request to start for, or if the run is left to Trainer.
+        `request` is what `inspect` takes. False without one to start for, or if the run is left to Trainer.
         """
         if self._is_of_this_model:
             return True
@@ -273,11 +274,15 @@ class Starter:
         Collective: call on every rank.
 
         Raises:
-            ValueError: a callback reads the model where it cannot have it.
+            ValueError: a callback reads the model where it cannot have it, or an evaluation could not generate.
         """
         trainer, args, start_up = self.context.trainer, self.context.args, report.start_up
         if max(layout.pipeline_size, longest) > 1:
             check_callbacks(trainer.callback_handler.callbacks, self.context.topology)
+            if trainer_compat.generates(trainer):
+                model, beams = bare_model(trainer.model), trainer.args.generation_num_beams
+                options = {} if beams is None else {"num_beams": beams}
+                check_generation(model, settings_of(model, options), options)
         self.context.journal.tried = start_up.plans.trying(layout) if report.is_training else {}
         compiled = None
         if args.torch_compile:
@@ -307,7 +312,9 @@ class Starter:
             return pipeline.persistent_loaders[str(request.key)]
         freezes = pipeline.layout.num_frozen_layers or self.policy.freezes or args.layout_plan is not None
         loader = make_loader(self.context, pipeline, request, may_store=bool(request.is_training and freezes))
-        if self.cache is not None and not request.is_training and not loader.is_stream:
+        # Of a sample whose activation is stored, nothing else may be there.
+        is_served = self.cache is not None and not trainer_compat.generates(self.context.trainer)
+        if is_served and not request.is_training and not loader.is_stream:
             self.cache.serve(loader, request.dataset)
         if persists:
             pipeline.persistent_loaders[str(request.key)] = loader
