@@ -45,6 +45,8 @@ of other libraries is here:
   inference some CPUs pack the bytes in another way, and other ranks may not. Way out: packing a copy.
 - `forward` of a model's modules (`splitters/view.py`): run a part of the model as its own forward. Way out: none:
   removed after every run.
+- `generate` of a causal language model while its stages are installed, and inside of it the model's `forward`
+  (`runtime/generation.py`): run them through all stages. Way out: as above.
 """
 
 from __future__ import annotations

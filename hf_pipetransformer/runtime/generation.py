@@ -25,6 +25,8 @@ from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast_tree, 
 from hf_pipetransformer.data.rng import drawing_alike
 from hf_pipetransformer.engine.engine import Run
 from hf_pipetransformer.runtime.execution import StageRunner
+from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.splitters.adapters import bare_model
 
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -85,22 +87,20 @@ def check_generation(model: Any, settings: GenerationConfig, options: dict[str, 
         )
 
 
+def generate_in_stages(pipeline: Pipeline) -> None:
+    """Give the model a `generate` that runs through its stages while they are installed."""
+    model = bare_model(pipeline.shell.module)
+    if hasattr(model, "generate"):
+        pipeline.stage.view.methods["generate"] = StagedGeneration(pipeline, model)
+
+
 class StagedGeneration:
-    """The method `generate` of a transformers model whose stages are installed. Collective on a pipeline's ranks.
+    """The method `generate` of a transformers model whose stages are installed. Collective on a pipeline's ranks."""
 
-    Args:
-        original: the model's own `generate`.
-        forward: runs a stage's part of the model.
-        runner: returns the runner of the stages in force.
-    """
-
-    def __init__(
-        self, model: Any, original: Callable[..., Any], forward: Callable[..., Any], runner: Callable[[], StageRunner]
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, model: Any) -> None:
+        self.pipeline = pipeline
         self.model = model
-        self.original = original
-        self.forward = forward
-        self.runner = runner
+        self.original = model.generate
 
     def __call__(
         self, inputs: Any = None, generation_config: GenerationConfig | None = None, *others: Any, **options: Any
@@ -111,7 +111,7 @@ class StagedGeneration:
             ValueError: stages cannot generate so, or ranks of the pipeline were given different inputs.
             PipelineError: the ranks have chosen different tokens.
         """
-        stage = self.runner().stage
+        stage = self.pipeline.stage
         if stage.layout.pipeline_size == 1:
             return self.original(inputs, generation_config, *others, **options)
         if inputs is not None:
@@ -134,7 +134,7 @@ class StagedGeneration:
                     "the same inputs to all of them, or all inputs to trainer.generate on every rank."
                 )
         options |= send_to_device(shared, device)
-        passes = Passes(self.runner(), self.forward)
+        passes = Passes(self.pipeline.runner, self.pipeline.shell)
         draws = drawing_alike(of_first, device) if settings.do_sample else nullcontext()
         with draws, passes.replacing_forward(self.model):
             result = self.original(None, generation_config, *others, **options)

@@ -14,7 +14,6 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.rng import SharedRngState
 from hf_pipetransformer.runtime.execution import StageRunner
 from hf_pipetransformer.runtime.gathering import HOST, whole_on_every_rank
-from hf_pipetransformer.runtime.generation import StagedGeneration
 from hf_pipetransformer.runtime.stage import Stage, StageSettings
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.adapters import bare_model
@@ -97,10 +96,6 @@ class Pipeline:
         """Evaluation loaders that are reused from one evaluation to the next."""
         self.warned_events: set[str] = set()
         """Callback events for which the user was already warned that a callback reads the model."""
-        model = bare_model(shell.module)
-        if hasattr(model, "generate"):
-            staged = StagedGeneration(model, model.generate, shell, lambda: self.runner)
-            stage.view.methods["generate"] = staged
         self.take(stage)
 
     def settle(self) -> None:

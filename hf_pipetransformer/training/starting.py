@@ -29,7 +29,7 @@ from hf_pipetransformer.options.refusals import (
 )
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.runtime.generation import check_generation, settings_of
+from hf_pipetransformer.runtime.generation import check_generation, generate_in_stages, settings_of
 from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 from hf_pipetransformer.runtime.stage import StageSettings
 from hf_pipetransformer.runtime.wiring import start_stage
@@ -172,6 +172,8 @@ class Starter:
         may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.MUST
         self._may_do_without = may_do_without and not options.args.plan_only
         self._overrode_loss_kwargs = False
+        self._saw_prompts_only = False
+        """True if the model was inspected without samples of a data set, so that its loss is not known."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -197,7 +199,7 @@ class Starter:
 
         `request` is what `inspect` takes. False without one to start for, or if the run is left to Trainer.
         """
-        if self._is_of_this_model:
+        if self._is_of_this_model and not (self._saw_prompts_only and isinstance(request, Request)):
             return True
         report = None if request is None else self.inspect_or_leave(request, is_training=False)
         if report is not None:
@@ -231,6 +233,7 @@ class Starter:
         if topology.rank == 0:
             size = sum(map(num_weights, trainer.model.parameters()))
             announce(f"Inspecting the model ({type(trainer.model).__name__}, {size / 1e6:,.3g} million parameters)...")
+        self._saw_prompts_only = not is_training and not isinstance(given, Request)
         what = "Training" if is_training else "Evaluation"
         if isinstance(given, Request):
             if given.dataset is None:
@@ -280,7 +283,7 @@ class Starter:
         if max(layout.pipeline_size, longest) > 1:
             check_callbacks(trainer.callback_handler.callbacks, self.context.topology)
             if trainer_compat.generates(trainer):
-                model, beams = bare_model(trainer.model), trainer.args.generation_num_beams
+                model, beams = bare_model(trainer.model), getattr(args, "generation_num_beams", None)
                 options = {} if beams is None else {"num_beams": beams}
                 check_generation(model, settings_of(model, options), options)
         self.context.journal.tried = start_up.plans.trying(layout) if report.is_training else {}
@@ -302,6 +305,7 @@ class Starter:
         stage = start_stage(trainer.model, report.splitter, layout, settings, report.is_training)
         shifts_labels = trainer_compat.shifts_labels(trainer)
         self.in_force = Pipeline(start_up, report.shell, settings, shifts_labels, report.has_labels, stage)
+        generate_in_stages(self.in_force)
         return self.in_force
 
     def loader(self, request: Request) -> PipelineLoader:

@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessor, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
+from hf_pipetransformer.comm.errors import PipelineError
 from tests.adapted import adapted
 from tests.decoders import VOCABULARY, collate_tokens, make_decoder, make_rows
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
@@ -141,6 +142,22 @@ def refused(trainer: Any) -> dict[str, str]:
     return texts
 
 
+class Differs(LogitsProcessor):
+    """Prefers another token on each rank."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 5 + RANK] += 1e4
+        return scores
+
+
+def disagree(trainer: Any) -> str:
+    try:
+        trainer.generate(make_prompts(), max_new_tokens=3, logits_processor=[Differs()])
+    except PipelineError as error:
+        return str(error)
+    return "no error"
+
+
 def in_evaluation(trainer: Any) -> Any:
     """The model's own method, as a script's `prediction_step` calls it."""
 
@@ -246,6 +263,16 @@ def evaluate(folder: Path, num_stages: int, options: dict[str, Any], name: str =
     return evaluate_generating(GeneratingTrainer, args, name)
 
 
+def evaluate_with_beams(folder: Path) -> str:
+    """What a training says at once whose evaluations would search with beams."""
+    args = arguments(folder, 2, GeneratingArguments, **GENERATING, generation_num_beams=2)
+    try:
+        evaluate_generating(GeneratingTrainer, args)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def evaluate_plainly(folder: Path) -> dict[str, Any]:
     """The same with `Seq2SeqTrainer` on this process."""
     return evaluate_generating(Seq2SeqTrainer, Seq2SeqTrainingArguments(**common(folder), **GENERATING))
@@ -258,4 +285,6 @@ def all_on_two(folder: Path, names: list[str]) -> dict[str, Any]:
         "generated": generate_all(folder, names, 2),
         "training": train_and_generate(folder / "training", 2, {}),
         "evaluated": evaluate(folder / "evaluated", 2, {}),
+        "beams": evaluate_with_beams(folder / "beams"),
+        "disagree": disagree(PipeTransformerTrainer(make_model("llama"), arguments(folder / "disagree", 2))),
     }
