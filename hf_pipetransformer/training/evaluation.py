@@ -48,7 +48,8 @@ class Evaluation:
         self.told_num_items = False
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
         self.metrics = MetricAccumulator(context)
-        self.gather = ReplicaGather(pipeline.stage.groups, loader, is_for_first_rank)
+        fills_batches = self.trainer.gather_function == self.trainer.accelerator.gather
+        self.gather = ReplicaGather(pipeline.stage.groups, loader, is_for_first_rank, fills_batches)
         is_split = pipeline.layout.pipeline_size > 1 and trainer_compat.alone_reads_outputs(self.trainer)
         self.preprocess = self.trainer.preprocess_logits_for_metrics if is_split else None
         """User's `preprocess_logits_for_metrics` where the last stage calls it, for each micro-batch."""
@@ -138,13 +139,21 @@ class ReplicaGather:
     """Replacement for `accelerator.gather_for_metrics` that returns one copy of every sample under any layout.
 
     `loader` knows how many samples each replica has in the current batch. With `is_for_first_rank`, all but the losses
-    goes to rank 0 alone; other ranks get tensors of no samples.
+    goes to rank 0 alone; other ranks get tensors of no samples. With `fills_batches` the last batch's loss counts as
+    that of a full one, as with `Seq2SeqTrainer`, whose own gather drops nothing.
     """
 
-    def __init__(self, groups: PipelineGroups, loader: PipelineLoader, is_for_first_rank: bool = False) -> None:
+    def __init__(
+        self,
+        groups: PipelineGroups,
+        loader: PipelineLoader,
+        is_for_first_rank: bool = False,
+        fills_batches: bool = False,
+    ) -> None:
         self.groups = groups
         self.loader = loader
         self.is_for_first_rank = is_for_first_rank
+        self.fills_batches = fills_batches
         self.losses: list[torch.Tensor] = []
         """Loss of each global batch so far, `(1,)` each."""
         self._is_loss_next = False
@@ -153,6 +162,8 @@ class ReplicaGather:
         """Gather tensors of shape `(own samples, ...)` to `(samples of the global batch, ...)`."""
         # Trainer gathers a batch's loss first, whose mean every rank computes for itself.
         is_loss, self._is_loss_next = self._is_loss_next, False
+        if is_loss and self.fills_batches:
+            return self.losses[-1].expand(self.loader.total_batch_size)
         to_first = self.is_for_first_rank and not is_loss
         return recursively_apply(self._gather_to_first if to_first else self._gather, values)
 

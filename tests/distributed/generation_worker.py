@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 
 NUM_NEW = 64
 ENDS = [3, 17, 29, 41]
-"""So many tokens end a sequence that some rows do early, and others do not."""
+"""So many tokens end a sequence that rows end at different ones."""
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NUM_NEW, "eos_token_id": ENDS, "pad_token_id": 0}
 SAMPLED = GREEDY | {"do_sample": True, "temperature": 1.5, "top_k": 20}
@@ -27,6 +26,7 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
     "without a cache": {"use_cache": False, "max_new_tokens": 12},
     "in chunks": {"prefill_chunk_size": 5},
     "processed": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 9},
+    "to the end": {"min_new_tokens": NUM_NEW},
 }
 
 
@@ -48,10 +48,10 @@ def make_model(name: str) -> Any:
     return make_decoder(name, **options)
 
 
-def make_prompts(num: int = 8) -> dict[str, torch.Tensor]:
-    """Prompts of 3 to 17 tokens, padded on the left."""
+def make_prompts(num: int = 8, longest: int = 17) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded on the left."""
     generator = torch.Generator().manual_seed(7)
-    lengths = [3 + (5 * row) % 15 for row in range(num)]
+    lengths = [longest - (longest // 3 * row) % (longest - 2) for row in range(num)]
     ids = torch.zeros(num, max(lengths), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, length in enumerate(lengths):
@@ -74,7 +74,7 @@ def arguments(folder: Path, num_stages: int, kind: Any = PipeTransformerArgument
 
 
 def whole(model: Any, prompts: dict[str, torch.Tensor], **options: Any) -> Any:
-    return copy.deepcopy(model).eval().generate(**prompts, **options).tolist()
+    return model.eval().generate(**prompts, **options).tolist()
 
 
 class Held(LogitsProcessor):
@@ -107,6 +107,9 @@ def generate_all(folder: Path, names: list[str], num_stages: int) -> dict[str, A
             found[way] = trainer.generate(make_prompts(), **GREEDY | options).tolist(), expected
         expected = whole(model, make_prompts(1), **GREEDY)
         found["one row"] = trainer.generate(make_prompts(1)["input_ids"], **GREEDY).tolist(), expected
+        # As many tokens as the stages take in slices.
+        prompts = make_prompts(longest=120)
+        found["long prompts"] = trainer.generate(prompts, **GREEDY).tolist(), whole(model, prompts, **GREEDY)
         held = Held(trainer)
         trainer.generate(make_prompts(), **GREEDY, logits_processor=[held])
         found["held"] = sorted(held.layers), trainer.layout.as_event()

@@ -28,7 +28,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "static"}, "cache_implementation='static', and the stages have a cache of their own"),
     ({"max_time": 3.0}, "max_time=3.0, and each rank has its own clock"),
     ({"guidance_scale": 1.5}, "guidance_scale=1.5 calls the model twice"),
-    ({"output_hidden_states": True}, "are those of all layers"),
+    ({"output_hidden_states": True}, "output_attentions and output_hidden_states are those of all layers"),
     ({"past_key_values": object()}, "past_key_values is the caller's own"),
     ({"inputs_embeds": torch.zeros(1, 2, 3)}, "inputs_embeds is the caller's own"),
     ({"generation_config": GenerationConfig(num_beams=2)}, "beam_search reorders"),
@@ -51,7 +51,7 @@ def test_models_that_stages_cannot_generate_with() -> None:
     sizes: dict[str, Any] = {"vocab_size": 9, "d_model": 8, "num_layers": 1, "num_heads": 1, "d_kv": 8, "d_ff": 8}
     with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder and a decoder"):
         refuse(T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)))
-    with pytest.raises(ValueError, match=r"layers keep a state beside keys and values \(MambaForCausalLM\)"):
+    with pytest.raises(ValueError, match=r"layers keep a state beside keys and values \(linear_attention\)"):
         refuse(MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)))
     with pytest.raises(ValueError, match="BertForSequenceClassification cannot generate: expected a causal language"):
         settings_of(build_model("bert_sequence"), {})
