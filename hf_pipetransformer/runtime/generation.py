@@ -130,7 +130,7 @@ class StagedGeneration:
         for names in all_gather_trees(differing, control, groups.pipeline_size):
             if names:
                 raise ValueError(
-                    f"generate() was given another {names[0]} on some ranks of a pipeline than on its first: give "
+                    f"generate() was given another {names[0]} on some ranks of one pipeline than on its first: give "
                     "the same inputs to all of them, or all inputs to trainer.generate on every rank."
                 )
         options |= send_to_device(shared, device)
@@ -141,7 +141,7 @@ class StagedGeneration:
         tokens = result if isinstance(result, torch.Tensor) else result.sequences
         if len(set(all_gather_trees(digest_of(tokens), control, groups.pipeline_size))) > 1:
             raise PipelineError(
-                "The ranks of a pipeline have generated different tokens from the same logits: a logits processor or "
+                "Ranks of one pipeline have generated different tokens from the same logits: a logits processor or "
                 "stopping criterion of the script differs between processes, or reads a clock."
             )
         return result
