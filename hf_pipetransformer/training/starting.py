@@ -316,10 +316,10 @@ class Starter:
             return pipeline.persistent_loaders[str(request.key)]
         freezes = pipeline.layout.num_frozen_layers or self.policy.freezes or args.layout_plan is not None
         loader = make_loader(self.context, pipeline, request, may_store=bool(request.is_training and freezes))
-        # Of a sample whose activation is stored, nothing else may be there.
-        is_served = self.cache is not None and not trainer_compat.generates(self.context.trainer)
-        if is_served and not request.is_training and not loader.is_stream:
-            self.cache.serve(loader, request.dataset)
+        # Of a sample whose activation is stored, prompts are not read.
+        cache = None if request.is_training or trainer_compat.generates(self.context.trainer) else self.cache
+        if cache is not None and not loader.is_stream:
+            cache.serve(loader, request.dataset)
         if persists:
             pipeline.persistent_loaders[str(request.key)] = loader
         return loader

@@ -70,17 +70,17 @@ def test_what_cannot_be_generated_is_refused_on_every_rank(on_two: list[Any]) ->
         assert "have generated different tokens from the same logits" in rank["disagree"]
 
 
-def check_training(ranks: list[dict[str, Any]]) -> None:
+def check_training(ranks: list[dict[str, Any]], num_stages: tuple[int, int], num_frozen: int = 2) -> None:
     for found in ranks:
-        for moment, num_frozen in (("step 2", 0), ("step 5", 2), ("after", 0)):
-            tokens, expected, frozen = found[moment]
-            assert tokens == expected, moment
-            assert frozen == num_frozen
+        for moment in ("step 2", "step 5", "after"):
+            assert found[moment][0] == found[moment][1], moment
+        layouts = [tuple(found[moment][2:]) for moment in ("step 2", "step 5")]
+        assert layouts == [(0, num_stages[0]), (num_frozen, num_stages[1])]
     assert ranks[0]["step 2"][0] != ranks[0]["step 5"][0]
 
 
 def test_generating_amid_a_training_and_after_it(on_two: list[Any]) -> None:
-    check_training([rank["training"] for rank in on_two])
+    check_training([rank["training"] for rank in on_two], (2, 2))
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,7 @@ def test_other_layouts(layout: tuple[int, int], plain: dict[str, Any], tmp_path:
 OPTIONS: dict[str, dict[str, Any]] = {
     "4x1": {"pipeline_parallel_num_microbatches": 3},
     "2x2": {},
+    "elastic": {"elastic": True, "pipeline_compression": "memory", "freeze_at": "3:4"},
     "interleaved": {"pipeline_schedule": "interleaved_1f1b"},
     "zb_v": {"pipeline_schedule": "zb_v"},
     "token": {"pipeline_schedule": "token", "pipeline_token_slices": "5,20,9"},
@@ -132,16 +133,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True, "pipeline_parallel_num_microbatches": 1},
     "stored": {"activation_cache": "on"},
 }
+"""Options of trainings; layouts stay as they are, with one exception."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_other_runs(name: str, tmp_path: Path, plain: dict[str, Any]) -> None:
     num_processes, num_stages = (4, 4) if name == "4x1" else (4, 2) if name == "2x2" else (2, 2)
-    options = {"num_stages": num_stages, "options": OPTIONS[name], "name": "qwen2"}  # Untied, as async needs.
-    check_training(
-        run(generation_worker.train_and_generate, tmp_path, num_processes, options, timeout=300, strict_nccl=True)
-    )
+    of_case = {"elastic": False, **OPTIONS[name]}
+    options = {"num_stages": num_stages, "options": of_case, "name": "qwen2"}  # Untied, as async needs.
+    ranks = run(generation_worker.train_and_generate, tmp_path, num_processes, options, timeout=300, strict_nccl=True)
+    shape = ranks[0]["step 2"][3], ranks[0]["step 5"][3]
+    assert shape[0] == num_stages * (2 if name in ("interleaved", "zb_v") else 1)
+    assert (shape[1] < shape[0]) == (name == "elastic")
+    check_training(ranks, shape, 4 if name == "elastic" else 2)
     if not name[0].isdigit():
         return
     options["name"] = "llama"
