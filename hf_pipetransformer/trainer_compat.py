@@ -45,6 +45,8 @@ of other libraries is here:
   inference some CPUs pack the bytes in another way, and other ranks may not. Way out: packing a copy.
 - `forward` of a model's modules (`splitters/view.py`): run a part of the model as its own forward. Way out: none:
   removed after every run.
+- `generate` of a causal language model while its stages are installed, and inside of it the model's `forward`
+  (`runtime/generation.py`): run them through all stages. Way out: as above.
 """
 
 from __future__ import annotations
@@ -190,6 +192,11 @@ def why_gathered_to_save(trainer: Trainer) -> str | None:
     if {"cpu", "disk"} & {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}:
         return "it was loaded with parts of it offloaded"
     return None
+
+
+def generates(trainer: Trainer) -> bool:
+    """Return True if evaluations generate tokens, as those of `Seq2SeqTrainer` may."""
+    return bool(getattr(trainer.args, "predict_with_generate", False))
 
 
 _NOT_CALLED_BELOW = (

@@ -40,6 +40,8 @@ CALLED = {
     "transformers.core_model_loading:rename_source_key": (
         "source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict, reverse"
     ),
+    "transformers:PreTrainedModel._is_stateful": None,
+    "transformers.generation:GenerationMixin._prepare_generation_config": "self, generation_config, kwargs",
     "transformers:Trainer._get_collator_with_removed_columns": "self, data_collator, description",
     "transformers:Trainer._get_eval_sampler": "self, eval_dataset",
     "transformers:Trainer._get_output_dir": "self, trial",

@@ -89,6 +89,24 @@ def drawing_from(shared: SharedRngState | None) -> AbstractContextManager[None]:
     return nullcontext() if shared is None else shared.drawing()
 
 
+@contextmanager
+def drawing_alike(share: Callable[[Any], Any], device: torch.device) -> Iterator[None]:
+    """Draw the same random numbers on several ranks inside the context.
+
+    They start from the states of the rank that `share`, a broadcast, sends from. Ranks whose own states were others
+    get these back at the end.
+    """
+    own = random_state(device)
+    tensors, values = share([*own])
+    is_own = values == own[1] and all(torch.equal(own[0][name], state) for name, state in tensors.items())
+    set_random_state({name: state.clone() for name, state in tensors.items()}, values, device)
+    try:
+        yield
+    finally:
+        if not is_own:
+            set_random_state(*own, device)
+
+
 # ---- generators inside the user's objects ----
 
 _DEPTH = 4

@@ -139,8 +139,8 @@ class Run:
         for program in self.programs:
             program.begin(actions)
 
-    def extend(self, actions: ActionList) -> None:
-        """Continue with another action list.
+    def extend(self, actions: ActionList, micro_batches: MicroBatches | None = None) -> None:
+        """Continue with another action list, for other micro-batches if they are given.
 
         Raises:
             ValueError: actions of the previous list have not run yet.
@@ -148,6 +148,7 @@ class Run:
         if self._position < len(self.actions):
             raise ValueError(f"{len(self.actions) - self._position} actions of the previous list have not run.")
         self.actions, self._position = actions, 0
+        self.micro_batches = self.micro_batches if micro_batches is None else micro_batches
         self._active |= _trained(actions)
         for program in self.programs:
             program.extend(actions)

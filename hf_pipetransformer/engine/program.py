@@ -21,12 +21,15 @@ Write = Callable[["MicroBatch", torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a token slice: tokens `start` to `stop` (exclusive) of the `length` tokens of one batch slice."""
+    """Position of a token slice: tokens `start` to `stop` (exclusive) of the `length` tokens of one batch slice.
+
+    The length is None where it is not known yet: tokens are generated.
+    """
 
     batch_slice: int
     start: int
     stop: int
-    length: int
+    length: int | None
 
 
 @dataclass(frozen=True)

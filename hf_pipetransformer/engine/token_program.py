@@ -1,5 +1,7 @@
 """Stage program for token slices: keeps keys and values for later slices, and sums their gradients in the backward.
 
+Slices come from training, and from generation, where each new token of a sequence is one.
+
 TeraPipe (Li et al., ICML 2021), section 3.2: the slices of a sequence run in order, and each attends to itself and to
 earlier slices. The model reads the kept keys and values through its own KV cache interface.
 """
@@ -17,8 +19,12 @@ from hf_pipetransformer.engine.program import MicroBatch, ProgramWrapper, StageP
 from hf_pipetransformer.schedules import BEGINS_BACKWARD, ActionList
 
 
+_SPARE_TOKENS = 64
+"""Number of tokens for which memory is allocated at a time, at least, while tokens are generated."""
+
+
 class Kept:
-    """Keys, or values, of one layer for the sequences (of `length` tokens) of one batch slice.
+    """Keys, or values, of one layer for the sequences (of `length` tokens, or more) of one batch slice.
 
     Forwards must run in slice order and backwards in reverse order: a slice's gradient is complete only after all
     later slices have added theirs.
@@ -35,9 +41,13 @@ class Kept:
         return extended
 
     def write(self, new: torch.Tensor, start: int) -> torch.Tensor:
-        if self._all is None:
-            self._all = new.new_empty(*new.shape[:-2], self.length, new.shape[-1])
         stop = start + new.shape[-2]
+        if self._all is None or self._all.shape[-2] < stop:
+            # Only generation goes past the length, and there no backward reads what earlier slices saved.
+            before, room = self._all, self.length if stop <= self.length else stop + max(stop // 4, _SPARE_TOKENS)
+            self._all = new.new_empty(*new.shape[:-2], room, new.shape[-1])
+            if before is not None:
+                self._all[..., :start, :] = before[..., :start, :]
         # `.data` does not bump the version counter. That is safe: earlier slices saved only tokens before `start`.
         self._all.data[..., start:stop, :].copy_(new)
         return self._all.data[..., :stop, :]
@@ -142,7 +152,7 @@ class _Layer(CacheLayerMixin):
         return self._start
 
     def get_max_length(self) -> int:
-        return self._keys.length
+        return self._keys.length or -1  # No maximum.
 
 
 class TokenSliceProgram(ProgramWrapper):
@@ -170,7 +180,11 @@ class TokenSliceProgram(ProgramWrapper):
         return self.program.forward(self._in_context(micro_batch), received)
 
     def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        return self.program.predict(self._in_context(micro_batch), received)
+        result = self.program.predict(self._in_context(micro_batch), received)
+        place = micro_batch.place
+        if place is not None and place.batch_slice in self._contexts:
+            self._contexts[place.batch_slice].forget(place.start)  # No backward follows.
+        return result
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         place = micro_batch.place
@@ -191,7 +205,7 @@ class TokenSliceProgram(ProgramWrapper):
         if place is None:
             return micro_batch
         if place.batch_slice not in self._contexts:
-            self._contexts[place.batch_slice] = KeptContext(self.num_layers, place.length)
+            self._contexts[place.batch_slice] = KeptContext(self.num_layers, place.length or 0)
         context = self._contexts[place.batch_slice]
         inputs = {**micro_batch.inputs, "past_key_values": context.from_token(place.start)}
         if place.stop == place.length and not self._is_trained:

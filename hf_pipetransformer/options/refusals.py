@@ -85,11 +85,6 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
             "eval_use_gather_object=True: predictions are gathered over replicas as tensors. Remove it.",
         ),
         (
-            getattr(args, "predict_with_generate", False),
-            "predict_with_generate=True: generating calls the model token by token, which no pipeline runs. Evaluate "
-            "without it, and generate after the training.",
-        ),
-        (
             not args.dataloader_in_order,
             "dataloader_in_order=False: which samples form a step would depend on the workers' speed, and differ from "
             "rank to rank. Remove it.",

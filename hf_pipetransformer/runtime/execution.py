@@ -40,6 +40,10 @@ from hf_pipetransformer.schedules.placement import block_of, slice_bounds
 from hf_pipetransformer.splitters.structure import ActivationShape
 
 
+_FILLING_TOKENS = 256
+"""Number of tokens from which on a forward takes longer with more of them, and not only to read the weights."""
+
+
 @dataclass(frozen=True)
 class LoaderBatch:
     """Batch of a loader, and how its loss is computed.
@@ -187,6 +191,29 @@ class StageRunner:
         if stage.groups.is_last:
             message = _as_message(join_outputs(outputs, [batch.weight for batch in micro_batches]))
         return _from_message(self._spread(message), stage.settings.device)
+
+    def cut_new_tokens(
+        self, inputs: dict[str, Any], forward: Forward, num_kept: int | None
+    ) -> tuple[ActionList, list[MicroBatch]]:
+        """Cut the next tokens of sequences that are generated, `(batch, tokens)`, into the micro-batches of a pass.
+
+        Those of one group of rows keep keys and values from pass to pass, so far those of `num_kept` tokens; None to
+        keep none. Prompts are cut into token slices, as later tokens of all rows are one micro-batch unless there are
+        very many: a stage takes as long for one row as for several.
+        """
+        num_rows, num_new = inputs[self.activation.main_input].shape
+        most = 4 * self.stage.layout.num_stages
+        count = max(1, min(most, num_rows // _FILLING_TOKENS))
+        per_group = num_rows * num_new // count
+        num_slices = 1 if num_kept != 0 else max(1, min(most, num_new, per_group // _FILLING_TOKENS))
+        bounds = [num_new * number // num_slices for number in range(num_slices + 1)]
+        batch = LoaderBatch(inputs, forward, num_rows)
+        cut = self._cut(batch, LossRule.MEAN, count, bounds if num_slices > 1 else ())
+        if num_kept is not None:
+            places = [part.place or Place(part.index, 0, num_new, None) for part in cut]
+            places = [Place(each.batch_slice, num_kept + each.start, num_kept + each.stop, None) for each in places]
+            cut = [replace(part, place=place) for part, place in zip(cut, places, strict=True)]
+        return self._actions(FORWARD_ONLY[self.stage.layout.placement], len(cut)), cut
 
     def _spread(self, message: dict[str, Any] | None) -> Any:
         """Send the last stage's message to those who read it; with `is_read_by_first`, the others get its outline."""

@@ -128,9 +128,8 @@ def _program(view: StageView, layout: Layout, stage: int, settings: StageSetting
 
     def program(own: range) -> StageProgram:
         is_above_active = stage > layout.first_active_stage
-        plain: StageProgram = ModelProgram(view, own, dtype_out, is_above_active, WeightGradients(linears, casts))
-        if layout.token_slices:
-            plain = TokenSliceProgram(plain, layout.num_layers)
+        bare = ModelProgram(view, own, dtype_out, is_above_active, WeightGradients(linears, casts))
+        plain: StageProgram = TokenSliceProgram(bare, layout.num_layers)
         if settings.recompute in ("never", "layers"):
             return plain
         return RecomputingProgram(plain, settings.recompute, layout.places.chunk_of(stage), settings.device)

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
+from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.structure import StandIn, Structure
 
@@ -63,6 +64,9 @@ class StageView:
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._forwards: dict[range, list[tuple[nn.Module, Callable[..., Any]]]] = {}
         self.blocks = range(0)
+        self.methods: dict[str, Callable[..., Any]] = {}
+        """Methods that the transformers model has while it is installed, by the names of those that they replace."""
+        self._own_methods: dict[str, Any] = {}
         self._installed: tuple[range, ...] = ()
 
     @property
@@ -74,6 +78,9 @@ class StageView:
         self.remove()
         self.narrow(parts[0])
         self._installed = parts
+        own = vars(bare_model(self.model))
+        self._own_methods = {name: own.get(name) for name in self.methods}
+        own.update(self.methods)
 
     def run(self, blocks: range, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
         """Run `forward` with the model restricted to `blocks`; the restriction stays until `widen`.
@@ -136,6 +143,11 @@ class StageView:
         self._restore()
         self._forwards.clear()
         self._installed = ()
+        own = vars(bare_model(self.model))
+        for name, method in self._own_methods.items():
+            del own[name]
+            own.update({} if method is None else {name: method})
+        self._own_methods.clear()
 
     def _restore(self) -> None:
         for module, own in self._overridden:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import Parameter
@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 from transformers import Trainer, TrainingArguments
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from hf_pipetransformer import trainer_compat
@@ -278,6 +279,24 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
                 into the free memory there.
         """
         return self.pipeline_run.whole_model(torch.device(device))
+
+    def generate(
+        self, inputs: torch.Tensor | Mapping[str, Any], **generation_kwargs: Any
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Generate tokens as `model.generate(**inputs, **generation_kwargs)` does, through the pipeline.
+
+        Collective: call on every rank with the same inputs, between two steps of a training or outside of one. Every
+        rank gets all rows, `(batch, tokens)`. Each stage keeps the keys and values of its own layers, and replicas
+        share the rows; when sampling, each generates all of them, with the random numbers of one process.
+
+        Args:
+            inputs: prompts padded on the left, as a tokenizer returns them, or their `input_ids` alone.
+            generation_kwargs: keyword arguments of `model.generate`.
+
+        Raises:
+            ValueError: ranks have different inputs; or the model, with several stages, cannot generate so.
+        """
+        return self.pipeline_run.evaluations.generate(inputs, generation_kwargs)
 
     def end(self) -> None:
         """Leave the process group; call it as the last line of a script."""

@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_pipetransformer import trainer_compat
@@ -213,9 +213,12 @@ class EvaluationOverrides(_Trainer):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Run one evaluation batch; returns the global batch's loss, repeated for each of this replica's samples."""
         evaluation, given = self.pipeline_run.evaluations.present, dict(inputs)
-        is_trainers = getattr(super().prediction_step, "__func__", None) is Trainer.prediction_step
+        method = getattr(super().prediction_step, "__func__", None)
+        may_generate = method is Seq2SeqTrainer.prediction_step
+        reads_loss_only = prediction_loss_only or (may_generate and trainer_compat.generates(self))
         ignore_keys = args[0] if args else kwargs.get("ignore_keys")
-        with evaluation.running(inputs, prediction_loss_only and is_trainers, ignore_keys):
+        is_known = may_generate or method is Trainer.prediction_step
+        with evaluation.running(inputs, reads_loss_only and is_known, ignore_keys):
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         count = trainer_compat.items_of if evaluation.told_num_items else trainer_compat.items_of_own_mean
         return evaluation.global_loss(loss, count(self, given), batch_size(given)), logits, labels

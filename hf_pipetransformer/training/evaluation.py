@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import recursively_apply
+from accelerate.utils import recursively_apply, send_to_device
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.comm.topology import PipelineGroups, check_agreement
+from hf_pipetransformer.comm.transfers import all_gather_trees, digest_of
+from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
+from hf_pipetransformer.data.node_shares import replica_slice
+from hf_pipetransformer.data.rng import drawing_alike
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.execution import only_loss, without_rows
+from hf_pipetransformer.runtime.generation import join_tokens, settings_of
 from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.training.callbacks import giving_whole_model
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
@@ -42,7 +48,8 @@ class Evaluation:
         self.told_num_items = False
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
         self.metrics = MetricAccumulator(context)
-        self.gather = ReplicaGather(pipeline.stage.groups, loader, is_for_first_rank)
+        fills_batches = self.trainer.gather_function == self.trainer.accelerator.gather
+        self.gather = ReplicaGather(pipeline.stage.groups, loader, is_for_first_rank, fills_batches)
         is_split = pipeline.layout.pipeline_size > 1 and trainer_compat.alone_reads_outputs(self.trainer)
         self.preprocess = self.trainer.preprocess_logits_for_metrics if is_split else None
         """User's `preprocess_logits_for_metrics` where the last stage calls it, for each micro-batch."""
@@ -132,13 +139,21 @@ class ReplicaGather:
     """Replacement for `accelerator.gather_for_metrics` that returns one copy of every sample under any layout.
 
     `loader` knows how many samples each replica has in the current batch. With `is_for_first_rank`, all but the losses
-    goes to rank 0 alone; other ranks get tensors of no samples.
+    goes to rank 0 alone; other ranks get tensors of no samples. With `fills_batches` the last batch's loss counts as
+    that of a full one, as with `Seq2SeqTrainer`, whose own gather drops nothing.
     """
 
-    def __init__(self, groups: PipelineGroups, loader: PipelineLoader, is_for_first_rank: bool = False) -> None:
+    def __init__(
+        self,
+        groups: PipelineGroups,
+        loader: PipelineLoader,
+        is_for_first_rank: bool = False,
+        fills_batches: bool = False,
+    ) -> None:
         self.groups = groups
         self.loader = loader
         self.is_for_first_rank = is_for_first_rank
+        self.fills_batches = fills_batches
         self.losses: list[torch.Tensor] = []
         """Loss of each global batch so far, `(1,)` each."""
         self._is_loss_next = False
@@ -147,6 +162,8 @@ class ReplicaGather:
         """Gather tensors of shape `(own samples, ...)` to `(samples of the global batch, ...)`."""
         # Trainer gathers a batch's loss first, whose mean every rank computes for itself.
         is_loss, self._is_loss_next = self._is_loss_next, False
+        if is_loss and self.fills_batches:
+            return self.losses[-1].expand(self.loader.total_batch_size)
         to_first = self.is_for_first_rank and not is_loss
         return recursively_apply(self._gather_to_first if to_first else self._gather, values)
 
@@ -251,6 +268,30 @@ class Evaluations:
         finally:
             self._is_metrics_only = outer
 
+    def generate(self, inputs: Any, options: dict[str, Any]) -> Any:
+        """See `PipeTransformerMixin.generate`."""
+        context, left = self.starter.context, self.starter.is_left_to_trainer
+        topology, model, device = context.topology, context.trainer.model, context.args.device
+        given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+        digests = {name: digest_of(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+        check_agreement(topology, "inputs of generate()", digests)
+        settings = settings_of(bare_model(model), {**given, **options})
+        with nullcontext(False) if left else self._up([given]) as is_up:
+            model.eval()
+            given = send_to_device(given, device)
+            groups = self.starter.pipeline.stage.groups if is_up else None
+            # One process draws random numbers for all rows in turn, and returns one list of scores.
+            is_undivided = settings.do_sample or settings.return_dict_in_generate
+            if groups is None or groups.num_replicas == 1 or is_undivided:
+                with drawing_alike(topology.broadcast, device) if settings.do_sample else nullcontext():
+                    return model.generate(**given, **options)
+            own = replica_slice(batch_size(given), groups.replica, groups.num_replicas)
+            tokens = torch.empty(0, 0, dtype=torch.long)
+            if own.stop > own.start:
+                tokens = model.generate(**take_samples(given, own), **options)
+            parts = all_gather_trees(tokens, groups.replica_control, groups.num_replicas)
+        return join_tokens(parts, settings).to(device)
+
     def _take_first_rank_only(self) -> bool:
         """Decide where the next loop's metrics are computed; the one after it, in a callback say, is for all ranks."""
         context, (is_wanted, self._is_metrics_only) = self.starter.context, (self._is_metrics_only, False)
@@ -271,8 +312,11 @@ class Evaluations:
         return Request(first, "Evaluation", trainer.args.eval_batch_size, trainer_compat.eval_sampler(trainer))
 
     @contextmanager
-    def _up(self, request: Request | None) -> Iterator[bool]:
-        """Wrap an evaluation; yields False without a pipeline, which can start only for a known request."""
+    def _up(self, request: Any) -> Iterator[bool]:
+        """Wrap an evaluation; yields False without a pipeline, which can start only for a known request.
+
+        `request` is what `Starter.inspect` takes, or None.
+        """
         starter = self.starter
         with starter.context.timeouts.reporting_faults():
             if not starter.is_started(request):

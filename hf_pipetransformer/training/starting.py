@@ -30,6 +30,7 @@ from hf_pipetransformer.options.refusals import (
 )
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.context import Context
+from hf_pipetransformer.runtime.generation import check_generation, generate_in_stages, settings_of
 from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 from hf_pipetransformer.runtime.stage import StageSettings
 from hf_pipetransformer.runtime.wiring import start_stage
@@ -172,6 +173,8 @@ class Starter:
         may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.MUST
         self._may_do_without = may_do_without and not options.args.plan_only
         self._overrode_loss_kwargs = False
+        self._saw_prompts_only = False
+        """True if the model was inspected without samples of a data set, so that its loss is not known."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -192,12 +195,12 @@ class Starter:
         """True if the pipeline was built from the model that the trainer has now."""
         return self.in_force is not None and self.in_force.stage.view.model is self.context.trainer.model
 
-    def is_started(self, request: Request | None) -> bool:
+    def is_started(self, request: Request | Any | None) -> bool:
         """Return True if a pipeline of the current model exists, starting one for `request` if needed.
 
-        False if there is no request to start for, or if the run is left to Trainer.
+        `request` is what `inspect` takes. False without one to start for, or if the run is left to Trainer.
         """
-        if self._is_of_this_model:
+        if self._is_of_this_model and not (self._saw_prompts_only and isinstance(request, Request)):
             return True
         report = None if request is None else self.inspect_or_leave(request, is_training=False)
         if report is not None:
@@ -231,6 +234,7 @@ class Starter:
         if topology.rank == 0:
             size = sum(map(num_weights, trainer.model.parameters()))
             announce(f"Inspecting the model ({type(trainer.model).__name__}, {size / 1e6:,.3g} million parameters)...")
+        self._saw_prompts_only = not is_training and not isinstance(given, Request)
         what = "Training" if is_training else "Evaluation"
         if isinstance(given, Request):
             if given.dataset is None:
@@ -275,11 +279,15 @@ class Starter:
         Collective: call on every rank.
 
         Raises:
-            ValueError: a callback reads the model where it cannot have it.
+            ValueError: a callback reads the model where it cannot have it, or an evaluation could not generate.
         """
         trainer, args, start_up = self.context.trainer, self.context.args, report.start_up
         if max(layout.pipeline_size, longest) > 1:
             check_callbacks(trainer.callback_handler.callbacks, self.context.topology)
+            if trainer_compat.generates(trainer):
+                model, beams = bare_model(trainer.model), getattr(args, "generation_num_beams", None)
+                options = {} if beams is None else {"num_beams": beams}
+                check_generation(model, settings_of(model, options), options)
         self.context.journal.tried = start_up.plans.trying(layout) if report.is_training else {}
         compiled = None
         if args.torch_compile:
@@ -299,6 +307,7 @@ class Starter:
         stage = start_stage(trainer.model, report.splitter, layout, settings, report.is_training)
         shifts_labels = trainer_compat.shifts_labels(trainer)
         self.in_force = Pipeline(start_up, report.shell, settings, shifts_labels, report.has_labels, stage)
+        generate_in_stages(self.in_force)
         return self.in_force
 
     def loader(self, request: Request) -> PipelineLoader:
@@ -309,8 +318,10 @@ class Starter:
             return pipeline.persistent_loaders[str(request.key)]
         freezes = pipeline.layout.num_frozen_layers or self.policy.freezes or args.layout_plan is not None
         loader = make_loader(self.context, pipeline, request, may_store=bool(request.is_training and freezes))
-        if self.cache is not None and not request.is_training and not loader.is_stream:
-            self.cache.serve(loader, request.dataset)
+        # Of a sample whose activation is stored, prompts are not read.
+        cache = None if request.is_training or trainer_compat.generates(self.context.trainer) else self.cache
+        if cache is not None and not loader.is_stream:
+            cache.serve(loader, request.dataset)
         if persists:
             pipeline.persistent_loaders[str(request.key)] = loader
         return loader

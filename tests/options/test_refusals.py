@@ -63,7 +63,6 @@ REFUSED = [
     ({"train_sampling_strategy": "batch_rebalance"}, "gives ranks different numbers of samples"),
     ({"use_liger_kernel": True}, "replaces the forward of the head"),
     ({"eval_use_gather_object": True}, "predictions are gathered over replicas"),
-    ({"predict_with_generate": True}, "generating calls the model token by token"),
     ({"dataloader_in_order": False}, "would depend on the workers' speed"),
     (
         {"activation_checkpointing_kwargs": {}, "pipeline_checkpoint": "always"},

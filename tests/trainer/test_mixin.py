@@ -74,13 +74,6 @@ def test_little_is_set_on_the_trainer(tmp_path: Path) -> None:
     assert "pipeline_run" in own and len(own) <= MOST_ATTRIBUTES
 
 
-def test_a_generated_evaluation_is_refused(tmp_path: Path) -> None:
-    args = Seq2SeqPipelineArguments(str(tmp_path), use_cpu=True, report_to="none", freeze_policy="gradient_norm")
-    args.predict_with_generate = True
-    with pytest.raises(ValueError, match="predict_with_generate"):
-        Seq2SeqPipelineTrainer(build_model("bert_sequence"), args)
-
-
 class OwnSteps(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().training_step(*args, **kwargs)

@@ -1,0 +1,243 @@
+"""Generation on several stages: transformers' own `generate` runs on every rank of a pipeline, in lock-step, and its
+forwards run the new tokens through the stages.
+
+All policy stays with transformers: processors of logits, stopping criteria, greedy choice and sampling. They see the
+same logits on every rank and draw the same random numbers, so they choose the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import send_to_device
+from torch.nn.functional import pad
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_pipetransformer.comm.errors import PipelineError, guarded
+from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast_tree, digest_of
+from hf_pipetransformer.data.rng import drawing_alike
+from hf_pipetransformer.engine.engine import Run
+from hf_pipetransformer.runtime.execution import StageRunner
+from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.splitters.adapters import bare_model
+
+
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers of which keys and values are all that later tokens need."""
+
+
+def settings_of(model: Any, options: dict[str, Any]) -> GenerationConfig:
+    """Return the settings that a transformers model's `generate` will use with these keyword arguments."""
+    if not hasattr(model, "_prepare_generation_config"):
+        raise ValueError(
+            f"{type(model).__name__} cannot generate: expected a causal language model, such as one that "
+            "AutoModelForCausalLM loads."
+        )
+    others = dict(options)
+    settings: GenerationConfig = model._prepare_generation_config(others.pop("generation_config", None), **others)[0]
+    return settings
+
+
+def check_generation(model: Any, settings: GenerationConfig, options: dict[str, Any]) -> None:
+    """Raise if several stages cannot generate with these settings.
+
+    Args:
+        options: keyword arguments of `generate`.
+
+    Raises:
+        ValueError: names what they cannot do, and the remedy.
+    """
+    mode = settings.get_generation_mode(options.get("assistant_model"))
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    others = ", ".join(sorted({*kinds} - _ATTENTION)) or type(model).__name__
+    is_stateful = bool({*kinds} - _ATTENTION) or getattr(model, "_is_stateful", False)
+    found = [
+        (model.config.is_encoder_decoder, f"{type(model).__name__} has an encoder and a decoder"),
+        (is_stateful, f"layers keep a state beside keys and values ({others})"),
+        (mode not in _MODES, f"{mode.value} reorders or takes back what the stages have cached"),
+        (
+            settings.cache_implementation not in (None, "dynamic"),
+            f"cache_implementation={settings.cache_implementation!r}, and the stages have a cache of their own",
+        ),
+        (settings.max_time is not None, f"max_time={settings.max_time}, and each rank has its own clock"),
+        (
+            settings.guidance_scale not in (None, 1),
+            f"guidance_scale={settings.guidance_scale} calls the model twice for a token",
+        ),
+        (
+            bool(settings.output_attentions or settings.output_hidden_states),
+            "output_attentions and output_hidden_states are those of all layers",
+        ),
+    ]
+    given = ("past_key_values", "inputs_embeds", "custom_generate")
+    found += [(options.get(name) is not None, f"{name} is the caller's own") for name in given]
+    reason = next((reason for is_so, reason in found if is_so), None)
+    if reason is not None:
+        raise ValueError(
+            f"Several stages cannot generate so: {reason}. They choose token by token, the best one or a random one "
+            "(num_beams=1). Call trainer.model.generate within trainer.whole_model(), where the whole model fits."
+        )
+
+
+def generate_in_stages(pipeline: Pipeline) -> None:
+    """Give the model a `generate` that runs through its stages while they are installed."""
+    model = bare_model(pipeline.shell.module)
+    if hasattr(model, "generate"):
+        pipeline.stage.view.methods["generate"] = StagedGeneration(pipeline, model)
+
+
+class StagedGeneration:
+    """The method `generate` of a transformers model whose stages are installed. Collective on a pipeline's ranks."""
+
+    def __init__(self, pipeline: Pipeline, model: Any) -> None:
+        self.pipeline = pipeline
+        self.model = model
+        self.original = model.generate
+
+    def __call__(
+        self, inputs: Any = None, generation_config: GenerationConfig | None = None, *others: Any, **options: Any
+    ) -> Any:
+        """Return what the whole model's `generate` would, on every rank of the pipeline.
+
+        Raises:
+            ValueError: stages cannot generate so, or ranks of the pipeline were given different inputs.
+            PipelineError: the ranks have chosen different tokens.
+        """
+        stage = self.pipeline.stage
+        if stage.layout.pipeline_size == 1:
+            return self.original(inputs, generation_config, *others, **options)
+        if inputs is not None:
+            options["input_ids"] = inputs
+        settings = settings_of(self.model, {**options, "generation_config": generation_config})
+        check_generation(self.model, settings, options)
+        groups, device = stage.groups, stage.settings.device
+        rank, control = stage.settings.topology.rank, groups.pipeline_control
+
+        def of_first(value: Any) -> Any:
+            return broadcast_tree(value, groups.pipeline_ranks[0], control, rank)
+
+        own = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+        shared = of_first(own)
+        differing = sorted({*own} ^ {*shared} | {name for name in shared if not _agree(own.get(name), shared[name])})
+        for names in all_gather_trees(differing, control, groups.pipeline_size):
+            if names:
+                raise ValueError(
+                    f"generate() was given another {names[0]} on some ranks of one pipeline than on its first: give "
+                    "the same inputs to all of them, or all inputs to trainer.generate on every rank."
+                )
+        options |= send_to_device(shared, device)
+        passes = Passes(self.pipeline.runner, self.pipeline.shell)
+        draws = drawing_alike(of_first, device) if settings.do_sample else nullcontext()
+        with draws, passes.replacing_forward(self.model):
+            result = self.original(None, generation_config, *others, **options)
+        tokens = result if isinstance(result, torch.Tensor) else result.sequences
+        if len(set(all_gather_trees(digest_of(tokens), control, groups.pipeline_size))) > 1:
+            raise PipelineError(
+                "Ranks of one pipeline have generated different tokens from the same logits: a logits processor or "
+                "stopping criterion of the script differs between processes, or reads a clock."
+            )
+        return result
+
+
+def join_tokens(parts: list[torch.Tensor], settings: GenerationConfig) -> torch.Tensor:
+    """Join the tokens that replicas have generated, `(rows, tokens)` each, padded as `generate` pads rows that end."""
+    filler, ends = settings.pad_token_id, settings.eos_token_id
+    if filler is None:
+        filler = ends[0] if isinstance(ends, list) else ends or 0
+    longest = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, (0, longest - part.shape[1]), value=filler) for part in parts if len(part)])
+
+
+def _agree(own: torch.Tensor | None, shared: torch.Tensor) -> bool:
+    """Return True if a rank's own input is the shared one, or a loader's placeholder for it, zeros."""
+    if own is None or own.shape != shared.shape:
+        return False
+    return not own.any() or torch.equal(own.cpu(), shared.cpu())
+
+
+class Passes:
+    """Passes of one generation through the stages, each over the next tokens of all sequences.
+
+    Each stage keeps the keys and values of its own layers. `forward` runs a stage's part of the model.
+    """
+
+    def __init__(self, runner: StageRunner, forward: Callable[..., Any]) -> None:
+        self.runner = runner
+        self._forward = forward
+        self._run: Run | None = None
+        self._num_kept = 0
+        self._size: int | None = None
+        self._dtype = torch.float32
+
+    @contextmanager
+    def replacing_forward(self, model: Any) -> Iterator[None]:
+        """Run the forwards of `model` as passes inside, except those that the stages call for their own part."""
+        original, own = model.forward, vars(model).get("forward")
+
+        @wraps(original)  # `generate` reads the signature.
+        def forward(*args: Any, **inputs: Any) -> Any:
+            if self.runner.stage.view.is_running:
+                return original(*args, **inputs)
+            return self._pass(inputs)
+
+        model.forward = forward
+        try:
+            yield
+        finally:
+            del model.forward
+            if own is not None:
+                model.forward = own
+        if self._run is not None:
+            self._run.drain()
+
+    def _pass(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+        """Return the logits of the last token of each sequence, `(batch, 1, vocabulary)`, on every rank.
+
+        Collective: call on every rank of the pipeline.
+        """
+        # Transformers' cache stays empty: it is passed as long as keys and values are to be kept.
+        cache = inputs.pop("past_key_values", None)
+        stage = self.runner.stage
+        inputs = send_to_device(inputs, stage.settings.device)
+        actions, parts = self.runner.cut_new_tokens(
+            inputs, self._last_logits, None if cache is None else self._num_kept
+        )
+        num_rows, num_new = inputs[self.runner.activation.main_input].shape
+        self._num_kept += num_new
+        if self._run is None:
+            self._run = stage.engine.begin(actions, parts, is_training=False)
+        else:
+            self._run.extend(actions, parts)
+        self._run.advance()
+        results = zip(parts, self._run.take_results(), strict=False)  # There are none but on the last stage.
+        stage.view.widen()
+        # The last slice of each group of rows has the last token.
+        last = [logits for part, logits in results if part.place is None or part.place.stop == self._num_kept]
+        return CausalLMOutputWithPast(logits=self._spread(last, num_rows), past_key_values=cache)
+
+    def _last_logits(self, inputs: dict[str, Any]) -> torch.Tensor:
+        logits: torch.Tensor = self._forward(**inputs).logits[:, -1:]
+        return logits
+
+    def _spread(self, found: list[torch.Tensor], num_rows: int) -> torch.Tensor:
+        """Broadcast the logits of the last stage's micro-batches."""
+        stage, groups = self.runner.stage, self.runner.stage.groups
+        logits = torch.cat(found).contiguous() if groups.is_last else torch.empty(0)
+        if self._size is None:
+            told = [logits.shape[-1], str(logits.dtype).removeprefix("torch.")]
+            rank = stage.settings.topology.rank
+            self._size, name = broadcast_tree(told, groups.last_rank, groups.pipeline_control, rank)
+            self._dtype = getattr(torch, name)
+        if not groups.is_last:
+            logits = torch.empty((num_rows, 1, self._size), dtype=self._dtype, device=stage.settings.device)
+        send = lambda: dist.broadcast(logits, src=groups.last_rank, group=groups.pipeline_group)  # noqa: E731
+        guarded(send, f"receiving the logits of rank {groups.last_rank}")
+        return logits

@@ -1,0 +1,297 @@
+"""Generation through the stages of a pipeline, beside `generate` of the whole model on one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
+from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.splitters.quantized import prepare_quantized
+from tests.adapted import adapted
+from tests.decoders import VOCABULARY, collate_tokens, make_decoder, make_rows
+from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
+
+
+NUM_NEW = 64
+ENDS = [3, 17, 29, 41]
+"""So many tokens end a sequence that rows end at different ones."""
+
+GREEDY: dict[str, Any] = {"max_new_tokens": NUM_NEW, "eos_token_id": ENDS, "pad_token_id": 0}
+SAMPLED = GREEDY | {"do_sample": True, "temperature": 1.5, "top_k": 20}
+OTHER_WAYS: dict[str, dict[str, Any]] = {
+    "without a cache": {"use_cache": False, "max_new_tokens": 12},
+    "in chunks": {"prefill_chunk_size": 5},
+    "processed": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 9},
+    "to the end": {"min_new_tokens": NUM_NEW},
+}
+
+
+@dataclass
+class GeneratingArguments(PipeTransformerArguments, Seq2SeqTrainingArguments):
+    """Options of both."""
+
+
+class GeneratingTrainer(PipeTransformerMixin, Seq2SeqTrainer):
+    """`Seq2SeqTrainer` with a pipeline."""
+
+
+def make_model(name: str) -> Any:
+    torch.manual_seed(0)
+    # Large weights, so that tokens differ.
+    options = {"initializer_range": 0.3, "max_position_embeddings": 256}
+    if not name.startswith("lora-"):
+        return make_decoder(name, **options)
+    model = adapted(name.removeprefix("lora-"), "ranks", **options)
+    prepare_quantized(model)  # Stages compute with the kernels that do not pack the bytes of weights anew.
+    return model
+
+
+def make_prompts(num: int = 8, longest: int = 17) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded on the left."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = [longest - (longest // 3 * row) % (longest - 2) for row in range(num)]
+    ids = torch.zeros(num, max(lengths), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, -length:] = torch.randint(1, VOCABULARY, (length,), generator=generator)
+        mask[row, -length:] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def common(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 8 // WORLD_SIZE, "seed": 3,
+        "per_device_eval_batch_size": 8 // WORLD_SIZE, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none",
+        "disable_tqdm": True, "save_strategy": "no",
+    }  # fmt: skip
+
+
+def arguments(folder: Path, num_stages: int, kind: Any = PipeTransformerArguments, **options: Any) -> Any:
+    own = {"pipeline_parallel_size": num_stages, "activation_cache": "off"}
+    return kind(**{**common(folder), **own, **options})
+
+
+def whole(model: Any, prompts: dict[str, torch.Tensor], **options: Any) -> Any:
+    return model.eval().generate(**prompts, **options).tolist()
+
+
+class Held(LogitsProcessor):
+    """Notes of which layers this rank keeps keys and values, and changes nothing."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.layers: set[int] = set()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for program in self.trainer.pipeline_run.pipeline.stage.engine.programs:
+            for context in program._contexts.values():
+                self.layers |= {layer for layer, (keys, _) in enumerate(context.layers) if keys._all is not None}
+        return scores
+
+
+@scenario
+def generate_all(folder: Path, names: list[str], num_stages: int) -> dict[str, Any]:
+    """Generate with each model before any training, greedily; with the first one also in other ways."""
+    found: dict[str, Any] = {}
+    for name in names:
+        model = make_model(name)
+        expected = whole(model, make_prompts(), **GREEDY)
+        trainer = PipeTransformerTrainer(model, arguments(folder / name, num_stages))
+        found[name] = trainer.generate(make_prompts(), **GREEDY).tolist(), expected
+        if name != names[0]:
+            continue
+        for way, options in OTHER_WAYS.items():
+            expected = whole(model, make_prompts(), **GREEDY | options)
+            found[way] = trainer.generate(make_prompts(), **GREEDY | options).tolist(), expected
+        expected = whole(model, make_prompts(1), **GREEDY)
+        found["one row"] = trainer.generate(make_prompts(1)["input_ids"], **GREEDY).tolist(), expected
+        # As many tokens as the stages take in slices.
+        prompts = make_prompts(longest=120)
+        found["long prompts"] = trainer.generate(prompts, **GREEDY).tolist(), whole(model, prompts, **GREEDY)
+        held = Held(trainer)
+        trainer.generate(make_prompts(), **GREEDY, logits_processor=[held])
+        found["held"] = sorted(held.layers), trainer.layout.as_event()
+        found |= sample(trainer, model) | (refused(trainer) if num_stages > 1 else {})
+    return found
+
+
+def sample(trainer: Any, model: Any) -> dict[str, Any]:
+    """Sample after the seed of rank 0, which the others do not have."""
+    torch.manual_seed(5)
+    expected = whole(model, make_prompts(), **SAMPLED), torch.rand(1).item()
+    torch.manual_seed(5 + RANK)
+    own = torch.get_rng_state()
+    tokens = trainer.generate(make_prompts(), **SAMPLED).tolist()
+    keeps_own = torch.equal(torch.get_rng_state(), own)
+    return {"sampled": (tokens, expected[0]), "random": (torch.rand(1).item(), expected[1]), "keeps_own": keeps_own}
+
+
+def refused(trainer: Any) -> dict[str, str]:
+    """What cannot be done, and that it can go on afterward."""
+    texts = {}
+    other = make_prompts()["input_ids"] + RANK
+    for name, prompts, options in (
+        ("beams", make_prompts(), {"num_beams": 2}),
+        ("inputs", other, {}),
+        ("own inputs", other, {}),
+    ):
+        call = trainer.generate if name != "own inputs" else in_evaluation(trainer)
+        try:
+            call(prompts, **GREEDY | options)
+        except ValueError as error:
+            texts[name] = str(error)
+    return texts
+
+
+class Differs(LogitsProcessor):
+    """Prefers another token on each rank."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 5 + RANK] += 1e4
+        return scores
+
+
+def disagree(trainer: Any) -> str:
+    try:
+        trainer.generate(make_prompts(), max_new_tokens=3, logits_processor=[Differs()])
+    except PipelineError as error:
+        return str(error)
+    return "no error"
+
+
+def in_evaluation(trainer: Any) -> Any:
+    """The model's own method, as a script's `prediction_step` calls it."""
+
+    def call(prompts: torch.Tensor, **options: Any) -> Any:
+        with trainer.pipeline_run.evaluations._up(None):
+            return trainer.model.generate(prompts, **options)
+
+    return call
+
+
+class GeneratesAmid(TrainerCallback):
+    """Generates after a step, with the stages and with the whole model."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.found: dict[str, Any] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step not in (2, 5):
+            return
+        tokens = self.trainer.generate(make_prompts(), **GREEDY).tolist()
+        with self.trainer.whole_model(), self.trainer.accelerator.autocast():
+            expected = whole(self.trainer.model, make_prompts(), **GREEDY)
+        layout = self.trainer.layout
+        self.found[f"step {state.global_step}"] = tokens, expected, layout.num_frozen_layers, layout.num_stages
+
+
+@scenario
+def train_and_generate(folder: Path, num_stages: int, options: dict[str, Any], name: str = "llama") -> dict[str, Any]:
+    """Generate in a training in which layers freeze, and after it; the losses show that it changes none."""
+    callback = GeneratesAmid()
+    freezing = {"logging_steps": 1, "freeze_policy": "fixed", "freeze_at": "3:2"}
+    args = arguments(folder, num_stages, **{**freezing, **options})
+    trainer = PipeTransformerTrainer(
+        make_model(name), args, train_dataset=make_rows(16), data_collator=collate_tokens, callbacks=[callback]
+    )
+    callback.trainer = trainer
+    trainer.train()
+    tokens = trainer.generate(make_prompts(), **GREEDY).tolist()
+    with trainer.whole_model(), trainer.accelerator.autocast():
+        expected = whole(trainer.model, make_prompts(), **GREEDY)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {**callback.found, "after": (tokens, expected), "losses": losses}
+
+
+def collate_prompts(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Padded on the left, as a tokenizer for generation does."""
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def padded(values: list[int], filler: int) -> list[int]:
+        return [filler] * (longest - len(values)) + values
+
+    return {
+        "input_ids": torch.tensor([padded(row["input_ids"], 0) for row in rows]),
+        "attention_mask": torch.tensor([padded([1] * len(row["input_ids"]), 0) for row in rows]),
+        # The first token is predicted from padding.
+        "labels": torch.tensor([padded([-100, *row["labels"][1:]], -100) for row in rows]),
+    }
+
+
+def without_padding(row: Any) -> list[int]:
+    """The tokens of a row: padding on either side depends on the rows beside it."""
+    return [token for token in row.tolist() if token > 0]
+
+
+def evaluate_generating(kind: Any, args: Any, name: str = "llama") -> dict[str, Any]:
+    """Train, evaluating with generated tokens, and predict."""
+    seen: list[Any] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        rows = [without_padding(row) for row in prediction.predictions]
+        seen.append(rows)
+        return {"tokens": float(sum(map(len, rows))), "sum": float(sum(map(sum, rows)))}
+
+    model = make_model(name)
+    # A length with prompts would depend on the padding of a replica's rows.
+    model.generation_config.update(eos_token_id=ENDS, pad_token_id=0, max_new_tokens=24)
+    rows = make_rows(22)
+    trainer = kind(
+        model, args, train_dataset=rows[:8], eval_dataset=rows[8:], data_collator=collate_prompts,
+        compute_metrics=metrics,
+    )  # fmt: skip
+    trainer.model.config.pad_token_id = 0
+    trainer.train()
+    evaluated = [entry for entry in trainer.state.log_history if "eval_tokens" in entry]
+    names = ("eval_loss", "eval_tokens", "eval_sum")
+    predicted = trainer.predict(rows[8:13], max_new_tokens=7)
+    return {
+        "evaluated": [[entry[name] for name in names] for entry in evaluated],
+        "rows": seen[:-1],
+        "predicted": [without_padding(row) for row in predicted.predictions],
+        "predicted loss": predicted.metrics["test_loss"],
+    }
+
+
+GENERATING: dict[str, Any] = {
+    "predict_with_generate": True, "eval_strategy": "steps", "eval_steps": 3,
+}  # fmt: skip
+
+
+@scenario
+def evaluate(folder: Path, num_stages: int, options: dict[str, Any], name: str = "llama") -> dict[str, Any]:
+    args = arguments(folder, num_stages, GeneratingArguments, **GENERATING, **options)
+    return evaluate_generating(GeneratingTrainer, args, name)
+
+
+def evaluate_with_beams(folder: Path) -> str:
+    """What a training says at once whose evaluations would search with beams."""
+    args = arguments(folder, 2, GeneratingArguments, **GENERATING, generation_num_beams=2)
+    try:
+        evaluate_generating(GeneratingTrainer, args)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def evaluate_plainly(folder: Path) -> dict[str, Any]:
+    """The same with `Seq2SeqTrainer` on this process."""
+    return evaluate_generating(Seq2SeqTrainer, Seq2SeqTrainingArguments(**common(folder), **GENERATING))
+
+
+@scenario
+def all_on_two(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Everything of one launch on two stages."""
+    return {
+        "generated": generate_all(folder, names, 2),
+        "training": train_and_generate(folder / "training", 2, {"elastic": False}),
+        "evaluated": evaluate(folder / "evaluated", 2, {}),
+        "beams": evaluate_with_beams(folder / "beams"),
+        "disagree": disagree(PipeTransformerTrainer(make_model("llama"), arguments(folder / "disagree", 2))),
+    }
