@@ -170,11 +170,14 @@ def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
     return {key: taken(value) for key, value in inputs.items()}
 
 
-def labels_of_row(inputs: Mapping[str, Any], row: int) -> torch.Tensor:
-    """Return a view of the labels of one of the rows that `take_rows` knows."""
-    labels, flattened = inputs["labels"], sequences_of(inputs)
-    found: torch.Tensor = labels[row] if flattened is None else labels[0, slice(*flattened.bounds[row : row + 2])]
-    return found
+def labels_by_row(inputs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
+    """Return views of the labels of the rows that `take_rows` knows; None if labels do not belong to rows."""
+    labels, flattened = inputs.get("labels"), sequences_of(inputs)
+    if not isinstance(labels, torch.Tensor):
+        return None
+    if flattened is not None:
+        return labels[0].split(flattened.lengths) if labels.shape == (1, flattened.bounds[-1]) else None
+    return labels.unbind() if _has_samples(labels, batch_size(inputs)) else None
 
 
 def _has_samples(value: Any, size: int) -> bool:

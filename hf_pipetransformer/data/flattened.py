@@ -63,7 +63,7 @@ def without_sequences(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in batch.items() if key != SEQUENCES}
 
 
-def find_sequences(batch: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+def find_sequences(batch: Mapping[str, Any], num_samples: int) -> Mapping[str, Any]:
     """Return what a collator made of `num_samples` samples, with its `Sequences` if it is flattened.
 
     Flattened are a row of several samples, and a row of one sample with an entry that marks its sequences. Without
@@ -72,13 +72,13 @@ def find_sequences(batch: Mapping[str, Any], num_samples: int) -> dict[str, Any]
     positions, row = batch.get("position_ids"), batch.get("input_ids", batch.get("inputs_embeds"))
     is_row = isinstance(positions, torch.Tensor) and isinstance(row, torch.Tensor) and positions.dim() == 2
     if not is_row or len(positions) != 1 or row.shape[:2] != positions.shape or not positions.numel():
-        return dict(batch)
+        return batch
     starts = torch.cat([torch.zeros(1, dtype=torch.long), (positions[0].cpu().diff() != 1).nonzero().flatten() + 1])
     is_marked = any(batch.get(name) is not None for name in MARKS)
     # Positions that begin with different numbers could continue each other in another order.
     begin_alike = len(positions[0].cpu()[starts].unique()) == 1
     if not begin_alike or not (is_marked or (num_samples > 1 and len(starts) > 1)):
-        return dict(batch)
+        return batch
     return Sequences((*starts.tolist(), positions.shape[1]), num_samples).attach(batch)
 
 

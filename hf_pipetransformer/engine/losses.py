@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_pipetransformer.data.batches import IGNORED_LABEL, labels_of_row, num_rows, take_rows
-from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.data.batches import IGNORED_LABEL, labels_by_row, num_rows, take_rows
 
 
 SAME_INPUTS_TOLERANCE = 1e-5
@@ -132,10 +131,9 @@ def _splits(inputs: Mapping[str, Any], with_items: list[int]) -> list[list[list[
 
     Class weights break the rule only if the parts contain different classes.
     """
-    size, labels, order = num_rows(inputs), inputs.get("labels"), list(with_items)
-    is_by_row = isinstance(labels, torch.Tensor) and labels.dim() > 0 and len(labels) == size
-    if is_by_row or sequences_of(inputs) is not None:
-        order.sort(key=lambda row: _mean_label(labels_of_row(inputs, row)))
+    size, labels, order = num_rows(inputs), labels_by_row(inputs), list(with_items)
+    if labels is not None:
+        order.sort(key=lambda row: _mean_label(labels[row]))
     splits = [_parts_of(order, 2), _parts_of(order[1:] + order[:1], 4)]
     for split in splits:
         split[-1].extend(row for row in range(size) if row not in with_items)
@@ -165,10 +163,12 @@ def _refused_count(
         return None  # This loss may not accept ignored labels at all.
     few = with_items[: len(with_items) // 2]
     changed = {**inputs, "labels": labels.clone()}
+    by_row = labels_by_row(changed)
+    if by_row is None:
+        return None
     for row in few:
-        own = labels_of_row(changed, row)
-        own[(own != IGNORED_LABEL).nonzero().flatten()[2:]] = IGNORED_LABEL
-    rest = [row for row in range(num_rows(inputs)) if row not in few]
+        by_row[row][(by_row[row] != IGNORED_LABEL).nonzero().flatten()[2:]] = IGNORED_LABEL
+    rest = [row for row in range(len(by_row)) if row not in few]
     whole = measure([(changed, 1.0)], count(changed))
     text = _refused_split(measure, changed, count, [few, rest], LossRule.MEAN, whole)
     return text and f"The mean of the loss runs over other labels than are counted for it. {text}"

@@ -117,13 +117,13 @@ class OwnBatches:
         with generators_kept(self.dataset, self.collate, self.sampler):
             samples = self._samples()
             while rows := list(islice(samples, min(size, NUM_SEARCHED_SAMPLES))):
-                yield find_sequences(self.collate(rows), len(rows)), len(rows)
+                yield dict(find_sequences(self.collate(rows), len(rows))), len(rows)
 
     def read(self, num_samples: int) -> dict[str, Any]:
         """Return at most `num_samples` first samples as one batch."""
         with generators_kept(self.dataset, self.collate, self.sampler):
             rows = list(islice(self._samples(), num_samples))
-            return find_sequences(self.collate(rows), len(rows))
+            return dict(find_sequences(self.collate(rows), len(rows)))
 
     def _flattens_pairs(self) -> bool:
         """Return True if two samples make a flattened batch; a single one would not show that a run's batches are."""
@@ -245,7 +245,7 @@ def _first_of(loader: Any) -> dict[str, Any]:
     if batch is None:
         raise ValueError(f"The {type(loader).__name__} is empty: expected at least one batch.")
     getattr(loader, "end", lambda: None)()  # A loader prepared by accelerate would stay marked as active.
-    return find_sequences(batch, num_samples=1)
+    return dict(find_sequences(batch, num_samples=1))
 
 
 def _check_restarts(source: Any, looked_at: str) -> None:
