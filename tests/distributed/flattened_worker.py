@@ -1,21 +1,23 @@
 """Batches whose samples stand in one row, in pipelines and beside plain Trainer, which takes a batch as one row.
 
-Rank 0 writes `FOLDER/<case>.json`: losses, gradient norms, metrics and the last layout, and `FOLDER/<case>.safetensors`:
-weights, predictions and their labels.
+Rank 0 writes `FOLDER/<case>.json`: losses, gradient norms, metrics and the last layout; and
+`FOLDER/<case>.safetensors`: weights, predictions and their labels.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import get_peft_model
 from safetensors.torch import save_file
-from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from tests.adapted import lora
@@ -31,6 +33,34 @@ COLLATORS = {
 }
 
 
+BY_LENGTHS = "by_lengths"
+
+
+def attend_by_lengths(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **named: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend inside each sequence as the kernels of FlashAttention-2 for varying lengths do, from what they read."""
+    assert attention_mask is None
+    bounds, others = named["cu_seq_lens_q"], named["cu_seq_lens_k"]
+    assert bounds.dtype is torch.int32
+    assert bounds[0] == 0
+    assert bounds[-1] == query.shape[2]
+    assert torch.equal(bounds, others)
+    assert named["max_length_q"] == named["max_length_k"] == int(bounds.diff().max())
+    assert type(named["max_length_q"]) is int
+    parts = [
+        scaled_dot_product_attention(
+            *(each[:, :, start:stop] for each in (query, key, value)),
+            is_causal=True, scale=named["scaling"], enable_gqa=True,
+        )
+        for start, stop in pairwise(bounds.tolist())
+    ]  # fmt: skip
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(BY_LENGTHS, attend_by_lengths)
+
+
 @dataclass(frozen=True)
 class FlattenedCase:
     """One training.
@@ -40,6 +70,7 @@ class FlattenedCase:
         layout: K and R.
         options: of the pipeline.
         collator: one of `COLLATORS`.
+        attention: implementation of it.
         has_adapters: LoRA is trained.
         accumulation: batches of a step.
         stops_at: step at which the run is interrupted and resumed.
@@ -50,6 +81,7 @@ class FlattenedCase:
     layout: tuple[int, int]
     options: dict[str, Any] = field(default_factory=dict)
     collator: str = "positions"
+    attention: str = "sdpa"
     has_adapters: bool = False
     accumulation: int = 1
     stops_at: int | None = None
@@ -59,9 +91,11 @@ class FlattenedCase:
     def plain(self) -> FlattenedCase:
         """The same on one process as one row: by Trainer, or by the pipeline of one stage if layers freeze."""
         kept = {key: value for key, value in self.options.items() if key.startswith("freeze")}
-        return FlattenedCase(
-            self.model, (1, 1), kept, has_adapters=self.has_adapters, accumulation=self.accumulation, draws=self.draws
-        )
+        return replace(self, layout=(1, 1), options=kept, stops_at=None)
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(value) for value in vars(self).values())
 
 
 def in_parts(num: int, **options: Any) -> dict[str, Any]:
@@ -76,12 +110,14 @@ ON_TWO = {
     "stages-qwen2": FlattenedCase("qwen2", (2, 1), in_parts(5), accumulation=2),
     "replicas": FlattenedCase("llama", (1, 2), in_parts(2), "everything"),
     "adapters": FlattenedCase("llama", (2, 1), in_parts(4), has_adapters=True),
+    "lengths": FlattenedCase("qwen2", (2, 1), in_parts(3), "everything", attention=BY_LENGTHS),
 }
 MANY = {
     **{f"stages-{num}": FlattenedCase("llama", (2, 1), in_parts(num)) for num in (1, 2, 4, 5, 6, 7, 8)},
     "replicas-qwen2": FlattenedCase("qwen2", (1, 2), in_parts(3), "everything", accumulation=2),
+    "eager": FlattenedCase("llama", (2, 1), in_parts(3), attention="eager"),
     "gpt2": FlattenedCase("gpt2", (2, 1), in_parts(3)),
-    "gemma2": FlattenedCase("gemma2", (2, 1), in_parts(3)),
+    "gemma2": FlattenedCase("gemma2", (2, 1), in_parts(3), attention="eager"),
     "recomputed": FlattenedCase("qwen2", (2, 1), in_parts(4, pipeline_checkpoint="always")),
     "zero-bubble": FlattenedCase("llama", (2, 1), in_parts(4, pipeline_schedule="zb_h1")),
     "frozen": FlattenedCase("qwen2", (2, 1), in_parts(4, **FROZEN)),
@@ -135,7 +171,7 @@ def count_right(prediction: Any) -> dict[str, float]:
 
 def make_trainer(case: FlattenedCase, folder: Path) -> Trainer:
     torch.manual_seed(0)
-    model, rows = make_decoder(case.model), make_rows(NUM_ROWS)
+    model, rows = make_decoder(case.model, attn_implementation=case.attention), make_rows(NUM_ROWS)
     if case.has_adapters:
         model = get_peft_model(model, lora("llama"))
     num_ranks = case.layout[0] * case.layout[1]

@@ -70,10 +70,10 @@ def test_a_row_cut_into_parts_gives_what_it_gives_whole(
 ) -> None:
     request.getfixturevalue(fixture)
     case = CASES[num_processes][name]
-    plain = f"plain-{case.plain.model}-{case.accumulation}-{case.has_adapters}-{case.draws}-{bool(case.plain.options)}"
-    if not (folder / f"{plain}.json").exists():
-        run_case(plain, case.plain, folder)
-    (found, tensors), (expected, expected_tensors) = end(folder, name), end(folder, plain)
+    plain = case.plain
+    if not (folder / f"{plain.name}.json").exists():
+        run_case(plain.name, plain, folder)
+    (found, tensors), (expected, expected_tensors) = end(folder, name), end(folder, plain.name)
     assert len(found["loss"]) == STEPS
     for key in ("loss", "grad_norm", "metrics"):
         assert found[key] == pytest.approx(expected[key], rel=TOLERANCE), key
