@@ -132,7 +132,23 @@ def assign_sequences(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def join_tokens(sequences: Sequences, parts: Sequence[Sequence[int]], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join outputs `(1, tokens, ...)` of the parts that sequences were distributed over to those of the whole row."""
-    order = torch.cat([sequences.tokens(part) for part in parts]).argsort()
-    whole = torch.cat(list(outputs), dim=1)
-    return whole[:, order.to(whole.device)]
+    """Join outputs `(1, tokens, ...)` of the parts that sequences were distributed over to those of the whole row.
+
+    Outputs `(1, tokens - 1, ...)` are those of a next-token loss, which is zero where the next token is of another
+    sequence.
+
+    Raises:
+        ValueError: outputs of other shapes.
+    """
+    places = [sequences.tokens(part) for part in parts]
+    num_left_out = len(places[0]) - outputs[0].shape[1] if outputs[0].dim() > 1 else -1
+    expected = [(1, len(each) - num_left_out) for each in places]
+    if num_left_out not in (0, 1) or [tuple(each.shape[:2]) for each in outputs] != expected:
+        raise ValueError(
+            f"An output of {len(places[0])} tokens has shape {tuple(outputs[0].shape)}: expected (1, tokens, ...), as "
+            "samples that share a row are cut apart and joined again token by token. Let the model, or "
+            "preprocess_logits_for_metrics, keep these dimensions, or use a collator that pads."
+        )
+    full = [torch.cat([each, each.new_zeros(1, num_left_out, *each.shape[2:])], dim=1) for each in outputs]
+    order = torch.cat(places).argsort()[: sequences.bounds[-1] - num_left_out]
+    return torch.cat(full, dim=1)[:, order.to(full[0].device)]

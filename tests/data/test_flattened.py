@@ -114,10 +114,21 @@ def test_parts_hold_each_sequence_once_and_their_outputs_join_to_the_row(num_par
     own = sequences_of(whole)
     assert own is not None
     join = partial(join_tokens, own, assign_sequences(own.lengths, num_parts))
-    outputs = [{"logits": part["input_ids"][..., None] * 2.0, "loss": torch.tensor(1.0)} for part in parts]
-    joined = join_outputs(outputs, [0.5] * len(parts), join)
-    assert torch.equal(joined["logits"], whole["input_ids"][..., None] * 2.0)
+    def outputs_of(batch: dict[str, Any]) -> dict[str, Any]:
+        of_next = batch["labels"][:, 1:].clamp(min=0) * 3
+        return {"logits": batch["input_ids"][..., None] * 2.0, "of_next": of_next, "loss": torch.tensor(1.0)}
+
+    joined, expected = join_outputs(list(map(outputs_of, parts)), [0.5] * len(parts), join), outputs_of(whole)
+    assert torch.equal(joined["logits"], expected["logits"])
+    assert torch.equal(joined["of_next"], expected["of_next"])
     assert joined["loss"] == 0.5 * len(parts)
+
+
+def test_outputs_that_are_not_by_token_are_not_joined() -> None:
+    own = Sequences((0, 3, 4, 8), 3)
+    for shapes in ([(1, 2, 5), (1, 5, 5)], [(1, 5), (1, 2)], [(5,), (3,)], [(5, 5), (3, 5)]):
+        with pytest.raises(ValueError, match="are cut apart and joined again token by token"):
+            join_tokens(own, [[1, 2], [0]], [torch.zeros(shape) for shape in shapes])
 
 
 def test_replicas_share_the_sequences_of_their_samples() -> None:
