@@ -202,5 +202,7 @@ class LayerProbe:
 
 
 def _pooled(sequences: Sequences | None, hidden: torch.Tensor) -> torch.Tensor:
-    rows = hidden if sequences is None else hidden[0].split(sequences.lengths)
-    return torch.stack([row.detach().float().flatten(0, -2).mean(dim=0) for row in rows]).cpu()
+    hidden = hidden.detach().float()
+    if sequences is None:
+        return hidden.flatten(1, -2).mean(dim=1).cpu()
+    return torch.stack([tokens.mean(dim=0) for tokens in hidden[0].split(sequences.lengths)]).cpu()

@@ -114,6 +114,7 @@ def test_parts_hold_each_sequence_once_and_their_outputs_join_to_the_row(num_par
     own = sequences_of(whole)
     assert own is not None
     join = partial(join_tokens, own, assign_sequences(own.lengths, num_parts))
+
     def outputs_of(batch: dict[str, Any]) -> dict[str, Any]:
         of_next = batch["labels"][:, 1:].clamp(min=0) * 3
         return {"logits": batch["input_ids"][..., None] * 2.0, "of_next": of_next, "loss": torch.tensor(1.0)}
