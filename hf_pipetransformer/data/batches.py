@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from hf_pipetransformer.comm.staging import KnownMask
+from hf_pipetransformer.comm.staging import KnownMask, pinned
 from hf_pipetransformer.data.flattened import assign_sequences, sequences_of, take_sequences, without_sequences
 
 
@@ -91,8 +91,10 @@ def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[s
     """
     flattened = sequences_of(inputs)
     if flattened is not None:
-        parts = assign_sequences(flattened.lengths, num_microbatches)
-        return [without_sequences(take_sequences(inputs, part)) for part in parts]
+        parts = [take_sequences(inputs, part) for part in assign_sequences(flattened.lengths, num_microbatches)]
+        # Copies of pinned tensors are not pinned, and the host would wait for the device to take them.
+        is_pinned = any(isinstance(value, torch.Tensor) and value.is_pinned() for value in inputs.values())
+        return [without_sequences(pinned(part) if is_pinned else part) for part in parts]
     size = batch_size(inputs)
     if size == 0:
         return []

@@ -70,16 +70,19 @@ def find_sequences(batch: Mapping[str, Any], num_samples: int) -> Mapping[str, A
     such an entry a single sample may be packed in the data set for a model that does not keep its texts apart.
     """
     positions, row = batch.get("position_ids"), batch.get("input_ids", batch.get("inputs_embeds"))
-    is_row = isinstance(positions, torch.Tensor) and isinstance(row, torch.Tensor) and positions.dim() == 2
-    if not is_row or len(positions) != 1 or row.shape[:2] != positions.shape or not positions.numel():
+    if not isinstance(positions, torch.Tensor) or not isinstance(row, torch.Tensor):
         return batch
-    starts = torch.cat([torch.zeros(1, dtype=torch.long), (positions[0].cpu().diff() != 1).nonzero().flatten() + 1])
-    is_marked = any(batch.get(name) is not None for name in MARKS)
+    if positions.dim() != 2 or len(positions) != 1 or row.shape[:2] != positions.shape or not positions.numel():
+        return batch
+    numbers = positions[0].cpu()
+    # As in transformers' masks.
+    starts = [0, *((numbers.diff() != 1).nonzero().flatten() + 1).tolist()]
     # Positions that begin with different numbers could continue each other in another order.
-    begin_alike = len(positions[0].cpu()[starts].unique()) == 1
+    begin_alike = len(numbers[starts].unique()) == 1
+    is_marked = any(batch.get(name) is not None for name in MARKS)
     if not begin_alike or not (is_marked or (num_samples > 1 and len(starts) > 1)):
         return batch
-    return Sequences((*starts.tolist(), positions.shape[1]), num_samples).attach(batch)
+    return Sequences((*starts, len(numbers)), num_samples).attach(batch)
 
 
 def take_sequences(batch: Mapping[str, Any], which: Sequence[int], num_samples: int | None = None) -> dict[str, Any]:
