@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hf_pipetransformer.data.batches import MASK, field_digests, real_lengths
+from hf_pipetransformer.data.flattened import find_sequences, sequences_of
 from hf_pipetransformer.data.rng import generators_kept, plain_row
 
 
@@ -78,6 +79,12 @@ class Probe:
             raise UnfitError(
                 f"a batch without a tensor {self.main_input!r}, the model's main input ({names})",
                 "let the collator return a dict with it",
+            )
+        if sequences_of(find_sequences(batch, count)) is not None:
+            raise UnfitError(
+                f"{count} samples in one row of {batch[self.main_input].shape[1]} tokens, of which no sample has a "
+                "record of its own",
+                "let the collator pad, or pack the data set into rows of one sample each",
             )
         for name, value in batch.items():
             remedy = "let the collator return tensors with one entry a sample only"

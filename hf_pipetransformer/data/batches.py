@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import xxhash
 
-from hf_pipetransformer.comm.staging import KnownMask
+from hf_pipetransformer.comm.staging import KnownMask, pinned
+from hf_pipetransformer.data.flattened import assign_sequences, sequences_of, take_sequences, without_sequences
 
 
 _SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN = (
@@ -69,15 +70,31 @@ _UP_TO_THE_END = ("attention_mask",)
 
 
 def batch_size(inputs: Mapping[str, Any]) -> int:
-    """Return the first dimension of the first tensor that has one; 0 for an empty batch."""
+    """Return the number of samples: the first dimension of the first tensor that has one; 0 for an empty batch."""
+    flattened = sequences_of(inputs)
+    if flattened is not None:
+        return flattened.num_samples
     return next((v.shape[0] for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim() > 0), 0)
+
+
+def num_rows(inputs: Mapping[str, Any]) -> int:
+    """Return the number of parts that `take_rows` knows: samples, or the sequences of a flattened batch."""
+    flattened = sequences_of(inputs)
+    return batch_size(inputs) if flattened is None else len(flattened)
 
 
 def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
     """Split a batch along its first dimension into at most `num_microbatches` parts of nearly equal size.
 
-    Sizes differ by at most one sample, and none is 0. Entries without a sample dimension go to every micro-batch.
+    Sizes differ by at most one sample, and none is 0. Entries without a sample dimension go to every micro-batch. A
+    flattened batch is cut between its sequences, see `assign_sequences`.
     """
+    flattened = sequences_of(inputs)
+    if flattened is not None:
+        parts = [take_sequences(inputs, part) for part in assign_sequences(flattened.lengths, num_microbatches)]
+        # Copies of pinned tensors are not pinned, and the host would wait for the device to take them.
+        is_pinned = any(isinstance(value, torch.Tensor) and value.is_pinned() for value in inputs.values())
+        return [without_sequences(pinned(part) if is_pinned else part) for part in parts]
     size = batch_size(inputs)
     if size == 0:
         return []
@@ -87,7 +104,12 @@ def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[s
 
 
 def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
-    size = batch_size(inputs)
+    """Return the samples at `where`, or as large a share of the sequences of a flattened batch."""
+    size, flattened = batch_size(inputs), sequences_of(inputs)
+    if flattened is not None:
+        start, stop, _ = where.indices(size)
+        which = range(len(flattened) * start // size, len(flattened) * stop // size)
+        return take_sequences(inputs, which, stop - start) if which else {}
     return {key: value[where] if _has_samples(value, size) else value for key, value in inputs.items()}
 
 
@@ -134,7 +156,9 @@ def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[st
 
 
 def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-    """Return the samples of a batch at the positions `rows`, `(n,)`, int64."""
+    """Return the samples of a batch, or sequences of a flattened one, at the positions `rows`, `(n,)`, int64."""
+    if sequences_of(inputs) is not None:
+        return take_sequences(inputs, rows.tolist())
     size = batch_size(inputs)
 
     def taken(value: Any) -> Any:
@@ -146,6 +170,16 @@ def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
         return [value[int(row)] for row in rows]
 
     return {key: taken(value) for key, value in inputs.items()}
+
+
+def labels_by_row(inputs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
+    """Return views of the labels of the rows that `take_rows` knows; None if labels do not belong to rows."""
+    labels, flattened = inputs.get("labels"), sequences_of(inputs)
+    if not isinstance(labels, torch.Tensor):
+        return None
+    if flattened is not None:
+        return labels[0].split(flattened.lengths) if labels.shape == (1, flattened.bounds[-1]) else None
+    return labels.unbind() if _has_samples(labels, batch_size(inputs)) else None
 
 
 def _has_samples(value: Any, size: int) -> bool:
@@ -176,18 +210,20 @@ def count_items(inputs: Mapping[str, Any], shifts_labels: bool = False) -> int:
     return batch_size(inputs)
 
 
-def join_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Join the outputs of micro-batches: concatenate tensors, sum scalars with `weights`."""
+def join_outputs(
+    outputs: Sequence[Any], weights: Sequence[float], join: Callable[[list[torch.Tensor]], torch.Tensor] = torch.cat
+) -> Any:
+    """Join the outputs of micro-batches: tensors with `join`, scalars as their sum with `weights`."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if first.dim() == 0:
             terms = [output * weight for output, weight in zip(outputs, weights, strict=True) if weight]
             return torch.stack(terms).sum() if terms else first * 0
-        return torch.cat(list(outputs))
+        return join(list(outputs))
     if isinstance(first, Mapping):
-        return type(first)(**{key: join_outputs([output[key] for output in outputs], weights) for key in first})
+        return type(first)(**{key: join_outputs([output[key] for output in outputs], weights, join) for key in first})
     if isinstance(first, (list, tuple)):
-        return type(first)(join_outputs(parts, weights) for parts in zip(*outputs, strict=True))
+        return type(first)(join_outputs(parts, weights, join) for parts in zip(*outputs, strict=True))
     return first
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Sequen
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_pipetransformer.data.augmentation import AugmentationSlots
+from hf_pipetransformer.data.flattened import find_sequences
 from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
 from hf_pipetransformer.data.rng import SharedRngState, States, fetch_samples
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
@@ -231,7 +232,7 @@ def torch_loader(dataset: Any, collate: Any, args: PipeTransformerArguments, **o
     """Return torch's loader with the user's options for loaders; `options` say how batches are formed."""
     return DataLoader(
         dataset,
-        collate_fn=SkipEmpty(collate),
+        collate_fn=BatchCollator(collate),
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
         persistent_workers=args.dataloader_persistent_workers,
@@ -293,10 +294,13 @@ class Samples(Dataset[Any]):
 
 
 @dataclass
-class SkipEmpty:
-    """Collator that turns an empty list of samples into an empty batch instead of calling the user's collator."""
+class BatchCollator:
+    """Collator around the user's: an empty batch for no samples, and `Sequences` in a flattened one."""
 
     collate: Any
 
     def __call__(self, samples: list[Any]) -> Any:
-        return self.collate(samples) if samples else {}
+        if not samples:
+            return {}
+        batch = self.collate(samples)
+        return find_sequences(batch, len(samples)) if isinstance(batch, Mapping) else batch

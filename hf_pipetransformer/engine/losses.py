@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, take_rows
+from hf_pipetransformer.data.batches import IGNORED_LABEL, labels_by_row, num_rows, take_rows
 
 
 SAME_INPUTS_TOLERANCE = 1e-5
@@ -84,7 +84,7 @@ def find_loss_rule(
         count: returns the number of items (samples or label tokens) that the mean over a batch runs over.
         is_split: False if the run never splits a batch: then no split is verified.
     """
-    size, total = batch_size(inputs), count(inputs)
+    size, total = num_rows(inputs), count(inputs)
     if size == 0 or total == 0:
         return FoundRule(LossRule.MEAN, ignores_num_items=False)
     whole = measure([(dict(inputs), 1.0)], total)
@@ -131,8 +131,8 @@ def _splits(inputs: Mapping[str, Any], with_items: list[int]) -> list[list[list[
 
     Class weights break the rule only if the parts contain different classes.
     """
-    size, labels, order = batch_size(inputs), inputs.get("labels"), list(with_items)
-    if isinstance(labels, torch.Tensor) and labels.dim() > 0 and len(labels) == size:
+    size, labels, order = num_rows(inputs), labels_by_row(inputs), list(with_items)
+    if labels is not None:
         order.sort(key=lambda row: _mean_label(labels[row]))
     splits = [_parts_of(order, 2), _parts_of(order[1:] + order[:1], 4)]
     for split in splits:
@@ -162,11 +162,13 @@ def _refused_count(
     if labels.is_floating_point() or not (labels == IGNORED_LABEL).any():
         return None  # This loss may not accept ignored labels at all.
     few = with_items[: len(with_items) // 2]
-    kept = labels.clone()
+    changed = {**inputs, "labels": labels.clone()}
+    by_row = labels_by_row(changed)
+    if by_row is None:
+        return None
     for row in few:
-        kept[row, (kept[row] != IGNORED_LABEL).nonzero().flatten()[2:]] = IGNORED_LABEL
-    changed = {**inputs, "labels": kept}
-    rest = [row for row in range(len(labels)) if row not in few]
+        by_row[row][(by_row[row] != IGNORED_LABEL).nonzero().flatten()[2:]] = IGNORED_LABEL
+    rest = [row for row in range(len(by_row)) if row not in few]
     whole = measure([(changed, 1.0)], count(changed))
     text = _refused_split(measure, changed, count, [few, rest], LossRule.MEAN, whole)
     return text and f"The mean of the loss runs over other labels than are counted for it. {text}"
@@ -193,7 +195,7 @@ def _refused_split(
         return None
     sizes = " and ".join(str(len(part)) for part in rows)
     return (
-        f"The loss of {batch_size(inputs)} samples is {float(whole[0]):.7g}, its gradient's norm "
+        f"The loss of {num_rows(inputs)} samples is {float(whole[0]):.7g}, its gradient's norm "
         f"{float(whole[1:].norm()):.7g}, but the {rule.value} over {counts} items in parts of {sizes} samples is "
         f"{float(found[0]):.7g}, with {float(found[1:].norm()):.7g}. {_REMEDY}"
     )

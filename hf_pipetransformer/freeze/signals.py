@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.flattened import Sequences, sequences_of
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.schedules.placement import attention_of, head_of
 from hf_pipetransformer.splitters.quantized import put_in_evaluation_mode
@@ -169,7 +170,8 @@ class LayerProbe:
     def outputs(self, stage: Stage) -> dict[str, torch.Tensor]:
         """Return the first pipeline's `(samples, hidden)` outputs by layer. Collective: call on every rank."""
         found: dict[int, list[torch.Tensor]] = {}
-        hooks = self._hooks(stage, lambda layer, hidden: found.setdefault(layer, []).append(_pooled(hidden)))
+        pooled = partial(_pooled, sequences_of(self.samples))
+        hooks = self._hooks(stage, lambda layer, hidden: found.setdefault(layer, []).append(pooled(hidden)))
         put_in_evaluation_mode(stage.view.model)  # Not restored: every training batch sets the modes again.
         here = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in self.samples.items()}
         try:
@@ -200,5 +202,8 @@ class LayerProbe:
         return hooks
 
 
-def _pooled(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden.detach().float().flatten(1, -2).mean(dim=1).cpu()
+def _pooled(sequences: Sequences | None, hidden: torch.Tensor) -> torch.Tensor:
+    hidden = hidden.detach().float()
+    if sequences is None:
+        return hidden.flatten(1, -2).mean(dim=1).cpu()
+    return torch.stack([tokens.mean(dim=0) for tokens in hidden[0].split(sequences.lengths)]).cpu()

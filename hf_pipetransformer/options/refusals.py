@@ -61,17 +61,6 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
             "optimizer with one state per parameter, such as 'adamw_torch'.",
         ),
         (
-            bool(getattr(args, "packing", False)) and getattr(args, "packing_strategy", "wrapped") != "wrapped",
-            f"packing=True with packing_strategy={getattr(args, 'packing_strategy', None)!r} concatenates the samples "
-            'of a batch to one row, and micro-batches take whole rows. Set packing_strategy="wrapped", or '
-            "packing=False.",
-        ),
-        (
-            bool(getattr(args, "padding_free", False)),
-            "padding_free=True concatenates the samples of a batch to one row, and micro-batches take whole rows. Set "
-            'padding_free=False; to leave no padding, set packing=True with packing_strategy="wrapped".',
-        ),
-        (
             args.train_sampling_strategy == "batch_rebalance",
             "train_sampling_strategy='batch_rebalance' gives ranks different numbers of samples. Use 'random' or "
             "'group_by_length'.",

@@ -26,6 +26,7 @@ from hf_pipetransformer.data.batches import (
     join_outputs,
     split_batch,
 )
+from hf_pipetransformer.data.flattened import assign_sequences, join_tokens, sequences_of
 from hf_pipetransformer.engine.engine import Run
 from hf_pipetransformer.engine.linear_layers import linear_layers
 from hf_pipetransformer.engine.losses import LossRule
@@ -189,7 +190,10 @@ class StageRunner:
         stage.view.widen()
         message = None
         if stage.groups.is_last:
-            message = _as_message(join_outputs(outputs, [batch.weight for batch in micro_batches]))
+            join, flattened = torch.cat, sequences_of(inputs)
+            if flattened is not None:
+                join = partial(join_tokens, flattened, assign_sequences(flattened.lengths, count))
+            message = _as_message(join_outputs(outputs, [batch.weight for batch in micro_batches], join))
         return _from_message(self._spread(message), stage.settings.device)
 
     def cut_new_tokens(

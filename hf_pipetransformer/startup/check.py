@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_pipetransformer.data.batches import batch_size, cut_tokens, pad_batch, take_rows
+from hf_pipetransformer.data.batches import cut_tokens, num_rows, pad_batch, take_rows
+from hf_pipetransformer.data.flattened import first_tokens, sequences_of
 from hf_pipetransformer.engine.losses import FoundRule, LossRule, Parts, find_loss_rule
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, Place
 from hf_pipetransformer.engine.token_program import TokenSliceProgram
@@ -246,7 +247,10 @@ def _padding_multiple(target: ProbeTarget, structure: Structure, hidden_shape: t
 
     def length_for(tokens: int) -> int | None:
         """Return the activation's length for sequences of `tokens` tokens; None if the model does not take them."""
-        given = {key: _of_length(value, length, tokens) for key, value in target.inputs.items()}
+        if sequences_of(target.inputs) is not None:
+            given = first_tokens(target.inputs, tokens)
+        else:
+            given = {key: _of_length(value, length, tokens) for key, value in target.inputs.items()}
         try:
             with torch.no_grad():
                 hidden = run_stage(view, range(1), None, lambda: target.loss(given))
@@ -285,7 +289,7 @@ def _of_length(value: Any, length: int, wanted: int) -> Any:
 
 def depends_on_length(target: ProbeTarget) -> bool:
     """Return True if one more position of padding changes the loss, so that replicas must pad to a common length."""
-    if not target.is_text:
+    if not target.is_text or sequences_of(target.inputs) is not None:
         return False
     padded = _with_more_padding(target)
     if padded is None:
@@ -347,10 +351,16 @@ def _loss_if_taken(target: ProbeTarget, inputs: dict[str, Any]) -> float | None:
 # ---- rule that combines the losses of parts ----
 
 
+_REMEDY_OF_FLATTENED = (
+    "These samples stand in one row. If they see each other there, because the model knows no borders from "
+    "position_ids, use a collator that pads: Trainer would mix them as well."
+)
+
+
 def check_loss(target: ProbeTarget, is_split: bool) -> FoundRule:
     """Return how the losses of parts of a batch combine; `is_split` is False if the run never splits a batch."""
     model, inputs = target.model, target.inputs
-    is_alone = batch_size(inputs) == 1
+    is_alone = num_rows(inputs) == 1
     if is_alone:
         # Only losses are compared then, since two samples with gradients may not fit into memory.
         inputs = take_rows(inputs, torch.tensor([0, 0]))
@@ -374,6 +384,8 @@ def check_loss(target: ProbeTarget, is_split: bool) -> FoundRule:
             "checkpoint, or in another dtype."
         )
         return replace(found, refusal=None)
+    if found.refusal is not None and sequences_of(inputs) is not None:
+        return replace(found, refusal=f"{found.refusal} {_REMEDY_OF_FLATTENED}")
     return found
 
 
@@ -425,6 +437,11 @@ def why_unsliceable(target: ProbeTarget, structure: Structure, rule: LossRule) -
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         # With gradient checkpointing, transformers silently drops the key/value cache, but only in training mode.
         return f"{name} recomputes its layers itself: leave that to pipeline_checkpoint='layers'."
+    if sequences_of(target.inputs) is not None:
+        return (
+            "the collator puts several samples into one row, and a slice would hold tokens of several. Use a collator "
+            "that pads, or set pipeline_schedule='1f1b'."
+        )
     length = value.shape[1]
     half = -(-length // 2)
     bounds = sorted({0, half, min(length, half + max(1, length // 4)), length})

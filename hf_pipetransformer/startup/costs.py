@@ -19,6 +19,7 @@ from torch import nn
 
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import batch_size, take_samples
+from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.planning.costs import BlockCosts
@@ -74,6 +75,8 @@ def measure_blocks(
     with trained_as_given(target.model, structure):
         if read is None:
             return profile_blocks(target, structure)
+        if sequences_of(target.inputs) is not None:
+            target = with_batch(target, read(1))  # A sample may be several sequences, and plans count samples.
         size = batch_size(target.inputs)
         if wanted > size:
             pilot = profile_blocks(target, structure, num_repeats=1)

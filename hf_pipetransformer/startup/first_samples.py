@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, zip_longest
@@ -13,7 +13,8 @@ import torch
 from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, take_rows, take_samples
+from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, num_rows, take_rows, take_samples
+from hf_pipetransformer.data.flattened import CUMULATIVE, MARKS, find_sequences, sequences_of
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.data.reading import is_stream
 from hf_pipetransformer.data.rng import SharedRngState, generators_kept, random_state
@@ -22,27 +23,36 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
-_MARKS_OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Batch entries that flattening collators add, besides `position_ids`, to mark where samples begin."""
 
 _REMEDY = (
-    "Expected one row a sample: use a collator that pads, such as DataCollatorWithPadding, in place of "
-    "DataCollatorWithFlattening; or pack the data set itself, into rows with position_ids that begin again with each "
-    "text."
+    "Expected one row a sample: use a collator that pads, such as DataCollatorWithPadding; or one row of all samples "
+    "with position_ids that begin again, at the same number, with each, as DataCollatorWithFlattening gives them."
 )
 
 
-def check_not_packed(inputs: Mapping[str, Any], num_samples: int, main_input: str | None = None) -> None:
-    """Refuse a batch whose rows are not one sample of the data set each.
+def check_rows(inputs: Mapping[str, Any], num_samples: int, main_input: str | None = None) -> None:
+    """Refuse a batch that is not flattened and whose rows are not one sample of the data set each.
 
     Args:
         num_samples: number of samples that were collated into `inputs`.
         main_input: name of the model's main input; None tries the usual names.
 
     Raises:
-        ValueError: the collator put several samples into one row, or the numbers of rows and samples differ.
+        ValueError: the collator put several samples into one row without position_ids that tell them apart, or the
+            numbers of rows and samples differ.
     """
-    marks = [name for name in _MARKS_OF_PACKING if inputs.get(name) is not None]
+    flattened = sequences_of(inputs)
+    if flattened is not None:
+        for name in CUMULATIVE:
+            # An empty sample begins where the next one does.
+            bounds = sorted({int(bound) for bound in inputs.get(name, flattened.bounds)})
+            if bounds != list(flattened.bounds):
+                raise ValueError(
+                    f"{name} says that the sequences of a row begin at {bounds[:8]}, but its position_ids begin again "
+                    f"at {list(flattened.bounds[:8])}: let the collator give both for the same sequences."
+                )
+        return
+    marks = [name for name in MARKS if inputs.get(name) is not None]
     if marks:
         raise ValueError(
             f"The collator concatenates samples: {num_samples} samples gave a batch with {', '.join(marks)}. {_REMEDY}"
@@ -103,15 +113,23 @@ class OwnBatches:
 
     def collated(self) -> Generator[tuple[dict[str, Any], int]]:
         """Yield collated batches, each with its number of samples."""
+        size = 2 if self.size == 1 and self._flattens_pairs() else self.size
         with generators_kept(self.dataset, self.collate, self.sampler):
             samples = self._samples()
-            while rows := list(islice(samples, min(self.size, NUM_SEARCHED_SAMPLES))):
-                yield dict(self.collate(rows)), len(rows)
+            while rows := list(islice(samples, min(size, NUM_SEARCHED_SAMPLES))):
+                yield dict(find_sequences(self.collate(rows), len(rows))), len(rows)
 
     def read(self, num_samples: int) -> dict[str, Any]:
         """Return at most `num_samples` first samples as one batch."""
         with generators_kept(self.dataset, self.collate, self.sampler):
-            return dict(self.collate(list(islice(self._samples(), num_samples))))
+            rows = list(islice(self._samples(), num_samples))
+            return dict(find_sequences(self.collate(rows), len(rows)))
+
+    def _flattens_pairs(self) -> bool:
+        """Return True if two samples make a flattened batch; a single one would not show that a run's batches are."""
+        with suppress(Exception):  # A run of one sample a batch need not have samples that fit together.
+            return sequences_of(self.read(2)) is not None
+        return False
 
     def _samples(self) -> Iterator[Any]:
         if not is_stream(self.dataset):
@@ -152,7 +170,7 @@ def probe_samples(
     num_seen, best, found = 0, (-1, -1), None
     with closing(batches.collated()) as collated:
         for batch, size in collated:
-            check_not_packed(batch, size, main_input)
+            check_rows(batch, size, main_input)
             rows, num_labels, num_labelled = _choose_rows(batch, count, most)
             if (min(num_labels, 2), num_labelled) > best:
                 best, found = (min(num_labels, 2), num_labelled), (batch, rows)
@@ -162,7 +180,7 @@ def probe_samples(
     if found is None:
         raise ValueError("The data set is empty: expected at least one sample.")
     batch, rows = found
-    return batch if len(rows) == batch_size(batch) else take_rows(batch, torch.tensor(rows))
+    return batch if len(rows) == num_rows(batch) else take_rows(batch, torch.tensor(rows))
 
 
 def _choose_rows(
@@ -172,7 +190,7 @@ def _choose_rows(
 
     Prefers labeled rows and cycles over their labels. Labels that are not classes count as all different.
     """
-    size = batch_size(batch)
+    size = num_rows(batch)
     by_label: dict[Any, list[int]] = {}
     without_items = []
     for row in range(size):
@@ -227,7 +245,7 @@ def _first_of(loader: Any) -> dict[str, Any]:
     if batch is None:
         raise ValueError(f"The {type(loader).__name__} is empty: expected at least one batch.")
     getattr(loader, "end", lambda: None)()  # A loader prepared by accelerate would stay marked as active.
-    return dict(batch)
+    return dict(find_sequences(batch, num_samples=1))
 
 
 def _check_restarts(source: Any, looked_at: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups, check_agreement
 from hf_pipetransformer.comm.transfers import all_gather_trees, digest_of
-from hf_pipetransformer.data.batches import batch_size, take_samples
+from hf_pipetransformer.data.batches import batch_size, sequence_length, take_samples
+from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.node_shares import replica_slice
 from hf_pipetransformer.data.rng import drawing_alike
@@ -25,6 +26,7 @@ from hf_pipetransformer.runtime.execution import only_loss, without_rows
 from hf_pipetransformer.runtime.generation import join_tokens, settings_of
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.base import main_input_of
 from hf_pipetransformer.training.callbacks import giving_whole_model
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
@@ -49,7 +51,8 @@ class Evaluation:
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
         self.metrics = MetricAccumulator(context)
         fills_batches = self.trainer.gather_function == self.trainer.accelerator.gather
-        self.gather = ReplicaGather(pipeline.stage.groups, loader, is_for_first_rank, fills_batches)
+        is_flattened = sequences_of(pipeline.start_up.samples) is not None
+        self.gather = ReplicaGather(pipeline.stage.groups, loader, is_for_first_rank, fills_batches, is_flattened)
         is_split = pipeline.layout.pipeline_size > 1 and trainer_compat.alone_reads_outputs(self.trainer)
         self.preprocess = self.trainer.preprocess_logits_for_metrics if is_split else None
         """User's `preprocess_logits_for_metrics` where the last stage calls it, for each micro-batch."""
@@ -82,6 +85,7 @@ class Evaluation:
         runner.is_read_by_first = self._is_sent_to_first
         self.told_num_items = False
         self.metrics.begin_batch()
+        self.gather.begin_batch(sequence_length(inputs, main_input_of(trainer.model)))
         try:
             with self.metrics.record_part(inputs):
                 yield
@@ -140,7 +144,8 @@ class ReplicaGather:
 
     `loader` knows how many samples each replica has in the current batch. With `is_for_first_rank`, all but the losses
     goes to rank 0 alone; other ranks get tensors of no samples. With `fills_batches` the last batch's loss counts as
-    that of a full one, as with `Seq2SeqTrainer`, whose own gather drops nothing.
+    that of a full one, as with `Seq2SeqTrainer`, whose own gather drops nothing. With `is_flattened`, the rows
+    `(1, tokens, ...)` of the replicas are joined to the row that one process has.
     """
 
     def __init__(
@@ -149,11 +154,15 @@ class ReplicaGather:
         loader: PipelineLoader,
         is_for_first_rank: bool = False,
         fills_batches: bool = False,
+        is_flattened: bool = False,
     ) -> None:
         self.groups = groups
         self.loader = loader
         self.is_for_first_rank = is_for_first_rank
         self.fills_batches = fills_batches
+        self.is_flattened = is_flattened
+        self._num_tokens = 0
+        self._token_counts: list[int] | None = None
         self.losses: list[torch.Tensor] = []
         """Loss of each global batch so far, `(1,)` each."""
         self._is_loss_next = False
@@ -184,8 +193,39 @@ class ReplicaGather:
         )
         return (sums[0] / sums[1]).to(loss.dtype).to(loss.device).reshape(1)
 
+    def begin_batch(self, num_tokens: int) -> None:
+        """Start the next batch, of `num_tokens` tokens on this replica if it is flattened."""
+        self._num_tokens, self._token_counts = num_tokens, None
+
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        counts = self.loader.samples_of_replicas()
+        if self.is_flattened and tensor.dim() > 1:
+            return self._in_one_row(self._gather_rows, tensor)
+        return self._gather_rows(tensor, self.loader.samples_of_replicas())
+
+    def _gather_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.groups.is_first:
+            return without_rows(tensor)
+        if self.is_flattened and tensor.dim() > 1:
+            return self._in_one_row(self._gather_rows_to_first, tensor)
+        return self._gather_rows_to_first(tensor, self.loader.samples_of_replicas())
+
+    def _in_one_row(
+        self, gather: Callable[[torch.Tensor, list[int]], torch.Tensor], tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Gather `(1, tokens, ...)`, which Trainer may have padded to the replica with most tokens."""
+        if self.groups.replica_control is None:
+            return tensor
+        if self._token_counts is None:
+            own = torch.tensor([self._num_tokens])
+            counts = [torch.empty_like(own) for _ in self.groups.replica_ranks]
+            what = f"counting the tokens of {self.groups.replicas}"
+            guarded(lambda: dist.all_gather(counts, own, group=self.groups.replica_control), what)
+            # A batch smaller than the number of replicas is whole on each.
+            samples = self.loader.samples_of_replicas()
+            self._token_counts = [int(each) if size else 0 for each, size in zip(counts, samples, strict=True)]
+        return gather(tensor[0, : self._num_tokens], self._token_counts)[None]
+
+    def _gather_rows(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
         group = self.groups.replica_group
         if group is None:
             return tensor[: counts[0]]
@@ -194,10 +234,8 @@ class ReplicaGather:
         guarded(lambda: dist.all_gather(parts, own, group=group), f"gathering predictions over {self.groups.replicas}")
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def _gather_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        counts, groups = self.loader.samples_of_replicas(), self.groups
-        if not groups.is_first:
-            return without_rows(tensor)
+    def _gather_rows_to_first(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        groups = self.groups
         if groups.replica_group is None:
             return tensor[: counts[0]]
         own, first = _with_rows(tensor, max(counts)), groups.replica_ranks[0]

@@ -15,6 +15,7 @@ from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement
+from hf_pipetransformer.data.flattened import without_sequences
 from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.engine.timing import StepMeter
@@ -392,7 +393,8 @@ def _size_of_output(trainer: Trainer, shell: PipelineShell, inputs: dict[str, An
 
 def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
     """Copy the tensors: the same batch runs many times, and a model may modify it in place."""
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    given = without_sequences(inputs)
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
 
 
 def _length(dataset: Any) -> int | None:

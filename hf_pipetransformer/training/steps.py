@@ -13,6 +13,7 @@ from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.data.batches import batch_size
+from hf_pipetransformer.data.flattened import find_sequences
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.engine.losses import agree_on_overflow
@@ -116,6 +117,7 @@ class Steps(ABC):
         batches = [batch for _, batch in zip(range(num_batches), self._iterator, strict=False)]
         counts = [trainer_compat.items_of(self.trainer, batch) for batch in batches]
         if self.loader is None:
+            batches = [find_sequences(batch, num_samples=1) for batch in batches]
             items = self._items_of_users(counts, num_batches)
         else:
             items = self.pipeline.runner.over_replicas(counts)

@@ -20,6 +20,8 @@ CASES: dict[str, dict[str, Any]] = {
     "slices": {"model": "llama", "pipeline_schedule": "token", "pipeline_token_slices": "4"},
     "frozen": {"model": "qwen2", **FROZEN},
     "adapters": {"model": "gpt2", "peft_config": lora("gpt2")},
+    "packed": {"model": "llama", "packing": True, "max_length": 48},
+    "padding-free": {"model": "qwen2", "padding_free": True, "max_length": None, "gradient_accumulation_steps": 2},
     "qlora": {"model": "llama-nf4", "peft_config": lora("llama-nf4")},
     "qlora-qwen2": {"model": "qwen2-float32", "peft_config": lora("qwen2-float32")},
     "lora-int8": {"model": "llama-int8", "peft_config": lora("llama-int8")},

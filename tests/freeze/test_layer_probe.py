@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, DataCollatorWithFlattening
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.data.flattened import find_sequences, without_sequences
 from hf_pipetransformer.freeze.signals import LayerProbe
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.schedules.schedule import FORWARD_ONLY
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
+from tests.decoders import make_decoder
 from tests.models import NUM_LAYERS, build_model, collate, make_dataset, make_rows
 from tests.one_process import ModelPipeline, together
 from tests.settled_policy import Settled
@@ -54,6 +56,26 @@ def test_stages_note_what_the_whole_model_does(name: str, cuts: tuple[int, ...])
     assert sorted(found, key=int) == [str(layer) for layer in range(NUM_LAYERS)]
     for layer, output in enumerate(expected):
         assert torch.equal(found[str(layer)], output)
+
+
+def test_samples_of_one_row_are_noted_one_by_one() -> None:
+    model, lengths = make_decoder("llama").eval(), (5, 3, 8)
+    rows = [{"input_ids": list(range(1, 1 + length))} for length in lengths]
+    samples = find_sequences(DataCollatorWithFlattening()(rows), 3)
+
+    def run(inputs: dict[str, Any]) -> None:
+        model(**without_sequences(inputs))
+
+    structure = trace_structure(model, find_splitter(model), lambda: run(dict(samples)))
+    view = StageView(model, find_splitter(model), structure)
+    view.install(range(structure.num_blocks))
+    stage: Any = SimpleNamespace(view=view, layout=SimpleNamespace(pipeline_size=1))
+    found = LayerProbe(run, samples, Topology(60, 1), torch.device("cpu")).outputs(stage)
+    view.remove()
+    alone = [model(torch.tensor([row["input_ids"]]), output_hidden_states=True).hidden_states for row in rows]
+    for layer in range(structure.num_layers - 1):
+        expected = torch.cat([hidden[layer + 1].mean(dim=1) for hidden in alone])
+        assert torch.allclose(found[str(layer)], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["loop", "v"])

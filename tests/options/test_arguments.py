@@ -16,7 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.options.arguments import READERS, with_pipeline_options
-from hf_pipetransformer.options.refusals import check_arguments, comparable
+from hf_pipetransformer.options.refusals import comparable
 
 
 OWN_FIELDS = sorted({f.name for f in fields(PipeTransformerArguments)} - {f.name for f in fields(TrainingArguments)})
@@ -357,30 +357,6 @@ def test_a_schedule_is_found_in_any_case(tmp_path: pathlib.Path) -> None:
     assert PipeTransformerArguments(str(tmp_path), use_cpu=True, pipeline_schedule="1F1B").pipeline_schedule == "1f1b"
     with pytest.raises(ValueError, match=r"freeze_policy must be one of[^?]*$"):
         PipeTransformerArguments(str(tmp_path), use_cpu=True, freeze_policy="zzz")
-
-
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        ({"packing": True}, 'packing_strategy="wrapped"'),
-        ({"packing": True, "packing_strategy": "bfd_split"}, 'packing_strategy="wrapped"'),
-        ({"padding_free": True}, "padding_free=False"),
-    ],
-)
-def test_trl_options_that_concatenate_samples_are_refused_when_the_trainer_is_made(
-    options: dict[str, Any], remedy: str, tmp_path: pathlib.Path
-) -> None:
-    args = PipeTransformerArguments(str(tmp_path), use_cpu=True)
-    for name, value in ({"packing_strategy": "bfd"} | options).items():
-        setattr(args, name, value)
-    with pytest.raises(ValueError, match=remedy):
-        check_arguments(args)
-
-
-def test_rows_that_trl_packs_across_samples_are_taken(tmp_path: pathlib.Path) -> None:
-    args = PipeTransformerArguments(str(tmp_path), use_cpu=True)
-    args.packing, args.packing_strategy, args.padding_free = True, "wrapped", False
-    check_arguments(args)
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,6 @@ REFUSED = [
     ({"parallelism_config": object()}, "tensor and context parallelism are not combined.*takes long sequences"),
     ({"auto_find_batch_size": True}, "it restarts the run with a smaller batch"),
     ({"optim": "lomo"}, "LOMO, GaLore and APOLLO update"),
-    ({"packing": True, "packing_strategy": "bfd"}, "packing_strategy='bfd' concatenates the samples"),
-    ({"padding_free": True}, "to leave no padding"),
     ({"train_sampling_strategy": "batch_rebalance"}, "gives ranks different numbers of samples"),
     ({"use_liger_kernel": True}, "replaces the forward of the head"),
     ({"eval_use_gather_object": True}, "predictions are gathered over replicas"),

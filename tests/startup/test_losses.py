@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertForTokenClassification,
+    DataCollatorWithFlattening,
     ModernBertConfig,
     ModernBertForMaskedLM,
     PreTrainedModel,
@@ -26,6 +27,7 @@ from transformers import (
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.data.batches import count_items
+from hf_pipetransformer.data.flattened import Sequences, sequences_of
 from hf_pipetransformer.data.loader import request_of
 from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule, find_loss_rule
 from hf_pipetransformer.startup.first_samples import (
@@ -119,6 +121,24 @@ def probed(rows: list[Row], size: int = 6, order: Any = None, most: int = NUM_PR
     return probe_samples(batches, "input_ids", count_items, most)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_that_a_collator_puts_samples_into_one_row_shows_in_two_of_them(size: int) -> None:
+    """Also where a device has one sample and only its pipeline has several."""
+    rows = [{"input_ids": list(range(1, 3 + index))} for index in range(4)]
+    batches = OwnBatches(rows, DataCollatorWithFlattening(), size, lambda: range(4))
+    found = probe_samples(batches, "input_ids", count_items, most=1)
+    assert sequences_of(found) == Sequences((0, len(found["input_ids"][0])), 1)
+    assert sequences_of(batches.read(3)) == Sequences((0, 2, 5, 9), 3)
+    alone = replace(batches, collate=ragged, size=1)
+    assert sequences_of(probe_samples(alone, "input_ids", count_items)) is None
+
+
+def ragged(rows: list[Row]) -> dict[str, torch.Tensor]:
+    """Only one at a time."""
+    (row,) = rows
+    return {"input_ids": torch.tensor([row["input_ids"]])}
+
+
 def test_labelled_samples_and_different_labels_are_looked_for() -> None:
     rows = [{"input_ids": [index], "labels": 1} for index in range(1000)]
     rows[NUM_SEARCHED_SAMPLES - 3]["labels"] = 4
@@ -150,7 +170,8 @@ def test_no_more_is_read_than_is_looked_at() -> None:
     read.clear()
     assert len(probed(rows, size=4)["input_ids"]) == len(read) == 4
     read.clear()
-    assert len(probed(rows, size=1)["input_ids"]) == len(read) == 1
+    assert len(probed(rows, size=1)["input_ids"]) == 1
+    assert read == [0, 1, 0]  # Two samples first, to see if the collator puts them into one row.
 
 
 def test_no_more_samples_are_run_than_are_asked_for() -> None:
