@@ -1,4 +1,9 @@
-"""Batch operations: splitting, counting the items of a loss, padding, joining, tags and digests of stored samples."""
+"""Batch operations: splitting, counting the items of a loss, padding, joining, tags and digests of stored samples.
+
+A sample is one row of a batch, or several: a pair of texts, say. Then the batch notes their number, and the rows are
+in blocks: first one row of every sample, in order, then the next one of each (TRL: all chosen texts, then all rejected
+ones). Entries with a single value a sample stand beside them.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ import xxhash
 from hf_pipetransformer.comm.staging import KnownMask
 
 
-_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN = (
-    f"pipetransformer_{name}" for name in ("samples", "num_layers", "digests", "stamp", "hidden")
+_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN, _ROWS = (
+    f"pipetransformer_{name}" for name in ("samples", "num_layers", "digests", "stamp", "hidden", "rows")
 )
 
 
@@ -68,13 +73,39 @@ _UP_TO_THE_END = ("attention_mask",)
 """Entries of which a token slice needs all tokens up to its own end."""
 
 
-def batch_size(inputs: Mapping[str, Any]) -> int:
-    """Return the first dimension of the first tensor that has one; 0 for an empty batch."""
+def note_rows(batch: Any, num_samples: int) -> Any:
+    """Note in a batch of `num_samples` samples how many rows each has, if it is more than one."""
+    if not isinstance(batch, Mapping):
+        return batch
+    rows, rest = divmod(_num_rows(batch), num_samples)
+    return with_rows(batch, rows) if rows > 1 and not rest else batch
+
+
+def with_rows(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return the batch with the number of rows of a sample."""
+    return {**inputs, _ROWS: rows} if rows > 1 else dict(inputs)
+
+
+def rows_per_sample(inputs: Mapping[str, Any]) -> int:
+    return int(inputs.get(_ROWS, 1))
+
+
+def for_model(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch without the number of rows of a sample, which no model knows."""
+    return {key: value for key, value in inputs.items() if key != _ROWS}
+
+
+def _num_rows(inputs: Mapping[str, Any]) -> int:
     return next((v.shape[0] for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim() > 0), 0)
 
 
+def batch_size(inputs: Mapping[str, Any]) -> int:
+    """Return the number of samples, by the first dimension of the first tensor that has one; 0 for an empty batch."""
+    return _num_rows(inputs) // rows_per_sample(inputs)
+
+
 def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
-    """Split a batch along its first dimension into at most `num_microbatches` parts of nearly equal size.
+    """Split a batch by samples into at most `num_microbatches` parts of nearly equal size.
 
     Sizes differ by at most one sample, and none is 0. Entries without a sample dimension go to every micro-batch.
     """
@@ -88,6 +119,8 @@ def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[s
 
 def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
     size = batch_size(inputs)
+    if rows_per_sample(inputs) > 1:
+        return take_rows(inputs, torch.arange(size)[where])
     return {key: value[where] if _has_samples(value, size) else value for key, value in inputs.items()}
 
 
@@ -135,15 +168,17 @@ def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[st
 
 def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
     """Return the samples of a batch at the positions `rows`, `(n,)`, int64."""
-    size = batch_size(inputs)
+    size, num_blocks = batch_size(inputs), rows_per_sample(inputs)
+    of_blocks = torch.cat([rows + size * block for block in range(num_blocks)])
 
     def taken(value: Any) -> Any:
-        if not _has_samples(value, size):
+        if not _has_samples(value, size) and not _has_samples(value, size * num_blocks):
             return value
+        own = rows if _has_samples(value, size) else of_blocks
         if isinstance(value, torch.Tensor):
-            there = rows.to(value.device, non_blocking=True)
-            return value.rows(rows, there) if isinstance(value, KnownMask) else value[there]
-        return [value[int(row)] for row in rows]
+            there = own.to(value.device, non_blocking=True)
+            return value.rows(own, there) if isinstance(value, KnownMask) else value[there]
+        return [value[int(row)] for row in own]
 
     return {key: taken(value) for key, value in inputs.items()}
 
@@ -176,19 +211,34 @@ def count_items(inputs: Mapping[str, Any], shifts_labels: bool = False) -> int:
     return batch_size(inputs)
 
 
-def join_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Join the outputs of micro-batches: concatenate tensors, sum scalars with `weights`."""
+def join_outputs(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int] = (), rows: int = 1) -> Any:
+    """Join the outputs of micro-batches: concatenate tensors, sum scalars with `weights`.
+
+    `sizes` are the micro-batches' numbers of samples, `rows` the rows of a sample.
+    """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if first.dim() == 0:
             terms = [output * weight for output, weight in zip(outputs, weights, strict=True) if weight]
             return torch.stack(terms).sum() if terms else first * 0
-        return torch.cat(list(outputs))
+        return torch.cat(outputs_in_blocks(outputs, sizes, rows))
+    how = weights, sizes, rows
     if isinstance(first, Mapping):
-        return type(first)(**{key: join_outputs([output[key] for output in outputs], weights) for key in first})
+        return type(first)(**{key: join_outputs([output[key] for output in outputs], *how) for key in first})
     if isinstance(first, (list, tuple)):
-        return type(first)(join_outputs(parts, weights) for parts in zip(*outputs, strict=True))
+        return type(first)(join_outputs(parts, *how) for parts in zip(*outputs, strict=True))
     return first
+
+
+def outputs_in_blocks(outputs: Sequence[torch.Tensor], sizes: Sequence[int], rows: int) -> list[torch.Tensor]:
+    """Return the pieces of the parts of a batch in the order in which the rows of the whole batch lie.
+
+    A part of as many samples as `sizes` says has one value a sample, or `rows` of them in blocks.
+    """
+    if rows == 1 or [len(output) for output in outputs] != [size * rows for size in sizes]:
+        return list(outputs)
+    blocks = [output.split(size) if size else [output] * rows for output, size in zip(outputs, sizes, strict=True)]
+    return [block for of_parts in zip(*blocks, strict=True) for block in of_parts]
 
 
 def sequence_length(batch: Mapping[str, Any], main_input: str) -> int:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Sequen
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_pipetransformer.data.augmentation import AugmentationSlots
+from hf_pipetransformer.data.batches import note_rows
 from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
 from hf_pipetransformer.data.rng import SharedRngState, States, fetch_samples
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
@@ -294,9 +295,12 @@ class Samples(Dataset[Any]):
 
 @dataclass
 class SkipEmpty:
-    """Collator that turns an empty list of samples into an empty batch instead of calling the user's collator."""
+    """Collator that turns an empty list of samples into an empty batch instead of calling the user's collator.
+
+    Other batches note how many rows a sample has, see `batches`.
+    """
 
     collate: Any
 
     def __call__(self, samples: list[Any]) -> Any:
-        return self.collate(samples) if samples else {}
+        return note_rows(self.collate(samples), len(samples)) if samples else {}

@@ -12,10 +12,13 @@ import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.data.batches import batch_size, for_model, rows_per_sample
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
+from hf_pipetransformer.data.reading import is_stream
+from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.execution import only_loss, without_rows
 from hf_pipetransformer.runtime.pipeline import Pipeline
@@ -64,9 +67,20 @@ class Evaluation:
             yield
 
     @contextmanager
-    def running(self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None) -> Iterator[None]:
-        """Wrap a batch; the last stage keeps and sends the others only what somebody can read."""
+    def running(
+        self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
+    ) -> Iterator[dict[str, Any]]:
+        """Wrap a batch; the last stage keeps and sends the others only what somebody can read.
+
+        Yields the batch for the model, with what a frozen reference says of it.
+        """
         trainer, runner = self.trainer, self.pipeline.runner
+        runner.rows_per_sample = rows_per_sample(inputs)
+        self.gather.own_shape = batch_size(inputs), runner.rows_per_sample
+        reference = trl_compat.reference(trainer, self.pipeline.shell)
+        batch = for_model(inputs)
+        if reference is not None:
+            batch |= self.reference_of(batch)
         has_loss = all(inputs.get(name) is not None for name in trainer.label_names)
         if loss_only and has_loss and trainer_compat.has_plain_loss(trainer):
             runner.reduce = only_loss
@@ -74,12 +88,29 @@ class Evaluation:
             runner.reduce = partial(trainer_compat.preprocessed, trainer, self.preprocess, ignore_keys)
         runner.is_read_by_first = self._is_sent_to_first
         self.told_num_items = False
-        self.metrics.begin_batch()
+        self.metrics.begin_batch(inputs)
         try:
-            with self.metrics.record_part(inputs):
-                yield
+            with self.metrics.record_part(batch):
+                yield batch
         finally:
-            runner.reduce, runner.is_read_by_first = None, False
+            runner.reduce, runner.is_read_by_first, runner.rows_per_sample = None, False, 1
+
+    @torch.no_grad()
+    def reference_of(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return what a frozen reference says of a batch. Collective: call on every rank of the pipeline."""
+        prepared = trainer_compat.preparation(self.trainer)(batch)
+        found: dict[str, torch.Tensor] = self.pipeline.runner.predict(
+            prepared, partial(trl_compat.reference_entries, self.trainer, self.pipeline.shell)
+        )
+        return found
+
+    def gathered_reference(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return what a frozen reference says of a global batch. Collective: call on every rank."""
+        self.pipeline.runner.rows_per_sample = rows_per_sample(inputs)
+        try:
+            return {name: self.gather(value).cpu() for name, value in self.reference_of(for_model(inputs)).items()}
+        finally:
+            self.pipeline.runner.rows_per_sample = 1
 
     def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
@@ -118,8 +149,10 @@ class UsersEvaluation:
         self.loader = loader
         self.told_num_items = False
 
-    def running(self, _inputs: dict[str, Any], _loss_only: bool, _ignore_keys: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+    def running(
+        self, inputs: dict[str, Any], _loss_only: bool, _ignore_keys: Any
+    ) -> AbstractContextManager[dict[str, Any]]:
+        return nullcontext(inputs)
 
     def global_loss(self, loss: torch.Tensor | None, _num_items: int, _num_samples: int) -> torch.Tensor | None:
         return loss
@@ -139,16 +172,24 @@ class ReplicaGather:
         self.groups = groups
         self.loader = loader
         self.is_for_first_rank = is_for_first_rank
+        self.own_shape = 0, 1
+        """Samples of this replica in the current batch, and rows of a sample, see `batches`."""
         self.losses: list[torch.Tensor] = []
         """Loss of each global batch so far, `(1,)` each."""
         self._is_loss_next = False
 
     def __call__(self, values: Any) -> Any:
-        """Gather tensors of shape `(own samples, ...)` to `(samples of the global batch, ...)`."""
+        """Gather tensors of shape `(own samples, ...)` to `(samples of the global batch, ...)`, or of their rows."""
         # Trainer gathers a batch's loss first, whose mean every rank computes for itself.
         is_loss, self._is_loss_next = self._is_loss_next, False
-        to_first = self.is_for_first_rank and not is_loss
-        return recursively_apply(self._gather_to_first if to_first else self._gather, values)
+        gather = self._gather_to_first if self.is_for_first_rank and not is_loss else self._gather
+
+        def gather_blocks(tensor: torch.Tensor) -> torch.Tensor:
+            size, rows = self.own_shape
+            is_of_rows = not is_loss and rows > 1 and len(tensor) == size * rows
+            return torch.cat([gather(block) for block in tensor.split(size)]) if is_of_rows else gather(tensor)
+
+        return recursively_apply(gather_blocks, values)
 
     def mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
         """Compute the global batch's loss, `(1,)`, from this replica's mean loss over `num_items`."""
@@ -281,6 +322,29 @@ class Evaluations:
             starter.pipeline.settle()
             with giving_whole_model(starter.context.trainer, starter.pipeline), _installed(starter.pipeline):
                 yield True
+
+    def reference_of(self, dataset: Any, samples_per_rank: int) -> Any:
+        """Return a data set with what a frozen reference says of its samples; None without a pipeline.
+
+        Collective: call on every rank. The reference is the model as it is now, without its adapters.
+        """
+        starter, trainer = self.starter, self.starter.context.trainer
+        if is_stream(dataset):
+            return None
+        request, was_training = Request(dataset, "Reference", samples_per_rank), trainer.model.training
+        with self._up(request) as is_up:
+            if not is_up:
+                return None
+            evaluation = Evaluation(starter.context, starter.pipeline, starter.loader(request))
+            is_shown = starter.context.topology.rank == 0 and not trainer.args.disable_tqdm
+            entries = []
+            trainer.model.eval()
+            with progress_bar("Computing what the reference says", len(evaluation.loader), is_shown) as bar:
+                for batch in evaluation.loader:
+                    entries.append(evaluation.gathered_reference(batch))
+                    bar.update(1)
+            trainer.model.train(was_training)
+        return trl_compat.with_columns(dataset, entries)
 
     @contextmanager
     def loop(self, given: Any) -> Iterator[Evaluation | UsersEvaluation]:

@@ -1,0 +1,53 @@
+"""TRL's RewardTrainer and DPOTrainer keep their numbers in a pipeline, also all that they log beside the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.preference_worker import CASES, ON_EVERY_CHANGE, train
+from tests.distributed.scenarios import run
+from tests.preferences import assert_logged_alike
+
+
+TOLERANCE = 1e-5
+LAYOUTS = {(2, 1): tuple(ON_EVERY_CHANGE), (2, 2): tuple(CASES), (4, 1): tuple(CASES)}
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what a launch on K stages and R replicas found of its cases, launched once."""
+    known: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def of(layout: tuple[int, int], names: tuple[str, ...]) -> dict[str, Any]:
+        new = [name for name in names if name not in known.setdefault(layout, {})]
+        if new:
+            options = {"names": new, "pipeline_size": layout[0]}
+            folder: Path = tmp_path_factory.mktemp("preferences")
+            known[layout] |= run(train, folder, layout[0] * layout[1], options, timeout=600, strict_nccl=True)[0]
+        return known[layout]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        pytest.param(
+            layout, name, id=f"{layout[0]}x{layout[1]}-{name}", marks=() if layout == (2, 1) else pytest.mark.slow
+        )
+        for layout, names in LAYOUTS.items()
+        for name in names
+    ],
+)
+def test_all_that_is_logged_is_that_of_trl(layout: tuple[int, int], name: str, ends: Any) -> None:
+    names = LAYOUTS[layout]
+    found, expected = ends(layout, names)[name], ends((1, 1), names)[name]
+    largest = assert_logged_alike(found["logged"], expected["logged"], TOLERANCE)
+    print(f"{name}: largest relative difference {largest:.2g}")
+    if "freeze_policy" not in CASES[name]:
+        assert (found["layout"]["num_stages"], found["layout"]["num_replicas"]) == layout
