@@ -186,7 +186,7 @@ def with_columns(dataset: datasets.Dataset, entries: list[dict[str, torch.Tensor
     """Return a data set with the entries of all its samples, given in batches, as columns in memory."""
     for name in _REFERENCE:
         values = torch.cat([entry[name] for entry in entries])
-        dataset = dataset.add_column(name, values.float().numpy())  # type: ignore[call-arg]
+        dataset = dataset.add_column(name, values.float().numpy())
     return dataset
 
 

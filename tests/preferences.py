@@ -80,7 +80,8 @@ def make_preference_trainer(kind: type, folder: Path, model: Any = "gpt2", **opt
     )  # fmt: skip
 
 
-BETA = 0.1
+BETA, LOGIT = 0.1, 0.1
+"""DPO's default, and the size of a logit of the tiny models."""
 _OF_THE_MACHINE = ("runtime", "per_second", "flos", "memory_gb", "bubble_share")
 
 
@@ -100,14 +101,15 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 def assert_logged_alike(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float) -> float:
     """Compare what the other trainer logs, entry by entry; return the largest relative difference.
 
-    DPO's rewards are differences of log-probabilities, times beta: they are compared in the size of these.
+    DPO's rewards are differences of log-probabilities, times beta, and its mean logits are means of numbers of both
+    signs: they are compared in the size of what they are made of.
     """
     largest = 0.0
     for entry, plain in zip(found, expected, strict=True):
         assert set(plain) <= set(entry), set(plain) - set(entry)
         for name, value in plain.items():
-            prefix = name.partition("rewards/")[0] if "rewards/" in name else None
-            terms = 0.0 if prefix is None else BETA * abs(plain[f"{prefix}logps/chosen"])
+            before, rewards, _ = name.partition("rewards/")
+            terms = BETA * abs(plain[f"{before}logps/chosen"]) if rewards else LOGIT if "logits/" in name else 0.0
             difference = abs(entry[name] - value) / max(abs(value), terms, 1e-3)
             assert difference <= tolerance, (name, entry[name], value, plain["step"])
             largest = max(largest, difference)

@@ -67,7 +67,9 @@ def test_a_loss_that_compares_with_its_batch_is_refused(tmp_path: Path) -> None:
 def test_a_second_model_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     makers = {"ref_model": make_decoder, "peft_config": lora}
     given = {name: makers[name](value) for name, value in options.items()}
-    with pytest.raises(ValueError, match=r"would hold a second model as its reference.* precompute_ref_log_probs=True"):
+    with pytest.raises(
+        ValueError, match=r"would hold a second model as its reference.* precompute_ref_log_probs=True"
+    ):
         make_preference_trainer(OURS[DPOTrainer], tmp_path, **IN_FOUR, **given)
 
 

@@ -22,7 +22,9 @@ def test_averages_of_parts_are_those_of_the_batches() -> None:
     assert averages([first, second]) == pytest.approx({"accuracy": 0.4})
     assert averages([first, second, (1, {"accuracy": (0.2, 2)})]) == pytest.approx({"accuracy": 0.3})
     assert averages([(0, {"accuracy": (0.0, 0)})]) == {"accuracy": 0.0}, "nothing is predicted"
-    extremes = [(batch, {"min_reward": (value, 1), "max_reward": (value, 1)}) for batch, value in enumerate((5.0, 1.0))]
+    extremes = [
+        (batch, {"min_reward": (value, 1), "max_reward": (value, 1)}) for batch, value in enumerate((5.0, 1.0))
+    ]
     assert averages([*extremes, (0, {"min_reward": (2.0, 9), "max_reward": (2.0, 9)})]) == pytest.approx(
         {"min_reward": 1.5, "max_reward": 3.0}
     )
