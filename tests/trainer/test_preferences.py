@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
@@ -91,6 +91,15 @@ def test_a_reference_needs_pauses_between_steps(tmp_path: Path) -> None:
     args.precompute_ref_log_probs = False
     with pytest.raises(ValueError, match="has no pause between two steps"):
         check_trainer(OURS[DPOTrainer], args, {"model": adapted("gpt2", "lora")})
+
+
+def test_pairs_are_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("hf_pipetransformer"), "propagate", True)
+    stored = {"freeze_policy": "fixed", "freeze_at": "1:1", "activation_cache": "on", "max_steps": 2}
+    make_preference_trainer(OURS[RewardTrainer], tmp_path, **stored, eval_strategy="no").train()
+    assert "each sample has 2 rows, such as the two texts of a pair" in caplog.text
 
 
 def test_activations_that_are_offloaded_are_refused(tmp_path: Path) -> None:
