@@ -60,7 +60,7 @@ def make_pairs(num: int, seed: int = 0, has_prompts: bool = True, has_margins: b
 
 
 def make_preference_trainer(kind: type, folder: Path, model: Any = "gpt2", **options: Any) -> Any:
-    """Either kind; `options` may hold those of a pipeline for ours, and `has_margins` or `peft_config`."""
+    """Either kind; `options` may hold those of a pipeline for ours, and of the data and the constructor."""
     is_reward, num_rows = issubclass(kind, RewardTrainer), options.pop("num_rows", 57)
     common: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": 16, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8,
@@ -70,12 +70,15 @@ def make_preference_trainer(kind: type, folder: Path, model: Any = "gpt2", **opt
     names = ("peft_config", "ref_model", "compute_metrics", "callbacks")
     given = {name: options.pop(name) for name in names if name in options}
     has = {"has_prompts": not is_reward, "has_margins": options.pop("has_margins", False)}
+    pairs: Any = make_pairs(num_rows, **has)
+    if options.pop("is_stream", False):
+        pairs = pairs.to_iterable_dataset()
     torch.manual_seed(0)
     if isinstance(model, str):
         task = {"task": "classes", "num_labels": 1} if is_reward else {}
         model = make_decoder(model, **task)
     return kind(
-        model=model, args=CONFIGS[kind](**common | options), train_dataset=make_pairs(num_rows, **has),
+        model=model, args=CONFIGS[kind](**common | options), train_dataset=pairs,
         eval_dataset=make_pairs(13, seed=1, **has), processing_class=make_tokenizer(), **given,
     )  # fmt: skip
 
@@ -101,16 +104,23 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 def assert_logged_alike(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float) -> float:
     """Compare what the other trainer logs, entry by entry; return the largest relative difference.
 
-    DPO's rewards are differences of log-probabilities, times beta, and its mean logits are means of numbers of both
-    signs: they are compared in the size of what they are made of.
+    What is made of larger numbers is compared in the size of these.
     """
     largest = 0.0
     for entry, plain in zip(found, expected, strict=True):
         assert set(plain) <= set(entry), set(plain) - set(entry)
         for name, value in plain.items():
-            before, rewards, _ = name.partition("rewards/")
-            terms = BETA * abs(plain[f"{before}logps/chosen"]) if rewards else LOGIT if "logits/" in name else 0.0
-            difference = abs(entry[name] - value) / max(abs(value), terms, 1e-3)
+            difference = abs(entry[name] - value) / max(abs(value), _size_of_terms(name, plain), 1e-3)
             assert difference <= tolerance, (name, entry[name], value, plain["step"])
             largest = max(largest, difference)
     return largest
+
+
+def _size_of_terms(name: str, plain: dict[str, float]) -> float:
+    """The size of what is added up: DPO's rewards are log-probabilities times beta, logits have both signs."""
+    mode = "eval_" if name.startswith("eval_") else ""
+    if "rewards/" in name:
+        return BETA * abs(plain[f"{mode}logps/chosen"])
+    if name.endswith(("margin", "_reward")):
+        return max(abs(plain[f"{mode}max_reward"]), abs(plain[f"{mode}min_reward"]))
+    return LOGIT if "logits/" in name else 0.0

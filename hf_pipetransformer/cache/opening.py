@@ -169,7 +169,7 @@ class CacheInputs:
                 "again. Use a data set with indices."
             )
         if (rows := rows_per_sample(self.start_up.samples)) > 1:
-            return f"each sample has {rows} rows, such as the two texts of a pair, and a record of the cache holds one."
+            return f"each sample has {rows} rows, such as the two texts of a pair, and a stored record has one."
         if len(activation.hidden_shape) != 2:
             shape = ("batch", *activation.hidden_shape)
             return f"the layers' activations are of shape {shape}: expected three dimensions, (batch, seq, hidden)."

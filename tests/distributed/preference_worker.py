@@ -12,7 +12,7 @@ from trl import DPOTrainer, RewardTrainer
 from tests.adapted import lora
 from tests.decoders import make_decoder
 from tests.distributed.scenarios import WORLD_SIZE, scenario
-from tests.preferences import OURS, logged, make_preference_trainer
+from tests.preferences import OURS, logged, make_pairs, make_preference_trainer
 
 
 REWARD: dict[str, Any] = {"kind": RewardTrainer, "center_rewards_coefficient": 0.01}
@@ -22,7 +22,6 @@ M = "pipeline_parallel_num_microbatches"
 
 ON_EVERY_CHANGE: dict[str, dict[str, Any]] = {
     "reward": {**REWARD, "model": "llama", M: "4", "has_margins": True},
-    "reward-frozen": {**REWARD, "model": "gpt2", M: "2", "freeze_policy": "fixed", "freeze_at": "6:1"},
     "adapters": {**ADAPTERS, M: "3", "gradient_accumulation_steps": 2},
     "precomputed": {**DPO, "model": "qwen2", M: "2", "precompute_ref_log_probs": True},
 }
@@ -30,6 +29,8 @@ FREEZING: dict[str, Any] = {"freeze_policy": "fixed", "freeze_at": "4:2,9:3", "p
 # With larger steps TRL's own numbers differ as much between one batch of 8 and two of 4.
 TRAINED_BEFORE: dict[str, Any] = {**DPO, "model": "trained-adapters", M: "2", "learning_rate": 1e-5}
 OTHERS: dict[str, dict[str, Any]] = {
+    "reward-frozen": {**REWARD, "model": "gpt2", M: "2", "freeze_policy": "fixed", "freeze_at": "6:1"},
+    "reward-stream": {**REWARD, "model": "llama", M: "2", "is_stream": True},
     "reward-elastic": {**REWARD, "model": "llama", M: "2", **FREEZING, "learning_rate": 1e-4},
     "adapters-elastic": {**ADAPTERS, M: "2", **FREEZING},
     "reward-adapters": {**REWARD, "model": "llama", M: "1", "peft_config": "llama"},
@@ -90,8 +91,10 @@ def train(folder: Path, names: list[str], pipeline_size: int = 1) -> dict[str, A
     found: dict[str, Any] = {}
     for name in names:
         trainer = make_trainer(name, folder / f"{name}-{WORLD_SIZE}-{pipeline_size}", pipeline_size)
+        # Pairs that the trainer has not seen: what the reference says of them is not known yet.
+        before = trainer.evaluate(make_pairs(9, seed=2)) if name == "precomputed" else {}
         trainer.train()
-        found[name] = {"logged": logged(trainer)}
+        found[name] = {"logged": logged(trainer), "before": before}
         if WORLD_SIZE > 1:
             found[name]["layout"] = trainer.layout.as_event()
         if name == "reward":

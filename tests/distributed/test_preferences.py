@@ -49,6 +49,8 @@ def test_all_that_is_logged_is_that_of_trl(layout: tuple[int, int], name: str, e
     found, expected = ends(layout, names)[name], ends((1, 1), names)[name]
     largest = assert_logged_alike(found["logged"], expected["logged"], TOLERANCE)
     print(f"{name}: largest relative difference {largest:.2g}")
+    for metric in ("loss", "logps/chosen", "entropy") if name == "precomputed" else ():
+        assert found["before"][f"eval_{metric}"] == pytest.approx(expected["before"][f"eval_{metric}"], rel=TOLERANCE)
     if name == "reward":
         # Of the last batch, 5 pairs, TRL keeps as many rows as pairs: its chosen texts.
         assert (len(found["predictions"]), len(expected["predictions"])) == (26, 21)

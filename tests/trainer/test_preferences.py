@@ -10,7 +10,7 @@ import pytest
 import torch
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, trainer_compat, trl_compat
 from hf_pipetransformer.trl_compat import check_trainer, metric_weights
 from tests.adapted import adapted, lora
 from tests.decoders import make_decoder
@@ -44,6 +44,14 @@ def test_metrics_of_pairs_count_the_tokens_that_they_average_over() -> None:
     assert [weight(name) for name in names] == [9, 5, 4, 2]
     of_one = metric_weights({"input_ids": mask, "labels": torch.where(mask == 0, -100, mask)})
     assert (of_one("entropy"), of_one("mean_token_accuracy"), of_one("other")) == (9, 9, 4)
+
+
+def test_the_page_names_what_a_trainer_may_not_override() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
+    table = page.partition("What a trainer, its options or a subclass")[2].partition("\n## ")[0]
+    names = [*trainer_compat._NOT_CALLED_BELOW, *trl_compat._REFUSED, *trl_compat._LOSSES_OF_BATCHES]
+    names += trainer_compat._DOES_SOMETHING_UNDER.values()
+    assert [name for name in names if f"`{name}`" not in table] == []
 
 
 class OwnGRPO(GRPOTrainer):
