@@ -109,14 +109,14 @@ def has_reference(trainer: Trainer) -> bool:
 
 
 def is_precomputed(trainer: Trainer) -> bool:
-    """Return True if the data sets hold what the reference says of them, or will, once `add_reference` was called."""
+    """Return True if the data sets hold what the reference says of them, or will, once `precompute_reference` was called."""
     return bool(getattr(trainer, "precompute_ref_logps", False))
 
 
 def reference(trainer: Trainer, shell: nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """Return a function that adds entries of the reference to a batch; None where there is no reference to run.
+    """Return a function from a batch to the reference's entries of it; None where there is no reference to run.
 
-    Called under the view of a stage, where the model without its adapters is the reference.
+    On a stage it runs that stage's part of the reference, which is the model without its adapters.
     """
     if not has_reference(trainer) or is_precomputed(trainer):
         return None
@@ -125,7 +125,7 @@ def reference(trainer: Trainer, shell: nn.Module) -> Callable[[dict[str, Any]], 
 
 @torch.no_grad()
 def reference_entries(trainer: Any, shell: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the log-probabilities of the reference, `(batch,)` each, as entries that the loss reads."""
+    """Return the reference's log-probabilities of a batch's texts, `(batch,)` each, as entries that the loss reads."""
     trained = [(parameter, parameter.requires_grad) for parameter in trainer.model.parameters()]
     try:
         return dict(zip(_REFERENCE, trainer.compute_ref_log_probs(shell, inputs), strict=True))
@@ -163,7 +163,7 @@ def reading_reference(trainer: Any, inputs: Mapping[str, Any]) -> Iterator[None]
         trainer.precompute_ref_logps = False
 
 
-def add_reference(trainer: Any) -> None:
+def precompute_reference(trainer: Any) -> None:
     """Compute what the reference says of the trainer's data sets, which its constructor has left to do.
 
     Collective: call on every rank.

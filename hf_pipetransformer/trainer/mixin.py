@@ -191,7 +191,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         check_handed_on(self)
         self.pipeline_run = Run(self, options, needs_pipeline)
         if args.places_model and not args.plan_only:
-            trl_compat.add_reference(self)
+            trl_compat.precompute_reference(self)
 
     @property
     def layout(self) -> Layout | None:
