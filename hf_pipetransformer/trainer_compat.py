@@ -3,8 +3,10 @@
 Names that are read or overridden are listed in `tests/private_names.py`. What the package sets on objects or modules
 of other libraries is here:
 
-- `Accelerator.gather` (`local_gather`): code that only some ranks run would wait for the others. Way out: an argument
-  of TRL's and Trainer's metrics to count locally.
+- `Accelerator.gather` (`local_gather` of `trl_compat.py`): code that only some ranks run would wait for the others.
+  Way out: an argument of TRL's and Trainer's metrics to count locally.
+- `DPOTrainer.precompute_ref_logps` (`reading_reference` of `trl_compat.py`): its loss takes from the batch what a pass
+  of the reference over the stages has computed. Way out: a method of TRL that its loss asks for them.
 - `is_quantized`, `hf_quantizer` of a model from a GGUF file (`drop_marks_of_gguf`): they stay although its weights are
   plain, and Trainer refuses it. Way out: transformers removing them.
 - `Trainer.gather_function` (`gathering_with`): a gather that knows how many samples each replica has. Way out: a
@@ -19,7 +21,7 @@ of other libraries is here:
   method that places the model.
 - `Trainer._tr_loss` and its counts (`restore_loss`, `_finalize_training`): unlogged loss of a resumed run; the mean
   over all ranks. Way out: Trainer saving them in its state.
-- metrics and token counts of TRL (`metrics`, `kept_token_count`): parts of a batch overlap and are averaged apart.
+- metrics and token counts of TRL (`trl_compat.py`): parts of a batch overlap and are averaged apart.
   Way out: a hook for metrics in TRL.
 - bytecode names of `get_*_dataloader` (`check_loaders`): refuse a class's own DataLoader before it is built. Way out:
   none needed: later loaders are refused too.
@@ -213,7 +215,10 @@ _NOT_CALLED_BELOW = (
 )
 """Trainer methods that a pipeline replaces without calling them."""
 
-_DOES_SOMETHING_UNDER = {"trl.trainer.sft_trainer.SFTTrainer.training_step": "activation_offloading"}
+_DOES_SOMETHING_UNDER = {
+    f"trl.trainer.{name}_trainer.{kind}Trainer.training_step": "activation_offloading"
+    for name, kind in (("sft", "SFT"), ("reward", "Reward"), ("dpo", "DPO"))
+}
 """Methods of other trainers that only call Trainer's unless the named option is set."""
 
 
@@ -286,50 +291,6 @@ def restore_loss(
     trainer._tr_loss += unlogged_loss
     trainer._globalstep_last_logged = last_logged_step
     trainer._total_loss_scalar -= sum(topology.gather(unlogged_loss)) / topology.world_size
-
-
-Metrics = dict[str, dict[str, list[float]]]
-"""Batch averages that `compute_loss` recorded, by mode ("train" or "eval") and name."""
-
-
-def metrics(trainer: Trainer) -> Metrics | None:
-    """Return the metrics of a TRL trainer; None for a trainer that records none."""
-    found = getattr(trainer, "_metrics", None)
-    if not isinstance(found, dict) or not {"train", "eval"} <= found.keys():
-        return None
-    return found if all(getattr(each, "default_factory", None) is list for each in found.values()) else None
-
-
-def num_tokens_read(trainer: Trainer) -> int | None:
-    """Return the training tokens that this rank has counted, as TRL's trainers do; None for others."""
-    return getattr(trainer, "_total_train_tokens", None)
-
-
-def count_tokens_read(trainer: Trainer, num: int) -> None:
-    """Add to the count of `num_tokens_read`."""
-    if num_tokens_read(trainer) is not None:
-        trainer._total_train_tokens += num
-
-
-@contextmanager
-def kept_token_count(trainer: Trainer) -> Iterator[None]:
-    """Restore the count of `num_tokens_read` on exit."""
-    count = num_tokens_read(trainer)
-    try:
-        yield
-    finally:
-        if count is not None:
-            trainer._total_train_tokens = count
-
-
-@contextmanager
-def local_gather(accelerator: Any) -> Iterator[None]:
-    """Make `accelerator.gather` return its argument, for code that only some ranks run."""
-    accelerator.gather = lambda value: value
-    try:
-        yield
-    finally:
-        del accelerator.gather
 
 
 @contextmanager

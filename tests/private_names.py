@@ -122,6 +122,7 @@ OVERRIDDEN = {
     "Trainer._track_num_input_tokens": "self, inputs",
     "Trainer._wrap_model": "self, model, training, dataloader",
     "Trainer.end": "self",
+    "Trainer.compute_loss": "self, model, inputs, return_outputs, num_items_in_batch",
     "Trainer.create_model_card": (
         "self, language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args"
     ),

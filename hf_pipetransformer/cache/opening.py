@@ -29,6 +29,7 @@ from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
+from hf_pipetransformer.data.batches import rows_per_sample
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import NodeOrder
 from hf_pipetransformer.data.reading import DispatchedReading
@@ -167,6 +168,8 @@ class CacheInputs:
                 f"the data set is a stream ({type(loader.dataset).__name__}): without indices no sample is known "
                 "again. Use a data set with indices."
             )
+        if (rows := rows_per_sample(self.start_up.samples)) > 1:
+            return f"each sample has {rows} rows, such as the two texts of a pair, and a stored record has one."
         if len(activation.hidden_shape) != 2:
             shape = ("batch", *activation.hidden_shape)
             return f"the layers' activations are of shape {shape}: expected three dimensions, (batch, seq, hidden)."

@@ -1,4 +1,9 @@
-"""Batch operations: splitting, counting the items of a loss, padding, joining, tags and digests of stored samples."""
+"""Batch operations: splitting, counting the items of a loss, padding, joining, tags and digests of stored samples.
+
+A sample is one row of a batch, or several: a pair of texts, say. Then the batch notes their number, and the rows are
+in blocks: first one row of every sample, in order, then the next one of each (TRL: all chosen texts, then all rejected
+ones). Entries with a single value a sample stand beside them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,17 @@ import torch
 import xxhash
 
 from hf_pipetransformer.comm.staging import KnownMask, pinned
-from hf_pipetransformer.data.flattened import assign_sequences, sequences_of, take_sequences, without_sequences
+from hf_pipetransformer.data.flattened import (
+    assign_sequences,
+    find_sequences,
+    sequences_of,
+    take_sequences,
+    without_sequences,
+)
 
 
-_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN = (
-    f"pipetransformer_{name}" for name in ("samples", "num_layers", "digests", "stamp", "hidden")
+_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN, _ROWS = (
+    f"pipetransformer_{name}" for name in ("samples", "num_layers", "digests", "stamp", "hidden", "rows")
 )
 
 
@@ -69,12 +80,40 @@ _UP_TO_THE_END = ("attention_mask",)
 """Entries of which a token slice needs all tokens up to its own end."""
 
 
-def batch_size(inputs: Mapping[str, Any]) -> int:
-    """Return the number of samples: the first dimension of the first tensor that has one; 0 for an empty batch."""
-    flattened = sequences_of(inputs)
-    if flattened is not None:
-        return flattened.num_samples
+def note_samples(batch: Any, num_samples: int) -> Any:
+    """Note in a batch of `num_samples` samples how they lie in it, if they have not one row each."""
+    if not isinstance(batch, Mapping):
+        return batch
+    rows, rest = divmod(_first_dimension(batch), num_samples)
+    return with_rows(batch, rows) if rows > 1 and not rest else find_sequences(batch, num_samples)
+
+
+def with_rows(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return the batch with the number of rows of a sample."""
+    return {**inputs, _ROWS: rows} if rows > 1 else dict(inputs)
+
+
+def rows_per_sample(inputs: Mapping[str, Any]) -> int:
+    return int(inputs.get(_ROWS, 1))
+
+
+def without_row_count(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in inputs.items() if key != _ROWS}
+
+
+def for_model(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch without what is noted of its samples, which no model knows."""
+    return without_sequences(without_row_count(inputs))
+
+
+def _first_dimension(inputs: Mapping[str, Any]) -> int:
     return next((v.shape[0] for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim() > 0), 0)
+
+
+def batch_size(inputs: Mapping[str, Any]) -> int:
+    """Return the number of samples, by the first dimension of the first tensor that has one; 0 for an empty batch."""
+    flattened = sequences_of(inputs)
+    return _first_dimension(inputs) // rows_per_sample(inputs) if flattened is None else flattened.num_samples
 
 
 def num_rows(inputs: Mapping[str, Any]) -> int:
@@ -84,7 +123,7 @@ def num_rows(inputs: Mapping[str, Any]) -> int:
 
 
 def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
-    """Split a batch along its first dimension into at most `num_microbatches` parts of nearly equal size.
+    """Split a batch by samples into at most `num_microbatches` parts of nearly equal size.
 
     Sizes differ by at most one sample, and none is 0. Entries without a sample dimension go to every micro-batch. A
     flattened batch is cut between its sequences, see `assign_sequences`.
@@ -110,6 +149,8 @@ def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
         start, stop, _ = where.indices(size)
         which = range(len(flattened) * start // size, len(flattened) * stop // size)
         return take_sequences(inputs, which, stop - start) if which else {}
+    if rows_per_sample(inputs) > 1:
+        return take_rows(inputs, torch.arange(size)[where])
     return {key: value[where] if _has_samples(value, size) else value for key, value in inputs.items()}
 
 
@@ -159,15 +200,17 @@ def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
     """Return the samples of a batch, or sequences of a flattened one, at the positions `rows`, `(n,)`, int64."""
     if sequences_of(inputs) is not None:
         return take_sequences(inputs, rows.tolist())
-    size = batch_size(inputs)
+    size, num_blocks = batch_size(inputs), rows_per_sample(inputs)
+    of_blocks = torch.cat([rows + size * block for block in range(num_blocks)])
 
     def taken(value: Any) -> Any:
-        if not _has_samples(value, size):
+        if not _has_samples(value, size) and not _has_samples(value, size * num_blocks):
             return value
+        own = rows if _has_samples(value, size) else of_blocks
         if isinstance(value, torch.Tensor):
-            there = rows.to(value.device, non_blocking=True)
-            return value.rows(rows, there) if isinstance(value, KnownMask) else value[there]
-        return [value[int(row)] for row in rows]
+            there = own.to(value.device, non_blocking=True)
+            return value.rows(own, there) if isinstance(value, KnownMask) else value[there]
+        return [value[int(row)] for row in own]
 
     return {key: taken(value) for key, value in inputs.items()}
 
@@ -225,6 +268,17 @@ def join_outputs(
     if isinstance(first, (list, tuple)):
         return type(first)(join_outputs(parts, weights, join) for parts in zip(*outputs, strict=True))
     return first
+
+
+def join_blocks(outputs: Sequence[torch.Tensor], sizes: Sequence[int], rows: int) -> torch.Tensor:
+    """Join outputs of the parts of a batch in the order in which the rows of the whole batch lie.
+
+    A part of as many samples as `sizes` says has one value a sample, or `rows` of them in blocks.
+    """
+    if rows == 1 or [len(output) for output in outputs] != [size * rows for size in sizes]:
+        return torch.cat(list(outputs))
+    blocks = [output.split(size) if size else [output] * rows for output, size in zip(outputs, sizes, strict=True)]
+    return torch.cat([block for of_parts in zip(*blocks, strict=True) for block in of_parts])
 
 
 def sequence_length(batch: Mapping[str, Any], main_input: str) -> int:

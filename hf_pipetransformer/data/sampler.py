@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Sequen
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_pipetransformer.data.augmentation import AugmentationSlots
-from hf_pipetransformer.data.flattened import find_sequences
+from hf_pipetransformer.data.batches import note_samples
 from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
 from hf_pipetransformer.data.rng import SharedRngState, States, fetch_samples
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
@@ -295,12 +295,9 @@ class Samples(Dataset[Any]):
 
 @dataclass
 class BatchCollator:
-    """Collator around the user's: an empty batch for no samples, and `Sequences` in a flattened one."""
+    """Collator around the user's: an empty batch for no samples, in others what `batches` knows of their samples."""
 
     collate: Any
 
     def __call__(self, samples: list[Any]) -> Any:
-        if not samples:
-            return {}
-        batch = self.collate(samples)
-        return find_sequences(batch, len(samples)) if isinstance(batch, Mapping) else batch
+        return note_samples(self.collate(samples), len(samples)) if samples else {}

@@ -23,8 +23,11 @@ from hf_pipetransformer.data.batches import (
     count_items,
     cut_tokens,
     detach_tags,
+    for_model,
+    join_blocks,
     join_outputs,
     split_batch,
+    with_rows,
 )
 from hf_pipetransformer.data.flattened import assign_sequences, join_tokens, sequences_of
 from hf_pipetransformer.engine.engine import Run
@@ -56,6 +59,8 @@ class LoaderBatch:
         prepare: moves a micro-batch to this stage's device.
         loss_scale: factor of the loss in the backward. A tensor must be on this stage's device.
         write: stores the activations that enter the entry block.
+        reference: runs one micro-batch of a pass without gradients that comes first, and returns entries of the batch
+            that the loss reads; None for most losses.
     """
 
     inputs: dict[str, Any]
@@ -64,6 +69,7 @@ class LoaderBatch:
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
     loss_scale: float | torch.Tensor = 1.0
     write: Write | None = None
+    reference: Forward | None = None
 
 
 class StageRunner:
@@ -87,6 +93,8 @@ class StageRunner:
         """Replaces the output of a micro-batch, given with its inputs, by what is read of it; for `predict`."""
         self.is_read_by_first = False
         """True if `predict` returns outputs on the first position only, and elsewhere tensors of no samples."""
+        self.rows_per_sample = 1
+        """Rows of a sample in what `predict` is given, see `batches`."""
 
     def train(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         """Run forward and backward of one loader batch of this replica, and reduce gradients if it ends the step.
@@ -99,6 +107,8 @@ class StageRunner:
         cut = self._cut(batch, self.loss_rule, stage.layout.num_microbatches, bounds)
         loss = torch.zeros((), device=stage.settings.device)
         if cut:
+            if batch.reference is not None:
+                cut = self._with_reference(cut, batch.reference, batch.prepare)
             num_slices = max(1, len(bounds) - 1)
             actions = self._actions(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
             # Each action except a send looks up its micro-batch once.
@@ -113,6 +123,22 @@ class StageRunner:
         if is_last_batch:
             self._reduce()
         return loss
+
+    @torch.no_grad()
+    def _with_reference(
+        self, cut: list[MicroBatch], reference: Forward, prepare: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> list[MicroBatch]:
+        """Return the micro-batches with the entries that `reference` gives; on the last stage alone, which reads them.
+
+        Collective: call on every rank of the pipeline.
+        """
+        actions = self._actions(FORWARD_ONLY[self.stage.layout.placement], len(cut))
+        uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
+        parts = OnDevice([replace(part, forward=reference) for part in cut], uses, prepare, self._copies)
+        found = self.stage.engine.begin(actions, parts, is_training=False).drain()
+        if not found:
+            return cut
+        return [replace(part, inputs={**part.inputs, **own}) for part, own in zip(cut, found, strict=True)]
 
     def _advance(self, run: Run, actions: ActionList, is_last_batch: bool) -> None:
         """Run an action list. In the last batch of a step, gradients are reduced as soon as they are complete."""
@@ -177,7 +203,8 @@ class StageRunner:
 
         `forward` runs one micro-batch. With `is_read_by_first`, tensors have no rows outside the first position.
         """
-        stage = self.stage
+        stage, rows = self.stage, self.rows_per_sample
+        inputs = with_rows(inputs, rows)
         total = count_items(inputs, self.shifts_labels)
         # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
@@ -190,10 +217,13 @@ class StageRunner:
         stage.view.widen()
         message = None
         if stage.groups.is_last:
-            join, flattened = torch.cat, sequences_of(inputs)
-            if flattened is not None:
+            flattened = sequences_of(inputs)
+            if flattened is None:
+                sizes = [batch_size(with_rows(part.inputs, rows)) for part in micro_batches]
+                join = partial(join_blocks, sizes=sizes, rows=rows)
+            else:
                 join = partial(join_tokens, flattened, assign_sequences(flattened.lengths, count))
-            message = _as_message(join_outputs(outputs, [batch.weight for batch in micro_batches], join))
+            message = _as_message(join_outputs(outputs, [part.weight for part in micro_batches], join))
         return _from_message(self._spread(message), stage.settings.device)
 
     def cut_new_tokens(
@@ -272,7 +302,7 @@ class StageRunner:
         return [
             MicroBatch(
                 index=i,
-                inputs=part,
+                inputs=for_model(part),
                 weight=weights[i],
                 activation_shape=shapes[i],
                 forward=batch.forward,

@@ -331,10 +331,10 @@ def affordable_sequences(blocks: BlockCosts, device: torch.device, num_ranks_her
 
 
 def with_batch(target: ProbeTarget, batch: dict[str, Any]) -> ProbeTarget:
-    """Return the target with another batch, moved to the model's device."""
+    """Return the target with another batch, moved to the model's device and completed."""
     device = target.device
     inputs = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in batch.items()}
-    return replace(target, inputs=inputs)
+    return replace(target, inputs=target.complete(inputs))
 
 
 def smallest_device_bytes(device: torch.device, topology: Topology) -> float:

@@ -13,7 +13,15 @@ import torch
 from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, num_rows, take_rows, take_samples
+from hf_pipetransformer.data.batches import (
+    IGNORED_LABEL,
+    batch_size,
+    note_samples,
+    num_rows,
+    rows_per_sample,
+    take_rows,
+    take_samples,
+)
 from hf_pipetransformer.data.flattened import CUMULATIVE, MARKS, find_sequences, sequences_of
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.data.reading import is_stream
@@ -31,7 +39,7 @@ _REMEDY = (
 
 
 def check_rows(inputs: Mapping[str, Any], num_samples: int, main_input: str | None = None) -> None:
-    """Refuse a batch that is not flattened and whose rows are not one sample of the data set each.
+    """Refuse a batch that is not flattened and whose rows do not belong to one sample of the data set each.
 
     Args:
         num_samples: number of samples that were collated into `inputs`.
@@ -57,8 +65,8 @@ def check_rows(inputs: Mapping[str, Any], num_samples: int, main_input: str | No
         raise ValueError(
             f"The collator concatenates samples: {num_samples} samples gave a batch with {', '.join(marks)}. {_REMEDY}"
         )
-    positions = inputs.get("position_ids")
-    if isinstance(positions, torch.Tensor) and positions.dim() == 2 and len(positions) != num_samples:
+    positions, expected = inputs.get("position_ids"), num_samples * rows_per_sample(inputs)
+    if isinstance(positions, torch.Tensor) and positions.dim() == 2 and len(positions) != expected:
         row = _first_restart(positions, inputs.get("attention_mask"))
         if row is not None:
             raise ValueError(
@@ -67,10 +75,10 @@ def check_rows(inputs: Mapping[str, Any], num_samples: int, main_input: str | No
             )
     for name in _MAIN_INPUTS if main_input is None else [main_input]:
         value = inputs.get(name)
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) != num_samples:
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) != expected:
             raise ValueError(
                 f"{num_samples} samples gave a batch whose {name!r} has shape {tuple(value.shape)}, "
-                f"{len(value)} rows. Micro-batches and replicas take whole samples, a row each. {_REMEDY}"
+                f"{len(value)} rows. Micro-batches and replicas take whole samples, of as many rows each. {_REMEDY}"
             )
 
 
@@ -117,13 +125,13 @@ class OwnBatches:
         with generators_kept(self.dataset, self.collate, self.sampler):
             samples = self._samples()
             while rows := list(islice(samples, min(size, NUM_SEARCHED_SAMPLES))):
-                yield dict(find_sequences(self.collate(rows), len(rows))), len(rows)
+                yield dict(note_samples(self.collate(rows), len(rows))), len(rows)
 
     def read(self, num_samples: int) -> dict[str, Any]:
         """Return at most `num_samples` first samples as one batch."""
         with generators_kept(self.dataset, self.collate, self.sampler):
             rows = list(islice(self._samples(), num_samples))
-            return dict(find_sequences(self.collate(rows), len(rows)))
+            return dict(note_samples(self.collate(rows), len(rows)))
 
     def _flattens_pairs(self) -> bool:
         """Return True if two samples make a flattened batch; a single one would not show that a run's batches are."""
@@ -165,7 +173,7 @@ def probe_samples(
         count: returns the number of items of a batch that the loss averages over.
 
     Raises:
-        ValueError: the data set is empty, or the rows of a batch are not one sample each.
+        ValueError: the data set is empty, or the rows of a batch do not belong to one sample each.
     """
     num_seen, best, found = 0, (-1, -1), None
     with closing(batches.collated()) as collated:

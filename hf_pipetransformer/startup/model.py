@@ -45,6 +45,7 @@ class ProbeTarget:
         inputs: batch on the model's device.
         compute: returns the whole model's loss for some inputs and the number of items to divide by.
         count: returns the number of items of a batch that the loss averages over.
+        complete: adds to a batch what the loss reads and the data set does not have, for which it may run the model.
     """
 
     model: nn.Module
@@ -53,6 +54,7 @@ class ProbeTarget:
     compute: Callable[[dict[str, Any], int], torch.Tensor]
     count: Callable[[Any], int]
     twin: Twin = WHOLE
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of `inputs`, divided by the number of items of the whole batch `self.inputs`."""

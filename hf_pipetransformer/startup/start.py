@@ -132,7 +132,7 @@ def inspect_model(
         sees_padding=keeps_padding,
         pad_token_id=target.pad_token_id,
         main_dtype=target.inputs[target.main_input].dtype,
-        samples=given.inputs,
+        samples={key: each.cpu() if isinstance(each, torch.Tensor) else each for key, each in target.inputs.items()},
         plans=RunPlanner(
             args,
             topology,

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.topology import Topology, let_group_threads_finish
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
@@ -179,12 +179,11 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     ) -> None:
         given = bind_arguments(type(self), PipeTransformerMixin, positional, named)
         args, model = given.args, given.model
-        known = {name: given.values[name] for name in ("train_dataset", "optimizers") if name in given.values}
         options = RunOptions(args, policy, splitter)
         if model is not None:
             trainer_compat.drop_marks_of_gguf(model)
         # The last class of this library before the user's trainer.
-        needs_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, **known)
+        needs_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, given.values)
         args.places_model = needs_pipeline and args.world_size > 1
         num_stages = args.pipeline_size or 1
         if args.world_size > 1 and num_stages > 1:
@@ -192,6 +191,8 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         super().__init__(*given.positional, **given.named)
         check_handed_on(self)
         self.pipeline_run = Run(self, options, needs_pipeline)
+        if args.places_model and not args.plan_only:
+            trl_compat.precompute_reference(self)
 
     @property
     def layout(self) -> Layout | None:

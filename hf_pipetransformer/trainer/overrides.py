@@ -12,7 +12,7 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
@@ -112,6 +112,11 @@ class TrainingOverrides(_Trainer):
         if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
             return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the trainer's loss, with what a frozen reference has said of the batch before."""
+        with trl_compat.reading_reference(self, inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _prepare_input(self, data: Any) -> Any:
         """Prepare as Trainer does, but copy tensors to the device without blocking."""
@@ -218,10 +223,21 @@ class EvaluationOverrides(_Trainer):
         reads_loss_only = prediction_loss_only or (may_generate and trainer_compat.generates(self))
         ignore_keys = args[0] if args else kwargs.get("ignore_keys")
         is_known = may_generate or method is Trainer.prediction_step
-        with evaluation.running(inputs, reads_loss_only and is_known, ignore_keys):
-            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        with evaluation.running(inputs, reads_loss_only and is_known, ignore_keys) as batch:
+            loss, logits, labels = super().prediction_step(model, batch, prediction_loss_only, *args, **kwargs)
         count = trainer_compat.items_of if evaluation.told_num_items else trainer_compat.items_of_own_mean
         return evaluation.global_loss(loss, count(self, given), batch_size(given)), logits, labels
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """Return a data set of DPOTrainer with what the reference says of it, computed on the stages.
+
+        Collective: call on every rank. In TRL's constructor nothing is computed yet, see `trl_compat.precompute_reference`.
+        """
+        run = vars(self).get("pipeline_run")
+        if run is None and self.args.places_model:
+            return dataset
+        found = None if run is None else run.evaluations.reference_of(dataset, batch_size)
+        return super()._precompute_ref_logps(dataset, name, batch_size) if found is None else found
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
         # Trainer's `prediction_step` calls this; training counts over all replicas in `get_batch_samples`.

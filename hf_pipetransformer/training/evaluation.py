@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate.utils import recursively_apply, send_to_device
+from accelerate.utils import send_to_device
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.topology import PipelineGroups, check_agreement
+from hf_pipetransformer import trainer_compat, trl_compat
+from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.comm.transfers import all_gather_trees, digest_of
-from hf_pipetransformer.data.batches import batch_size, sequence_length, take_samples
+from hf_pipetransformer.data.batches import (
+    batch_size,
+    for_model,
+    rows_per_sample,
+    sequence_length,
+    take_samples,
+    without_row_count,
+)
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.node_shares import replica_slice
+from hf_pipetransformer.data.reading import is_stream
 from hf_pipetransformer.data.rng import drawing_alike
+from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.runtime.execution import only_loss, without_rows
+from hf_pipetransformer.runtime.execution import only_loss
 from hf_pipetransformer.runtime.generation import join_tokens, settings_of
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.adapters import bare_model
@@ -30,6 +37,7 @@ from hf_pipetransformer.splitters.base import main_input_of
 from hf_pipetransformer.training.callbacks import giving_whole_model
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
+from hf_pipetransformer.training.replica_gather import ReplicaGather
 from hf_pipetransformer.training.starting import Starter
 
 
@@ -74,9 +82,19 @@ class Evaluation:
             yield
 
     @contextmanager
-    def running(self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None) -> Iterator[None]:
-        """Wrap a batch; the last stage keeps and sends the others only what somebody can read."""
+    def running(
+        self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
+    ) -> Iterator[dict[str, Any]]:
+        """Wrap a batch; the last stage keeps and sends the others only what somebody can read.
+
+        Yields the batch for the model, with what a frozen reference says of it.
+        """
         trainer, runner = self.trainer, self.pipeline.runner
+        runner.rows_per_sample = rows_per_sample(inputs)
+        reference = trl_compat.reference(trainer, self.pipeline.shell)
+        batch = without_row_count(inputs)
+        if reference is not None:
+            batch |= self.reference_of(batch)
         has_loss = all(inputs.get(name) is not None for name in trainer.label_names)
         if loss_only and has_loss and trainer_compat.has_plain_loss(trainer):
             runner.reduce = only_loss
@@ -84,13 +102,31 @@ class Evaluation:
             runner.reduce = partial(trainer_compat.preprocessed, trainer, self.preprocess, ignore_keys)
         runner.is_read_by_first = self._is_sent_to_first
         self.told_num_items = False
-        self.metrics.begin_batch()
-        self.gather.begin_batch(sequence_length(inputs, main_input_of(trainer.model)))
+        self.metrics.begin_batch(inputs)
+        num_tokens = sequence_length(inputs, main_input_of(trainer.model))
+        self.gather.begin_batch(batch_size(inputs), runner.rows_per_sample, num_tokens)
         try:
-            with self.metrics.record_part(inputs):
-                yield
+            with self.metrics.record_part(batch):
+                yield batch
         finally:
-            runner.reduce, runner.is_read_by_first = None, False
+            runner.reduce, runner.is_read_by_first, runner.rows_per_sample = None, False, 1
+
+    @torch.no_grad()
+    def reference_of(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return what a frozen reference says of a batch. Collective: call on every rank of the pipeline."""
+        prepared = trainer_compat.preparation(self.trainer)(batch)
+        found: dict[str, torch.Tensor] = self.pipeline.runner.predict(
+            prepared, partial(trl_compat.reference_entries, self.trainer, self.pipeline.shell)
+        )
+        return found
+
+    def gathered_reference(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return what a frozen reference says of a global batch. Collective: call on every rank."""
+        self.pipeline.runner.rows_per_sample = rows_per_sample(inputs)
+        try:
+            return {name: self.gather(value).cpu() for name, value in self.reference_of(for_model(inputs)).items()}
+        finally:
+            self.pipeline.runner.rows_per_sample = 1
 
     def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
@@ -129,133 +165,16 @@ class UsersEvaluation:
         self.loader = loader
         self.told_num_items = False
 
-    def running(self, _inputs: dict[str, Any], _loss_only: bool, _ignore_keys: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+    def running(
+        self, inputs: dict[str, Any], _loss_only: bool, _ignore_keys: Any
+    ) -> AbstractContextManager[dict[str, Any]]:
+        return nullcontext(inputs)
 
     def global_loss(self, loss: torch.Tensor | None, _num_items: int, _num_samples: int) -> torch.Tensor | None:
         return loss
 
     def completed(self, output: EvalLoopOutput, _metric_key_prefix: str) -> EvalLoopOutput:
         return output
-
-
-class ReplicaGather:
-    """Replacement for `accelerator.gather_for_metrics` that returns one copy of every sample under any layout.
-
-    `loader` knows how many samples each replica has in the current batch. With `is_for_first_rank`, all but the losses
-    goes to rank 0 alone; other ranks get tensors of no samples. With `fills_batches` the last batch's loss counts as
-    that of a full one, as with `Seq2SeqTrainer`, whose own gather drops nothing. With `is_flattened`, the rows
-    `(1, tokens, ...)` of the replicas are joined to the row that one process has.
-    """
-
-    def __init__(
-        self,
-        groups: PipelineGroups,
-        loader: PipelineLoader,
-        is_for_first_rank: bool = False,
-        fills_batches: bool = False,
-        is_flattened: bool = False,
-    ) -> None:
-        self.groups = groups
-        self.loader = loader
-        self.is_for_first_rank = is_for_first_rank
-        self.fills_batches = fills_batches
-        self.is_flattened = is_flattened
-        self._num_tokens = 0
-        self._token_counts: list[int] | None = None
-        self.losses: list[torch.Tensor] = []
-        """Loss of each global batch so far, `(1,)` each."""
-        self._is_loss_next = False
-
-    def __call__(self, values: Any) -> Any:
-        """Gather tensors of shape `(own samples, ...)` to `(samples of the global batch, ...)`."""
-        # Trainer gathers a batch's loss first, whose mean every rank computes for itself.
-        is_loss, self._is_loss_next = self._is_loss_next, False
-        if is_loss and self.fills_batches:
-            return self.losses[-1].expand(self.loader.total_batch_size)
-        to_first = self.is_for_first_rank and not is_loss
-        return recursively_apply(self._gather_to_first if to_first else self._gather, values)
-
-    def mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
-        """Compute the global batch's loss, `(1,)`, from this replica's mean loss over `num_items`."""
-        self.losses.append(self._mean(loss, num_items))
-        self._is_loss_next = True
-        return self.losses[-1]
-
-    def _mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
-        group = self.groups.replica_control
-        if group is None:
-            return loss.detach().reshape(1)
-        share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
-        sums = torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)])
-        guarded(
-            lambda: dist.all_reduce(sums, group=group), f"averaging the evaluation loss over {self.groups.replicas}"
-        )
-        return (sums[0] / sums[1]).to(loss.dtype).to(loss.device).reshape(1)
-
-    def begin_batch(self, num_tokens: int) -> None:
-        """Start the next batch, of `num_tokens` tokens on this replica if it is flattened."""
-        self._num_tokens, self._token_counts = num_tokens, None
-
-    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.is_flattened and tensor.dim() > 1:
-            return self._in_one_row(self._gather_rows, tensor)
-        return self._gather_rows(tensor, self.loader.samples_of_replicas())
-
-    def _gather_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self.groups.is_first:
-            return without_rows(tensor)
-        if self.is_flattened and tensor.dim() > 1:
-            return self._in_one_row(self._gather_rows_to_first, tensor)
-        return self._gather_rows_to_first(tensor, self.loader.samples_of_replicas())
-
-    def _in_one_row(
-        self, gather: Callable[[torch.Tensor, list[int]], torch.Tensor], tensor: torch.Tensor
-    ) -> torch.Tensor:
-        """Gather `(1, tokens, ...)`, which Trainer may have padded to the replica with most tokens."""
-        if self.groups.replica_control is None:
-            return tensor
-        if self._token_counts is None:
-            own = torch.tensor([self._num_tokens])
-            counts = [torch.empty_like(own) for _ in self.groups.replica_ranks]
-            what = f"counting the tokens of {self.groups.replicas}"
-            guarded(lambda: dist.all_gather(counts, own, group=self.groups.replica_control), what)
-            # A batch smaller than the number of replicas is whole on each.
-            samples = self.loader.samples_of_replicas()
-            self._token_counts = [int(each) if size else 0 for each, size in zip(counts, samples, strict=True)]
-        return gather(tensor[0, : self._num_tokens], self._token_counts)[None]
-
-    def _gather_rows(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        group = self.groups.replica_group
-        if group is None:
-            return tensor[: counts[0]]
-        own = _with_rows(tensor, max(counts))
-        parts = [torch.empty_like(own) for _ in counts]
-        guarded(lambda: dist.all_gather(parts, own, group=group), f"gathering predictions over {self.groups.replicas}")
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-    def _gather_rows_to_first(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        groups = self.groups
-        if groups.replica_group is None:
-            return tensor[: counts[0]]
-        own, first = _with_rows(tensor, max(counts)), groups.replica_ranks[0]
-        parts = None if groups.replica else [torch.empty_like(own) for _ in counts]
-        guarded(
-            lambda: dist.gather(own, parts, dst=first, group=groups.replica_group),
-            f"gathering predictions of {groups.replicas} on rank {first}",
-        )
-        if parts is None:
-            return without_rows(tensor)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-
-def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the first `rows` samples, followed by zeros where there are fewer."""
-    if tensor.shape[0] == rows:
-        return tensor.contiguous()
-    own = tensor.new_zeros((rows, *tensor.shape[1:]))
-    own[: min(rows, tensor.shape[0])] = tensor[:rows]
-    return own
 
 
 @contextmanager
@@ -363,6 +282,29 @@ class Evaluations:
             starter.pipeline.settle()
             with giving_whole_model(starter.context.trainer, starter.pipeline), _installed(starter.pipeline):
                 yield True
+
+    def reference_of(self, dataset: Any, samples_per_rank: int) -> Any:
+        """Return a data set with what a frozen reference says of its samples; None without a pipeline.
+
+        Collective: call on every rank. The reference is the model as it is now, without its adapters.
+        """
+        starter, trainer = self.starter, self.starter.context.trainer
+        if is_stream(dataset):
+            return None
+        request, was_training = Request(dataset, "Reference", samples_per_rank), trainer.model.training
+        with self._up(request) as is_up:
+            if not is_up:
+                return None
+            evaluation = Evaluation(starter.context, starter.pipeline, starter.loader(request))
+            is_shown = starter.context.topology.rank == 0 and not trainer.args.disable_tqdm
+            entries = []
+            trainer.model.eval()
+            with progress_bar("Computing what the reference says", len(evaluation.loader), is_shown) as bar:
+                for batch in evaluation.loader:
+                    entries.append(evaluation.gathered_reference(batch))
+                    bar.update(1)
+            trainer.model.train(was_training)
+        return trl_compat.with_columns(dataset, entries)
 
     @contextmanager
     def loop(self, given: Any) -> Iterator[Evaluation | UsersEvaluation]:

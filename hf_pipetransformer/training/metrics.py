@@ -13,46 +13,54 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
 from transformers.trainer_utils import denumpify_detensorize
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer import trl_compat
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.comm.transfers import pack
-from hf_pipetransformer.data.batches import count_items
+from hf_pipetransformer.data.batches import rows_per_sample, with_rows
 from hf_pipetransformer.engine.wrappers import runs_again
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.schedules.layout import Layout, counted
 
 
-Part = tuple[int, int, dict[str, float]]
-"""Batch index, number of labels in a part of the batch, and the part's averages by name."""
+Part = tuple[int, dict[str, tuple[float, int]]]
+"""Batch index of a part of a batch, and the part's metrics by name, each with the number of items it averages over."""
+
+_OF_EXTREMES: dict[str, Callable[[list[float]], float]] = {"min_": min, "max_": max}
+"""Beginnings of the names of metrics that are no averages."""
 
 
 def averages(parts: list[Part]) -> dict[str, float]:
-    """Average each metric over batches, and within a batch over its labels, as if no batch had been split."""
-    sums: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
-    for batch, num_items, values in parts:
+    """Average each metric over batches, and within a batch over its items, as if no batch had been split."""
+    found: dict[str, dict[int, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+    for batch, values in parts:
         for name, value in values.items():
-            of_batch = sums[name][batch]
-            of_batch[0] += num_items * value
-            of_batch[1] += num_items
+            found[name][batch].append(value)
     return {
-        name: sum(total / max(count, 1.0) for total, count in of_name.values()) / len(of_name)
-        for name, of_name in sums.items()
+        name: sum(_of_batch(name, values) for values in batches.values()) / len(batches)
+        for name, batches in found.items()
     }
 
 
+def _of_batch(name: str, parts: list[tuple[float, int]]) -> float:
+    choose = _OF_EXTREMES.get(name[:4])
+    if choose is not None:
+        return choose([value for value, _ in parts])
+    return sum(value * weight for value, weight in parts) / max(sum(weight for _, weight in parts), 1)
+
+
 @contextmanager
-def collect_separately(trainer: Trainer) -> Iterator[trainer_compat.Metrics]:
+def collect_separately(trainer: Trainer) -> Iterator[trl_compat.Metrics]:
     """Collect the metrics recorded inside in the yielded dict instead of the trainer's; gathers become local."""
-    recorded = trainer_compat.metrics(trainer)
+    recorded = trl_compat.metrics(trainer)
     if recorded is None:
         yield {}
         return
     kept = dict(recorded)
-    apart: trainer_compat.Metrics = {mode: defaultdict(list) for mode in recorded}
+    apart: trl_compat.Metrics = {mode: defaultdict(list) for mode in recorded}
     recorded.update(apart)
     try:
-        with trainer_compat.local_gather(trainer.accelerator):
+        with trl_compat.local_gather(trainer.accelerator):
             yield apart
     finally:
         recorded.update(kept)
@@ -61,7 +69,7 @@ def collect_separately(trainer: Trainer) -> Iterator[trainer_compat.Metrics]:
 @contextmanager
 def discard_metrics(trainer: Trainer) -> Iterator[None]:
     """Discard the metrics and token counts of a loss that belongs to no step."""
-    with collect_separately(trainer), trainer_compat.kept_token_count(trainer):
+    with collect_separately(trainer), trl_compat.kept_token_count(trainer):
         yield
 
 
@@ -71,45 +79,50 @@ class MetricAccumulator:
 
     context: Context
     _batch: int = field(default=0, init=False)
+    _rows_per_sample: int = field(default=1, init=False)
     _parts: dict[str, list[Part]] = field(default_factory=lambda: {"train": [], "eval": []}, init=False)
 
-    def begin_batch(self, inputs: dict[str, Any] | None = None) -> None:
-        """Start the next batch, and count its tokens if given: parts of a batch overlap, so they cannot be counted."""
+    def begin_batch(self, inputs: dict[str, Any], counts_tokens: bool = False) -> None:
+        """Start the next batch, and count its tokens if asked to: its parts overlap, so they cannot be counted."""
         self._batch += 1
-        if inputs and trainer_compat.num_tokens_read(self.context.trainer) is not None:
+        self._rows_per_sample = rows_per_sample(inputs)
+        if counts_tokens and inputs and trl_compat.num_tokens_read(self.context.trainer) is not None:
             mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
             num_tokens = int(mask.sum()) if mask is not None else 0 if tokens is None else tokens.numel()
-            trainer_compat.count_tokens_read(self.context.trainer, num_tokens)
+            trl_compat.count_tokens_read(self.context.trainer, num_tokens)
 
     @contextmanager
     def record_part(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Wrap the loss of one batch part; a stage without a loss leaves with an exception and records nothing."""
-        if trainer_compat.metrics(self.context.trainer) is None:
+        if trl_compat.metrics(self.context.trainer) is None:
             yield
             return
-        # These trainers train causal models, where nothing predicts the first token of a sequence.
-        num_items = count_items(inputs, shifts_labels=True) if inputs else 0
-        with collect_separately(self.context.trainer) as apart, trainer_compat.kept_token_count(self.context.trainer):
+        with collect_separately(self.context.trainer) as apart, trl_compat.kept_token_count(self.context.trainer):
             yield
         if runs_again():
             return  # Recomputation: the first run recorded it.
+        weight = trl_compat.metric_weights(with_rows(inputs, self._rows_per_sample))
         for mode, recorded in apart.items():
-            values = {name: values[-1] for name, values in recorded.items() if values and name != "num_tokens"}
+            values = {
+                name: (values[-1], weight(name))
+                for name, values in recorded.items()
+                if values and name != "num_tokens"
+            }
             if values:
-                self._parts[mode].append((self._batch, num_items, values))
+                self._parts[mode].append((self._batch, values))
 
     def publish(self, mode: str) -> None:
         """Write the averages over all ranks to the trainer's metrics. Collective: call on every rank."""
-        recorded = trainer_compat.metrics(self.context.trainer)
+        recorded = trl_compat.metrics(self.context.trainer)
         if recorded is None:
             return
         found = self.context.topology.gather(
-            {"parts": self._parts[mode], "tokens": trainer_compat.num_tokens_read(self.context.trainer)}
+            {"parts": self._parts[mode], "tokens": trl_compat.num_tokens_read(self.context.trainer)}
         )
         self._parts[mode] = []
         together = averages([part for each in found for part in each["parts"]])
         recorded[mode].update({name: [value] for name, value in together.items()})
-        if together and trainer_compat.num_tokens_read(self.context.trainer) is not None:
+        if together and trl_compat.num_tokens_read(self.context.trainer) is not None:
             recorded[mode]["num_tokens"] = [sum(each["tokens"] for each in found)]
 
 

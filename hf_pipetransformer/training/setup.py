@@ -17,6 +17,7 @@ from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.opening import remove_old_stores
 from hf_pipetransformer.cache.training import TrainingCache, begin_cache
 from hf_pipetransformer.comm.topology import check_agreement
+from hf_pipetransformer.data.batches import for_model
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.decisions import Decisions
@@ -244,4 +245,4 @@ def _loss(trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> Any:
     num_items = torch.tensor(trainer_compat.items_of(trainer, inputs), device=trainer.args.device)
     passes = "labels" in inputs and trainer_compat.takes_num_items(trainer)
     with discard_metrics(trainer):
-        return trainer.compute_loss(model, inputs, num_items_in_batch=num_items if passes else None)
+        return trainer.compute_loss(model, for_model(inputs), num_items_in_batch=num_items if passes else None)

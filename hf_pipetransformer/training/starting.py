@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -11,11 +12,11 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement
-from hf_pipetransformer.data.flattened import without_sequences
+from hf_pipetransformer.data.batches import for_model
 from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.engine.timing import StepMeter
@@ -257,10 +258,13 @@ class Starter:
             batches = first_batches(trainer, given)
             parts = (batches, main_input_of(trainer.model), count, most_samples(args))
             samples = topology.decide(lambda: probe_samples(*parts))
-        needs_loss = is_training or all(samples.get(name) is not None for name in trainer.label_names)
+        # TRL's trainers compute their loss in evaluations too, also of batches that have no labels.
+        needs_loss = is_training or trl_compat.metrics(trainer) is not None
+        needs_loss = needs_loss or all(samples.get(name) is not None for name in trainer.label_names)
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
+        complete = partial(trl_compat.with_likely_reference, trainer, shell)
         start_up = inspect_model(
-            ProbeTarget(trainer.model, splitter, samples, compute, count),
+            ProbeTarget(trainer.model, splitter, samples, compute, count, complete=complete),
             args,
             topology,
             is_training,
@@ -328,12 +332,11 @@ class Starter:
         return loader
 
 
-def check_constructor_arguments(
-    below: Any, options: RunOptions, model: Any, train_dataset: Any = None, optimizers: Any = (None, None)
-) -> bool:
+def check_constructor_arguments(below: Any, options: RunOptions, model: Any, values: Mapping[str, Any]) -> bool:
     """Check a trainer's arguments before its constructor runs; return False if the run is left to Trainer.
 
-    Refuses what cannot work, and warns about options that mean something else. `below` is the trainer's `super()`.
+    Refuses what cannot work, and warns about options that mean something else. `below` is the trainer's `super()`,
+    `values` are its arguments by name.
     """
     args = options.args
     check_launch(args)
@@ -342,11 +345,12 @@ def check_constructor_arguments(
         args.leave_recomputing_to_trainer()
         return False
     try:
+        trl_compat.check_trainer(below.__self_class__, args, values)
         trainer_compat.check_taken_over(below, args)
         check_arguments(args)
         if model is not None:
-            check_trained_model(model, options, optimizers[0])
-        check_dataset(train_dataset, "training")
+            check_trained_model(model, options, values.get("optimizers", (None, None))[0])
+        check_dataset(values.get("train_dataset"), "training")
     except ValueError as error:
         if need is Need.MUST and not options.does_without(error):
             raise
@@ -392,8 +396,8 @@ def _size_of_output(trainer: Trainer, shell: PipelineShell, inputs: dict[str, An
 
 
 def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Copy the tensors: the same batch runs many times, and a model may modify it in place."""
-    given = without_sequences(inputs)
+    """Copy the tensors of a batch for the model: it runs many times, and a model may modify it in place."""
+    given = for_model(inputs)
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
 
 

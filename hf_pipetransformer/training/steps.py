@@ -11,7 +11,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.flattened import find_sequences
 from hf_pipetransformer.data.loader import PipelineLoader
@@ -167,7 +167,7 @@ class Steps(ABC):
         if args.torch_empty_cache_steps and trainer.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
 
-        self.metrics.begin_batch(inputs if pipeline.stage.groups.is_first else None)
+        self.metrics.begin_batch(inputs, counts_tokens=pipeline.stage.groups.is_first)
         step, number = self._present, self._num_run
         self._num_run += 1
         batch = self._loader_batch(inputs, number, step, num_items, write)
@@ -189,7 +189,8 @@ class Steps(ABC):
         scale: float | torch.Tensor = share
         if trainer.accelerator.scaler is not None:
             scale = trainer.accelerator.scaler.scale(torch.full((), share, device=trainer.args.device))
-        return LoaderBatch(inputs, forward, step.items[number], trainer_compat.preparation(trainer), scale, write)
+        prepare, reference = trainer_compat.preparation(trainer), trl_compat.reference(trainer, shell)
+        return LoaderBatch(inputs, forward, step.items[number], prepare, scale, write, reference)
 
     def _share(self, step: StepBatches) -> float:
         """Return the weight of a batch's loss in its step's loss."""

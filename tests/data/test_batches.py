@@ -15,7 +15,16 @@ from transformers.trainer_utils import has_length
 
 from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.comm.transfers import pack, unpack
-from hf_pipetransformer.data.batches import batch_size, count_items, join_outputs, split_batch
+from hf_pipetransformer.data.batches import (
+    batch_size,
+    count_items,
+    for_model,
+    join_outputs,
+    note_samples,
+    rows_per_sample,
+    split_batch,
+    take_rows,
+)
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import replica_slice
 from hf_pipetransformer.data.reading import PipelineLink, StreamReading
@@ -55,6 +64,26 @@ def test_a_sample_that_comes_twice_in_an_epoch_is_read_each_time() -> None:
     assert list(once) == [[], []]
     assert list(twice) == [[0, 1], [0]]
     assert [batch.is_single for batch in (*once.unread, *twice.unread)] == [True, True, False, False]
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 3))
+def test_parts_of_a_batch_hold_all_rows_of_their_samples(size: int, num_parts: int, rows: int) -> None:
+    """Row `r` of sample `i` is number `r * size + i`."""
+    numbers = torch.arange(rows * size)
+    whole = note_samples({"input_ids": numbers[:, None], "margin": numbers[:size], "names": list(range(size))}, size)
+    assert (batch_size(whole), rows_per_sample(whole), count_items(whole)) == (size, rows, size)
+    parts = split_batch(whole, num_parts)
+    for part in parts:
+        samples = (part["input_ids"] % size).reshape(rows, -1)
+        assert all(torch.equal(block, part["margin"]) for block in samples)
+        assert part["names"] == part["margin"].tolist()
+        assert batch_size(part) == len(part["margin"])
+    for name in ("input_ids", "margin"):
+        joined = join_outputs([part[name] for part in parts], [1.0] * len(parts), list(map(batch_size, parts)), rows)
+        assert torch.equal(joined, whole[name])
+    last = take_rows(whole, torch.tensor([size - 1, size - 1]))
+    assert (last["input_ids"] % size).flatten().tolist() == [size - 1] * 2 * rows
+    assert set(for_model(last)) == {"input_ids", "margin", "names"}
 
 
 @given(st.integers(1, 20), st.integers(1, 25))

@@ -27,7 +27,7 @@ FLOORS = [
     {"cache", "freeze"},
     {"runtime"},
     {"startup"},
-    {"engine", "trainer_compat"},
+    {"engine", "trainer_compat", "trl_compat"},
     {"data", "splitters", "pipe"},
     {"options"},
     {"comm", "planning", "report"},

@@ -18,10 +18,16 @@ PIPELINE: dict[str, Any] = {"freeze_policy": "none", "pipeline_parallel_num_micr
 
 
 def test_averages_of_parts_are_those_of_the_batches() -> None:
-    first, second = (0, 3, {"accuracy": 0.5}), (0, 1, {"accuracy": 0.1})
+    first, second = (0, {"accuracy": (0.5, 3)}), (0, {"accuracy": (0.1, 1)})
     assert averages([first, second]) == pytest.approx({"accuracy": 0.4})
-    assert averages([first, second, (1, 2, {"accuracy": 0.2})]) == pytest.approx({"accuracy": 0.3})
-    assert averages([(0, 0, {"accuracy": 0.0})]) == {"accuracy": 0.0}, "nothing is predicted"
+    assert averages([first, second, (1, {"accuracy": (0.2, 2)})]) == pytest.approx({"accuracy": 0.3})
+    assert averages([(0, {"accuracy": (0.0, 0)})]) == {"accuracy": 0.0}, "nothing is predicted"
+    extremes = [
+        (batch, {"min_reward": (value, 1), "max_reward": (value, 1)}) for batch, value in enumerate((5.0, 1.0))
+    ]
+    assert averages([*extremes, (0, {"min_reward": (2.0, 9), "max_reward": (2.0, 9)})]) == pytest.approx(
+        {"min_reward": 1.5, "max_reward": 3.0}
+    )
 
 
 def test_metrics_are_of_whole_batches_and_of_steps_alone(tmp_path: Path) -> None:

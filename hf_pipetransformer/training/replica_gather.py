@@ -1,0 +1,147 @@
+"""Gathering of an evaluation's predictions and losses over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import recursively_apply
+
+from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.runtime.execution import without_rows
+
+
+class ReplicaGather:
+    """Replacement for `accelerator.gather_for_metrics` that returns one copy of every sample under any layout.
+
+    `loader` knows how many samples each replica has in the current batch. With `is_for_first_rank`, all but the losses
+    goes to rank 0 alone; other ranks get tensors of no samples. With `fills_batches` the last batch's loss counts as
+    that of a full one, as with `Seq2SeqTrainer`, whose own gather drops nothing. With `is_flattened`, the rows
+    `(1, tokens, ...)` of the replicas are joined to the row that one process has.
+    """
+
+    def __init__(
+        self,
+        groups: PipelineGroups,
+        loader: PipelineLoader,
+        is_for_first_rank: bool = False,
+        fills_batches: bool = False,
+        is_flattened: bool = False,
+    ) -> None:
+        self.groups = groups
+        self.loader = loader
+        self.is_for_first_rank = is_for_first_rank
+        self.fills_batches = fills_batches
+        self.is_flattened = is_flattened
+        self._num_samples, self._rows, self._num_tokens = 0, 1, 0
+        self._token_counts: list[int] | None = None
+        self.losses: list[torch.Tensor] = []
+        """Loss of each global batch so far, `(1,)` each."""
+        self._is_loss_next = False
+
+    def begin_batch(self, num_samples: int, rows: int, num_tokens: int) -> None:
+        """Start the next batch.
+
+        Args:
+            num_samples: of this replica.
+            rows: of a sample, see `batches`.
+            num_tokens: of this replica's row, if the batch is flattened.
+        """
+        self._num_samples, self._rows, self._num_tokens = num_samples, rows, num_tokens
+        self._token_counts = None
+
+    def __call__(self, values: Any) -> Any:
+        """Gather tensors of shape `(own samples, ...)` to `(samples of the global batch, ...)`, or of their rows."""
+        # Trainer gathers a batch's loss first, whose mean every rank computes for itself.
+        is_loss, self._is_loss_next = self._is_loss_next, False
+        if is_loss and self.fills_batches:
+            return self.losses[-1].expand(self.loader.total_batch_size)
+        gather = self._gather_to_first if self.is_for_first_rank and not is_loss else self._gather
+
+        def gather_blocks(tensor: torch.Tensor) -> torch.Tensor:
+            size = self._num_samples
+            is_of_rows = not is_loss and self._rows > 1 and len(tensor) == size * self._rows
+            return torch.cat([gather(block) for block in tensor.split(size)]) if is_of_rows else gather(tensor)
+
+        return recursively_apply(gather_blocks, values)
+
+    def mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
+        """Compute the global batch's loss, `(1,)`, from this replica's mean loss over `num_items`."""
+        self.losses.append(self._mean(loss, num_items))
+        self._is_loss_next = True
+        return self.losses[-1]
+
+    def _mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
+        group = self.groups.replica_control
+        if group is None:
+            return loss.detach().reshape(1)
+        share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
+        sums = torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)])
+        guarded(
+            lambda: dist.all_reduce(sums, group=group), f"averaging the evaluation loss over {self.groups.replicas}"
+        )
+        return (sums[0] / sums[1]).to(loss.dtype).to(loss.device).reshape(1)
+
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.is_flattened and tensor.dim() > 1:
+            return self._in_one_row(self._gather_rows, tensor)
+        return self._gather_rows(tensor, self.loader.samples_of_replicas())
+
+    def _gather_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.groups.is_first:
+            return without_rows(tensor)
+        if self.is_flattened and tensor.dim() > 1:
+            return self._in_one_row(self._gather_rows_to_first, tensor)
+        return self._gather_rows_to_first(tensor, self.loader.samples_of_replicas())
+
+    def _in_one_row(
+        self, gather: Callable[[torch.Tensor, list[int]], torch.Tensor], tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Gather `(1, tokens, ...)`, which Trainer may have padded to the replica with most tokens."""
+        if self.groups.replica_control is None:
+            return tensor
+        if self._token_counts is None:
+            own = torch.tensor([self._num_tokens])
+            counts = [torch.empty_like(own) for _ in self.groups.replica_ranks]
+            what = f"counting the tokens of {self.groups.replicas}"
+            guarded(lambda: dist.all_gather(counts, own, group=self.groups.replica_control), what)
+            # A batch smaller than the number of replicas is whole on each.
+            samples = self.loader.samples_of_replicas()
+            self._token_counts = [int(each) if size else 0 for each, size in zip(counts, samples, strict=True)]
+        return gather(tensor[0, : self._num_tokens], self._token_counts)[None]
+
+    def _gather_rows(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        group = self.groups.replica_group
+        if group is None:
+            return tensor[: counts[0]]
+        own = _with_rows(tensor, max(counts))
+        parts = [torch.empty_like(own) for _ in counts]
+        guarded(lambda: dist.all_gather(parts, own, group=group), f"gathering predictions over {self.groups.replicas}")
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def _gather_rows_to_first(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        groups = self.groups
+        if groups.replica_group is None:
+            return tensor[: counts[0]]
+        own, first = _with_rows(tensor, max(counts)), groups.replica_ranks[0]
+        parts = None if groups.replica else [torch.empty_like(own) for _ in counts]
+        guarded(
+            lambda: dist.gather(own, parts, dst=first, group=groups.replica_group),
+            f"gathering predictions of {groups.replicas} on rank {first}",
+        )
+        if parts is None:
+            return without_rows(tensor)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the first `rows` samples, followed by zeros where there are fewer."""
+    if tensor.shape[0] == rows:
+        return tensor.contiguous()
+    own = tensor.new_zeros((rows, *tensor.shape[1:]))
+    own[: min(rows, tensor.shape[0])] = tensor[:rows]
+    return own

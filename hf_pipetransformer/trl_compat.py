@@ -1,0 +1,249 @@
+"""Access to what TRL's trainers do not promise: metrics, reference models, and which of them a pipeline can run.
+
+What the package sets on their objects is in the list of `trainer_compat`. TRL itself is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import datasets
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, for_model, rows_per_sample
+from hf_pipetransformer.options.arguments import PipeTransformerArguments
+
+
+Metrics = dict[str, dict[str, list[float]]]
+"""Batch averages that `compute_loss` recorded, by mode ("train" or "eval") and name."""
+
+# ---- metrics ----
+
+
+def metrics(trainer: Trainer) -> Metrics | None:
+    """Return the metrics of a TRL trainer; None for a trainer that records none."""
+    found = getattr(trainer, "_metrics", None)
+    if not isinstance(found, dict) or not {"train", "eval"} <= found.keys():
+        return None
+    return found if all(getattr(each, "default_factory", None) is list for each in found.values()) else None
+
+
+_OVER_TOKENS = {"entropy": None, "mean_token_accuracy": 0, "logits/chosen": 0, "logits/rejected": 1}
+"""Metrics that are averages over label tokens, with the block of rows whose tokens count; None: those of all blocks.
+
+The others are averages over samples, or the least or largest value of a batch.
+"""
+
+
+def metric_weights(inputs: Mapping[str, Any]) -> Callable[[str], int]:
+    """Return a function from a metric's name to the number of samples or tokens of a batch that it averages over."""
+    num_samples, tokens = batch_size(inputs), _label_tokens(inputs)
+
+    def weight(name: str) -> int:
+        if name not in _OVER_TOKENS or not tokens:
+            return num_samples
+        block = _OVER_TOKENS[name]
+        return sum(tokens) if block is None else tokens[min(block, len(tokens) - 1)]
+
+    return weight
+
+
+def _label_tokens(inputs: Mapping[str, Any]) -> list[int]:
+    """Count the predicted tokens by block of rows: not the first of a sequence. Empty for a batch without labels."""
+    if "shift_labels" in inputs:
+        is_label = inputs["shift_labels"] != IGNORED_LABEL
+    elif "labels" in inputs:
+        is_label = inputs["labels"][..., 1:] != IGNORED_LABEL
+    elif "completion_mask" in inputs:
+        is_label = inputs["completion_mask"][..., 1:] != 0
+    else:
+        return []
+    counts: list[int] = is_label.reshape(rows_per_sample(inputs), -1).sum(dim=1).tolist()
+    return counts
+
+
+def num_tokens_read(trainer: Trainer) -> int | None:
+    """Return the training tokens that this rank has counted, as TRL's trainers do; None for others."""
+    return getattr(trainer, "_total_train_tokens", None)
+
+
+def count_tokens_read(trainer: Trainer, num: int) -> None:
+    """Add to the count of `num_tokens_read`."""
+    if num_tokens_read(trainer) is not None:
+        trainer._total_train_tokens += num
+
+
+@contextmanager
+def kept_token_count(trainer: Trainer) -> Iterator[None]:
+    """Restore the count of `num_tokens_read` on exit."""
+    count = num_tokens_read(trainer)
+    try:
+        yield
+    finally:
+        if count is not None:
+            trainer._total_train_tokens = count
+
+
+@contextmanager
+def local_gather(accelerator: Any) -> Iterator[None]:
+    """Make `accelerator.gather` return its argument, for code that only some ranks run."""
+    accelerator.gather = lambda value: value
+    try:
+        yield
+    finally:
+        del accelerator.gather
+
+
+# ---- the frozen reference of DPOTrainer ----
+
+_REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+
+
+def has_reference(trainer: Trainer) -> bool:
+    """Return True if the loss compares the model with a frozen reference, as DPOTrainer's does."""
+    return callable(getattr(trainer, "compute_ref_log_probs", None))
+
+
+def is_precomputed(trainer: Trainer) -> bool:
+    """Return True if the data sets hold what the reference says of them, or will, once `precompute_reference` was called."""
+    return bool(getattr(trainer, "precompute_ref_logps", False))
+
+
+def reference(trainer: Trainer, shell: nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """Return a function from a batch to the reference's entries of it; None where there is no reference to run.
+
+    On a stage it runs that stage's part of the reference, which is the model without its adapters.
+    """
+    if not has_reference(trainer) or is_precomputed(trainer):
+        return None
+    return lambda inputs: reference_entries(trainer, shell, inputs)
+
+
+@torch.no_grad()
+def reference_entries(trainer: Any, shell: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the reference's log-probabilities of a batch's texts, `(batch,)` each, as entries that the loss reads."""
+    trained = [(parameter, parameter.requires_grad) for parameter in trainer.model.parameters()]
+    try:
+        return dict(zip(_REFERENCE, trainer.compute_ref_log_probs(shell, inputs), strict=True))
+    finally:
+        # PEFT makes all adapters trainable when it switches them on again, those that the run has frozen too.
+        for parameter, was_trained in trained:
+            if parameter.requires_grad != was_trained:
+                parameter.requires_grad_(was_trained)
+
+
+def with_likely_reference(trainer: Trainer, shell: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch to check the model with, and for its loss a reference that differs a little from the model.
+
+    Without a difference many losses are the same for every sample, and what they do to a batch would not show.
+    """
+    if not has_reference(trainer):
+        return inputs
+    entries = reference_entries(trainer, shell, for_model(inputs))
+    places = torch.arange(batch_size(inputs))
+    factors = dict(zip(_REFERENCE, (5, 3), strict=True))
+    differences = {name: (places * factor % 7 - 3) / 2 for name, factor in factors.items()}
+    return {**inputs, **{name: value + differences[name].to(value) for name, value in entries.items()}}
+
+
+@contextmanager
+def reading_reference(trainer: Any, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Make the loss read the reference's log-probabilities from the batch, if they are there, and run no reference."""
+    if not has_reference(trainer) or is_precomputed(trainer) or _REFERENCE[0] not in inputs:
+        yield
+        return
+    trainer.precompute_ref_logps = True
+    try:
+        yield
+    finally:
+        trainer.precompute_ref_logps = False
+
+
+def precompute_reference(trainer: Any) -> None:
+    """Compute what the reference says of the trainer's data sets, which its constructor has left to do.
+
+    Collective: call on every rank.
+    """
+    if not is_precomputed(trainer):
+        return
+    args, size = trainer.args, trainer.args.precompute_ref_batch_size
+    train_size, eval_size = size or args.per_device_train_batch_size, size or args.per_device_eval_batch_size
+    trainer.train_dataset = trainer._precompute_ref_logps(trainer.train_dataset, "train", train_size)
+    given = trainer.eval_dataset
+    if isinstance(given, dict):
+        trainer.eval_dataset = {
+            name: trainer._precompute_ref_logps(dataset, name, eval_size) for name, dataset in given.items()
+        }
+    elif given is not None:
+        trainer.eval_dataset = trainer._precompute_ref_logps(given, "eval", eval_size)
+
+
+def with_columns(dataset: datasets.Dataset, entries: list[dict[str, torch.Tensor]]) -> datasets.Dataset:
+    """Return a data set with the entries of all its samples, given in batches, as columns in memory."""
+    for name in _REFERENCE:
+        values = torch.cat([entry[name] for entry in entries])
+        dataset = dataset.add_column(name, values.float().numpy())
+    return dataset
+
+
+# ---- which trainers a pipeline can run ----
+
+_REFUSED = {
+    "KTOTrainer": (
+        "its loss compares each sample with a mean over the whole batch, for which it runs the model a second time. "
+        "Train on pairs with DPOTrainer"
+    ),
+}
+"""TRL's trainers that a pipeline cannot run, with the reason and what to use in their place."""
+
+_LOSSES_OF_BATCHES = ("aot", "aot_unpaired")
+"""Losses of DPOTrainer that sort the samples of a batch; all others are checked by experiment."""
+
+
+def check_trainer(kind: type[Trainer], args: PipeTransformerArguments, values: Mapping[str, Any]) -> None:
+    """Refuse trainers of TRL, or uses of them, that a pipeline cannot run.
+
+    Args:
+        values: arguments of the constructor by name.
+    """
+    for each in kind.__mro__:
+        if each.__module__.partition(".")[0] != "trl":
+            continue
+        reason = _REFUSED.get(each.__name__)
+        if reason is None and any(name.startswith("_generate") for name in vars(each)):
+            reason = (
+                "it generates text with the model while it trains, which needs the whole model between two steps. "
+                "Generate the texts before the training, and train on them with SFTTrainer or DPOTrainer"
+            )
+        if reason is not None:
+            raise ValueError(
+                f"{each.__name__} does not run in a pipeline: {reason}, or leave PipeTransformerMixin out."
+            )
+    if getattr(kind, "compute_ref_log_probs", None) is not None:
+        _check_reference(kind.__name__, args, values)
+
+
+def _check_reference(name: str, args: Any, values: Mapping[str, Any]) -> None:
+    losses = [loss for loss in getattr(args, "loss_type", None) or () if loss in _LOSSES_OF_BATCHES]
+    if losses:
+        raise ValueError(
+            f"loss_type={losses[0]!r} sorts the samples of a batch, so that it is no mean over samples: micro-batches "
+            "and replicas need one. Choose another loss, such as 'sigmoid'."
+        )
+    has_adapters = values.get("peft_config") is not None or hasattr(values.get("model"), "get_base_model")
+    is_second_model = values.get("ref_model") is not None or not (has_adapters or args.precompute_ref_log_probs)
+    if is_second_model:
+        raise ValueError(
+            f"{name} would hold a second model as its reference, which a pipeline does not split. Leave ref_model "
+            "out, and train adapters (peft_config), whose reference is the model without them; or set "
+            "precompute_ref_log_probs=True, which computes what the reference says before the training."
+        )
+    if has_adapters and not args.precompute_ref_log_probs and args.schedule.abilities.overlaps_steps:
+        raise ValueError(
+            f"pipeline_schedule={args.pipeline_schedule!r} has no pause between two steps, in which the reference of "
+            f"{name} could run: set precompute_ref_log_probs=True, or pipeline_schedule='1f1b'."
+        )
