@@ -351,12 +351,6 @@ def _loss_if_taken(target: ProbeTarget, inputs: dict[str, Any]) -> float | None:
 # ---- rule that combines the losses of parts ----
 
 
-_REMEDY_OF_FLATTENED = (
-    "These samples stand in one row. If they see each other there, because the model knows no borders from "
-    "position_ids, use a collator that pads: Trainer would mix them as well."
-)
-
-
 def check_loss(target: ProbeTarget, is_split: bool) -> FoundRule:
     """Return how the losses of parts of a batch combine; `is_split` is False if the run never splits a batch."""
     model, inputs = target.model, target.inputs
@@ -384,8 +378,6 @@ def check_loss(target: ProbeTarget, is_split: bool) -> FoundRule:
             "checkpoint, or in another dtype."
         )
         return replace(found, refusal=None)
-    if found.refusal is not None and sequences_of(inputs) is not None:
-        return replace(found, refusal=f"{found.refusal} {_REMEDY_OF_FLATTENED}")
     return found
 
 

@@ -18,84 +18,16 @@ from hf_pipetransformer.data.batches import (
     batch_size,
     note_samples,
     num_rows,
-    rows_per_sample,
     take_rows,
     take_samples,
 )
-from hf_pipetransformer.data.flattened import CUMULATIVE, MARKS, find_sequences, sequences_of
+from hf_pipetransformer.data.flattened import find_sequences, sequences_of
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.data.reading import is_stream
 from hf_pipetransformer.data.rng import SharedRngState, generators_kept, random_state
 from hf_pipetransformer.data.sampler import order_of_run
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-
-
-_MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
-
-_REMEDY = (
-    "Expected one row a sample: use a collator that pads, such as DataCollatorWithPadding; or one row of all samples "
-    "with position_ids that begin again, at the same number, with each, as DataCollatorWithFlattening gives them."
-)
-
-
-def check_rows(inputs: Mapping[str, Any], num_samples: int, main_input: str | None = None) -> None:
-    """Refuse a batch that is not flattened and whose rows do not belong to one sample of the data set each.
-
-    Args:
-        num_samples: number of samples that were collated into `inputs`.
-        main_input: name of the model's main input; None tries the usual names.
-
-    Raises:
-        ValueError: the collator put several samples into one row without position_ids that tell them apart, or the
-            numbers of rows and samples differ.
-    """
-    flattened = sequences_of(inputs)
-    if flattened is not None:
-        for name in CUMULATIVE:
-            # An empty sample begins where the next one does.
-            bounds = sorted({int(bound) for bound in inputs.get(name, flattened.bounds)})
-            if bounds != list(flattened.bounds):
-                raise ValueError(
-                    f"{name} says that the sequences of a row begin at {bounds[:8]}, but its position_ids begin again "
-                    f"at {list(flattened.bounds[:8])}: let the collator give both for the same sequences."
-                )
-        return
-    marks = [name for name in MARKS if inputs.get(name) is not None]
-    if marks:
-        raise ValueError(
-            f"The collator concatenates samples: {num_samples} samples gave a batch with {', '.join(marks)}. {_REMEDY}"
-        )
-    positions, expected = inputs.get("position_ids"), num_samples * rows_per_sample(inputs)
-    if isinstance(positions, torch.Tensor) and positions.dim() == 2 and len(positions) != expected:
-        row = _first_restart(positions, inputs.get("attention_mask"))
-        if row is not None:
-            raise ValueError(
-                f"Several samples stand in row {row} of a batch: its position_ids begin again, "
-                f"{positions[row].tolist()[:32]}. {_REMEDY}"
-            )
-    for name in _MAIN_INPUTS if main_input is None else [main_input]:
-        value = inputs.get(name)
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) != expected:
-            raise ValueError(
-                f"{num_samples} samples gave a batch whose {name!r} has shape {tuple(value.shape)}, "
-                f"{len(value)} rows. Micro-batches and replicas take whole samples, of as many rows each. {_REMEDY}"
-            )
-
-
-def _first_restart(positions: torch.Tensor, attention_mask: Any) -> int | None:
-    """Return the first row whose positions, `(batch, seq)`, decrease and then increase again; None if there is none.
-
-    Padding cannot trigger this: it is masked, or repeats one position and so decreases at most once.
-    """
-    is_real = torch.ones_like(positions, dtype=torch.bool)
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.shape == positions.shape:
-        is_real = attention_mask.bool()
-    for row, (values, real) in enumerate(zip(positions, is_real, strict=True)):
-        steps = values[real].diff()
-        falls = (steps < 0).nonzero()
-        if len(falls) and bool((steps[int(falls[0]) :] > 0).any()):
-            return row
-    return None
+from hf_pipetransformer.startup.rows import check_rows
 
 
 NUM_PROBE_SAMPLES = 6

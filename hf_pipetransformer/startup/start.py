@@ -57,6 +57,7 @@ from hf_pipetransformer.startup.planner import (
     memory_conditions,
     samples_per_microbatch,
 )
+from hf_pipetransformer.startup.rows import why_mixed
 from hf_pipetransformer.startup.twin import as_twin, moved
 
 
@@ -110,7 +111,7 @@ def inspect_model(
         probe = replace(probe, placeholders=frozenset(topology.decide(lambda: sorted(probe.placeholders))))
         with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
-            loss_rule = _find_loss_rule(exact, args, inspection)
+            loss_rule = _find_loss_rule(exact, probe, args, inspection)
             pads_alike, keeps_padding = inspection.on_first_rank(
                 lambda: [
                     topology.world_size > 1 and depends_on_length(exact),
@@ -256,12 +257,14 @@ def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> Non
     check_agreement(topology, "models", facts)
 
 
-def _find_loss_rule(exact: ProbeTarget, args: PipeTransformerArguments, inspection: Inspection) -> FoundRule:
+def _find_loss_rule(
+    exact: ProbeTarget, probe: Probe, args: PipeTransformerArguments, inspection: Inspection
+) -> FoundRule:
     is_split = inspection.topology.world_size > 1 or args.num_microbatches not in (None, 1)
 
     def find() -> list[Any]:
         found = check_loss(exact, is_split)
-        return [found.rule.value, found.ignores_num_items, found.refusal]
+        return [found.rule.value, found.ignores_num_items, why_mixed(exact, probe.structure) or found.refusal]
 
     rule, ignores_num_items, refusal = inspection.on_first_rank(find)
     if refusal is not None and is_split:

@@ -39,8 +39,8 @@ from hf_pipetransformer.splitters.families import (
     find_splitter,
 )
 from hf_pipetransformer.splitters.structure import trace_structure
-from hf_pipetransformer.startup.first_samples import check_rows
 from hf_pipetransformer.startup.model import undisturbed
+from hf_pipetransformer.startup.rows import check_rows
 from tests.distributed.cases import CI_CASES, FAMILY_MODELS, LAYOUTS, PRODUCT, SLOW_CASES
 from tests.families_table import BEGIN_OF_RECORD, families_table, record_table, written_table
 from tests.models import MODELS, NUM_LAYERS, attention_implementations, build_model, collate, make_rows, probed_with
