@@ -289,8 +289,8 @@ class PipeTransformerArguments(TrainingArguments):
     activation_cache: Annotated[str, choice(CACHE_MODES, on="on", off="off")] = option(
         "auto",
         "Cache the activations of frozen layers on disk and read them back instead of computing them: `auto` if "
-        "measured times say that this is faster, `on` wherever it is possible, or `off`. Without frozen layers "
-        "nothing is stored. See docs/how_it_works.md, The activation cache.",
+        "measured times say that this is faster, `on` wherever it is possible, or `off`. Without frozen layers, and "
+        "while pipelines span nodes, nothing is stored. See docs/how_it_works.md, The activation cache.",
         choices=CACHE_MODES,
     )
     activation_cache_dir: Annotated[str | None, optional(path)] = option(

@@ -276,7 +276,7 @@ NAMED = {
     "undivided_optimizer": "LBFGS",
     "foreign_optimizer": "optimizer trains 1 parameters that are not the model's, which no stage would own",
     "loss_across_samples": "loss",
-    "no_divisor": "pipeline_parallel_size=3 does not divide the 2 processes of this node",
+    "no_divisor": "pipeline_parallel_size=3 does not divide the 2 processes of a node",
     "no_stages": "pipeline_parallel_size",
     "stages_in_words": "pipeline_parallel_size.*two",
     "no_microbatches": "pipeline_parallel_num_microbatches",

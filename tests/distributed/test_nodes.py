@@ -29,7 +29,7 @@ def test_two_nodes_train_as_one_process(tmp_path: Path):
     options = {"listed": str(references), "kinds": REFERENCES}
     alone = start(transition_worker.run_all, tmp_path, options=options, timeout=100)
     ours = read_outcome(tmp_path, NODES, WORLD_SIZE, there.output)
-    # A pipeline never spans nodes, so it begins with a node's two stages.
+    # It begins with a node's two stages.
     lengths = [entry["places"][0] for entry in ours.ranks[0]["steps"]]
     assert lengths[0] == 2 and lengths[-1] == 1
     assert all([entry["layout"] for entry in rank["steps"]] == layouts_of(ours) for rank in ours.ranks)
