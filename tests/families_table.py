@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from hf_pipetransformer.splitters.families import find_splitter
@@ -25,6 +26,7 @@ RECORD = REPOSITORY / "benchmarks" / "families.json"
 BEGIN = "<!-- Made by `python -m tests.families_table`. -->\n"
 BEGIN_OF_RECORD = "<!-- Made by `python -m tests.families_table` from benchmarks/families.json. -->\n"
 END = "<!-- End of the table. -->\n"
+LINE = 119
 
 _TASKS = {
     "sequence": "sequence classification",
@@ -96,7 +98,7 @@ def record_table() -> str:
         lines.append(f"| {task} | " + " | ".join(str(counts[outcome]) for outcome in columns) + " |")
     whole = sorted(name for name, found in by_type.items() if "equal" in found and "refused" not in found)
     partly = sorted(name for name, found in by_type.items() if {"equal", "refused"} <= found)
-    lines += ["", f"All classes are split of {', '.join(whole)}; some of {', '.join(partly)}."]
+    lines += ["", *wrap(f"All classes are split of {', '.join(whole)}; some of {', '.join(partly)}.", LINE)]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -114,7 +114,7 @@ WARNED = [
     ({"average_tokens_across_devices": False}, "losses are always averaged over the items"),
     ({"accelerator_config": {"even_batches": False}}, "no sample is ever repeated or dropped"),
     ({"pipeline_parallel_size": 1, "pipeline_checkpoint": "always"}, "recomputes a whole stage"),
-    ({"ddp_bucket_cap_mb": 5, "ddp_static_graph": True}, "ddp_bucket_cap_mb=5, ddp_static_graph=True has no effect"),
+    ({"ddp_bucket_cap_mb": 5, "ddp_static_graph": True}, "ddp_static_graph=True: options of DistributedDataParallel do nothing"),
 ]
 
 
@@ -132,7 +132,7 @@ def test_a_communication_hook_that_nothing_would_call() -> None:
     check("no")
     check("fp16", num_processes=1)
     check_communication_hook(SimpleNamespace(ddp_handler=None, num_processes=2))
-    with pytest.raises(ValueError, match="comm_hook='fp16'.: replicas of a stage add their gradients without"):
+    with pytest.raises(ValueError, match="comm_hook='fp16'.*and the hook would not be called"):
         check("fp16")
 
 
