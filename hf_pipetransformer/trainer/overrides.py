@@ -231,7 +231,7 @@ class EvaluationOverrides(_Trainer):
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Return a data set of DPOTrainer with what the reference says of it, computed on the stages.
 
-        Collective: call on every rank. In TRL's constructor nothing is computed yet, see `trl_compat.precompute_reference`.
+        Collective: call on every rank. TRL's constructor computes nothing, see `trl_compat.precompute_reference`.
         """
         run = vars(self).get("pipeline_run")
         if run is None and self.args.places_model:
