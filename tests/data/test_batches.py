@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import datasets
@@ -19,6 +20,7 @@ from hf_pipetransformer.data.batches import (
     batch_size,
     count_items,
     for_model,
+    join_blocks,
     join_outputs,
     note_samples,
     rows_per_sample,
@@ -78,8 +80,9 @@ def test_parts_of_a_batch_hold_all_rows_of_their_samples(size: int, num_parts: i
         assert all(torch.equal(block, part["margin"]) for block in samples)
         assert part["names"] == part["margin"].tolist()
         assert batch_size(part) == len(part["margin"])
+    join = partial(join_blocks, sizes=list(map(batch_size, parts)), rows=rows)
     for name in ("input_ids", "margin"):
-        joined = join_outputs([part[name] for part in parts], [1.0] * len(parts), list(map(batch_size, parts)), rows)
+        joined = join_outputs([part[name] for part in parts], [1.0] * len(parts), join)
         assert torch.equal(joined, whole[name])
     last = take_rows(whole, torch.tensor([size - 1, size - 1]))
     assert (last["input_ids"] % size).flatten().tolist() == [size - 1] * 2 * rows
