@@ -13,7 +13,12 @@ from tests.preferences import assert_logged_alike
 
 
 TOLERANCE = 1e-5
-LAYOUTS = {(2, 1): tuple(ON_EVERY_CHANGE), (2, 2): tuple(CASES), (4, 1): tuple(CASES)}
+LAYOUTS = {
+    (2, 1): tuple(ON_EVERY_CHANGE),
+    (1, 2): ("reward", "precomputed", "reward-frozen", "adapters-frozen"),
+    (2, 2): tuple(CASES),
+    (4, 1): tuple(CASES),
+}
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
