@@ -109,7 +109,7 @@ def has_reference(trainer: Trainer) -> bool:
 
 
 def is_precomputed(trainer: Trainer) -> bool:
-    """Return True if the data sets hold what the reference says of them, at the latest after `precompute_reference`."""
+    """Return True if the data sets hold what the reference says of them, or will after `precompute_reference`."""
     return bool(getattr(trainer, "precompute_ref_logps", False))
 
 

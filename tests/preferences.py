@@ -85,7 +85,7 @@ def make_preference_trainer(kind: type, folder: Path, model: Any = "gpt2", **opt
 
 BETA, LOGIT = 0.1, 0.1
 """DPO's default, and the size of a logit of the tiny models."""
-_OF_THE_MACHINE = ("runtime", "per_second", "flos", "memory_gb", "bubble_share")
+_OF_THE_MACHINE = ("runtime", "per_second", "flos", "memory_gb", "bubble_share", "preparation_time")
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:

@@ -166,7 +166,7 @@ def test_activations_that_are_not_one_a_token() -> None:
 
     activation = SimpleNamespace(hidden_shape=(5, 4), input_shape=(8,), changes_length=True)
     inputs = SimpleNamespace(
-        start_up=SimpleNamespace(probe=SimpleNamespace(activation=activation)),
+        start_up=SimpleNamespace(probe=SimpleNamespace(activation=activation), samples={}),
         args=SimpleNamespace(
             pipeline_schedule="1f1b", schedule=SimpleNamespace(abilities=SimpleNamespace(cuts_tokens=False))
         ),
