@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_pipetransformer.data.batches import IGNORED_LABEL, labels_by_row, rows_per_sample
-from hf_pipetransformer.data.flattened import CUMULATIVE, MARKS, first_tokens, sequences_of, take_sequences
+from hf_pipetransformer.data.flattened import CUMULATIVE, MARKS, Sequences, first_tokens, sequences_of, take_sequences
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
 
@@ -29,19 +29,12 @@ def check_rows(inputs: Mapping[str, Any], num_samples: int, main_input: str | No
         main_input: name of the model's main input; None tries the usual names.
 
     Raises:
-        ValueError: the collator put several samples into one row without position_ids that tell them apart, or the
-            numbers of rows and samples differ.
+        ValueError: the collator put several samples into one row without position_ids that tell them apart or
+            without labels of tokens, or the numbers of rows and samples differ.
     """
     flattened = sequences_of(inputs)
     if flattened is not None:
-        for name in CUMULATIVE:
-            # An empty sample begins where the next one does.
-            bounds = sorted({int(bound) for bound in inputs.get(name, flattened.bounds)})
-            if bounds != list(flattened.bounds):
-                raise ValueError(
-                    f"{name} says that the sequences of a row begin at {bounds[:8]}, but its position_ids begin again "
-                    f"at {list(flattened.bounds[:8])}: let the collator give both for the same sequences."
-                )
+        _check_flattened(inputs, flattened)
         return
     marks = [name for name in MARKS if inputs.get(name) is not None]
     if marks:
@@ -63,6 +56,23 @@ def check_rows(inputs: Mapping[str, Any], num_samples: int, main_input: str | No
                 f"{num_samples} samples gave a batch whose {name!r} has shape {tuple(value.shape)}, "
                 f"{len(value)} rows. Micro-batches and replicas take whole samples, of as many rows each. {_REMEDY}"
             )
+
+
+def _check_flattened(inputs: Mapping[str, Any], flattened: Sequences) -> None:
+    for name in CUMULATIVE:
+        # An empty sample begins where the next one does.
+        bounds = sorted({int(bound) for bound in inputs.get(name, flattened.bounds)})
+        if bounds != list(flattened.bounds):
+            raise ValueError(
+                f"{name} says that the sequences of a row begin at {bounds[:8]}, but its position_ids begin again "
+                f"at {list(flattened.bounds[:8])}: let the collator give both for the same sequences."
+            )
+    labels, shape = inputs.get("labels"), (1, flattened.bounds[-1])
+    if isinstance(labels, torch.Tensor) and labels.shape != shape:
+        raise ValueError(
+            f"A row of several samples has labels of shape {tuple(labels.shape)}: expected {shape}, a label for each "
+            "token, for otherwise the row cannot be cut. Use a collator that pads, such as DataCollatorWithPadding."
+        )
 
 
 def _first_restart(positions: torch.Tensor, attention_mask: Any) -> int | None:

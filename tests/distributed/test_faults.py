@@ -271,7 +271,7 @@ NAMED = {
     "stream_without_beginning": "OnlyOnce can be iterated once only",
     "compiled_graphs": "torch_compile_mode='reduce-overhead'",
     "compiled_split_backward": "pipeline_schedule='zb_h1'",
-    "packed_samples": "lets the samples of a row see each other",
+    "packed_samples": "has labels of shape .*a label for each token",
     "empty_dataset": "empty|at least one sample|num_samples",
     "undivided_optimizer": "LBFGS",
     "foreign_optimizer": "optimizer trains 1 parameters that are not the model's, which no stage would own",

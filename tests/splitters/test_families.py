@@ -307,9 +307,15 @@ def test_two_accounts_of_where_sequences_begin_are_refused():
         check_rows(find_sequences(batch, 3), 3)
 
 
+def test_flattened_samples_with_one_label_are_refused():
+    batch = DataCollatorWithFlattening()(TEXTS) | {"labels": torch.tensor([1])}
+    with pytest.raises(ValueError, match=r"shape \(1,\): expected \(1, 8\), a label for each token"):
+        check_rows(find_sequences(batch, 3), 3)
+
+
 def test_rows_of_several_samples_each_are_refused():
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
-    with pytest.raises(ValueError, match=r"row 0 .* position_ids begin again, \[0, 1, 2, 0, 1\]"):
+    with pytest.raises(ValueError, match=r"Several samples stand in row 0 .* begin again, \[0, 1, 2, 0, 1\]"):
         check_rows({"input_ids": torch.ones(2, 5).long(), "position_ids": positions}, 4)
 
 

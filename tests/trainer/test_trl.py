@@ -42,6 +42,25 @@ def test_metrics_are_of_whole_batches_and_of_steps_alone(tmp_path: Path) -> None
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_one_packed_row_is_cut_between_its_texts(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "model": "llama", "packing": True, "max_length": 96, "per_device_train_batch_size": 1, "max_steps": 4,
+        "logging_steps": 2, "eval_steps": 2,
+    }  # fmt: skip
+    plain = make_sft_trainer(SFTTrainer, tmp_path / "plain", **options)
+    ours = make_sft_trainer(SFTPipelineTrainer, tmp_path / "ours", **options | PIPELINE)
+    lengths: list[int] = []
+    ours.model.register_forward_pre_hook(
+        lambda _model, _args, named: lengths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    plain.train()
+    ours.train()
+    for found, expected in zip(logged(ours), logged(plain), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    num_evaluated = -(-len(ours.eval_dataset) // 8)
+    assert sum(lengths[-num_evaluated - 4 : -num_evaluated]) <= 96
+
+
 def test_texts_are_evaluated_before_a_training(tmp_path: Path) -> None:
     plain = make_sft_trainer(SFTTrainer, tmp_path / "plain")
     ours = make_sft_trainer(SFTPipelineTrainer, tmp_path / "ours", **PIPELINE)
