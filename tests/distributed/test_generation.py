@@ -9,7 +9,13 @@ import pytest
 
 from tests.decoders import DECODERS
 from tests.distributed import generation_worker
-from tests.distributed.generation_worker import NUM_NEW, OTHER_WAYS
+from tests.distributed.generation_worker import (
+    GENERATING,
+    NUM_NEW,
+    OTHER_WAYS,
+    GeneratingArguments,
+    GeneratingTrainer,
+)
 from tests.distributed.scenarios import run
 
 
@@ -102,6 +108,12 @@ def check_evaluated(ranks: list[dict[str, Any]], plain: dict[str, Any]) -> None:
 def test_evaluation_with_generation_follows_seq2seq_trainer(on_two: list[Any], plain: dict[str, Any]) -> None:
     assert plain["rows"][0] != plain["rows"][1]
     check_evaluated([rank["evaluated"] for rank in on_two], plain)
+
+
+def test_one_process_generates_as_trainer_does(plain: dict[str, Any], tmp_path: Path) -> None:
+    options = {"pipeline_parallel_num_microbatches": 2, "freeze_policy": "none"}
+    args = generation_worker.arguments(tmp_path, 1, GeneratingArguments, **GENERATING, **options)
+    check_evaluated([generation_worker.evaluate_generating(GeneratingTrainer, args)], plain)
 
 
 # What takes other launches.
