@@ -253,8 +253,9 @@ def test_a_pipeline_over_two_nodes_trains_as_trainer_and_stores_once_it_fits_one
 
 
 @pytest.mark.slow
-def test_two_nodes_of_four_train_as_trainer_for_every_length(tmp_path: Path) -> None:
-    act_on(tmp_path, 8, 4, "every_length", timeout=280, strict_nccl=True)
+@pytest.mark.parametrize("ranks_a_node", [4, 2])
+def test_nodes_train_as_trainer_for_every_length(tmp_path: Path, ranks_a_node: int) -> None:
+    act_on(tmp_path, 8, ranks_a_node, "every_length", timeout=280, strict_nccl=True)
     train_plainly(tmp_path)
     outcome = outcome_of(tmp_path, "every_length", 8)
     for run in outcome.ranks[0]:
@@ -262,7 +263,12 @@ def test_two_nodes_of_four_train_as_trainer_for_every_length(tmp_path: Path) -> 
             assert_trains_as_trainer(outcome, run)
     assert len(outcome.of("async_1f1b-8", "losses")) == EPOCHS * STEPS_PER_EPOCH
     sent = [rank["1f1b-8"]["sent"] for rank in outcome.ranks]
-    assert [set(map(tuple, peers)) for peers in sent] == [{(1, 2, 3, 4)}, *[set()] * 3, {(5, 6, 7)}, *[set()] * 3]
+    firsts = range(0, 8, ranks_a_node)
+    expected = {rank: tuple(range(rank + 1, rank + ranks_a_node)) for rank in firsts}
+    expected[0] += tuple(firsts)[1:]
+    assert [set(map(tuple, peers)) for peers in sent] == [
+        {expected[rank]} if rank in firsts else set() for rank in range(8)
+    ]
 
 
 @pytest.mark.slow
