@@ -22,7 +22,6 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters": {"model": "gpt2", "peft_config": lora("gpt2")},
     "qlora": {"model": "llama-nf4", "peft_config": lora("llama-nf4")},
     "qlora-qwen2": {"model": "qwen2-float32", "peft_config": lora("qwen2-float32")},
-    "lora-int8": {"model": "llama-int8", "peft_config": lora("llama-int8")},
 }
 
 
