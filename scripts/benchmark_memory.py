@@ -12,8 +12,8 @@ had before it loaded the model, minus the stage's own weights (unless they are s
 optimizer state, in multiples of the bfloat16 model. A tiny model goes through the same run first, so that what
 libraries allocate once is in neither.
 
-`--lora` trains adapters instead, over a base in bfloat16, one that every process quantizes to 4 bits while it loads it,
-and one that was quantized once and saved so; these three take the place of sides.
+`--lora` trains adapters instead, over a base in bfloat16, one that every process quantizes to 4 bits while it loads
+it, and one that was quantized once and saved so; these three take the place of sides.
 
 `--checkout` measures the package of another checkout; only its public interface is used. Results of other sides,
 models and numbers of stages stay in the file. `--picture` draws the sides of the file beside each other.

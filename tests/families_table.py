@@ -82,17 +82,12 @@ def record_table() -> str:
         outcome = record["classes"].get(subject.name, {}).get("outcome", "skipped")
         by_task.setdefault(subject.task, Counter())[outcome] += 1
         by_type.setdefault(subject.model_type, set()).add(outcome)
-    columns = {
-        "equal": "equal to `Trainer`",
-        "refused": "left to `Trainer`",
-        "skipped": "not trained by `Trainer` alone",
-    }
+    columns = {"equal": "equal to `Trainer`", "refused": "left to `Trainer`", "skipped": "`Trainer` alone cannot"}
     columns |= {outcome: outcome for outcome in record["counts"] if outcome not in columns}
     rows = [(task, counts) for task, counts in sorted(by_task.items())]
     rows.append(("all", sum(by_task.values(), Counter())))
-    lines = [
-        f"| classes for (transformers {record['versions']['transformers']}) | " + " | ".join(columns.values()) + " |"
-    ]
+    release = record["versions"]["transformers"]
+    lines = [f"| classes for (transformers {release}) | " + " | ".join(columns.values()) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")
     for task, counts in rows:
         lines.append(f"| {task} | " + " | ".join(str(counts[outcome]) for outcome in columns) + " |")

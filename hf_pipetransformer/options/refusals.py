@@ -167,8 +167,8 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
         (
             any(value is not None for value in _of_ddp(args).values()),
             f"{', '.join(f'{name}={value}' for name, value in _of_ddp(args).items() if value is not None)}: "
-            "options of DistributedDataParallel do nothing here, where replicas of a stage add their gradients without "
-            "it.",
+            "options of DistributedDataParallel do nothing here, where replicas of a stage add their gradients "
+            "without it.",
         ),
         (
             args.fp16 and args.device.type == "cpu",

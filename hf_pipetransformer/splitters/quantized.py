@@ -1,8 +1,8 @@
 """Base weights in the 4 or 8 bits of bitsandbytes, under adapters.
 
-These are QLoRA (Dettmers et al., 2023, section 3) and LLM.int8() (Dettmers et al., 2022). Such a parameter holds bytes,
-and refers to the tensors that scale them. Stages release and move the bytes like any weights; the scales, at most an
-eighth as large, stay on every rank, those of other stages on the host.
+These are QLoRA (Dettmers et al., 2023, section 3) and LLM.int8() (Dettmers et al., 2022). Such a parameter holds
+bytes, and refers to the tensors that scale them. Stages release and move the bytes like any weights; the scales, at
+most an eighth as large, stay on every rank, those of other stages on the host.
 """
 
 from __future__ import annotations

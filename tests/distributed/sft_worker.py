@@ -24,7 +24,6 @@ CASES: dict[str, dict[str, Any]] = {
     "padding-free": {"model": "qwen2", "padding_free": True, "max_length": None, "gradient_accumulation_steps": 2},
     "qlora": {"model": "llama-nf4", "peft_config": lora("llama-nf4")},
     "qlora-qwen2": {"model": "qwen2-float32", "peft_config": lora("qwen2-float32")},
-    "lora-int8": {"model": "llama-int8", "peft_config": lora("llama-int8")},
 }
 
 

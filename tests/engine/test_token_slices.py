@@ -238,14 +238,14 @@ def peak_of(num_layers: int, cuts: list[int], recompute: str) -> int:
     slices = [
         MicroBatch(
             index,
-            {"input_ids": tokens[:, start:stop], "labels": tokens[:, start:stop], "shift_labels": tokens[:, start:stop]},
+            dict.fromkeys(("input_ids", "labels", "shift_labels"), tokens[:, start:stop]),
             1 / (len(cuts) - 1),
             (),
             lambda given: model(**given).loss,
             place=Place(0, start, stop, cuts[-1]),
         )
         for index, (start, stop) in enumerate(pairwise(cuts))
-    ]  # fmt: skip
+    ]
     with _Peak() as peak:
         program.begin(row)
         for action in row:

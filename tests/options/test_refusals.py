@@ -114,7 +114,8 @@ WARNED = [
     ({"average_tokens_across_devices": False}, "losses are always averaged over the items"),
     ({"accelerator_config": {"even_batches": False}}, "no sample is ever repeated or dropped"),
     ({"pipeline_parallel_size": 1, "pipeline_checkpoint": "always"}, "recomputes a whole stage"),
-    ({"ddp_bucket_cap_mb": 5, "ddp_static_graph": True}, "ddp_static_graph=True: options of DistributedDataParallel do nothing"),
+    ({"ddp_bucket_cap_mb": 5, "ddp_static_graph": True}, "=5, ddp_static_graph=True: options of Distrib"),
+    ({"ddp_broadcast_buffers": True}, "options of DistributedDataParallel do nothing"),
 ]
 
 

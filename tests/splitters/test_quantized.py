@@ -1,4 +1,4 @@
-"""Base weights in 4 and 8 bits: released, filled and moved as what they are; other bytes or scales are other weights."""
+"""Base weights in 4 and 8 bits: released, filled, moved as what they are; other bytes or scales are other weights."""
 
 from __future__ import annotations
 
