@@ -127,7 +127,7 @@ def prepare_quantized(model: nn.Module) -> None:
 
 def is_in_8_bits(module: nn.Module) -> bool:
     """Return True for a linear layer of LLM.int8() whose weight is held in 8 bits."""
-    state = vars(module).get("state")
+    state: Any = vars(module).get("state")
     return type(state).__name__ == "MatmulLtState" and not state.has_fp16_weights
 
 
@@ -141,7 +141,7 @@ def _prepare_8_bits(module: Any) -> None:
 
 
 def _multiply_8_bits(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    from bitsandbytes import MatmulLtState, matmul
+    from bitsandbytes import MatmulLtState, matmul  # type: ignore[attr-defined]
 
     weight, bias = module.weight, module.bias
     state = MatmulLtState(CB=weight.data, SCB=weight.SCB)
