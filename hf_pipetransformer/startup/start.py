@@ -263,8 +263,8 @@ def _find_loss_rule(
     is_split = inspection.topology.world_size > 1 or args.num_microbatches not in (None, 1)
 
     def find() -> list[Any]:
-        found = check_loss(exact, is_split)
-        return [found.rule.value, found.ignores_num_items, why_mixed(exact, probe.structure) or found.refusal]
+        found, mixed = check_loss(exact, is_split), why_mixed(exact, probe.structure) if is_split else None
+        return [found.rule.value, found.ignores_num_items, mixed or found.refusal]
 
     rule, ignores_num_items, refusal = inspection.on_first_rank(find)
     if refusal is not None and is_split:
