@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -175,8 +176,8 @@ class Starter:
         may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.MUST
         self._may_do_without = may_do_without and not options.args.plan_only
         self._overrode_loss_kwargs = False
-        self._saw_prompts_only = False
-        """True if the model was inspected without samples of a data set, so that its loss is not known."""
+        self._knows_loss = True
+        """False if the model was inspected with samples without labels, of a data set to predict or of prompts."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -202,12 +203,26 @@ class Starter:
 
         `request` is what `inspect` takes. False without one to start for, or if the run is left to Trainer.
         """
-        if self._is_of_this_model and not (self._saw_prompts_only and isinstance(request, Request)):
+        if self._is_of_this_model and (self._knows_loss or not self._has_labels(request)):
             return True
         report = None if request is None else self.inspect_or_leave(request, is_training=False)
         if report is not None:
             self.start(report, report.start_up.plans.layout(self.context.args.train_samples_per_device))
         return report is not None
+
+    def _has_labels(self, request: Request | Any | None) -> bool:
+        """Return True if a request's data set has labels. Collective: call on every rank."""
+        trainer = self.context.trainer
+        if not isinstance(request, Request):
+            return False
+        batches = first_batches(trainer, request)
+
+        def names_in_first() -> list[str]:
+            with closing(batches.collated()) as collated:
+                first, _ = next(collated, ({}, 0))
+            return [name for name, value in first.items() if value is not None]
+
+        return set(trainer.label_names) <= {*self.context.topology.decide(names_in_first)}
 
     def inspect_or_leave(self, given: Request | Any, is_training: bool) -> ModelReport | None:
         """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over."""
@@ -236,7 +251,6 @@ class Starter:
         if topology.rank == 0:
             size = sum(map(num_weights, trainer.model.parameters()))
             announce(f"Inspecting the model ({type(trainer.model).__name__}, {size / 1e6:,.3g} million parameters)...")
-        self._saw_prompts_only = not is_training and not isinstance(given, Request)
         what = "Training" if is_training else "Evaluation"
         if isinstance(given, Request):
             if given.dataset is None:
@@ -261,6 +275,7 @@ class Starter:
         # TRL's trainers compute their loss in evaluations too, also of batches that have no labels.
         needs_loss = is_training or trl_compat.metrics(trainer) is not None
         needs_loss = needs_loss or all(samples.get(name) is not None for name in trainer.label_names)
+        self._knows_loss = needs_loss
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
         complete = partial(trl_compat.with_likely_reference, trainer, shell)
         start_up = inspect_model(

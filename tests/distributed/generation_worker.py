@@ -148,6 +148,19 @@ def refused(trainer: Any) -> dict[str, str]:
     return texts
 
 
+def collate_some(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows that may have no labels."""
+    batch = collate_tokens([{"labels": [], **row} for row in rows])
+    return batch if "labels" in rows[0] else {name: value for name, value in batch.items() if name != "labels"}
+
+
+def evaluate_later(trainer: Any) -> float:
+    """The loss of labeled data, after prompts and data without labels."""
+    trainer.predict([{"input_ids": row["input_ids"]} for row in make_rows(4)])
+    loss: float = trainer.evaluate(make_rows(12))["eval_loss"]
+    return loss
+
+
 class Differs(LogitsProcessor):
     """Prefers another token on each rank."""
 
@@ -288,10 +301,12 @@ def evaluate_plainly(folder: Path) -> dict[str, Any]:
 @scenario
 def all_on_two(folder: Path, names: list[str]) -> dict[str, Any]:
     """Everything of one launch on two stages."""
+    trainer = PipeTransformerTrainer(make_model("llama"), arguments(folder / "later", 2), data_collator=collate_some)
     return {
         "generated": generate_all(folder, names, 2),
         "training": train_and_generate(folder / "training", 2, {"elastic": False}),
         "evaluated": evaluate(folder / "evaluated", 2, {}),
         "beams": evaluate_with_beams(folder / "beams"),
-        "disagree": disagree(PipeTransformerTrainer(make_model("llama"), arguments(folder / "disagree", 2))),
+        "later": evaluate_later(trainer),
+        "disagree": disagree(trainer),
     }

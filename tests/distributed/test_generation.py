@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Trainer, TrainingArguments
 
 from tests.decoders import DECODERS
 from tests.distributed import generation_worker
@@ -108,6 +109,13 @@ def check_evaluated(ranks: list[dict[str, Any]], plain: dict[str, Any]) -> None:
 def test_evaluation_with_generation_follows_seq2seq_trainer(on_two: list[Any], plain: dict[str, Any]) -> None:
     assert plain["rows"][0] != plain["rows"][1]
     check_evaluated([rank["evaluated"] for rank in on_two], plain)
+
+
+def test_a_loss_is_known_after_data_without_labels(on_two: list[Any], tmp_path: Path) -> None:
+    args = TrainingArguments(**generation_worker.common(tmp_path))
+    plain = Trainer(generation_worker.make_model("llama"), args, data_collator=generation_worker.collate_some)
+    expected = generation_worker.evaluate_later(plain)
+    assert [rank["later"] for rank in on_two] == pytest.approx([expected] * 2, rel=1e-5)
 
 
 def test_one_process_generates_as_trainer_does(plain: dict[str, Any], tmp_path: Path) -> None:
