@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, groupby, product
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,8 @@ class PipelineGroups:
         return self.pipeline_ranks[self.last_position]
 
 
-class TransferTimes(NamedTuple):
+@dataclass(frozen=True)
+class TransferTimes:
     """Measured seconds of a message between neighbors on a node, and per byte that a rank sends in a ring all-reduce.
 
     A message to another node takes `node_hop` and `node_hop_per_byte`; zeros where no pipeline spans nodes.
@@ -279,7 +280,8 @@ class Topology:
         between = self.local_world_size - 1, self.local_world_size
         # The sizes of messages between nodes decide where a pipeline is cut, so their two parts are told apart.
         least, whole = (min(self.time_transfers(size, 4, between)[0]) for size in (4, message_bytes))
-        return found._replace(node_hop=least, node_hop_per_byte=max(0.0, whole - least) / max(1, message_bytes))
+        per_byte = max(0.0, whole - least) / max(1, message_bytes)
+        return replace(found, node_hop=least, node_hop_per_byte=per_byte)
 
     def ring_bytes(self, reduced_bytes: int) -> float:
         """Return the bytes that a rank sends in a ring all-reduce of a tensor: 2 (W - 1) / W of it over W ranks."""
