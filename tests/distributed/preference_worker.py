@@ -38,6 +38,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "one-part": {**ADAPTERS, M: "1"},
     "four-parts": {**ADAPTERS, M: "4", "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5]},
     "recomputed": {**ADAPTERS, M: "2", "pipeline_checkpoint": "always", "ld_alpha": 0.5},
+    "by-layers": {**DPO, "peft_config": "llama", M: "2", "gradient_checkpointing": True},
+    "adapters-precomputed": {**DPO, "peft_config": "llama", M: "3", "precompute_ref_log_probs": True},
     "adapters-frozen": {**ADAPTERS, M: "2", "freeze_policy": "fixed", "freeze_at": "6:1,11:2", "elastic": False},
     "trained-before": TRAINED_BEFORE,
     "trained-before-frozen": {**TRAINED_BEFORE, "freeze_policy": "fixed", "freeze_at": "6:1,11:2"},
