@@ -126,6 +126,6 @@ def why_mixed(target: ProbeTarget, structure: Structure) -> str | None:
         return None
     return (
         f"{type(target.model).__name__} lets the samples of a row see each other: it does not read from position_ids "
-        "where they begin, with which Trainer would mix them as well. Use a collator that pads, such as "
-        "DataCollatorWithPadding."
+        "where they begin (no model does with use_cache=True), and Trainer would mix them as well. Use a collator "
+        "that pads, such as DataCollatorWithPadding."
     )

@@ -40,6 +40,7 @@ FROM_FUNCTIONS = {
     "splitters/adapters.py": ("why_unsplittable",),
     "splitters/quantized.py": ("why_not_moved",),
     "startup/check.py": ("why_unsliceable",),
+    "startup/rows.py": ("why_mixed",),
 }
 """Functions that return messages, which others raise: their sentences, and all texts that they return."""
 
