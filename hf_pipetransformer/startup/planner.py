@@ -336,7 +336,8 @@ class RunPlanner:
         overheads = self.costs.overheads
         if not overheads.spans_nodes(layout.pipeline_size):
             return ""
-        far = overheads.slowest_hop(layout, self.costs.blocks, samples)
+        hops = overheads.hops(layout, self.costs.blocks, samples / layout.num_microbatches)
+        far = max(hop for n, hop in enumerate(hops) if layout.places.leaves_node(n, overheads.node_size))
         return (
             f" Each pipeline spans {layout.pipeline_size // overheads.node_size} nodes: a message takes up to "
             f"{far * 1e3:.3g} ms between them, {overheads.hop * 1e3:.3g} ms inside one."

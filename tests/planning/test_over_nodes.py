@@ -217,7 +217,7 @@ def test_the_first_layout_takes_a_second_node_only_if_one_is_too_small(tmp_path:
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True, per_device_train_batch_size=2)
     structure = SimpleNamespace(num_layers=12, cut_positions=lambda: range(27))
     probe = SimpleNamespace(structure=structure, block_flops=())
-    costs = MeasuredCosts(narrow(15), Overheads(node_size=2, node_hop_per_byte=1.0), 1)
+    costs = MeasuredCosts(narrow(15), Overheads(hop=3.0, node_size=2, node_hop_per_byte=1.0), 1)
     found = {}
     for device_bytes in (1e9, 1500.0, 1000.0):
         planner = RunPlanner(args, TwoNodes(), probe, costs, device_bytes, 0, has_dropout=False, unfit=0)  # type: ignore[arg-type]
@@ -226,8 +226,8 @@ def test_the_first_layout_takes_a_second_node_only_if_one_is_too_small(tmp_path:
         text = planner.describe(layout, 2, "none", freezes=True)["expectation"]
         for words in (
             "Activation cache: off while pipelines span nodes.",
-            # 100 bytes a sample at a byte a second.
-            "Each pipeline spans 2 nodes: a message takes up to",
+            # Two samples of a byte, at a byte a second.
+            "Each pipeline spans 2 nodes: a message takes up to 2e+03 ms between them, 3e+03 ms inside one.",
         ):
             assert (words in text) == (layout.pipeline_size == 4)
     assert set(found) >= {1, 4}
