@@ -190,8 +190,8 @@ def main() -> None:
             plain = ", ".join(["Trainer", *name.split(", ")[1:2]])
             plain = plain if plain in RUNS else "Trainer"
             results[name]["largest difference to Trainer"] = beside(results[name], results[plain])
-            if "LoRA" in name:
-                folders = [options.output.with_name(f"causal {each}") for each in (name, plain)]
+            folders = [options.output.with_name(f"causal {each}") for each in (name, plain)]
+            if all((folder / "adapter_model.safetensors").exists() for folder in folders):
                 results[name]["difference of the adapters"] = adapters_beside(*folders)
         print(f"{name}: {json.dumps(results[name])}", flush=True)
     options.output.write_text(json.dumps(results, indent=2) + "\n")
