@@ -45,6 +45,8 @@ of other libraries is here:
   context that forbids autocast.
 - `Linear4bit.support_avx512bf16_for_cpu` of bitsandbytes (`prepare_quantized` of `splitters/quantized.py`): in
   inference some CPUs pack the bytes in another way, and other ranks may not. Way out: packing a copy.
+- `forward`, `state` and `weight.CB` of `Linear8bitLt` of bitsandbytes (the same function): its state refers to the
+  bytes of the weight, and would keep them when a stage releases them. Way out: a layer that reads its weight.
 - `forward` of a model's modules (`splitters/view.py`): run a part of the model as its own forward. Way out: none:
   removed after every run.
 - `generate` of a causal language model while its stages are installed, and inside of it the model's `forward`

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -141,13 +142,12 @@ def _prepare_8_bits(module: Any) -> None:
 
 
 def _multiply_8_bits(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    from bitsandbytes import MatmulLtState, matmul  # type: ignore[attr-defined]
-
+    library: Any = import_module("bitsandbytes")  # Optional, and needed for such layers alone.
     weight, bias = module.weight, module.bias
-    state = MatmulLtState(CB=weight.data, SCB=weight.SCB)
+    state = library.MatmulLtState(CB=weight.data, SCB=weight.SCB)
     state.has_fp16_weights, state.threshold, state.is_training = False, module.state.threshold, module.training
     bias = None if bias is None else bias.to(hidden.dtype)
-    product: torch.Tensor = matmul(hidden, weight, bias=bias, state=state)
+    product: torch.Tensor = library.matmul(hidden, weight, bias=bias, state=state)
     return product
 
 
