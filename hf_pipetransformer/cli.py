@@ -151,11 +151,12 @@ def _plan_model(options: argparse.Namespace) -> bool:
             f"{' '.join(alone)}: these draw equal stages without a model. With a model, give the options of the run, "
             "such as --pipeline_schedule, --pipeline_parallel_size and --pipeline_parallel_num_microbatches."
         )
+    given = ["--output_dir", "planned", "--use_cpu", "--report_to", "none", *options.of_run]
+    (args,) = HfArgumentParser([PipeTransformerArguments]).parse_args_into_dataclasses(given)
+    # After the options of the run, which an option of the plan with a wrong name is taken for.
     missing = [f"--{name}" for name in ("processes", "device_memory") if getattr(options, name) is None]
     if missing:
         raise ValueError(f"The plan of a model needs {' and '.join(missing)}.")
-    given = ["--output_dir", "planned", "--use_cpu", "--report_to", "none", *options.of_run]
-    (args,) = HfArgumentParser([PipeTransformerArguments]).parse_args_into_dataclasses(given)
     if args.activation_checkpointing:
         args.pipeline_checkpoint = "layers"  # As in a run of several processes; these options know of one.
     machine, paths = _machine(options), _pictures(options)

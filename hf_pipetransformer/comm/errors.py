@@ -55,7 +55,8 @@ OUT_OF_MEMORY_REMEDY = (
 
 LAUNCH_HINT = (
     "accelerate launch --multi_gpu --num_processes N script.py "
-    "(without GPUs: ACCELERATE_USE_CPU=true torchrun --nproc_per_node N script.py)"
+    "(without GPUs, too; on the CPUs of a machine that has GPUs: "
+    "ACCELERATE_USE_CPU=true torchrun --nproc_per_node N script.py)"
 )
 
 _DETAILS = "\0"

@@ -240,6 +240,9 @@ def describe_outlook(
         what = "No layer freezes"
         if num_frozen:
             what = f"{num_frozen} of {num_layers} layers are frozen already, and no more freeze"
+        if isinstance(policy, Fixed):
+            why = "freeze_at asks for no more" if coming else f"no step of freeze_at falls into its {max_steps} steps"
+            return f"{what} in this run: {why}."
         return f"{what} in this run: {why} (freeze_interval, freeze_warmup, freeze_min_active_layers)."
     before = [num_frozen, *(frozen for _, frozen in coming)]
     unfreezing = [step for (step, frozen), earlier in zip(coming, before, strict=False) if frozen < earlier]

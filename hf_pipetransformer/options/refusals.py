@@ -219,8 +219,8 @@ def check_launch(args: TrainingArguments) -> None:
     if asked != args.world_size:
         raise ValueError(
             f"{asked} processes were started (WORLD_SIZE={asked}), but each believes in a world of {args.world_size}: "
-            f"{asked} independent trainings would run. On a machine without GPUs say so: {LAUNCH_HINT}, or set "
-            "ACCELERATE_USE_CPU=true."
+            f"{asked} independent trainings would run. To train on CPUs set ACCELERATE_USE_CPU=true. Else start so: "
+            f"{LAUNCH_HINT}."
         )
     wanted = _processes_asked_of_accelerate()
     if args.world_size == 1 and wanted > 1:

@@ -215,7 +215,8 @@ def _choose(
         return "compute", "the cache is switched off" if num_frozen else "no layer is frozen"
     if mode == "on" and "write" in found:
         return "write", "the cache is switched on"
-    left = f"{epochs_left:.3g} epochs left" + (f" for {slots.num_slots} slots" if slots.num_slots > 1 else "")
+    epochs = f"{epochs_left:.3g} epoch{'' if epochs_left == 1 else 's'}"
+    left = f"{epochs} left" + (f" for {slots.num_slots} slots" if slots.num_slots > 1 else "")
     if mode == "on":
         chosen = "keep" if "keep" in found else "compute"
         return chosen, f"nothing is written with {left}: no record would be read again"
@@ -225,7 +226,7 @@ def _choose(
         return chosen, f"{left}: no record would be read again"
     named = {"compute": "recomputing", "keep": "reading what is cached", "write": "caching anew"}
     compared = ", ".join(f"{named[name]} {1000 * cost:.3g} ms" for name, cost in found.items())
-    return chosen, f"over {epochs_left:.3g} epochs a sample costs: {compared}"
+    return chosen, f"over {epochs} a sample costs: {compared}"
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ def test_on_caches_wherever_rows_are_read_again():
         assert (forced.use, forced.write, forced.level) == (True, True, 2)
     last = decide_cache(slow, 2, Stored(1, 1.0), 1.0, "on")
     assert (last.use, last.write, last.level) == (True, False, 1)
+    assert "with 1 epoch left" in last.reason
     assert not decide_cache(slow, 2, Stored(0, 0.0), 1.0, "on").use
     assert not decide_cache(slow, 0, Stored(0, 0.0), 3.0, "on").use
 

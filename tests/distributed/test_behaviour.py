@@ -123,10 +123,10 @@ def evaluates(folder: Path, reads: str | None) -> dict[str, Any]:
     held: list[list[dict[str, list[int]]]] = []
     own = execution.join_outputs
 
-    def joining(outputs: Any, weights: Any) -> Any:
+    def joining(outputs: Any, weights: Any, join: Any) -> Any:
         if isinstance(outputs[0], dict):
             held.append([{key: list(value.shape) for key, value in output.items()} for output in outputs])
-        return own(outputs, weights)
+        return own(outputs, weights, join)
 
     execution.join_outputs = joining
     found = trainer.evaluate()

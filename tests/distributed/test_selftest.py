@@ -116,6 +116,7 @@ def test_two_nodes_are_measured_and_carry_a_pipeline_between_them(tmp_path: Path
 def test_other_numbers_of_processes_pass(tmp_path: Path, num_processes: int) -> None:
     lines = lines_of(start(run_selftest, tmp_path, num_processes, timeout=180, strict_nccl=True))
     assert lines[-1].startswith("selftest: ok in ")
+    assert ("No pipeline was tested" in lines[-1]) == (num_processes == 1)
 
 
 @pytest.mark.timeout(120)

@@ -494,6 +494,15 @@ def test_the_outlook_of_a_resumed_run_counts_the_layers_that_are_frozen_already(
     assert "No layer freezes" not in text
 
 
+def test_the_outlook_of_a_table_names_the_table() -> None:
+    """The other options decide nothing there."""
+    table = Fixed({10: 2})
+    text = describe_outlook(table, [(10, 2)], 6, 2, 40, 10)
+    assert text == "2 of 6 layers are frozen already, and no more freeze in this run: freeze_at asks for no more."
+    late = describe_outlook(table, [], 6, 0, 10, 10)
+    assert late == "No layer freezes in this run: no step of freeze_at falls into its 10 steps."
+
+
 def test_the_outlook_in_words_says_when_no_epoch_reads_the_cache() -> None:
     found, clock = coming(Schedule(1 / 3))
     text = describe_outlook(Schedule(1 / 3), found, 6, 0, clock.max_steps, 10)

@@ -147,7 +147,8 @@ def test_options_that_a_policy_does_not_read(tmp_path: Path) -> None:
 def test_accelerate_that_started_one_process_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(refusals, "_processes_asked_of_accelerate", lambda: 4)
-    with pytest.raises(ValueError, match="started one process only, as it does with --cpu"):
+    right = r"started one process only, as it does with --cpu.*num_processes N script.py \(without GPUs, too;"
+    with pytest.raises(ValueError, match=right):
         check_launch(SimpleNamespace(world_size=1))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="but each believes in a world of 1"):

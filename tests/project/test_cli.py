@@ -228,6 +228,7 @@ def test_adapters_train_little_and_images_and_sequences_are_planned_too(
         (["--processes", "2", "--sequence_length", "9000"], "takes up to 8192 tokens"),
         (["--processes", "2", "--pipeline_num_chunks", "2"], "pipeline_num_chunks"),
         ([], "The plan of a model needs --processes"),
+        (["--proceses", "8"], "not used by .*--proceses"),
         (["--processes", "2", "--bandwidth", "0"], r"--bandwidth .*: expected a positive number"),
         (["--processes", "2", "--samples", "0"], "--samples 0: expected a number of samples"),
         (["--processes", "2", "--svg", "plan.png"], "--svg plan.png: expected a file that ends in .svg"),
