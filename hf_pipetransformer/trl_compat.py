@@ -21,6 +21,19 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 Metrics = dict[str, dict[str, list[float]]]
 """Batch averages that `compute_loss` recorded, by mode ("train" or "eval") and name."""
 
+_OF_PAIRS = ("RewardTrainer", "DPOTrainer")
+"""TRL's trainers whose samples are pairs: a batch has all chosen texts, then all rejected ones."""
+
+
+def rows_of_sample(trainer: Trainer) -> int:
+    """Return how many rows of a batch a sample has."""
+    return 2 if any(each.__name__ in _OF_PAIRS and _is_trls(each) for each in type(trainer).__mro__) else 1
+
+
+def _is_trls(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "trl"
+
+
 # ---- metrics ----
 
 
@@ -211,7 +224,7 @@ def check_trainer(kind: type[Trainer], args: PipeTransformerArguments, values: M
         values: arguments of the constructor by name.
     """
     for each in kind.__mro__:
-        if each.__module__.partition(".")[0] != "trl":
+        if not _is_trls(each):
             continue
         reason = _REFUSED.get(each.__name__)
         if reason is None and any(name.startswith("_generate") for name in vars(each)):

@@ -116,7 +116,8 @@ class Topology:
         """Groups of two ranks for messages from the first to the second; None for those of other ranks."""
         self.limit_waits(timeout)
         hosts = self.gather([host_name(), local_world_size])
-        self._hosts = names = [host for host, _ in hosts]
+        names = [host for host, _ in hosts]
+        self._machines = [names.index(name) for name in names]
         told = [size for _, size in hosts]
         self.local_world_size = ranks_in_a_row(names, told)
         self.nodes = nodes_of(names)
@@ -137,7 +138,7 @@ class Topology:
 
     def machine_of(self, rank: int) -> int:
         """Return the lowest rank on the machine of `rank`, which stands for it."""
-        return self._hosts.index(self._hosts[rank])
+        return self._machines[rank]
 
     @property
     def pipeline_sizes(self) -> list[int]:

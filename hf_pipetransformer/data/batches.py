@@ -18,6 +18,7 @@ import xxhash
 
 from hf_pipetransformer.comm.staging import KnownMask, pinned
 from hf_pipetransformer.data.flattened import (
+    SEQUENCES,
     assign_sequences,
     find_sequences,
     sequences_of,
@@ -80,12 +81,24 @@ _UP_TO_THE_END = ("attention_mask",)
 """Entries of which a token slice needs all tokens up to its own end."""
 
 
-def note_samples(batch: Any, num_samples: int) -> Any:
-    """Note in a batch of `num_samples` samples how they lie in it, if they have not one row each."""
+def note_samples(batch: Any, num_samples: int, rows: int = 1) -> Any:
+    """Note in a batch of `num_samples` samples how they lie in it, if they have not one row each.
+
+    `rows` is the number of rows of a sample that the trainer's batches have.
+
+    Raises:
+        ValueError: the batch has another number of rows.
+    """
     if not isinstance(batch, Mapping):
         return batch
-    rows, rest = divmod(_first_dimension(batch), num_samples)
-    return with_rows(batch, rows) if rows > 1 and not rest else find_sequences(batch, num_samples)
+    if rows == 1:
+        return find_sequences(batch, num_samples)
+    if _first_dimension(batch) != rows * num_samples:
+        raise ValueError(
+            f"{num_samples} pairs of texts gave a batch of {_first_dimension(batch)} rows: expected {rows} rows a "
+            "pair, first all chosen texts, then all rejected ones, as the trainer's own collator gives them."
+        )
+    return with_rows(batch, rows)
 
 
 def with_rows(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
@@ -97,13 +110,14 @@ def rows_per_sample(inputs: Mapping[str, Any]) -> int:
     return int(inputs.get(_ROWS, 1))
 
 
-def without_row_count(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in inputs.items() if key != _ROWS}
+def marks_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that note how samples lie in a batch."""
+    return {key: value for key, value in inputs.items() if key in (_ROWS, SEQUENCES)}
 
 
 def for_model(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch without what is noted of its samples, which no model knows."""
-    return without_sequences(without_row_count(inputs))
+    """Return the batch without these entries, which no model knows."""
+    return {key: value for key, value in inputs.items() if key not in (_ROWS, SEQUENCES)}
 
 
 def _first_dimension(inputs: Mapping[str, Any]) -> int:
@@ -151,7 +165,7 @@ def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
         return take_sequences(inputs, which, stop - start) if which else {}
     if rows_per_sample(inputs) > 1:
         return take_rows(inputs, torch.arange(size)[where])
-    return {key: value[where] if _has_samples(value, size) else value for key, value in inputs.items()}
+    return {key: value[where] if has_samples(value, size) else value for key, value in inputs.items()}
 
 
 def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[str, Any]]:
@@ -204,9 +218,9 @@ def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
     of_blocks = torch.cat([rows + size * block for block in range(num_blocks)])
 
     def taken(value: Any) -> Any:
-        if not _has_samples(value, size) and not _has_samples(value, size * num_blocks):
+        if not has_samples(value, size) and not has_samples(value, size * num_blocks):
             return value
-        own = rows if _has_samples(value, size) else of_blocks
+        own = rows if has_samples(value, size) else of_blocks
         if isinstance(value, torch.Tensor):
             there = own.to(value.device, non_blocking=True)
             return value.rows(own, there) if isinstance(value, KnownMask) else value[there]
@@ -222,10 +236,10 @@ def labels_by_row(inputs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
         return None
     if flattened is not None:
         return labels[0].split(flattened.lengths) if labels.shape == (1, flattened.bounds[-1]) else None
-    return labels.unbind() if _has_samples(labels, batch_size(inputs)) else None
+    return labels.unbind() if has_samples(labels, batch_size(inputs)) else None
 
 
-def _has_samples(value: Any, size: int) -> bool:
+def has_samples(value: Any, size: int) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() > 0 and value.shape[0] == size
     return isinstance(value, (list, tuple)) and len(value) == size

@@ -32,6 +32,7 @@ class Request:
         batch_size: samples of a batch per rank.
         sampler_fn: makes Trainer's sampler; None for a stream.
         key: name of an evaluation loader that may persist.
+        reads_all: True to read all samples, whatever `dataloader_drop_last` says.
     """
 
     dataset: Any
@@ -40,6 +41,7 @@ class Request:
     sampler_fn: Callable[[Any], Any] | None = None
     is_training: bool = False
     key: str | None = None
+    reads_all: bool = False
     _made: list[Any] = field(default_factory=list, init=False)
 
     def sampler(self, dataset: Any) -> Any:

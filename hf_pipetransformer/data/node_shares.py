@@ -60,14 +60,20 @@ class NodeOrder:
         return [-(-num_samples * first // num_devices) for first in accumulate(self.devices, initial=0)]
 
     def part(self, num_samples: int, replica: int, num_replicas: int) -> slice:
-        """Apply `replica_slice` inside the part of the replica's node; a replica over several has all their parts."""
+        """Return a replica's part of a batch: its share of the parts of the nodes that its ranks are on."""
         size, rank = sum(self.devices) // num_replicas, replica * sum(self.devices) // num_replicas
         firsts, bounds = list(accumulate(self.devices, initial=0)), self.bounds(num_samples)
-        node, last = (bisect_right(firsts, each) - 1 for each in (rank, rank + size - 1))
-        if node < last:
-            return slice(bounds[node], bounds[last + 1])
-        own = replica_slice(bounds[node + 1] - bounds[node], (rank - firsts[node]) // size, self.devices[node] // size)
-        return slice(bounds[node] + own.start, bounds[node] + own.stop)
+
+        def start_at(rank: int) -> int:
+            node = bisect_right(firsts, rank) - 1
+            if node == len(self.devices):
+                return bounds[node]
+            # Replicas share the part of a node that holds whole ones only; else its devices do.
+            unit = 1 if firsts[node] % size or self.devices[node] % size else size
+            place, count = (rank - firsts[node]) // unit, self.devices[node] // unit
+            return bounds[node] + replica_slice(bounds[node + 1] - bounds[node], place, count).start
+
+        return slice(start_at(rank), start_at(rank + size))
 
     def counts(self, num_samples: int) -> list[int]:
         """Return how many of `num_samples` samples belong to each node."""

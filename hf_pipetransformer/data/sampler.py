@@ -228,11 +228,13 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return batch if self.slots is None else self.slots.items(batch)
 
 
-def torch_loader(dataset: Any, collate: Any, args: PipeTransformerArguments, **options: Any) -> DataLoader[Any]:
+def torch_loader(
+    dataset: Any, collate: BatchCollator, args: PipeTransformerArguments, **options: Any
+) -> DataLoader[Any]:
     """Return torch's loader with the user's options for loaders; `options` say how batches are formed."""
     return DataLoader(
         dataset,
-        collate_fn=BatchCollator(collate),
+        collate_fn=collate,
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
         persistent_workers=args.dataloader_persistent_workers,
@@ -295,9 +297,13 @@ class Samples(Dataset[Any]):
 
 @dataclass
 class BatchCollator:
-    """Collator around the user's: an empty batch for no samples, in others what `batches` knows of their samples."""
+    """Collator around the user's: an empty batch for no samples, in others what `batches` knows of their samples.
+
+    `rows` is the number of rows of a sample.
+    """
 
     collate: Any
+    rows: int = 1
 
     def __call__(self, samples: list[Any]) -> Any:
-        return note_samples(self.collate(samples), len(samples)) if samples else {}
+        return note_samples(self.collate(samples), len(samples), self.rows) if samples else {}

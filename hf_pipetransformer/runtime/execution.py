@@ -26,6 +26,7 @@ from hf_pipetransformer.data.batches import (
     for_model,
     join_blocks,
     join_outputs,
+    rows_per_sample,
     split_batch,
     with_rows,
 )
@@ -46,6 +47,10 @@ from hf_pipetransformer.splitters.structure import ActivationShape
 
 _FILLING_TOKENS = 256
 """Number of tokens from which on a forward takes longer with more of them, and not only to read the weights."""
+
+
+_OF_TEXT = ("input_ids", "attention_mask", "position_ids", "cache_position")
+"""Inputs of a prompt that may be cut into token slices."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,8 @@ class StageRunner:
         """Replaces the output of a micro-batch, given with its inputs, by what is read of it; for `predict`."""
         self.is_read_by_first = False
         """True if `predict` returns outputs on the first position only, and elsewhere tensors of no samples."""
-        self.rows_per_sample = 1
-        """Rows of a sample in what `predict` is given, see `batches`."""
+        self.marks: dict[str, Any] = {}
+        """What `batches` has noted of the samples of the batch that `predict` is given."""
 
     def train(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         """Run forward and backward of one loader batch of this replica, and reduce gradients if it ends the step.
@@ -203,8 +208,8 @@ class StageRunner:
 
         `forward` runs one micro-batch. With `is_read_by_first`, tensors have no rows outside the first position.
         """
-        stage, rows = self.stage, self.rows_per_sample
-        inputs = with_rows(inputs, rows)
+        stage, inputs = self.stage, {**inputs, **self.marks}
+        rows = rows_per_sample(inputs)
         total = count_items(inputs, self.shifts_labels)
         # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
@@ -239,7 +244,10 @@ class StageRunner:
         most = 4 * self.stage.layout.num_stages
         count = max(1, min(most, num_rows // _FILLING_TOKENS))
         per_group = num_rows * num_new // count
-        num_slices = 1 if num_kept != 0 else max(1, min(most, num_new, per_group // _FILLING_TOKENS))
+        # What else is given may belong to places of the prompt, or have tokens read later ones.
+        is_text = not any(isinstance(value, torch.Tensor) for name, value in inputs.items() if name not in _OF_TEXT)
+        is_cut = num_kept == 0 and is_text
+        num_slices = max(1, min(most, num_new, per_group // _FILLING_TOKENS)) if is_cut else 1
         bounds = [num_new * number // num_slices for number in range(num_slices + 1)]
         batch = LoaderBatch(inputs, forward, num_rows)
         cut = self._cut(batch, LossRule.MEAN, count, bounds if num_slices > 1 else ())

@@ -59,9 +59,11 @@ def check_generation(model: Any, settings: GenerationConfig, options: dict[str, 
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     others = ", ".join(sorted({*kinds} - _ATTENTION)) or type(model).__name__
     is_stateful = bool({*kinds} - _ATTENTION) or getattr(model, "_is_stateful", False)
+    num_sharing = getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
     found = [
         (model.config.is_encoder_decoder, f"{type(model).__name__} has an encoder and a decoder"),
         (is_stateful, f"layers keep a state beside keys and values ({others})"),
+        (bool(num_sharing), f"{num_sharing} layers read keys and values of layers that may be on another stage"),
         (mode not in _MODES, f"{mode.value} reorders or takes back what the stages have cached"),
         (
             settings.cache_implementation not in (None, "dynamic"),
@@ -191,12 +193,14 @@ class Passes:
         model.forward = forward
         try:
             yield
+            if self._run is not None:
+                self._run.drain()
         finally:
             del model.forward
             if own is not None:
                 model.forward = own
-        if self._run is not None:
-            self._run.drain()
+            # The keys and values would stay until the next batch.
+            self.runner.stage.engine.begin((), (), is_training=False)
 
     def _pass(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
         """Return the logits of the last token of each sequence, `(batch, 1, vocabulary)`, on every rank.

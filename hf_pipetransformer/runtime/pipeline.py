@@ -10,7 +10,6 @@ import torch
 from accelerate.utils import convert_to_fp32
 from torch import nn
 
-from hf_pipetransformer.data.flattened import without_sequences
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.rng import SharedRngState
 from hf_pipetransformer.runtime.execution import StageRunner
@@ -41,7 +40,7 @@ class PipelineShell(nn.Module):
         runner = self.runner
         if runner is None or runner.stage.view.is_running or not runner.stage.view.is_installed:
             with self._autocast():
-                outputs = self.module(*args, **without_sequences(kwargs))
+                outputs = self.module(*args, **kwargs)
             return convert_to_fp32(outputs) if self._is_mixed else outputs
         if args or torch.is_grad_enabled():
             raise RuntimeError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import (
     IGNORED_LABEL,
     batch_size,
@@ -43,6 +43,7 @@ class OwnBatches:
         size: samples of one device's batch.
         order: returns the indices in the run's order; not called for a stream.
         sampler: source of `order`; its RNG state is restored as well.
+        rows: number of rows of a sample in a batch.
     """
 
     dataset: Any
@@ -50,20 +51,21 @@ class OwnBatches:
     size: int
     order: Callable[[], Iterable[int]] = tuple
     sampler: Any = None
+    rows: int = 1
 
     def collated(self) -> Generator[tuple[dict[str, Any], int]]:
         """Yield collated batches, each with its number of samples."""
         size = 2 if self.size == 1 and self._flattens_pairs() else self.size
         with generators_kept(self.dataset, self.collate, self.sampler):
             samples = self._samples()
-            while rows := list(islice(samples, min(size, NUM_SEARCHED_SAMPLES))):
-                yield dict(note_samples(self.collate(rows), len(rows))), len(rows)
+            while some := list(islice(samples, min(size, NUM_SEARCHED_SAMPLES))):
+                yield dict(note_samples(self.collate(some), len(some), self.rows)), len(some)
 
     def read(self, num_samples: int) -> dict[str, Any]:
         """Return at most `num_samples` first samples as one batch."""
         with generators_kept(self.dataset, self.collate, self.sampler):
-            rows = list(islice(self._samples(), num_samples))
-            return dict(note_samples(self.collate(rows), len(rows)))
+            some = list(islice(self._samples(), num_samples))
+            return dict(note_samples(self.collate(some), len(some), self.rows))
 
     def _flattens_pairs(self) -> bool:
         """Return True if two samples make a flattened batch; a single one would not show that a run's batches are."""
@@ -168,13 +170,14 @@ def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
     if not isinstance(given, Request):
         return UsersBatch(_first_of(given))
     dataset, collate = trainer_compat.dataset_and_collator(trainer, given.dataset, given.description)
+    rows = trl_compat.rows_of_sample(trainer)
     # With `split_batches` an evaluation batch may have fewer samples than there are processes.
     size = max(1, trainer.args.global_batch_size(given.batch_size) // trainer.args.world_size)
     if is_stream(dataset):
-        return OwnBatches(dataset, collate, size)
+        return OwnBatches(dataset, collate, size, rows=rows)
     sampler = given.sampler(dataset)
     order = partial(order_of_run, dataset, sampler, trainer.args, SharedRngState(random_state()))
-    return OwnBatches(dataset, collate, size, order, sampler)
+    return OwnBatches(dataset, collate, size, order, sampler, rows)
 
 
 def _first_of(loader: Any) -> dict[str, Any]:

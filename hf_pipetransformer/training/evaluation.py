@@ -17,10 +17,11 @@ from hf_pipetransformer.comm.transfers import all_gather_trees, digest_of
 from hf_pipetransformer.data.batches import (
     batch_size,
     for_model,
+    has_samples,
+    marks_of,
     rows_per_sample,
     sequence_length,
     take_samples,
-    without_row_count,
 )
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
@@ -90,26 +91,26 @@ class Evaluation:
         Yields the batch for the model, with what a frozen reference says of it.
         """
         trainer, runner = self.trainer, self.pipeline.runner
-        runner.rows_per_sample = rows_per_sample(inputs)
         reference = trl_compat.reference(trainer, self.pipeline.shell)
-        batch = without_row_count(inputs)
-        if reference is not None:
-            batch |= self.reference_of(batch)
         has_loss = all(inputs.get(name) is not None for name in trainer.label_names)
-        if loss_only and has_loss and trainer_compat.has_plain_loss(trainer):
-            runner.reduce = only_loss
-        elif self.preprocess is not None:
-            runner.reduce = partial(trainer_compat.preprocessed, trainer, self.preprocess, ignore_keys)
-        runner.is_read_by_first = self._is_sent_to_first
-        self.told_num_items = False
-        self.metrics.begin_batch(inputs)
-        num_tokens = sequence_length(inputs, main_input_of(trainer.model))
-        self.gather.begin_batch(batch_size(inputs), runner.rows_per_sample, num_tokens)
         try:
-            with self.metrics.record_part(batch):
+            runner.marks = marks_of(inputs)
+            batch = for_model(inputs)
+            if reference is not None:
+                batch |= self.reference_of(batch)
+            if loss_only and has_loss and trainer_compat.has_plain_loss(trainer):
+                runner.reduce = only_loss
+            elif self.preprocess is not None:
+                runner.reduce = partial(trainer_compat.preprocessed, trainer, self.preprocess, ignore_keys)
+            runner.is_read_by_first = self._is_sent_to_first
+            self.told_num_items = False
+            self.metrics.begin_batch(inputs)
+            num_tokens = sequence_length(inputs, main_input_of(trainer.model))
+            self.gather.begin_batch(batch_size(inputs), rows_per_sample(inputs), num_tokens)
+            with self.metrics.record_part({**batch, **runner.marks}):
                 yield batch
         finally:
-            runner.reduce, runner.is_read_by_first, runner.rows_per_sample = None, False, 1
+            runner.reduce, runner.is_read_by_first, runner.marks = None, False, {}
 
     @torch.no_grad()
     def reference_of(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -122,11 +123,11 @@ class Evaluation:
 
     def gathered_reference(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return what a frozen reference says of a global batch. Collective: call on every rank."""
-        self.pipeline.runner.rows_per_sample = rows_per_sample(inputs)
+        self.pipeline.runner.marks = marks_of(inputs)
         try:
             return {name: self.gather(value).cpu() for name, value in self.reference_of(for_model(inputs)).items()}
         finally:
-            self.pipeline.runner.rows_per_sample = 1
+            self.pipeline.runner.marks = {}
 
     def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
@@ -230,6 +231,13 @@ class Evaluations:
         context, left = self.starter.context, self.starter.is_left_to_trainer
         topology, model, device = context.topology, context.trainer.model, context.args.device
         given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+        # A mask may be a keyword argument: what has a row for each prompt is cut with them.
+        size, tensors = (
+            batch_size(given),
+            {n: value for n, value in options.items() if isinstance(value, torch.Tensor)},
+        )
+        given |= {name: value for name, value in tensors.items() if value.dim() > 1 and has_samples(value, size)}
+        options = {name: value for name, value in options.items() if name not in given}
         digests = {name: digest_of(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
         check_agreement(topology, "inputs of generate()", digests)
         settings = settings_of(bare_model(model), {**given, **options})
@@ -291,7 +299,8 @@ class Evaluations:
         starter, trainer = self.starter, self.starter.context.trainer
         if is_stream(dataset):
             return None
-        request, was_training = Request(dataset, "Reference", samples_per_rank), trainer.model.training
+        request = Request(dataset, "Reference", samples_per_rank, reads_all=True)
+        was_training = trainer.model.training
         with self._up(request) as is_up:
             if not is_up:
                 return None
@@ -299,11 +308,13 @@ class Evaluations:
             is_shown = starter.context.topology.rank == 0 and not trainer.args.disable_tqdm
             entries = []
             trainer.model.eval()
-            with progress_bar("Computing what the reference says", len(evaluation.loader), is_shown) as bar:
-                for batch in evaluation.loader:
-                    entries.append(evaluation.gathered_reference(batch))
-                    bar.update(1)
-            trainer.model.train(was_training)
+            try:
+                with progress_bar("Computing what the reference says", len(evaluation.loader), is_shown) as bar:
+                    for batch in evaluation.loader:
+                        entries.append(evaluation.gathered_reference(batch))
+                        bar.update(1)
+            finally:
+                trainer.model.train(was_training)
         return trl_compat.with_columns(dataset, entries)
 
     @contextmanager

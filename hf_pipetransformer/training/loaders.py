@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 from transformers.trainer_utils import seed_worker
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.cache.opening import seeded_reading
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.topology import Topology
@@ -23,7 +23,14 @@ from hf_pipetransformer.data.reading import (
     is_stream,
 )
 from hf_pipetransformer.data.rng import SharedRngState, States, drawing_from, draws_at_random, random_state
-from hf_pipetransformer.data.sampler import EpochOrder, ReplicaBatchSampler, Samples, order_of_run, torch_loader
+from hf_pipetransformer.data.sampler import (
+    BatchCollator,
+    EpochOrder,
+    ReplicaBatchSampler,
+    Samples,
+    order_of_run,
+    torch_loader,
+)
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 
@@ -73,6 +80,7 @@ def make_loader(context: Context, pipeline: Pipeline, request: Request, may_stor
     """Build a data set's loader for this rank's place; `may_store` says that its activations may be cached."""
     trainer, topology, args = context.trainer, context.topology, context.args
     start_up, shared = pipeline.start_up, pipeline.shared_rng
+    rows = trl_compat.rows_of_sample(trainer)
     dataset, collate = trainer_compat.dataset_and_collator(trainer, request.dataset, request.description)
     batch_size, groups = args.global_batch_size(request.batch_size), pipeline.stage.groups
     placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
@@ -80,7 +88,7 @@ def make_loader(context: Context, pipeline: Pipeline, request: Request, may_stor
     pins_memory = args.dataloader_pin_memory and is_apart(args.device)
     reading: Reading
     if is_stream(dataset):
-        reader = torch_loader(dataset, collate, args, batch_size=batch_size)
+        reader = torch_loader(dataset, BatchCollator(collate, rows), args, batch_size=batch_size)
         reading = StreamReading(reader, link, shared, args.pipeline_timeout, request.is_training)
         return PipelineLoader(dataset, reading, batch_size, pins_memory)
     with drawing_from(shared):
@@ -90,11 +98,13 @@ def make_loader(context: Context, pipeline: Pipeline, request: Request, may_stor
     samples, of_batch, slots = (
         (Samples(dataset), collate, None) if seeded is None else (seeded.samples, seeded.collate, seeded.slots)
     )
-    order = EpochOrder(BatchSampler(sampler, batch_size, args.dataloader_drop_last))
+    drops_last = args.dataloader_drop_last and not request.reads_all
+    order = EpochOrder(BatchSampler(sampler, batch_size, drops_last))
     batches = ReplicaBatchSampler(order, groups.replica, groups.num_replicas, not request.is_training, slots)
     seed_workers = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
     worker_init = seed_workers if request.is_training else None
-    reader = torch_loader(samples, of_batch, args, batch_sampler=batches, worker_init_fn=worker_init)
+    collator = BatchCollator(of_batch, rows)
+    reader = torch_loader(samples, collator, args, batch_sampler=batches, worker_init_fn=worker_init)
     # Workers have their own RNG states and read for all replicas in parallel: no dispatching with workers.
     may_dispatch = seeded is None and not args.dataloader_num_workers
     if may_dispatch and topology.decide(lambda: draws_at_random(dataset, collate)):

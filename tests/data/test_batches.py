@@ -72,7 +72,8 @@ def test_a_sample_that_comes_twice_in_an_epoch_is_read_each_time() -> None:
 def test_parts_of_a_batch_hold_all_rows_of_their_samples(size: int, num_parts: int, rows: int) -> None:
     """Row `r` of sample `i` is number `r * size + i`."""
     numbers = torch.arange(rows * size)
-    whole = note_samples({"input_ids": numbers[:, None], "margin": numbers[:size], "names": list(range(size))}, size)
+    given_rows = {"input_ids": numbers[:, None], "margin": numbers[:size], "names": list(range(size))}
+    whole = note_samples(given_rows, size, rows)
     assert (batch_size(whole), rows_per_sample(whole), count_items(whole)) == (size, rows, size)
     parts = split_batch(whole, num_parts)
     for part in parts:
@@ -87,6 +88,11 @@ def test_parts_of_a_batch_hold_all_rows_of_their_samples(size: int, num_parts: i
     last = take_rows(whole, torch.tensor([size - 1, size - 1]))
     assert (last["input_ids"] % size).flatten().tolist() == [size - 1] * 2 * rows
     assert set(for_model(last)) == {"input_ids", "margin", "names"}
+
+
+def test_a_batch_of_pairs_has_two_rows_for_each() -> None:
+    with pytest.raises(ValueError, match="3 pairs of texts gave a batch of 5 rows: expected 2 rows a pair"):
+        note_samples({"input_ids": torch.zeros(5, 4)}, 3, rows=2)
 
 
 @given(st.integers(1, 20), st.integers(1, 25))

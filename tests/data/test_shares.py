@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -65,6 +66,17 @@ def test_on_one_node_replicas_share_as_ever(num_samples: int, num_replicas: int)
     order = NodeOrder(0, (num_replicas,), num_replicas)
     for replica in range(num_replicas):
         assert order.part(num_samples, replica, num_replicas) == replica_slice(num_samples, replica, num_replicas)
+
+
+@pytest.mark.parametrize("devices", [(6, 6), (2, 6), (4, 4), (3, 5, 4)])
+@pytest.mark.parametrize("num_samples", [1, 5, 12, 24])
+def test_replicas_over_parts_of_nodes_share_without_gap_or_double(devices: tuple[int, ...], num_samples: int) -> None:
+    world = sum(devices)
+    order = NodeOrder(0, devices, world)
+    for num_replicas in (each for each in range(1, world + 1) if world % each == 0):
+        parts = [order.part(num_samples, replica, num_replicas) for replica in range(num_replicas)]
+        assert parts[0].start == 0 and parts[-1].stop == num_samples
+        assert all(before.stop == after.start for before, after in pairwise(parts))
 
 
 def test_owners_hang_on_the_seed_and_on_the_nodes_only() -> None:

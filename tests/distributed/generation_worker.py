@@ -110,12 +110,17 @@ def generate_all(folder: Path, names: list[str], num_stages: int) -> dict[str, A
             found[way] = trainer.generate(make_prompts(), **GREEDY | options).tolist(), expected
         expected = whole(model, make_prompts(1), **GREEDY)
         found["one row"] = trainer.generate(make_prompts(1)["input_ids"], **GREEDY).tolist(), expected
+        ids, mask = make_prompts().values()
+        tokens = trainer.generate(ids, attention_mask=mask, **GREEDY).tolist()
+        found["the mask by keyword"] = tokens, whole(model, make_prompts(), **GREEDY)
         # As many tokens as the stages take in slices.
         prompts = make_prompts(longest=120)
         found["long prompts"] = trainer.generate(prompts, **GREEDY).tolist(), whole(model, prompts, **GREEDY)
         held = Held(trainer)
         trainer.generate(make_prompts(), **GREEDY, logits_processor=[held])
         found["held"] = sorted(held.layers), trainer.layout.as_event()
+        programs = trainer.pipeline_run.evaluations.starter.pipeline.stage.engine.programs if num_stages > 1 else []
+        found["kept"] = [len(program._contexts) for program in programs]
         found |= sample(trainer, model) | (refused(trainer) if num_stages > 1 else {})
     return found
 

@@ -42,7 +42,7 @@ def check_generated(ranks: list[dict[str, Any]], names: list[str]) -> None:
         assert len({tuple(row[-8:]) for row in tokens}) > 1 or len(tokens) == 1
 
 
-@pytest.mark.parametrize("name", [*NAMES, *OTHER_WAYS, "one row", "long prompts", "sampled"])
+@pytest.mark.parametrize("name", [*NAMES, *OTHER_WAYS, "one row", "the mask by keyword", "long prompts", "sampled"])
 def test_tokens_are_those_of_the_whole_model(name: str, on_two: list[Any]) -> None:
     check_generated([rank["generated"] for rank in on_two], [name])
 
@@ -59,6 +59,10 @@ def test_each_rank_keeps_keys_and_values_of_its_own_layers(on_two: list[Any]) ->
     layers = [rank["generated"]["held"][0] for rank in on_two]
     assert [layer for own in layers for layer in own] == [0, 1, 2, 3]
     assert all(layers)
+
+
+def test_nothing_is_kept_after_a_generation(on_two: list[Any]) -> None:
+    assert [rank["generated"]["kept"] for rank in on_two] == [[0], [0]]
 
 
 def test_sampling_draws_what_one_process_draws(on_two: list[Any]) -> None:
@@ -137,7 +141,7 @@ def test_other_layouts(layout: tuple[int, int], plain: dict[str, Any], tmp_path:
         generation_worker.generate_all, tmp_path, num_processes, {**options, "num_stages": num_stages}, timeout=500,
         strict_nccl=True,
     )  # fmt: skip
-    check_generated(ranks, [*options["names"], *OTHER_WAYS, "one row", "long prompts", "sampled"])
+    check_generated(ranks, [*options["names"], *OTHER_WAYS, "one row", "the mask by keyword", "long prompts", "sampled"])
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -44,6 +44,9 @@ def arguments(**options: Any) -> Any:
         "bf16": False,
         "fp16": False,
         "ddp_backend": None,
+        "ddp_bucket_cap_mb": None,
+        "ddp_broadcast_buffers": None,
+        "ddp_static_graph": None,
     }
     values |= {"accelerator_config": SimpleNamespace(even_batches=True), "device": torch.device("cuda", 0)}
     return SimpleNamespace(**{**values, "world_size": 2, "pipeline_size": 2, **options})
