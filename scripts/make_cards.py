@@ -41,6 +41,15 @@ RUNS: dict[str, tuple[str, str, int, str]] = {
         20,
         "--pipeline_parallel_size 2 --freeze_policy gradient_norm --activation_cache on",
     ),
+    "minilm-squad": (
+        "run_qa.py",
+        f"--model_name_or_path {MINILM} --train_file {{data}}/squad_v1_train_partial.parquet "
+        "--validation_file {data}/squad_v1_dev.parquet --max_train_samples 600 --max_eval_samples 200 "
+        "--max_seq_length 192 --doc_stride 64 --num_train_epochs 3 --learning_rate 2e-4 "
+        "--per_device_eval_batch_size 25",
+        16,
+        "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 0:2 --activation_cache on",
+    ),
     "vit-cifar10": (
         "run_image_classification.py",
         "--model_name_or_path {models}/vit-12x192-patch4-32px --ignore_mismatched_sizes "

@@ -141,7 +141,8 @@ def test_other_layouts(layout: tuple[int, int], plain: dict[str, Any], tmp_path:
         generation_worker.generate_all, tmp_path, num_processes, {**options, "num_stages": num_stages}, timeout=500,
         strict_nccl=True,
     )  # fmt: skip
-    check_generated(ranks, [*options["names"], *OTHER_WAYS, "one row", "the mask by keyword", "long prompts", "sampled"])
+    others = "one row", "the mask by keyword", "long prompts", "sampled"
+    check_generated(ranks, [*options["names"], *OTHER_WAYS, *others])
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
