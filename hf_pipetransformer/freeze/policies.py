@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from hf_pipetransformer.freeze.policy import (
@@ -85,17 +86,21 @@ class GradientNorm(Schedule):
 
 
 class Fixed(FreezePolicy):
-    """Freezing and unfreezing by a table from optimizer step to the number of layers frozen before that step."""
+    """Freezing and unfreezing by a table from optimizer step to the number of layers frozen before that step.
+
+    The table may have shares of the layers in place of numbers; `check` rounds them to whole layers.
+    """
 
     name = "fixed"
     needs = frozenset()
     is_certain = True
     keeps_minimum = False
 
-    def __init__(self, table: Mapping[int, int]) -> None:
-        self.table = dict(sorted(table.items()))
-        counts = list(self.table.values())
-        self.may_unfreeze = counts != sorted(counts)
+    def __init__(self, table: Mapping[int, int | Fraction]) -> None:
+        self._asked = dict(sorted(table.items()))
+        wanted = list(self._asked.values())
+        self.may_unfreeze = wanted != sorted(wanted)
+        self.table = {step: int(layers) for step, layers in self._asked.items()}
 
     def num_wanted(self, signal: FreezeSignal) -> float:
         return self.most_wanted(signal)
@@ -111,6 +116,10 @@ class Fixed(FreezePolicy):
         return min(next(ends, max_steps), max_steps)
 
     def check(self, num_layers: int, max_steps: int) -> list[str]:
+        self.table = {
+            step: round(num_layers * layers) if isinstance(layers, Fraction) else layers
+            for step, layers in self._asked.items()
+        }
         most = max(self.table.values())
         if most > num_layers:
             raise ValueError(f"freeze_at freezes {most} layers: the model has {num_layers}.")

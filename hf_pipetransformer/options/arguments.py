@@ -18,6 +18,7 @@ from hf_pipetransformer.options.reading import (
     count_or,
     freeze_table,
     interval,
+    layers_or_share,
     number,
     optional,
     path,
@@ -263,8 +264,14 @@ class PipeTransformerArguments(TrainingArguments):
     freeze_at: Annotated[str | None, optional(freeze_table)] = option(
         None,
         "With `freeze_policy=fixed`, a table `step:layers,...`: before optimizer step `step` (0 is the first), the "
-        "first `layers` layers are frozen. A smaller number at a later step unfreezes the others, 0 all of them. See "
+        "first `layers` layers are frozen, or that share of all layers (`0:2/3`). A smaller number at a later step unfreezes the others, 0 all of them. See "
         "docs/how_it_works.md, Unfreezing.",
+    )
+
+    freeze_layers: Annotated[str | None, optional(layers_or_share)] = option(
+        None,
+        "Number of layers to freeze, with the embeddings, before the first step, or a share of all layers such as 2/3. "
+        "The same as `freeze_policy=fixed` with this number for step 0 in `freeze_at`.",
     )
 
     # Elastic pipeline (sections 3.2 and 3.3).
@@ -351,6 +358,8 @@ class PipeTransformerArguments(TrainingArguments):
         self._read_trainers_numbers()
         self._take_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         check_combinations(self)
+        if self.freeze_layers is not None:
+            self.freeze_policy, self.freeze_at = "fixed", f"0:{self.freeze_layers}"
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             # Without use_cpu accelerate would make each process a world of size 1 on a machine without GPUs.
             self.use_cpu = True

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
@@ -23,6 +24,7 @@ _FALSE = ("false", "no", "off", "n", "f", "0")
 _NOTHING = ("none", "null", "")
 _SHOWN_LETTERS = 100
 _DIGITS = re.compile("[0-9]{1,18}")
+_SHARE = re.compile(r"[0-9]{1,3}/0*[1-9][0-9]{0,2}|0?\.[0-9]{1,18}")
 
 
 def choice(choices: tuple[str, ...], on: str | None = None, off: str | None = None, null: str | None = None) -> Reader:
@@ -134,24 +136,46 @@ def freeze_table(name: str, value: Any) -> str:
     return ",".join(f"{step}:{layers}" for step, layers in parse_freeze_at(value).items())
 
 
-def parse_freeze_at(text: str) -> dict[int, int]:
-    """Parse `"step:layers,..."` into a table from step to number of frozen layers, sorted by step.
+def parse_freeze_at(text: str) -> dict[int, int | Fraction]:
+    """Parse `"step:layers,..."` into a table from step to a number or share of frozen layers, sorted by step.
 
     Raises:
-        ValueError: malformed text, or a step that occurs twice.
+        ValueError: malformed text, a step that occurs twice, or numbers and shares in one table.
     """
-    table: dict[int, int] = {}
+    table: dict[int, int | Fraction] = {}
     for part in text.split(","):
         step, colon, layers = (word.strip() for word in part.partition(":"))
-        if not (colon and _DIGITS.fullmatch(step) and _DIGITS.fullmatch(layers)):
+        wanted = _layers(layers)
+        if not (colon and _DIGITS.fullmatch(step)) or wanted is None:
             raise ValueError(
                 f"freeze_at={_shown(text)}: {_shown(part.strip())} is not 'step:layers'. Expected for example "
-                "'100:2,200:4'."
+                "'100:2,200:4', or shares of the layers as in '0:2/3'."
             )
         if int(step) in table:
             raise ValueError(f"freeze_at={_shown(text)} names step {int(step)} twice: expected each step once.")
-        table[int(step)] = int(layers)
+        table[int(step)] = wanted
+    if len({type(wanted) for wanted in table.values() if wanted}) > 1:
+        raise ValueError(f"freeze_at={_shown(text)} has numbers and shares of layers: expected only one of them.")
     return dict(sorted(table.items()))
+
+
+def layers_or_share(name: str, value: Any) -> str:
+    """Parse a number of layers, or a share of them such as 2/3 or 0.5, and return it as text."""
+    text = str(value).strip()
+    wanted = None if isinstance(value, bool) else _layers(text)
+    if wanted is None:
+        raise _refusal(name, "a number of layers, or a share of them between 0 and 1 such as '2/3'", value)
+    return str(wanted)
+
+
+def _layers(text: str) -> int | Fraction | None:
+    """Return a number of layers, or a share of them between 0 and 1; None for anything else."""
+    if _DIGITS.fullmatch(text):
+        return int(text)
+    if not _SHARE.fullmatch(text):
+        return None
+    share = Fraction(text)
+    return share if 0 < share < 1 else None
 
 
 def _real(value: Any) -> float | None:

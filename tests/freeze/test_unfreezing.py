@@ -64,6 +64,16 @@ def test_a_table_may_unfreeze_only_if_it_has_fewer_layers_later() -> None:
     assert falling.frozen_until(5, 100, num_frozen_by_user=3) == 100
 
 
+def test_shares_of_a_table_are_rounded_to_layers() -> None:
+    falling = make_policy("fixed", 1 / 3, "inclusive", "0:2/3,20:1/3,40:0")
+    assert falling.may_unfreeze
+    assert falling.check(6, 100) == []
+    assert [decide(falling, FreezeSignal(step, 100, 6, 6, 0.0), 0).num_frozen for step in (0, 20, 40)] == [4, 2, 0]
+    assert falling.frozen_until(20, 100) == 40
+    falling.check(12, 100)
+    assert falling.table == {0: 8, 20: 4, 40: 0}
+
+
 def test_layers_stay_frozen_until_fewer_are_than_now() -> None:
     """What only later freezes unfreezes alone."""
     table = Fixed({0: 1, 10: 3, 15: 1, 20: 0})

@@ -35,6 +35,10 @@ EXCLUDED = [
     ({"freeze_policy": "fixed"}, "freeze_policy='fixed' needs freeze_at='step:layers,...', found none"),
     ({"freeze_at": "1:2"}, "freeze_at='1:2' needs freeze_policy='fixed', found 'none'"),
     ({"freeze_policy": "fixed", "freeze_at": "1:2,1:3"}, "names step 1 twice"),
+    ({"freeze_policy": "fixed", "freeze_at": "0:2,9:1/2"}, "has numbers and shares of layers: expected only one"),
+    ({"freeze_policy": "fixed", "freeze_at": "0:2/0"}, "or shares of the layers as in '0:2/3'"),
+    ({"freeze_layers": 2, "freeze_policy": "schedule"}, "Leave it out, or the other two"),
+    ({"freeze_layers": 2, "freeze_policy": "fixed", "freeze_at": "0:3"}, "it stands for freeze_policy='fixed'"),
     ({"layout_plan": "no-such.jsonl"}, "is not a file: expected the pipetransformer_events.jsonl"),
     ({"pipeline_drain_interval": 4}, "pipeline_drain_interval=4 needs pipeline_schedule='async_1f1b', found '1f1b'"),
     ({"pipeline_schedule": "interleaved_1f1b", "pipeline_chunks": 1}, "stages a rank. Choose another schedule"),
@@ -50,6 +54,13 @@ EXCLUDED = [
 def test_options_that_exclude_each_other(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         arguments(tmp_path, **options)
+
+
+def test_the_number_of_frozen_layers_stands_for_a_table(tmp_path: Path) -> None:
+    args = arguments(tmp_path, freeze_layers="2/3")
+    assert (args.freeze_policy, args.freeze_at) == ("fixed", "0:2/3")
+    again = arguments(tmp_path, freeze_layers=args.freeze_layers, freeze_policy="fixed", freeze_at=args.freeze_at)
+    assert again.freeze_layers == "2/3"
 
 
 # Trainer's options that no pipeline takes; some are set afterwards, so that Trainer itself does not look first.

@@ -37,6 +37,7 @@ NOT_COMPARED = {
     *("pipeline_checkpoint", "pipeline_timeout", "pipeline_gather_at_end", "pipeline_compute_metrics", "layout_plan"),
     "pipeline_trace_step",
     "plan_only",
+    "freeze_layers",  # It shows in `freeze_at`.
     "pipeline_master_dtype",  # It shows in the dtypes of the parameters.
     *("activation_cache", "activation_cache_dir"),
     *("activation_cache_max_gb", "activation_cache_keep"),
