@@ -7,6 +7,7 @@ seeded for each draw of a sample where the activation cache stores views of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ NUM_TRIES = 10
 
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom edge in pixels; the right and bottom ones are outside."""
-Range = tuple[float, float]
+Range = Sequence[float]
 
 
 def flip_half(image: Image.Image) -> Image.Image:

@@ -5,7 +5,7 @@
         --dataset_config_name wikitext-2-raw-v1 --do_train --do_eval \
         --pipeline_parallel_size 2 --output_dir outputs/wikitext
 
-On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_clm.py` mean the same here, but a
+On a machine without GPUs add `--use_cpu true`. Options are named as in transformers' `run_clm.py`, but a
 `--block_size` that the model does not take is refused. With one or two long sequences a batch
 `--pipeline_schedule token` fills the stages with slices of them.
 """

@@ -4,7 +4,7 @@
         --model_name_or_path bert-base-cased --task_name sst2 --do_train --do_eval \
         --pipeline_parallel_size 2 --output_dir outputs/sst2
 
-On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_glue.py` mean the same here.
+On a machine without GPUs add `--use_cpu true`. Options are named as in transformers' `run_glue.py`.
 """
 
 from __future__ import annotations

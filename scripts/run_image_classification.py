@@ -6,8 +6,8 @@
 
 With folders that lie as ImageNet does (`train/CLASS/...`, `val/CLASS/...`), `--dataset_name` may name the folder above
 them; `--augmentation random_resized_crop` crops their images as is usual for ImageNet, in training and in evaluation.
-On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_image_classification.py` mean the
-same here; unlike there, nothing is cropped unless an option says so. Images need Pillow; torchvision is not needed.
+On a machine without GPUs add `--use_cpu true`. Options are named as in transformers' `run_image_classification.py`;
+unlike there, nothing is cropped unless an option says so. Images need Pillow; torchvision is not needed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 logger = logging.getLogger("run_image_classification")
 
 CROP_PCT = 0.875
+CROP_SCALE = [0.08, 1.0]
+CROP_RATIO = [3 / 4, 4 / 3]
 SPLIT_FOLDERS = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
 
 
@@ -42,9 +44,7 @@ SPLIT_FOLDERS = {"train": ("train",), "validation": ("validation", "val"), "test
 class ImageModelArguments(ModelArguments):
     """Which model, and how its image processor is changed."""
 
-    image_size: int | None = HfArg(
-        default=None, help="Pixels of a side; by default the image processor's, else the model's."
-    )
+    image_size: int | None = HfArg(default=None, help="Pixels of a side, if not the image processor's or model's.")
     image_mean: list[float] | None = HfArg(default=None, help="Mean of each channel, of pixels in 0..1.")
     image_std: list[float] | None = HfArg(default=None, help="Deviation of each channel, likewise.")
 
@@ -56,9 +56,7 @@ class ImageDataArguments(LabelledDataArguments):
     train_dir: str | None = HfArg(default=None, help="Training images, one folder per class.")
     validation_dir: str | None = HfArg(default=None, help="Evaluation images, one folder per class.")
     test_dir: str | None = HfArg(default=None, help="Images to predict.")
-    train_val_split: float = HfArg(
-        default=0.15, help="Share of the training images to evaluate on if no others are named."
-    )
+    train_val_split: float = HfArg(default=0.15, help="Share of the training images that are evaluated on by default.")
     image_column_name: str = HfArg(default="image", help="The column of images.")
     augmentation: str = HfArg(
         default="none",
@@ -94,8 +92,9 @@ class ImageDataArguments(LabelledDataArguments):
                 )
             if self.augmentation != "random_resized_crop":
                 raise ValueError(f"--{name} needs --augmentation random_resized_crop, found {self.augmentation}.")
-        if self.augmentation == "random_resized_crop" and self.crop_pct is None:
-            self.crop_pct = CROP_PCT
+        if self.augmentation == "random_resized_crop":
+            self.crop_scale, self.crop_ratio = self.crop_scale or CROP_SCALE, self.crop_ratio or CROP_RATIO
+            self.crop_pct = CROP_PCT if self.crop_pct is None else self.crop_pct
         if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
             raise ValueError(f"Found --crop_pct {self.crop_pct}; expected a share above 0, of 1 at most.")
 
@@ -125,24 +124,17 @@ class ImageTransform:
     is_training: bool
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        images = [self.augment(image.convert("RGB")) for image in batch.pop(self.data_args.image_column_name)]
-        # A random resized crop has the model's size already.
-        options = dict.fromkeys(("do_resize", "do_center_crop"), False) if self.is_resized else {}
-        return {**batch, "pixel_values": list(self.processor(images, return_tensors="pt", **options)["pixel_values"])}
-
-    @property
-    def is_resized(self) -> bool:
-        """Return True if the augmentation makes images of the model's size."""
-        return self.is_training and self.data_args.augmentation == "random_resized_crop"
-
-    def augment(self, image: PillowImage.Image) -> PillowImage.Image:
-        """Crop and flip at random, for training."""
-        if self.is_resized:
-            scale, ratio = self.data_args.crop_scale or (0.08, 1.0), self.data_args.crop_ratio or (3 / 4, 4 / 3)
+        args, options = self.data_args, {}
+        images = [image.convert("RGB") for image in batch.pop(args.image_column_name)]
+        if self.is_training and args.augmentation == "standard":
+            images = [augment(image) for image in images]
+        elif self.is_training and args.augmentation == "random_resized_crop":
             resample = self.processor.resample
             resample = PillowImage.Resampling.BILINEAR if resample is None else resample
-            return random_resized_crop(image, pixels_of(self.processor), scale, ratio, resample)
-        return augment(image) if self.is_training and self.data_args.augmentation == "standard" else image
+            crop = pixels_of(self.processor), args.crop_scale, args.crop_ratio, resample
+            images = [random_resized_crop(image, *crop) for image in images]
+            options = {"do_resize": False, "do_center_crop": False}  # They have the model's size already.
+        return {**batch, "pixel_values": list(self.processor(images, return_tensors="pt", **options)["pixel_values"])}
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -162,7 +154,11 @@ def load_image_processor(model_args: ImageModelArguments, config: PreTrainedConf
     try:
         return AutoImageProcessor.from_pretrained(model_args.model_name_or_path, **model_args.hub_options, **changes)
     except OSError:
-        processor = ViTImageProcessorPil(**{"size": image_size_of(config), **changes})
+        side = size or getattr(config, "image_size", None)
+        if side is None:
+            raise ValueError("Neither an image processor nor the model says how large images are: --image_size.") from None
+        height, width = (side, side) if isinstance(side, int) else side
+        processor = ViTImageProcessorPil(**changes | {"size": {"height": height, "width": width}})
         logger.warning(
             "%s has no image processor: images become %s, with mean %s and deviation %s. Change that with "
             "--image_size, --image_mean and --image_std.",
@@ -172,15 +168,6 @@ def load_image_processor(model_args: ImageModelArguments, config: PreTrainedConf
             processor.image_std,
         )
         return processor
-
-
-def image_size_of(config: PreTrainedConfig) -> dict[str, int]:
-    """Height and width that the model was made for."""
-    size = getattr(config, "image_size", None)
-    if size is None:
-        raise ValueError("Neither an image processor nor config.image_size says how large images are: --image_size.")
-    height, width = (size, size) if isinstance(size, int) else size
-    return {"height": height, "width": width}
 
 
 def with_center_crop(processor: Any, crop_pct: float) -> Any:

@@ -4,7 +4,7 @@
         --model_name_or_path google-bert/bert-base-uncased --dataset_name rajpurkar/squad --do_train --do_eval \
         --pipeline_parallel_size 2 --output_dir outputs/squad
 
-On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_qa.py` mean the same here. Local
+On a machine without GPUs add `--use_cpu true`. Options are named as in transformers' `run_qa.py`. Local
 files (`--train_file`, ...) are parquet or json with SQuAD's columns, or the official JSON files.
 """
 
