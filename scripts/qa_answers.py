@@ -23,39 +23,23 @@ PostProcess = Callable[[Dataset, Dataset, tuple[np.ndarray, np.ndarray], str], E
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Which of the possible answers is given.
+    """Which of the possible answers is given."""
 
-    Args:
-        n_best_size: starts, ends, and candidates that are looked at.
-        max_answer_length: in tokens.
-        allows_no_answer: a question may have no answer (SQuAD v2).
-        null_threshold: no answer is given where its score exceeds the best answer's by more than that.
-    """
-
-    n_best_size: int = 20
-    max_answer_length: int = 30
-    allows_no_answer: bool = False
-    null_threshold: float = 0.0
+    n_best_size: int = 20  # starts, ends, and candidates that are looked at
+    max_answer_length: int = 30  # tokens
+    allows_no_answer: bool = False  # SQuAD v2
+    null_threshold: float = 0.0  # no answer is given where its score exceeds the best answer's by more
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found for one question.
+    """What was found for one question."""
 
-    Args:
-        name: id of the question.
-        text: the answer given; empty for none.
-        best_text: the best one that is not empty, if there is any.
-        null_score_difference: score of no answer minus that of `best_text`, in logits; None where an answer is certain
-            to exist.
-        candidates: `text`, `score` (sum of two logits) and `probability` (among them), the best first.
-    """
-
-    name: str
-    text: str
-    best_text: str
-    null_score_difference: float | None
-    candidates: list[dict[str, Any]]
+    name: str  # its id
+    text: str  # the answer given; empty for none
+    best_text: str  # the best one that is not empty, if there is any
+    null_score_difference: float | None  # score of no answer minus that of `best_text`; None for v1
+    candidates: list[dict[str, Any]]  # `text`, `score` (two logits) and `probability` (among them), the best first
 
 
 def find_answers(

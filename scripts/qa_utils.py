@@ -120,19 +120,12 @@ class WindowMaker:
     Windows for training have `start_positions` and `end_positions`, those for evaluation `example_id`, `null_position`
     (that of the CLS token, which stands for no answer), and `token_starts` and `token_ends`: where each token starts
     and ends in the context, in characters; -1 for all others.
-
-    Args:
-        tokenizer: a fast one, which says where in a text a token stands.
-        max_length: tokens of a window, question and special tokens included.
-        stride: tokens of the context that two windows, one after the other, share.
-        pads: whether every window is padded to `max_length`.
-        is_training: which columns windows have.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    max_length: int
-    stride: int
-    pads: bool
+    tokenizer: PreTrainedTokenizerBase  # a fast one, which says where in a text a token stands
+    max_length: int  # tokens of a window, question and special tokens included
+    stride: int  # tokens of the context that two windows, one after the other, share
+    pads: bool  # every window, to `max_length`
     is_training: bool
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:

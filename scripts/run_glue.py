@@ -48,13 +48,9 @@ class GlueDataArguments(LabelledDataArguments, TextDataArguments):
     task_name: str | None = HfArg(
         default=None, help=f"A GLUE task: {', '.join(SENTENCE_COLUMNS)}. With --train_file: its columns and metrics."
     )
-    text_column_names: str | None = HfArg(
-        default=None, help="The column of sentences, or two separated by a comma for pairs."
-    )
+    text_column_names: str | None = HfArg(default=None, help="The column of sentences, or two with a comma for pairs.")
     max_seq_length: int = HfArg(default=128, help="Longer sentences are cut to so many tokens.")
-    pad_to_max_length: bool = HfArg(
-        default=False, help="Pad all samples to --max_seq_length, not each batch to its longest."
-    )
+    pad_to_max_length: bool = HfArg(default=False, help="Pad to --max_seq_length, not each batch to its longest.")
 
     sources = f"--task_name, {LabelledDataArguments.sources}"
 

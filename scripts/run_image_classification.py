@@ -63,17 +63,12 @@ class ImageDataArguments(LabelledDataArguments):
         help="`none`; `standard`: random crop after padding, and random flip; `random_resized_crop`: a random part of "
         "the image, resized, and random flip.",
     )
-    crop_scale: list[float] | None = HfArg(
-        default=None, help="Smallest and largest share of the area in a random resized crop, 0.08 and 1 by default."
-    )
-    crop_ratio: list[float] | None = HfArg(
-        default=None, help="Smallest and largest width / height of one, 3/4 and 4/3 by default."
-    )
+    crop_scale: list[float] | None = HfArg(default=None, help="Range of a random resized crop's area; 0.08 to 1.")
+    crop_ratio: list[float] | None = HfArg(default=None, help="Range of its width / height; by default 3/4 to 4/3.")
     crop_pct: float | None = HfArg(
         default=None,
-        help="Images without a random resized crop are resized until their shorter side is the model's size divided "
-        f"by this share, and cropped in the middle. {CROP_PCT} by default with a random resized crop; otherwise by "
-        "default the image processor decides, most resize the whole image.",
+        help="Crop images without a random resized crop in the middle, once their shorter side is the model's size "
+        f"divided by this share. Default: {CROP_PCT} with random resized crops, else as the image processor does.",
     )
 
     sources = "--dataset_name, --train_dir and --validation_dir, or --train_file"
@@ -156,7 +151,9 @@ def load_image_processor(model_args: ImageModelArguments, config: PreTrainedConf
     except OSError:
         side = size or getattr(config, "image_size", None)
         if side is None:
-            raise ValueError("Neither an image processor nor the model says how large images are: --image_size.") from None
+            raise ValueError(
+                "No image processor and no config.image_size: how large are images? --image_size."
+            ) from None
         height, width = (side, side) if isinstance(side, int) else side
         processor = ViTImageProcessorPil(**changes | {"size": {"height": height, "width": width}})
         logger.warning(

@@ -41,9 +41,7 @@ class QuestionDataArguments(TextDataArguments):
 
     max_seq_length: int = HfArg(default=384, help="Tokens of a window, the question and special tokens included.")
     doc_stride: int = HfArg(default=128, help="Tokens of the context that two windows share.")
-    pad_to_max_length: bool = HfArg(
-        default=True, help="Pad all windows to --max_seq_length, not each batch to its longest."
-    )
+    pad_to_max_length: bool = HfArg(default=True, help="Pad to --max_seq_length, not each batch to its longest.")
     version_2_with_negative: bool = HfArg(default=False, help="Questions may have no answer, as in SQuAD v2.")
     null_score_diff_threshold: float = HfArg(
         default=0.0, help="No answer is given where its score exceeds the best answer's by more (v2 only)."

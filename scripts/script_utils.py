@@ -13,15 +13,7 @@ import numpy as np
 import yaml
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 from metrics import Metric, predictions_from_logits
-from transformers import (
-    AutoConfig,
-    EvalPrediction,
-    HfArgumentParser,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoConfig, EvalPrediction, HfArgumentParser, PreTrainedConfig, Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from hf_pipetransformer.report.card import read_comparison
@@ -253,7 +245,7 @@ def load_config(model_args: ModelArguments, names: list[str] | None) -> tuple[Pr
     return config, ids
 
 
-def load_model(auto_class: Any, model_args: ModelArguments, **options: Any) -> PreTrainedModel:
+def load_model(auto_class: Any, model_args: ModelArguments, **options: Any) -> Any:
     """The pretrained model with the head of `auto_class`; `options` are the configuration, or changes to it."""
     options |= {"ignore_mismatched_sizes": model_args.ignore_mismatched_sizes, **model_args.hub_options}
     return auto_class.from_pretrained(model_args.model_name_or_path, **options)
