@@ -7,8 +7,7 @@ seeded for each draw of a sample where the activation cache stores views of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,12 +21,7 @@ NUM_TRIES = 10
 
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom edge in pixels; the right and bottom ones are outside."""
-Range = tuple[float, float]
-
-
-def unchanged(image: Image.Image) -> Image.Image:
-    """Draw nothing."""
-    return image
+Range = Sequence[float]
 
 
 def flip_half(image: Image.Image) -> Image.Image:
@@ -41,8 +35,7 @@ def augment(image: Image.Image) -> Image.Image:
     pad_x, pad_y = width // 8, height // 8
     left = int(torch.randint(-pad_x, pad_x + 1, ()))
     top = int(torch.randint(-pad_y, pad_y + 1, ()))
-    cropped = image.crop((left, top, left + width, top + height))  # what lies outside is black
-    return flip_half(cropped)
+    return flip_half(image.crop((left, top, left + width, top + height)))  # what lies outside is black
 
 
 def random_resized_crop(
@@ -90,16 +83,6 @@ def middle_box(image_size: tuple[int, int], ratio: Range) -> Box:
     width, height = min(width, max(1, round(height * shape))), min(height, max(1, round(width / shape)))
     left, top = (image_size[0] - width) // 2, (image_size[1] - height) // 2
     return left, top, left + width, top + height
-
-
-def augmentation_of(name: str, processor: Any, scale: Range, ratio: Range) -> Callable[[Image.Image], Image.Image]:
-    """Return the function of an image for the name in AUGMENTATIONS; `processor` says the size of a resized crop."""
-    if name == "none":
-        return unchanged
-    if name == "standard":
-        return augment
-    resample = Image.Resampling.BILINEAR if processor.resample is None else processor.resample
-    return partial(random_resized_crop, size=pixels_of(processor), scale=scale, ratio=ratio, resample=resample)
 
 
 def pixels_of(processor: Any) -> tuple[int, int]:

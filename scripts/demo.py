@@ -9,25 +9,14 @@ two replicas.
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from metrics import accuracy
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-from transformers import (
-    AutoModelForImageClassification,
-    EvalPrediction,
-    PrinterCallback,
-    TrainerCallback,
-    ViTConfig,
-    ViTForImageClassification,
-    set_seed,
-)
+from transformers import EvalPrediction, ViTConfig, ViTForImageClassification, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
@@ -35,19 +24,14 @@ from hf_pipetransformer.report.page import write_report
 
 
 EXPECTED_ACCURACY = 0.95
-BRIGHTEST = 16  # the digits' pixels are counts, 0 to 16
 
 
-def digits() -> tuple[Dataset, Dataset]:
+def digits() -> DatasetDict:
     """The 1,797 images as `pixel_values` `(1, 8, 8)` and `labels`; a stratified fifth of them is held out."""
-    data = load_digits()
-    pixels = (data.images[:, None] / BRIGHTEST * 2 - 1).astype(np.float32)
-    splits = train_test_split(pixels, data.target, test_size=0.2, stratify=data.target, random_state=0)
-    train_pixels, held_out_pixels, train_labels, held_out_labels = splits
-    return (
-        Dataset.from_dict({"pixel_values": train_pixels, "labels": train_labels}).with_format("torch"),
-        Dataset.from_dict({"pixel_values": held_out_pixels, "labels": held_out_labels}).with_format("torch"),
-    )
+    images, labels = load_digits(return_X_y=True)
+    pixels = (images / 8 - 1).astype(np.float32).reshape(-1, 1, 8, 8)  # counts of 0 to 16 to -1..1
+    data = Dataset.from_dict({"pixel_values": pixels, "labels": labels}).class_encode_column("labels")
+    return data.train_test_split(test_size=0.2, stratify_by_column="labels", seed=0).with_format("torch")
 
 
 def small_vit() -> ViTForImageClassification:
@@ -60,8 +44,6 @@ def small_vit() -> ViTForImageClassification:
         hidden_size=64,
         intermediate_size=256,
         num_attention_heads=4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
         initializer_range=0.1,  # the default, 0.02, suits wide models and starts slowly here
         num_labels=10,
     )
@@ -94,25 +76,6 @@ def arguments(output_dir: str, epochs: float) -> PipeTransformerArguments:
     )
 
 
-class EpochLine(TrainerCallback):
-    """One printed line per epoch."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.loss = float("nan")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        self.loss = logs.get("loss", self.loss)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            print(
-                f"epoch {state.epoch:4.0f} of {args.num_train_epochs:.0f}   training loss {self.loss:6.4f}   "
-                f"held-out accuracy {metrics['eval_accuracy']:6.1%}   {time.perf_counter() - self.start:5.1f} s",
-                flush=True,
-            )
-
-
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Accuracy of the held-out images."""
     return {"accuracy": accuracy(prediction.predictions.argmax(axis=-1), prediction.label_ids)}
@@ -120,10 +83,9 @@ def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 def reloaded_accuracy(folder: str, data: Dataset) -> float:
     """Accuracy of the saved model in plain transformers, in one process."""
-    model = AutoModelForImageClassification.from_pretrained(folder).eval()
     columns = data[:]
     with torch.no_grad():
-        logits = model(pixel_values=columns["pixel_values"]).logits
+        logits = ViTForImageClassification.from_pretrained(folder).eval()(columns["pixel_values"]).logits
     return accuracy(logits.argmax(dim=-1).numpy(), columns["labels"].numpy())
 
 
@@ -136,38 +98,22 @@ def main() -> None:
     args = arguments(options.output_dir, options.num_train_epochs)
     set_seed(args.seed)
     disable_progress_bar()
-    train_data, held_out = digits()
-    model = small_vit()
-    size = sum(parameter.numel() for parameter in model.parameters())
+    data = digits()
     trainer = PipeTransformerTrainer(
-        model=model,
-        args=args,
-        train_dataset=train_data,
-        eval_dataset=held_out,
-        compute_metrics=compute_metrics,
-        callbacks=[EpochLine()],
+        small_vit(), args, train_dataset=data["train"], eval_dataset=data["test"], compute_metrics=compute_metrics
     )
-    trainer.remove_callback(PrinterCallback)
-    is_first = trainer.is_world_process_zero()
-    if is_first:
-        print(
-            f"{len(train_data)} digits to train on, {len(held_out)} held out; a ViT of {size:,} parameters.",
-            flush=True,
-        )
-
     result = trainer.train()
-    trainer.remove_callback(EpochLine)
     metrics = trainer.evaluate()
     trainer.save_model()
     trainer.save_metrics("train", result.metrics)
     trainer.save_metrics("eval", metrics)
-    if is_first:
+    if trainer.is_world_process_zero():
         (report,) = write_report([args.output_dir], page=f"{args.output_dir}/report.html", pictures=None)
-        layout = trainer.layout
+        reloaded = reloaded_accuracy(args.output_dir, data["test"])
         print(
             f"\nheld-out accuracy   {metrics['eval_accuracy']:.1%} "
-            f"(the saved model, loaded in plain transformers: {reloaded_accuracy(args.output_dir, held_out):.1%})\n"
-            f"layout at the end   {layout}\n"
+            f"(the saved model, loaded in plain transformers: {reloaded:.1%})\n"
+            f"layout at the end   {trainer.layout}\n"
             f"training            {result.metrics['train_runtime']:.1f} s, {trainer.state.global_step} steps\n"
             f"outputs             {Path(args.output_dir).resolve()}\n"
             f"report              {Path(report).resolve()}",

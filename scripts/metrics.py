@@ -17,33 +17,30 @@ def accuracy(predictions: np.ndarray, labels: np.ndarray) -> float:
 
 def f1(predictions: np.ndarray, labels: np.ndarray) -> float:
     """F1 of class 1 in a task of two classes; 0 when neither predictions nor labels hold class 1."""
-    true_positives = float(((predictions == 1) & (labels == 1)).sum())
     positives = float((predictions == 1).sum() + (labels == 1).sum())
-    return 2 * true_positives / positives if positives else 0.0
+    return 2 * float(((predictions == 1) & (labels == 1)).sum()) / positives if positives else 0.0
 
 
 def matthews_correlation(predictions: np.ndarray, labels: np.ndarray) -> float:
     """Matthews correlation of two classes (the CoLA metric); 0 when either side holds one class only."""
-    return pearson((predictions == 1).astype(np.float64), (labels == 1).astype(np.float64))
+    return pearson(predictions == 1, labels == 1)
 
 
 def pearson(predictions: np.ndarray, labels: np.ndarray) -> float:
     """Pearson correlation; 0 when either side is constant."""
-    x = predictions.astype(np.float64) - predictions.mean()
-    y = labels.astype(np.float64) - labels.mean()
+    x, y = (values.astype(np.float64) - values.mean() for values in (predictions, labels))
     norm = float(np.sqrt((x * x).sum() * (y * y).sum()))
     return float((x * y).sum()) / norm if norm else 0.0
 
 
 def spearman(predictions: np.ndarray, labels: np.ndarray) -> float:
     """Spearman rank correlation; equal values share their mean rank."""
-    return pearson(_ranks(predictions), _ranks(labels))
 
+    def ranks(values: np.ndarray) -> np.ndarray:
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[inverse]
+    return pearson(ranks(predictions), ranks(labels))
 
 
 def mean_squared_error(predictions: np.ndarray, labels: np.ndarray) -> float:
@@ -53,16 +50,12 @@ def mean_squared_error(predictions: np.ndarray, labels: np.ndarray) -> float:
 
 CLASSIFICATION: dict[str, Metric] = {"accuracy": accuracy}
 REGRESSION: dict[str, Metric] = {"mse": mean_squared_error}
-GLUE: dict[str, dict[str, Metric]] = {
+WITH_F1: dict[str, Metric] = {"accuracy": accuracy, "f1": f1}
+GLUE: dict[str, dict[str, Metric]] = dict.fromkeys(("mnli", "qnli", "rte", "sst2", "wnli"), CLASSIFICATION)
+GLUE |= dict.fromkeys(("mrpc", "qqp"), WITH_F1)
+GLUE |= {
     "cola": {"matthews_correlation": matthews_correlation},
-    "mnli": CLASSIFICATION,
-    "mrpc": {"accuracy": accuracy, "f1": f1},
-    "qnli": CLASSIFICATION,
-    "qqp": {"accuracy": accuracy, "f1": f1},
-    "rte": CLASSIFICATION,
-    "sst2": CLASSIFICATION,
     "stsb": {"pearson": pearson, "spearmanr": spearman},
-    "wnli": CLASSIFICATION,
 }
 
 

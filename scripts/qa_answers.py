@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,41 +16,30 @@ from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 
+Span = tuple[int, int]
+"""Characters of a context from and up to which a text stands."""
+PostProcess = Callable[[Dataset, Dataset, tuple[np.ndarray, np.ndarray], str], EvalPrediction]
+
+
 @dataclass(frozen=True)
 class AnswerOptions:
-    """Which of the possible answers is given.
+    """Which of the possible answers is given."""
 
-    Args:
-        n_best_size: starts, ends, and candidates that are looked at.
-        max_answer_length: in tokens.
-        allows_no_answer: a question may have no answer (SQuAD v2).
-        null_threshold: no answer is given where its score exceeds the best answer's by more than that.
-    """
-
-    n_best_size: int = 20
-    max_answer_length: int = 30
-    allows_no_answer: bool = False
-    null_threshold: float = 0.0
+    n_best_size: int = 20  # starts, ends, and candidates that are looked at
+    max_answer_length: int = 30  # tokens
+    allows_no_answer: bool = False  # SQuAD v2
+    null_threshold: float = 0.0  # no answer is given where its score exceeds the best answer's by more
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found for one question.
+    """What was found for one question."""
 
-    Args:
-        name: id of the question.
-        text: the answer given; empty for none.
-        best_text: the best one that is not empty, if there is any.
-        null_score_difference: score of no answer minus that of `best_text`, in logits; None where an answer is certain
-            to exist.
-        candidates: `text`, `score` (sum of two logits) and `probability` (among them), the best first.
-    """
-
-    name: str
-    text: str
-    best_text: str
-    null_score_difference: float | None
-    candidates: list[dict[str, Any]]
+    name: str  # its id
+    text: str  # the answer given; empty for none
+    best_text: str  # the best one that is not empty, if there is any
+    null_score_difference: float | None  # score of no answer minus that of `best_text`; None for v1
+    candidates: list[dict[str, Any]]  # `text`, `score` (two logits) and `probability` (among them), the best first
 
 
 def find_answers(
@@ -73,25 +61,25 @@ def find_answers(
             f"Found logits for {len(start_logits)} starts and {len(end_logits)} ends of answers; expected one for "
             f"each of {len(windows)} windows."
         )
-    # By question: the score of each span of characters, in the order of the windows; and the score of no answer.
-    scores: dict[str, dict[tuple[int, int], float]] = {name: {} for name in questions["id"]}
+    # By question: the score of each span, in the order of the windows; and the score of no answer.
+    scores: dict[str, dict[Span, float]] = {name: {} for name in questions["id"]}
     null_scores = dict.fromkeys(scores, math.inf)
     columns = windows.select_columns(["example_id", "null_position", "token_starts", "token_ends"])
-    for row, window in enumerate(columns):
+    for window, starts, ends in zip(columns, start_logits, end_logits, strict=True):
         name, null = window["example_id"], window["null_position"]
-        null_scores[name] = min(null_scores[name], start_logits[row, null] + end_logits[row, null])
-        for span, score in _window_spans(start_logits[row], end_logits[row], window, options):
+        null_scores[name] = min(null_scores[name], starts[null] + ends[null])
+        for span, score in best_spans(starts, ends, window, options):
             scores[name][span] = max(score, scores[name].get(span, -math.inf))
     return [
-        _choose(question["id"], question["context"], scores[question["id"]], null_scores[question["id"]], options)
+        choose(question, scores[question["id"]], null_scores[question["id"]], options)
         for question in questions.select_columns(["id", "context"])
     ]
 
 
-def _window_spans(
+def best_spans(
     start_logits: np.ndarray, end_logits: np.ndarray, window: dict[str, Any], options: AnswerOptions
-) -> Iterator[tuple[tuple[int, int], float]]:
-    """Characters of the context and score of the best spans of a window between a good start and a good end."""
+) -> list[tuple[Span, float]]:
+    """The best spans of a window between a good start and a good end, each with its score."""
     starts, ends = np.asarray(window["token_starts"]), np.asarray(window["token_ends"])
     context = np.flatnonzero(starts != OUTSIDE)
 
@@ -99,38 +87,33 @@ def _window_spans(
         # A stable order: of equal logits the earlier position, on every machine.
         return context[np.argsort(-logits[context], kind="stable")[: options.n_best_size]]
 
-    first, last = best(start_logits)[:, None], best(end_logits)[None, :]
-    num_tokens = last - first + 1
-    is_span = (num_tokens >= 1) & (num_tokens <= options.max_answer_length) & (ends[last] > starts[first])
-    firsts, lasts = (np.broadcast_to(tokens, is_span.shape)[is_span] for tokens in (first, last))
-    scores = start_logits[firsts] + end_logits[lasts]
-    for index in np.argsort(-scores, kind="stable")[: options.n_best_size]:
-        yield (int(starts[firsts[index]]), int(ends[lasts[index]])), float(scores[index])
+    pairs = np.meshgrid(best(start_logits), best(end_logits), indexing="ij")
+    first, last = (tokens.ravel() for tokens in pairs)
+    is_span = (first <= last) & (last - first < options.max_answer_length) & (ends[last] > starts[first])
+    first, last = first[is_span], last[is_span]
+    scores = start_logits[first] + end_logits[last]
+    order = np.argsort(-scores, kind="stable")[: options.n_best_size]
+    spans = zip(starts[first[order]].tolist(), ends[last[order]].tolist(), strict=True)
+    return list(zip(spans, scores[order].tolist(), strict=True))
 
 
-def _choose(
-    name: str, context: str, scores: dict[tuple[int, int], float], null_score: float, options: AnswerOptions
-) -> Answer:
+def choose(question: dict[str, str], scores: dict[Span, float], null_score: float, options: AnswerOptions) -> Answer:
+    """The answer to a question (`id`, `context`) from the scores of its spans and of no answer."""
     # Of equal scores the answer that stands first.
     best = sorted(scores.items(), key=lambda item: (-item[1], item[0]))[: options.n_best_size]
-    candidates = [(context[start:end], score) for (start, end), score in best]
-    best_text = candidates[0][0] if candidates else ""
-    text, difference = best_text, None
+    candidates = [(question["context"][start:end], score) for (start, end), score in best]
+    text = best_text = candidates[0][0] if candidates else ""
+    difference = None
     if options.allows_no_answer:
         difference = null_score - candidates[0][1] if candidates else math.inf
         text = "" if difference > options.null_threshold else best_text
         candidates = sorted([*candidates, ("", null_score)], key=lambda candidate: -candidate[1])
-    return Answer(name, text, best_text, difference, _with_probabilities(candidates))
-
-
-def _with_probabilities(candidates: list[tuple[str, float]]) -> list[dict[str, Any]]:
-    if not candidates:
-        return []
     weights = np.exp([score - candidates[0][1] for _, score in candidates])
-    return [
+    rated = [
         {"text": text, "score": score, "probability": float(weight / weights.sum())}
         for (text, score), weight in zip(candidates, weights, strict=True)
     ]
+    return Answer(question["id"], text, best_text, difference, rated)
 
 
 def write_answers(answers: list[Answer], folder: Path, prefix: str) -> None:
@@ -140,18 +123,13 @@ def write_answers(answers: list[Answer], folder: Path, prefix: str) -> None:
         "nbest_predictions": {answer.name: answer.candidates for answer in answers},
     }
     odds = {answer.name: answer.null_score_difference for answer in answers}
-    if any(difference is not None for difference in odds.values()):
+    if any(odd is not None for odd in odds.values()):
         # JSON has no infinity, which stands for a context without a word.
-        contents["null_odds"] = {
-            name: odd if odd is None or math.isfinite(odd) else None for name, odd in odds.items()
-        }
+        contents["null_odds"] = {name: None if odd == math.inf else odd for name, odd in odds.items()}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         text = json.dumps(content, indent=2, ensure_ascii=False)
         (folder / f"{prefix}_{name}.json").write_text(text + "\n", encoding="utf-8")
-
-
-PostProcess = Callable[[Dataset, Dataset, tuple[np.ndarray, np.ndarray], str], EvalPrediction]
 
 
 class QuestionAnsweringMixin:
@@ -174,14 +152,9 @@ class QuestionAnsweringMixin:
         super().__init__(*args, **kwargs)
         self.eval_examples = eval_examples
         self.post_process_function = post_process_function
-        self._asked: tuple[Dataset, Dataset] | None = None
 
     def evaluate(
-        self,
-        eval_dataset: Dataset | None = None,
-        eval_examples: Dataset | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+        self, eval_dataset: Dataset | None = None, eval_examples: Dataset | None = None, **options: Any
     ) -> dict[str, float]:
         """Evaluate the answers to `eval_examples` by their windows, `eval_dataset`; every rank gets the same metrics.
 
@@ -189,58 +162,32 @@ class QuestionAnsweringMixin:
             ValueError: questions or windows are missing, or there are several data sets.
         """
         questions = self.eval_examples if eval_examples is None else eval_examples
-        with self._asking(questions, self.eval_dataset if eval_dataset is None else eval_dataset):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        self._ask(questions, self.eval_dataset if eval_dataset is None else eval_dataset)
+        return super().evaluate(eval_dataset, **options)
 
-    def predict(
-        self,
-        test_dataset: Dataset,
-        test_examples: Dataset,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "test",
-    ) -> PredictionOutput:
+    def predict(self, test_dataset: Dataset, test_examples: Dataset, **options: Any) -> PredictionOutput:
         """The answers to `test_examples` from their windows: what `post_process_function` gives, with its metrics."""
-        with self._asking(test_examples, test_dataset):
-            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        self._ask(test_examples, test_dataset)
+        return super().predict(test_dataset, **options)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """The Trainer's loop without metrics of logits; then the answers and their metrics."""
-        if self._asked is None:
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        compute_metrics, self.compute_metrics = self.compute_metrics, None
-        try:
-            output = super().evaluation_loop(dataloader, description, False, ignore_keys, metric_key_prefix)
-        finally:
-            self.compute_metrics = compute_metrics
-        found = self.post_process_function(*self._asked, output.predictions, metric_key_prefix)
-        has_metrics = compute_metrics is not None and found.label_ids is not None
-        metrics = (
-            {f"{metric_key_prefix}_{name}": value for name, value in compute_metrics(found).items()}
-            if has_metrics
-            else {}
-        )
-        return output._replace(
-            predictions=found.predictions, label_ids=found.label_ids, metrics=output.metrics | metrics
-        )
-
-    @contextmanager
-    def _asking(self, questions: Any, windows: Any) -> Iterator[None]:
+    def _ask(self, questions: Any, windows: Any) -> None:
         if questions is None or not isinstance(windows, Dataset):
             raise ValueError(
                 f"Found {type(questions).__name__} as questions and {type(windows).__name__} as their windows; "
                 "expected one Dataset each. Pass eval_examples with eval_dataset, and several data sets one by one."
             )
-        outer, self._asked = self._asked, (questions, windows)
+        self._asked = questions, windows
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> EvalLoopOutput:
+        """The Trainer's loop without metrics of logits; then the answers and their metrics."""
+        options |= {"metric_key_prefix": metric_key_prefix, "prediction_loss_only": False}
+        compute_metrics, self.compute_metrics = self.compute_metrics, None
         try:
-            yield
+            output = super().evaluation_loop(*args, **options)
         finally:
-            self._asked = outer
+            self.compute_metrics = compute_metrics
+        found = self.post_process_function(*self._asked, output.predictions, metric_key_prefix)
+        metrics = dict(output.metrics)
+        if compute_metrics is not None and found.label_ids is not None:
+            metrics |= {f"{metric_key_prefix}_{name}": value for name, value in compute_metrics(found).items()}
+        return output._replace(predictions=found.predictions, label_ids=found.label_ids, metrics=metrics)

@@ -32,13 +32,6 @@ def word_f1(prediction: str, truth: str) -> float:
     return 2 * num_shared / (len(predicted) + len(true)) if num_shared else 0.0
 
 
-def word_f1_or_none(prediction: str, truth: str) -> float:
-    """`word_f1`, but 1 if both are without words (v2)."""
-    if not normalise(prediction) and not normalise(truth):
-        return 1.0
-    return word_f1(prediction, truth)
-
-
 def question_scores(
     predictions: Mapping[str, str], truths: Mapping[str, Sequence[str]], allows_no_answer: bool
 ) -> dict[str, tuple[float, float]]:
@@ -49,21 +42,18 @@ def question_scores(
         truths: id -> the answers that count as right.
         allows_no_answer: v2, where a question without a true answer is answered rightly by an empty text.
     """
-    f1 = word_f1_or_none if allows_no_answer else word_f1
     scores = {}
-    for name, given in truths.items():
-        true = _true_answers(given) if allows_no_answer else given
+    for name, true in truths.items():
+        if allows_no_answer:
+            true = [text for text in true if normalise(text)] or [""]
         if name not in predictions or not true:
             scores[name] = 0.0, 0.0
             continue
-        answer = predictions[name]
-        scores[name] = max(exact_match(answer, text) for text in true), max(f1(answer, text) for text in true)
+        exact = max(exact_match(predictions[name], text) for text in true)
+        f1 = max(word_f1(predictions[name], text) for text in true)
+        # Two texts without words share none; in v2 they are the same answer.
+        scores[name] = exact, max(exact, f1) if allows_no_answer else f1
     return scores
-
-
-def _true_answers(given: Sequence[str]) -> Sequence[str]:
-    """The answers that have a word, or an empty one alone."""
-    return [text for text in given if normalise(text)] or [""]
 
 
 def squad_metrics(predictions: Mapping[str, str], truths: Mapping[str, Sequence[str]]) -> dict[str, float]:
@@ -75,58 +65,42 @@ def squad_metrics(predictions: Mapping[str, str], truths: Mapping[str, Sequence[
 def squad_v2_metrics(
     predictions: Mapping[str, str],
     truths: Mapping[str, Sequence[str]],
-    best_texts: Mapping[str, str] | None = None,
-    null_score_differences: Mapping[str, float] | None = None,
+    best_texts: Mapping[str, str],
+    null_score_differences: Mapping[str, float],
 ) -> dict[str, float]:
     """`exact` and `f1` of SQuAD v2 in per cent: of all questions, those with (`HasAns`) and without answer (`NoAns`).
+
+    With the best value over all thresholds of the difference (`best_exact`, `best_f1`), and the threshold (`_thresh`).
 
     Args:
         predictions: id -> answer given, empty for none.
         truths: id -> the answers that count as right; none for a question without answer.
         best_texts: id -> the answer that would be given if one had to be.
-        null_score_differences: id -> score of no answer minus that of the best text. With both, the best value over
-            all thresholds of that difference is given too (`best_exact`, `best_f1`), and the threshold (`_thresh`).
+        null_score_differences: id -> score of no answer minus that of the best text.
     """
     scores = question_scores(predictions, truths, allows_no_answer=True)
-    answered = [name for name, given in truths.items() if given]
-    with_answer = set(answered)
-    unanswered = [name for name in truths if name not in with_answer]
+    answered = [name for name, true in truths.items() if true]
+    unanswered = [name for name, true in truths.items() if not true]
     metrics = {}
     for prefix, names in (("", list(truths)), ("HasAns_", answered), ("NoAns_", unanswered)):
         if names:
             exact, f1 = _means(scores, names)
             metrics |= {f"{prefix}exact": exact, f"{prefix}f1": f1, f"{prefix}total": len(names)}
-    if best_texts is not None and null_score_differences is not None:
-        scores = question_scores(best_texts, truths, allows_no_answer=True)
-        for index, name in enumerate(("exact", "f1")):
-            values = {question: score[index] for question, score in scores.items()}
-            best, threshold = _best_threshold(values, best_texts, with_answer, null_score_differences)
-            metrics |= {f"best_{name}": best, f"best_{name}_thresh": threshold}
+    # The official sweep: from no answer at all on, questions get their text in the order of the difference.
+    scores = question_scores(best_texts, truths, allows_no_answer=True)
+    order = sorted(truths, key=lambda name: null_score_differences[name])
+    for index, metric in enumerate(("exact", "f1")):
+        total = best = float(len(unanswered))
+        threshold = 0.0
+        for name in order:
+            # To a question without answer any text is wrong.
+            total += scores[name][index] if truths[name] else -1 if best_texts[name] else 0
+            if total > best:
+                best, threshold = total, float(null_score_differences[name])
+        metrics |= {f"best_{metric}": 100 * best / len(truths), f"best_{metric}_thresh": threshold}
     return metrics
 
 
 def _means(scores: Mapping[str, tuple[float, float]], names: Sequence[str]) -> tuple[float, float]:
     exact, f1 = (100 * sum(scores[name][index] for name in names) / len(names) for index in (0, 1))
     return exact, f1
-
-
-def _best_threshold(
-    scores: Mapping[str, float],
-    texts: Mapping[str, str],
-    with_answer: set[str],
-    null_score_differences: Mapping[str, float],
-) -> tuple[float, float]:
-    """The best mean in per cent if questions with a difference above some threshold get no answer, and that threshold.
-
-    The official sweep: from no answer at all on, questions get their text in the order of the difference.
-    """
-    total = best = float(sum(name not in with_answer for name in scores))
-    threshold = 0.0
-    for name in sorted(scores, key=lambda name: null_score_differences[name]):
-        if name in with_answer:
-            total += scores[name]
-        elif texts[name]:
-            total -= 1
-        if total > best:
-            best, threshold = total, float(null_score_differences[name])
-    return 100 * best / len(scores), threshold

@@ -4,40 +4,18 @@
         --model_name_or_path bert-base-cased --task_name sst2 --do_train --do_eval \
         --pipeline_parallel_size 2 --output_dir outputs/sst2
 
-On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_glue.py` mean the same here.
+On a machine without GPUs add `--use_cpu true`. Options are named as in transformers' `run_glue.py`.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
-from metrics import CLASSIFICATION, GLUE, REGRESSION, predictions_from_logits
-from script_utils import (
-    HIDDEN_LABEL,
-    LabelledDataArguments,
-    ModelArguments,
-    TextDataArguments,
-    TextModelArguments,
-    class_names,
-    finish,
-    label_ids,
-    load_config,
-    load_files,
-    metric_function,
-    parse_arguments,
-    report,
-    require_column,
-    require_split,
-    select_samples,
-    start_logging,
-    train,
-    without_hidden_labels,
-    write_predictions,
-)
+import script_utils
+from datasets import Dataset, DatasetDict
+from metrics import CLASSIFICATION, GLUE, REGRESSION
+from script_utils import HIDDEN_LABEL, LabelledDataArguments, ModelArguments, TextDataArguments
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -45,11 +23,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.hf_argparser import HfArg
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 
-
-logger = logging.getLogger("run_glue")
 
 SENTENCE_COLUMNS = {
     "cola": ("sentence",),
@@ -68,33 +45,21 @@ SENTENCE_COLUMNS = {
 class GlueDataArguments(LabelledDataArguments, TextDataArguments):
     """Which task or data, and how sentences become tokens."""
 
-    task_name: str | None = field(
-        default=None,
-        metadata={"help": f"A GLUE task: {', '.join(SENTENCE_COLUMNS)}. With --train_file: its columns and metrics."},
+    task_name: str | None = HfArg(
+        default=None, help=f"A GLUE task: {', '.join(SENTENCE_COLUMNS)}. With --train_file: its columns and metrics."
     )
-    text_column_names: str | None = field(
-        default=None, metadata={"help": "The column of sentences, or two separated by a comma for pairs."}
-    )
-    max_seq_length: int = field(default=128, metadata={"help": "Longer sentences are cut to so many tokens."})
-    pad_to_max_length: bool = field(
-        default=False, metadata={"help": "Pad all samples to --max_seq_length, not each batch to its longest."}
-    )
+    text_column_names: str | None = HfArg(default=None, help="The column of sentences, or two with a comma for pairs.")
+    max_seq_length: int = HfArg(default=128, help="Longer sentences are cut to so many tokens.")
+    pad_to_max_length: bool = HfArg(default=False, help="Pad to --max_seq_length, not each batch to its longest.")
+
+    sources = f"--task_name, {LabelledDataArguments.sources}"
 
     def __post_init__(self) -> None:
         if self.task_name is not None and self.task_name not in SENTENCE_COLUMNS:
             raise ValueError(f"Found --task_name {self.task_name}; expected one of {', '.join(SENTENCE_COLUMNS)}.")
-        if self.task_name is None and self.dataset_name is None and not self.files:
-            raise ValueError("No data: pass --task_name, --dataset_name, or --train_file and --validation_file.")
-
-
-def load_data(data_args: GlueDataArguments, model_args: ModelArguments) -> DatasetDict:
-    """Local files if any are named, else the named data set, else the GLUE task, from the hub."""
-    if data_args.files:
-        return load_files(data_args.files, model_args.cache_dir)
-    name, config = data_args.dataset_name, data_args.dataset_config_name
-    if name is None:
-        name, config = "nyu-mll/glue", data_args.task_name
-    return load_dataset(name, config, cache_dir=model_args.cache_dir, token=model_args.token)
+        if self.task_name and not self.dataset_name and not self.files:
+            self.dataset_name, self.dataset_config_name = "nyu-mll/glue", self.task_name
+        super().__post_init__()
 
 
 def sentence_columns(data_args: GlueDataArguments, column_names: list[str]) -> tuple[str, ...]:
@@ -112,14 +77,10 @@ def sentence_columns(data_args: GlueDataArguments, column_names: list[str]) -> t
     return candidates
 
 
-def label_names(data_args: GlueDataArguments, labelled: Dataset) -> list[str] | None:
+def label_names(data_args: GlueDataArguments, data: DatasetDict) -> list[str] | None:
     """Names of the classes, or None for a regression. A file of STS-B may hold its similarities as whole numbers."""
-    return None if data_args.task_name == "stsb" else class_names(labelled, data_args.label_column_name)
-
-
-def target_values(labels: Iterable[Any]) -> list[float]:
-    """The targets of a regression; a hidden one (None) becomes -1."""
-    return [float(HIDDEN_LABEL if value is None else value) for value in labels]
+    names = script_utils.class_names(data, data_args.label_column_name)
+    return None if data_args.task_name == "stsb" else names
 
 
 def tokenize(
@@ -129,8 +90,7 @@ def tokenize(
     first = next(iter(data.values()))
     columns = sentence_columns(data_args, first.column_names)
     for column in columns:
-        require_column(first, column, "--text_column_names")
-    label = data_args.label_column_name
+        script_utils.require_column(first, column, "--text_column_names")
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return tokenizer(
@@ -141,92 +101,68 @@ def tokenize(
         )
 
     def encode_split(split: Dataset) -> Dataset:
-        labels = None
-        if label in split.column_names:
-            labels = label_ids(split, label, ids) if ids else target_values(split[label])
-        encoded = split.map(
-            encode,
-            batched=True,
-            remove_columns=split.column_names,
-            num_proc=data_args.preprocessing_num_workers,
-            load_from_cache_file=not data_args.overwrite_cache,
-            desc="Tokenizing",
-        )
-        return encoded if labels is None else encoded.add_column("label", labels)
+        encoded = split.map(encode, remove_columns=split.column_names, desc="Tokenizing", **data_args.map_options)
+        label = data_args.label_column_name
+        if label not in split.column_names:
+            return encoded
+        if ids:
+            return encoded.add_column("label", script_utils.label_ids(split, label, ids))
+        targets = [float(HIDDEN_LABEL if value is None else value) for value in split[label]]
+        return encoded.add_column("label", targets)
 
     return DatasetDict({name: encode_split(split) for name, split in data.items()})
 
 
-def evaluation_splits(data: DatasetDict, base: str) -> dict[str, Dataset]:
+def by_suffix(data: DatasetDict, split: str) -> dict[str, Dataset]:
     """`{"": validation}`, or both halves of MNLI's under the suffixes that transformers' script gives them."""
-    if f"{base}_matched" in data:
-        return {"": data[f"{base}_matched"], "_mm": data[f"{base}_mismatched"]}
-    return {"": require_split(data, base, "do_eval" if base == "validation" else "do_predict")}
+    suffixes = {split: "", f"{split}_matched": "", f"{split}_mismatched": "_mm"}
+    return {suffixes[name]: data[name] for name in suffixes if name in data}
 
 
-def evaluate_all(trainer: PipeTransformerTrainer, splits: dict[str, Dataset]) -> None:
+def evaluate(trainer: PipeTransformerTrainer, splits: dict[str, Dataset]) -> None:
     """Evaluate every split; the metrics of all of them go to one file."""
     collected: dict[str, Any] = {}
     for suffix, split in splits.items():
         metrics = trainer.evaluate(eval_dataset=split) | {"eval_samples": len(split)}
         collected |= {f"{name}{suffix}": value for name, value in metrics.items()}
-    report(trainer, "eval", collected)
-
-
-def predict_all(trainer: PipeTransformerTrainer, splits: dict[str, Dataset], names: list[str] | None) -> None:
-    """Predict every split into a file of its own, with metrics where labels are known."""
-    for suffix, split in splits.items():
-        output = trainer.predict(without_hidden_labels(split, "label"), metric_key_prefix=f"predict{suffix}")
-        report(trainer, f"predict{suffix}", output.metrics | {f"predict{suffix}_samples": len(split)})
-        predictions = predictions_from_logits(output.predictions, is_regression=names is None)
-        write_predictions(trainer, f"predict_results{suffix}.txt", predictions, names)
+    script_utils.report(trainer, "eval", collected)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the phases that were asked for."""
-    model_args, data_args, args = parse_arguments(
-        TextModelArguments, GlueDataArguments, PipeTransformerArguments, argv=argv
+    model_args, data_args, args = script_utils.parse_arguments(
+        ModelArguments, GlueDataArguments, PipeTransformerArguments, argv=argv
     )
-    start_logging(args)
     set_seed(args.seed)
 
     with args.main_process_first(desc="loading data"):
-        data = load_data(data_args, model_args)
-    labelled = data["train"] if "train" in data else next(iter(data.values()))
-    require_column(labelled, data_args.label_column_name, "--label_column_name")
-    names = label_names(data_args, labelled)
-    config, ids = load_config(model_args, names)
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_args.tokenizer_name or model_args.model_name_or_path, **model_args.hub_options
-    )
-    model = AutoModelForSequenceClassification.from_pretrained(
-        model_args.model_name_or_path,
-        config=config,
-        ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
-        **model_args.hub_options,
-    )
-    data = select_samples(data, data_args, args)
+        data = script_utils.load_data(data_args, model_args.cache_dir)
+    names = label_names(data_args, data)
+    config, ids = script_utils.load_config(model_args, names)
+    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **model_args.hub_options)
     with args.main_process_first(desc="tokenizing"):
-        data = tokenize(data, tokenizer, data_args, ids)
+        data = tokenize(script_utils.select_samples(data, data_args, args), tokenizer, data_args, ids)
+    evaluated = by_suffix(data, "validation")
 
     metrics = GLUE[data_args.task_name] if data_args.task_name else CLASSIFICATION if names else REGRESSION
     trainer = PipeTransformerTrainer(
-        model=model,
+        model=script_utils.load_model(AutoModelForSequenceClassification, model_args, config=config),
         args=args,
-        train_dataset=require_split(data, "train", "do_train") if args.do_train else None,
-        eval_dataset=evaluation_splits(data, "validation")[""] if args.do_eval else None,
+        train_dataset=data.get("train"),
+        eval_dataset=evaluated.get(""),
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if args.fp16 else None),
-        compute_metrics=metric_function(metrics, names is None, data_args.metric_name, args.process_index),
+        compute_metrics=script_utils.metric_function(
+            metrics, names is None, data_args.metric_name, args.process_index
+        ),
     )
     if args.do_train:
-        train(trainer)
+        script_utils.train(trainer)
     if args.do_eval:
-        evaluate_all(trainer, evaluation_splits(data, "validation"))
-    if args.do_predict:
-        in_order = [config.id2label[number] for number in sorted(config.id2label)] if names else None
-        predict_all(trainer, evaluation_splits(data, "test"), in_order)
-    finish(trainer, data_args, tasks="text-classification", tags=["hf-pipetransformer"])
+        evaluate(trainer, evaluated)
+    for suffix, split in by_suffix(data, "test").items():
+        script_utils.predict(trainer, split, config.id2label if names else None, suffix)
+    script_utils.finish(trainer, data_args, tasks="text-classification", tags=["hf-pipetransformer"])
 
 
 if __name__ == "__main__":

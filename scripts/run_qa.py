@@ -4,36 +4,23 @@
         --model_name_or_path google-bert/bert-base-uncased --dataset_name rajpurkar/squad --do_train --do_eval \
         --pipeline_parallel_size 2 --output_dir outputs/squad
 
-On a machine without GPUs add `--use_cpu true`. The options of transformers' `run_qa.py` mean the same here. Local
-files (`--train_file`, ...) are parquet, json or csv with SQuAD's columns, or the official JSON files.
+On a machine without GPUs add `--use_cpu true`. Options are named as in transformers' `run_qa.py`. Local
+files (`--train_file`, ...) are parquet or json with SQuAD's columns, or the official JSON files.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, DatasetDict, load_dataset
+import script_utils
+from datasets import Dataset
 from qa_answers import AnswerOptions, QuestionAnsweringMixin, find_answers, write_answers
 from qa_metrics import squad_metrics, squad_v2_metrics
-from qa_utils import WindowMaker, WindowOptions, answer_texts, check_questions, load_questions
-from script_utils import (
-    ModelArguments,
-    TextDataArguments,
-    TextModelArguments,
-    finish,
-    load_metric,
-    parse_arguments,
-    read_config,
-    report,
-    require_split,
-    select_samples,
-    start_logging,
-    train,
-)
+from qa_utils import WindowMaker, answer_texts, check_questions, load_questions
+from script_utils import ModelArguments, TextDataArguments
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoTokenizer,
@@ -43,40 +30,28 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.hf_argparser import HfArg
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-
-
-logger = logging.getLogger("run_qa")
-
-NUM_LOGITS = 2
-"""Of a token: that the answer starts there, and that it ends there."""
 
 
 @dataclass
 class QuestionDataArguments(TextDataArguments):
     """Which questions, how contexts become windows, and which answer is given."""
 
-    max_seq_length: int = field(
-        default=384, metadata={"help": "Tokens of a window, the question and special tokens included."}
+    max_seq_length: int = HfArg(default=384, help="Tokens of a window, the question and special tokens included.")
+    doc_stride: int = HfArg(default=128, help="Tokens of the context that two windows share.")
+    pad_to_max_length: bool = HfArg(default=True, help="Pad to --max_seq_length, not each batch to its longest.")
+    version_2_with_negative: bool = HfArg(default=False, help="Questions may have no answer, as in SQuAD v2.")
+    null_score_diff_threshold: float = HfArg(
+        default=0.0, help="No answer is given where its score exceeds the best answer's by more (v2 only)."
     )
-    doc_stride: int = field(default=128, metadata={"help": "Tokens of the context that two windows share."})
-    pad_to_max_length: bool = field(
-        default=True, metadata={"help": "Pad all windows to --max_seq_length, not each batch to its longest."}
-    )
-    version_2_with_negative: bool = field(
-        default=False, metadata={"help": "Questions may have no answer, as in SQuAD v2."}
-    )
-    null_score_diff_threshold: float = field(
-        default=0.0,
-        metadata={"help": "No answer is given where its score exceeds the best answer's by more (v2 only)."},
-    )
-    n_best_size: int = field(default=20, metadata={"help": "Starts, ends and candidates that are looked at."})
-    max_answer_length: int = field(default=30, metadata={"help": "Tokens of the longest answer that is given."})
+    n_best_size: int = HfArg(default=20, help="Starts, ends and candidates that are looked at.")
+    max_answer_length: int = HfArg(default=30, help="Tokens of the longest answer that is given.")
+    metric_name: str | None = HfArg(default=None, help="A metric for evaluate.load that takes what those of SQuAD do.")
 
     def __post_init__(self) -> None:
-        if self.dataset_name is None and not self.files:
-            raise ValueError("No data: pass --dataset_name, or --train_file and --validation_file.")
+        super().__post_init__()
         for name, least in (("max_seq_length", 1), ("doc_stride", 0), ("n_best_size", 1), ("max_answer_length", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"Found --{name} {getattr(self, name)}; expected at least {least}.")
@@ -93,32 +68,13 @@ class QuestionAnsweringTrainer(QuestionAnsweringMixin, PipeTransformerTrainer):
     """A pipeline that is evaluated by its answers."""
 
 
-def load_data(data_args: QuestionDataArguments, model_args: ModelArguments) -> DatasetDict:
-    """Local files if any are named, else the hub's data set."""
-    if data_args.files:
-        return load_questions(data_args.files, model_args.cache_dir)
-    return load_dataset(
-        data_args.dataset_name,
-        data_args.dataset_config_name,
-        cache_dir=model_args.cache_dir,
-        token=model_args.token,
-    )
-
-
 def make_windows(
     questions: Dataset, tokenizer: PreTrainedTokenizerBase, data_args: QuestionDataArguments, is_training: bool
 ) -> Dataset:
     """The windows of all questions, in their order."""
     length = min(data_args.max_seq_length, tokenizer.model_max_length)
-    options = WindowOptions(length, data_args.doc_stride, data_args.pad_to_max_length)
-    return questions.map(
-        WindowMaker(tokenizer, options, is_training),
-        batched=True,
-        remove_columns=questions.column_names,
-        num_proc=data_args.preprocessing_num_workers,
-        load_from_cache_file=not data_args.overwrite_cache,
-        desc="Cutting windows",
-    )
+    maker = WindowMaker(tokenizer, length, data_args.doc_stride, data_args.pad_to_max_length, is_training)
+    return questions.map(maker, remove_columns=questions.column_names, desc="Cutting windows", **data_args.map_options)
 
 
 def answers_of(data_args: QuestionDataArguments, folder: Path | None) -> Callable[..., EvalPrediction]:
@@ -133,20 +89,19 @@ def answers_of(data_args: QuestionDataArguments, folder: Path | None) -> Callabl
         answers = find_answers(questions, windows, logits, data_args.answer_options)
         if folder is not None:
             write_answers(answers, folder, prefix)
-        truths = None
-        if "answers" in questions.column_names:
-            truths = [{"id": row["id"], "answers": row["answers"]} for row in questions]
+        if "answers" not in questions.column_names:
+            return EvalPrediction(predictions=answers, label_ids=None)
+        truths = questions.select_columns(["id", "answers"]).to_list()
         # A test set hides its answers.
-        if truths is not None and not data_args.version_2_with_negative:
-            truths = truths if all(answer_texts(truth["answers"]) for truth in truths) else None
-        return EvalPrediction(predictions=answers, label_ids=truths)
+        is_known = data_args.version_2_with_negative or all(answer_texts(truth["answers"]) for truth in truths)
+        return EvalPrediction(predictions=answers, label_ids=truths if is_known else None)
 
     return post_process
 
 
 def metric_function(allows_no_answer: bool, metric_name: str | None, rank: int) -> Callable[..., dict[str, float]]:
     """SQuAD's exact match and F1; `metric_name` chooses a metric of `evaluate` that takes what those of SQuAD take."""
-    loaded = load_metric(metric_name, rank)
+    loaded = script_utils.load_metric(metric_name, rank)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         answers, truths = prediction.predictions, prediction.label_ids
@@ -166,54 +121,44 @@ def metric_function(allows_no_answer: bool, metric_name: str | None, rank: int) 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the phases that were asked for."""
-    model_args, data_args, args = parse_arguments(
-        TextModelArguments, QuestionDataArguments, PipeTransformerArguments, argv=argv
+    model_args, data_args, args = script_utils.parse_arguments(
+        ModelArguments, QuestionDataArguments, PipeTransformerArguments, argv=argv
     )
-    start_logging(args)
     set_seed(args.seed)
-
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_args.tokenizer_name or model_args.model_name_or_path, **model_args.hub_options
-    )
+    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **model_args.hub_options)
     with args.main_process_first(desc="cutting windows"):
-        questions = select_samples(load_data(data_args, model_args), data_args, args)
+        if data_args.files:
+            questions = load_questions(data_args.files, model_args.cache_dir)
+        else:
+            questions = script_utils.load_data(data_args, model_args.cache_dir)
+        questions = script_utils.select_samples(questions, data_args, args)
+        windows = {}
         for split, rows in questions.items():
             questions[split] = check_questions(rows, split != "test", data_args.version_2_with_negative)
-        windows = {
-            split: make_windows(rows, tokenizer, data_args, is_training=split == "train")
-            for split, rows in questions.items()
-        }
-    config = read_config(model_args)
-    config.num_labels = NUM_LOGITS
-    model = AutoModelForQuestionAnswering.from_pretrained(
-        model_args.model_name_or_path,
-        config=config,
-        ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
-        **model_args.hub_options,
-    )
+            windows[split] = make_windows(questions[split], tokenizer, data_args, is_training=split == "train")
 
     pads_each_batch = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if args.fp16 else None)
     trainer = QuestionAnsweringTrainer(
-        model=model,
+        # Of a token: that the answer starts there, and that it ends there.
+        model=script_utils.load_model(AutoModelForQuestionAnswering, model_args, num_labels=2),
         args=args,
-        train_dataset=require_split(windows, "train", "do_train") if args.do_train else None,
-        eval_dataset=require_split(windows, "validation", "do_eval") if args.do_eval else None,
-        eval_examples=questions["validation"] if args.do_eval else None,
+        train_dataset=windows.get("train"),
+        eval_dataset=windows.get("validation"),
+        eval_examples=questions.get("validation"),
         processing_class=tokenizer,
         data_collator=default_data_collator if data_args.pad_to_max_length else pads_each_batch,
         post_process_function=answers_of(data_args, Path(args.output_dir) if args.process_index == 0 else None),
         compute_metrics=metric_function(data_args.version_2_with_negative, data_args.metric_name, args.process_index),
     )
     if args.do_train:
-        train(trainer)
+        script_utils.train(trainer)
     if args.do_eval:
         counts = {"eval_samples": len(questions["validation"]), "eval_windows": len(windows["validation"])}
-        report(trainer, "eval", trainer.evaluate() | counts)
+        script_utils.report(trainer, "eval", trainer.evaluate() | counts)
     if args.do_predict:
-        test = require_split(windows, "test", "do_predict")
-        output = trainer.predict(test, questions["test"], metric_key_prefix="predict")
-        report(trainer, "predict", output.metrics | {"predict_samples": len(questions["test"])})
-    finish(trainer, data_args, tasks="question-answering", tags=["hf-pipetransformer"])
+        output = trainer.predict(windows["test"], questions["test"], metric_key_prefix="predict")
+        script_utils.report(trainer, "predict", output.metrics | {"predict_samples": len(questions["test"])})
+    script_utils.finish(trainer, data_args, tasks="question-answering", tags=["hf-pipetransformer"])
 
 
 if __name__ == "__main__":

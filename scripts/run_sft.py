@@ -10,28 +10,14 @@ Needs `pip install trl`. Data sets have the columns that SFTTrainer takes: `text
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
-from datasets import DatasetDict, load_dataset
-from script_utils import (
-    DataArguments,
-    finish,
-    load_files,
-    parse_arguments,
-    report,
-    require_split,
-    select_samples,
-    start_logging,
-    train,
-)
+import script_utils
+from script_utils import DataArguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
-
-
-logger = logging.getLogger("run_sft")
 
 
 @dataclass
@@ -43,21 +29,11 @@ class SFTPipelineTrainer(PipeTransformerMixin, SFTTrainer):
     """SFTTrainer in a pipeline."""
 
 
-def load_data(data_args: DataArguments) -> DatasetDict:
-    """Local files if any are named, else the named data set of the hub."""
-    if data_args.files:
-        return load_files(data_args.files, cache_dir=None)
-    if data_args.dataset_name is None:
-        raise ValueError("No data: pass --dataset_name, or --train_file and --validation_file.")
-    return load_dataset(data_args.dataset_name, data_args.dataset_config_name)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the phases that were asked for."""
-    model_args, data_args, args = parse_arguments(ModelConfig, DataArguments, SFTArguments, argv=argv)
-    start_logging(args)
+    model_args, data_args, args = script_utils.parse_arguments(ModelConfig, DataArguments, SFTArguments, argv=argv)
     with args.main_process_first(desc="loading data"):
-        data = select_samples(load_data(data_args), data_args, args)
+        data = script_utils.select_samples(script_utils.load_data(data_args), data_args, args)
     options = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
     quantization = get_quantization_config(model_args)
     model = AutoModelForCausalLM.from_pretrained(
@@ -67,16 +43,16 @@ def main(argv: list[str] | None = None) -> None:
     trainer = SFTPipelineTrainer(
         model,
         args,
-        train_dataset=require_split(data, "train", "do_train"),
-        eval_dataset=require_split(data, "validation", "do_eval") if args.do_eval else None,
+        train_dataset=data.get("train"),
+        eval_dataset=data.get("validation"),
         processing_class=AutoTokenizer.from_pretrained(model_args.model_name_or_path, **options),
         peft_config=get_peft_config(model_args),
     )
     if args.do_train:
-        train(trainer)
+        script_utils.train(trainer)
     if args.do_eval:
-        report(trainer, "eval", trainer.evaluate() | {"eval_samples": len(trainer.eval_dataset)})
-    finish(trainer, data_args, tags=["hf-pipetransformer"])
+        script_utils.report(trainer, "eval", trainer.evaluate() | {"eval_samples": len(data["validation"])})
+    script_utils.finish(trainer, data_args, tags=["hf-pipetransformer"])
 
 
 if __name__ == "__main__":

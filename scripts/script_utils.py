@@ -3,79 +3,69 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import yaml
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 from metrics import Metric, predictions_from_logits
 from transformers import AutoConfig, EvalPrediction, HfArgumentParser, PreTrainedConfig, Trainer, TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from hf_pipetransformer.report.card import read_comparison
 
 
-logger = logging.getLogger(__name__)
-
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 HIDDEN_LABEL = -1
+PHASES = {"train": "train", "validation": "eval", "test": "predict"}
+"""Split of the data -> what is done with it, as options name it."""
+
+
+# ---- options ----
 
 
 @dataclass
 class ModelArguments:
     """Which pretrained model to fine-tune."""
 
-    model_name_or_path: str = field(metadata={"help": "A model of the hub, or a folder written by save_pretrained."})
-    config_name: str | None = field(
-        default=None, metadata={"help": "Hub name or folder of the configuration, if not the model's own."}
-    )
-    config_overrides: str | None = field(
-        default=None, metadata={"help": "Changes to it, as in `hidden_dropout_prob=0.0,layer_norm_eps=1e-6`."}
-    )
-    cache_dir: str | None = field(default=None, metadata={"help": "Where models and data from the hub are kept."})
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model."})
-    token: str | None = field(default=None, metadata={"help": "Access token of the hub, if not logged in."})
-    ignore_mismatched_sizes: bool = field(
-        default=False, metadata={"help": "Give the head new weights if it was trained for another number of classes."}
+    model_name_or_path: str = HfArg(help="A model of the hub, or a folder written by save_pretrained.")
+    cache_dir: str | None = HfArg(default=None, help="Where models and data from the hub are kept.")
+    model_revision: str = HfArg(default="main", help="Branch, tag or commit of the model.")
+    ignore_mismatched_sizes: bool = HfArg(
+        default=False, help="Give the head new weights if it was trained for another number of classes."
     )
 
     @property
     def hub_options(self) -> dict[str, Any]:
         """Keywords that every `from_pretrained` of a script receives."""
-        return {"cache_dir": self.cache_dir, "revision": self.model_revision, "token": self.token}
-
-
-@dataclass
-class TextModelArguments(ModelArguments):
-    """Which model and tokenizer."""
-
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Hub name or folder of the tokenizer, if not the model's own."}
-    )
+        return {"cache_dir": self.cache_dir, "revision": self.model_revision}
 
 
 @dataclass
 class DataArguments:
     """Where the data lies and how much of it is used."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "A data set of the hub."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "The data set's configuration."})
-    train_file: str | None = field(default=None, metadata={"help": "Training data: csv, json, jsonl or parquet."})
-    validation_file: str | None = field(default=None, metadata={"help": "Evaluation data, same formats."})
-    test_file: str | None = field(default=None, metadata={"help": "Data to predict, same formats; labels optional."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use only the first so many samples."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use only the first so many samples."})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "Use only the first so many samples."})
-    metric_name: str | None = field(
-        default=None, metadata={"help": "A metric for evaluate.load (hub name or local script)."}
+    dataset_name: str | None = HfArg(default=None, help="A data set of the hub.")
+    dataset_config_name: str | None = HfArg(default=None, help="The data set's configuration.")
+    train_file: str | None = HfArg(default=None, help="Training data: csv, json, jsonl or parquet.")
+    validation_file: str | None = HfArg(default=None, help="Evaluation data, same formats.")
+    test_file: str | None = HfArg(default=None, help="Data to predict, same formats; labels optional.")
+    max_train_samples: int | None = HfArg(default=None, help="Use only the first so many samples.")
+    max_eval_samples: int | None = HfArg(default=None, help="Use only the first so many samples.")
+    max_predict_samples: int | None = HfArg(default=None, help="Use only the first so many samples.")
+    compare_with: str | None = HfArg(
+        default=None, help="Output folder or results file of another run, for its results in the model card."
     )
-    compare_with: str | None = field(
-        default=None,
-        metadata={"help": "Output folder or results file of another run, for its results in the model card."},
-    )
+
+    sources: ClassVar[str] = "--dataset_name, or --train_file and --validation_file"
+
+    def __post_init__(self) -> None:
+        if self.dataset_name is None and not self.paths:
+            raise ValueError(f"No data: pass {self.sources}.")
 
     @property
     def files(self) -> dict[str, str]:
@@ -83,20 +73,30 @@ class DataArguments:
         named = {"train": self.train_file, "validation": self.validation_file, "test": self.test_file}
         return {split: file for split, file in named.items() if file}
 
+    @property
+    def paths(self) -> dict[str, str]:
+        """Where each split lies, if it is not in a data set of the hub."""
+        return self.files
+
 
 @dataclass
 class LabelledDataArguments(DataArguments):
     """Data whose samples have one label each."""
 
-    label_column_name: str = field(default="label", metadata={"help": "The column of labels."})
+    label_column_name: str = HfArg(default="label", help="The column of labels.")
+    metric_name: str | None = HfArg(default=None, help="A metric for evaluate.load (hub name or local script).")
 
 
 @dataclass
 class TextDataArguments(DataArguments):
     """Data that is tokenized before training."""
 
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
-    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize anew even if it was done before."})
+    preprocessing_num_workers: int | None = HfArg(default=None, help="Processes that tokenize.")
+
+    @property
+    def map_options(self) -> dict[str, Any]:
+        """Keywords that every `Dataset.map` of a script receives."""
+        return {"batched": True, "num_proc": self.preprocessing_num_workers}
 
 
 def parse_arguments(*argument_classes: type, argv: list[str] | None = None) -> tuple[Any, ...]:
@@ -107,26 +107,33 @@ def parse_arguments(*argument_classes: type, argv: list[str] | None = None) -> t
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and Path(argv[0]).suffix in (".yaml", ".yml", ".json"):
         argv = _file_as_options(Path(argv[0])) + argv[1:]
-    found = tuple(HfArgumentParser(argument_classes).parse_args_into_dataclasses(args=argv))
+    found = HfArgumentParser(argument_classes).parse_args_into_dataclasses(args=argv)
     for arguments in found:
-        compared = getattr(arguments, "compare_with", None)
-        if compared is not None:
-            read_comparison(Path(compared))  # Not only after the training
+        if getattr(arguments, "compare_with", None):
+            read_comparison(Path(arguments.compare_with))  # Not only after the training
     return found
 
 
 def _file_as_options(path: Path) -> list[str]:
-    text = path.read_text(encoding="utf-8")
-    content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))  # Every JSON text is a YAML text.
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; expected one `option: value` a line.")
     options: list[str] = []
     for name, value in content.items():
-        if value is None:
-            continue
-        values = value if isinstance(value, list) else [value]
-        options += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
+        if value is not None:
+            values = value if isinstance(value, list) else [value]
+            options += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
     return options
+
+
+# ---- data ----
+
+
+def load_data(data_args: DataArguments, cache_dir: str | None = None) -> DatasetDict:
+    """Local files if any are named, else the named data set of the hub."""
+    if data_args.files:
+        return load_files(data_args.files, cache_dir)
+    return load_dataset(data_args.dataset_name, data_args.dataset_config_name, cache_dir=cache_dir)
 
 
 def load_files(files: dict[str, str], cache_dir: str | None) -> DatasetDict:
@@ -140,27 +147,48 @@ def load_files(files: dict[str, str], cache_dir: str | None) -> DatasetDict:
     return load_dataset(formats.pop(), data_files=files, cache_dir=cache_dir)
 
 
+def wanted_splits(data: DatasetDict, args: TrainingArguments) -> DatasetDict:
+    """The splits that the wanted phases need (MNLI has two of a kind); a phase without one raises ValueError."""
+    wanted = DatasetDict()
+    for split, phase in PHASES.items():
+        if getattr(args, f"do_{phase}"):
+            found = {name: rows for name, rows in data.items() if name.split("_")[0] == split}
+            if not found:
+                raise ValueError(
+                    f"--do_{phase} needs a `{split}` split; found {sorted(data)}. Pass --{split}_file, or leave out "
+                    f"--do_{phase}."
+                )
+            wanted.update(found)
+    return wanted
+
+
+def select_samples(data: DatasetDict, data_args: DataArguments, args: TrainingArguments) -> DatasetDict:
+    """The splits that the wanted phases need, each cut to its `--max_..._samples`."""
+    selected = wanted_splits(data, args)
+    for name, rows in selected.items():
+        count = getattr(data_args, f"max_{PHASES[name.split('_')[0]]}_samples")
+        if count is not None:
+            selected[name] = rows.select(range(min(count, len(rows))))
+    return selected
+
+
 def require_column(dataset: Dataset, column: str, option: str) -> None:
     """Raise ValueError when `column` is not in the data, naming the option that chooses it."""
     if column not in dataset.column_names:
         raise ValueError(f"Found columns {dataset.column_names}; expected `{column}`. Name yours with {option}.")
 
 
-def require_split(data: DatasetDict, split: str, phase: str) -> Dataset:
-    """Return a split of the data, or raise ValueError naming what `phase` lacks."""
-    if split not in data:
-        raise ValueError(
-            f"--{phase} needs a `{split}` split; found {sorted(data)}. Pass --{split}_file, or leave out --{phase}."
-        )
-    return data[split]
+# ---- labels ----
 
 
-def class_names(dataset: Dataset, column: str) -> list[str] | None:
-    """Names of the classes in order of their id, or None when the labels are real numbers (a regression)."""
+def class_names(data: DatasetDict, column: str) -> list[str] | None:
+    """Names of the training data's classes in order of their id, or None for real numbers (a regression)."""
+    dataset = data["train"] if "train" in data else next(iter(data.values()))
+    require_column(dataset, column, "--label_column_name")
     feature = dataset.features[column]
     if isinstance(feature, ClassLabel):
         return list(feature.names)
-    if feature.dtype in ("float16", "float32", "float64"):
+    if feature.dtype.startswith("float"):
         return None
     return [str(value) for value in sorted(value for value in dataset.unique(column) if not _is_hidden(value))]
 
@@ -184,6 +212,19 @@ def label_ids(dataset: Dataset, column: str, ids: dict[str, int]) -> list[int]:
     return [to_id(value) for value in dataset[column]]
 
 
+def without_hidden_labels(dataset: Dataset) -> Dataset:
+    """Drop the labels of a test set that hides them (as GLUE's do): they cannot be scored."""
+    if "label" not in dataset.column_names:
+        return dataset
+    hidden = [_is_hidden(value) for value in dataset.unique("label")]
+    # Of real numbers -1 may be one.
+    is_hidden = all(hidden) if dataset.features["label"].dtype.startswith("float") else any(hidden)
+    return dataset.remove_columns("label") if is_hidden else dataset
+
+
+# ---- models ----
+
+
 def class_ids(names: list[str], config: PreTrainedConfig) -> dict[str, int]:
     """Name -> id; a model that was trained on these very classes keeps its own order."""
     known = {str(name).lower(): number for name, number in config.label2id.items()}
@@ -192,18 +233,9 @@ def class_ids(names: list[str], config: PreTrainedConfig) -> dict[str, int]:
     return {name: number for number, name in enumerate(names)}
 
 
-def read_config(model_args: ModelArguments) -> PreTrainedConfig:
-    """The model's configuration with the changes that the options ask for."""
-    source = model_args.config_name or model_args.model_name_or_path
-    config = AutoConfig.from_pretrained(source, **model_args.hub_options)
-    if model_args.config_overrides:
-        config.update_from_string(model_args.config_overrides)
-    return config
-
-
 def load_config(model_args: ModelArguments, names: list[str] | None) -> tuple[PreTrainedConfig, dict[str, int]]:
     """The model's configuration for these classes (None: a regression), and class name -> id."""
-    config = read_config(model_args)
+    config = AutoConfig.from_pretrained(model_args.model_name_or_path, **model_args.hub_options)
     if names is None:
         config.num_labels = 1
         return config, {}
@@ -213,29 +245,13 @@ def load_config(model_args: ModelArguments, names: list[str] | None) -> tuple[Pr
     return config, ids
 
 
-def without_hidden_labels(dataset: Dataset, column: str) -> Dataset:
-    """Drop the labels of a test set that hides them (as GLUE's do): they cannot be scored."""
-    if column not in dataset.column_names:
-        return dataset
-    values = dataset.unique(column)
-    is_regression = any(isinstance(value, float) for value in values)
-    hidden = all(map(_is_hidden, values)) if is_regression else any(map(_is_hidden, values))
-    return dataset.remove_columns(column) if hidden else dataset
+def load_model(auto_class: Any, model_args: ModelArguments, **options: Any) -> Any:
+    """The pretrained model with the head of `auto_class`; `options` are the configuration, or changes to it."""
+    options |= {"ignore_mismatched_sizes": model_args.ignore_mismatched_sizes, **model_args.hub_options}
+    return auto_class.from_pretrained(model_args.model_name_or_path, **options)
 
 
-def select_samples(data: DatasetDict, data_args: DataArguments, args: TrainingArguments) -> DatasetDict:
-    """The splits that the wanted phases need, each cut to its `--max_..._samples`."""
-    wanted = {
-        "train": (args.do_train, data_args.max_train_samples),
-        "validation": (args.do_eval, data_args.max_eval_samples),
-        "test": (args.do_predict, data_args.max_predict_samples),
-    }
-    selected = {}
-    for name, split in data.items():
-        is_wanted, count = wanted.get(name.split("_")[0], (False, None))
-        if is_wanted:
-            selected[name] = split if count is None else split.select(range(min(count, len(split))))
-    return DatasetDict(selected)
+# ---- phases ----
 
 
 def load_metric(name: str | None, rank: int) -> Any:
@@ -249,7 +265,9 @@ def load_metric(name: str | None, rank: int) -> Any:
     return evaluate.load(name, experiment_id=f"rank{rank}")
 
 
-def metric_function(metrics: dict[str, Metric], is_regression: bool, metric_name: str | None, rank: int) -> Any:
+def metric_function(
+    metrics: dict[str, Metric], is_regression: bool, metric_name: str | None, rank: int
+) -> Callable[[EvalPrediction], dict[str, float]]:
     """A `compute_metrics` for Trainer; `metric_name` chooses a metric of `evaluate` over the built-in ones."""
     loaded = load_metric(metric_name, rank)
 
@@ -263,16 +281,10 @@ def metric_function(metrics: dict[str, Metric], is_regression: bool, metric_name
     return compute_metrics
 
 
-def start_logging(args: TrainingArguments) -> None:
-    """Messages of level INFO from the first process, warnings from the others."""
-    is_first = args.process_index == 0
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        level=logging.INFO if is_first else logging.WARNING,
-    )
-    for noisy in ("httpx", "datasets", "evaluate", "filelock"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+def report(trainer: Trainer, split: str, metrics: dict[str, Any]) -> None:
+    """Print metrics and write them to `<split>_results.json` and `all_results.json` (first process only)."""
+    trainer.log_metrics(split, metrics)
+    trainer.save_metrics(split, metrics)
 
 
 def train(trainer: Trainer) -> None:
@@ -281,6 +293,22 @@ def train(trainer: Trainer) -> None:
     trainer.save_model()
     trainer.save_state()
     report(trainer, "train", result.metrics | {"train_samples": len(trainer.train_dataset)})
+
+
+def predict(trainer: Trainer, dataset: Dataset, names: dict[int, str] | None, suffix: str = "") -> None:
+    """Predict classes by name, or values if there are no names; with metrics where labels are known.
+
+    They go to `predict_results<suffix>.txt`, one `index<TAB>prediction` line per sample in the order of the data.
+    """
+    key = f"predict{suffix}"
+    output = trainer.predict(without_hidden_labels(dataset), metric_key_prefix=key)
+    report(trainer, key, output.metrics | {f"{key}_samples": len(dataset)})
+    if trainer.is_world_process_zero():
+        predicted = predictions_from_logits(output.predictions, is_regression=names is None)
+        texts = [f"{value:.3f}" if names is None else names[value] for value in predicted]
+        lines = ["index\tprediction", *(f"{index}\t{text}" for index, text in enumerate(texts))]
+        text = "\n".join(lines) + "\n"
+        Path(trainer.args.output_dir, f"predict_results{suffix}.txt").write_text(text, encoding="utf-8")
 
 
 def finish(trainer: Trainer, data_args: DataArguments, **card: Any) -> None:
@@ -295,34 +323,11 @@ def finish(trainer: Trainer, data_args: DataArguments, **card: Any) -> None:
 
 def describe(data_args: DataArguments) -> str:
     """The data as a model card names it: where it comes from, and which of its rows were used."""
-    names = (data_args.dataset_name, data_args.dataset_config_name, getattr(data_args, "task_name", None))
-    folders = getattr(data_args, "folders", {})
-    counts = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
-    parts = [f"`{name}`" for name in names if name and not folders]
-    for split in ("train", "validation"):
-        path, count = (folders or data_args.files).get(split), counts[split]
-        rows = (
-            "" if count is None else f" the first {count:,} rows" if path is None else f" (its first {count:,} rows)"
-        )
-        if path is not None or count is not None:
-            parts.append(f"{split}:{'' if path is None else f' `{Path(path).name}`'}{rows}")
+    paths = data_args.paths
+    parts = [f"`{name}`" for name in (data_args.dataset_name, data_args.dataset_config_name) if name and not paths]
+    for split, count in (("train", data_args.max_train_samples), ("validation", data_args.max_eval_samples)):
+        file = f" `{Path(paths[split]).name}`" if split in paths else ""
+        rows = f"first {count:,} rows" if count is not None else ""
+        if file or rows:
+            parts.append(f"{split}:{file}" + (f" (its {rows})" if file and rows else f" the {rows}" if rows else ""))
     return ", ".join(parts)
-
-
-def report(trainer: Trainer, split: str, metrics: dict[str, Any]) -> None:
-    """Print metrics and write them to `<split>_results.json` and `all_results.json` (first process only)."""
-    trainer.log_metrics(split, metrics)
-    trainer.save_metrics(split, metrics)
-
-
-def write_predictions(trainer: Trainer, file_name: str, predictions: np.ndarray, names: list[str] | None) -> None:
-    """Write one `index<TAB>prediction` line per sample, in the order of the data (first process only)."""
-    if not trainer.is_world_process_zero():
-        return
-    path = Path(trainer.args.output_dir, file_name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        file.write("index\tprediction\n")
-        for index, value in enumerate(predictions):
-            file.write(f"{index}\t{f'{value:.3f}' if names is None else names[value]}\n")
-    logger.info("Predictions are in %s", path)

@@ -202,15 +202,15 @@ class Commands:
         if "parse_arguments" not in Path(path).read_text("utf-8"):
             assert not words, f"{path} takes no options"
             return
-        module = importlib.import_module(Path(path).stem)
-        read = module.parse_arguments
+        module, shared = (importlib.import_module(name) for name in (Path(path).stem, "script_utils"))
+        read = shared.parse_arguments
 
         def stop(*classes: type, argv: list[str] | None = None) -> None:
             read(*classes, argv=argv)
             raise Parsed
 
         with self.monkeypatch.context() as patch:
-            patch.setattr(module, "parse_arguments", stop)
+            patch.setattr(shared, "parse_arguments", stop)
             with pytest.raises(Parsed):  # bf16 is refused on a machine without GPUs unless it is the CPU's
                 module.main([*words, "--use_cpu", "true"])
 

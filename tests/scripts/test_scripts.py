@@ -81,7 +81,7 @@ def pictures(tmp_path: Path) -> Path:
 
 def glue_options(*options: str) -> tuple:
     return script_utils.parse_arguments(
-        script_utils.TextModelArguments, run_glue.GlueDataArguments, PipeTransformerArguments, argv=list(options)
+        script_utils.ModelArguments, run_glue.GlueDataArguments, PipeTransformerArguments, argv=list(options)
     )
 
 
@@ -133,7 +133,7 @@ def test_a_file_of_options_that_is_a_list_is_refused(tmp_path: Path) -> None:
     [
         (lambda: run_glue.GlueDataArguments(task_name="sst3"), "Found --task_name sst3; expected one of cola"),
         (lambda: run_glue.GlueDataArguments(), "No data: pass --task_name"),
-        (lambda: run_image_classification.ImageDataArguments(), "No images: pass --dataset_name"),
+        (lambda: run_image_classification.ImageDataArguments(), "No data: pass --dataset_name, --train_dir"),
         (
             lambda: run_image_classification.ImageDataArguments(train_dir="x", augmentation="strong"),
             "Found --augmentation strong; expected one of none, standard, random_resized_crop",
@@ -237,9 +237,10 @@ def test_a_missing_column_is_named_with_the_option_that_chooses_it(sentences: Da
         script_utils.require_column(sentences, "text", "--text_column_names")
 
 
-def test_a_missing_split_is_named_with_the_phase_that_needs_it(sentences: Dataset) -> None:
+def test_a_missing_split_is_named_with_the_phase_that_needs_it(tmp_path: Path, sentences: Dataset) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), do_predict=True, use_cpu=True)
     with pytest.raises(ValueError, match="--do_predict needs a `test` split; found .'train'."):
-        script_utils.require_split(DatasetDict({"train": sentences}), "test", "do_predict")
+        script_utils.wanted_splits(DatasetDict({"train": sentences}), args)
 
 
 @pytest.mark.parametrize(
@@ -247,11 +248,12 @@ def test_a_missing_split_is_named_with_the_phase_that_needs_it(sentences: Datase
     [(["b", "a", "b"], ["a", "b"]), ([10, 2, 2], ["2", "10"]), ([0.5, 1.0, 2.0], None), ([0, -1, None], ["0"])],
 )
 def test_class_names_of_columns_without_names(labels: list, names: list[str] | None) -> None:
-    assert script_utils.class_names(Dataset.from_dict({"label": labels}), "label") == names
+    data = DatasetDict({"train": Dataset.from_dict({"label": labels})})
+    assert script_utils.class_names(data, "label") == names
 
 
 def test_a_model_trained_on_the_same_classes_keeps_their_order(sentences: Dataset) -> None:
-    names = script_utils.class_names(sentences, "label")
+    names = script_utils.class_names(DatasetDict({"test": sentences}), "label")
     trained = BertConfig(label2id={"POSITIVE": 0, "NEGATIVE": 1}, id2label={0: "POSITIVE", 1: "NEGATIVE"})
     assert script_utils.class_ids(names, BertConfig()) == {"negative": 0, "positive": 1}
     ids = script_utils.class_ids(names, trained)
@@ -269,18 +271,18 @@ def test_an_unknown_label_is_named() -> None:
     [([0, 1], True), ([-1, -1], False), ([0, -1], False), ([0.0, -1.0], True), ([-1.0, -1.0], False)],
 )
 def test_hidden_labels_are_dropped_before_prediction(labels: list, is_kept: bool) -> None:
-    data = script_utils.without_hidden_labels(Dataset.from_dict({"label": labels, "x": labels}), "label")
+    data = script_utils.without_hidden_labels(Dataset.from_dict({"label": labels, "x": labels}))
     assert ("label" in data.column_names) is is_kept
 
 
 def test_only_the_splits_of_wanted_phases_are_kept_and_cut(tmp_path: Path, sentences: Dataset) -> None:
     data = DatasetDict(dict.fromkeys(("train", "validation_matched", "validation_mismatched", "test"), sentences))
-    data_args = script_utils.DataArguments(max_train_samples=5, max_eval_samples=2)
+    data_args = script_utils.DataArguments(train_file="x", max_train_samples=5, max_eval_samples=2)
     args = TrainingArguments(output_dir=str(tmp_path), do_train=True, do_eval=True, use_cpu=True)
     selected = script_utils.select_samples(data, data_args, args)
     expected = {"train": 3, "validation_matched": 2, "validation_mismatched": 2}
     assert {name: len(split) for name, split in selected.items()} == expected
-    assert list(run_glue.evaluation_splits(selected, "validation")) == ["", "_mm"]
+    assert list(run_glue.by_suffix(selected, "validation")) == ["", "_mm"]
 
 
 def glue_split(task: str, count: int, hides_labels: bool = False) -> Dataset:
@@ -317,13 +319,13 @@ def test_every_glue_task_goes_from_the_hubs_columns_to_its_metrics(
         asked_for.append(names)
         return glue_data(task)
 
-    monkeypatch.setattr(run_glue, "load_dataset", load_dataset)
+    monkeypatch.setattr(script_utils, "load_dataset", load_dataset)
     tokenizer = save_tiny_bert(tmp_path / "model", BertModel, WORDS)
-    model_args = script_utils.TextModelArguments(model_name_or_path=str(tmp_path / "model"))
+    model_args = script_utils.ModelArguments(model_name_or_path=str(tmp_path / "model"))
     data_args = run_glue.GlueDataArguments(task_name=task)
-    data = run_glue.load_data(data_args, model_args)
+    data = script_utils.load_data(data_args)
     assert asked_for == [("nyu-mll/glue", task)]
-    names = run_glue.label_names(data_args, data["train"])
+    names = run_glue.label_names(data_args, data)
     assert names == GLUE_CLASSES[task]
     config, ids = script_utils.load_config(model_args, names)
     assert config.num_labels == (len(names) if names else 1)
@@ -331,7 +333,7 @@ def test_every_glue_task_goes_from_the_hubs_columns_to_its_metrics(
     is_pair = len(run_glue.SENTENCE_COLUMNS[task]) == 2
     assert all((1 in kinds) is is_pair for kinds in encoded["train"]["token_type_ids"])
 
-    evaluated = run_glue.evaluation_splits(encoded, "validation")
+    evaluated = run_glue.by_suffix(encoded, "validation")
     assert {suffix: len(split) for suffix, split in evaluated.items()} == (
         {"": 6, "_mm": 7} if task == "mnli" else {"": 6}
     )
@@ -343,16 +345,17 @@ def test_every_glue_task_goes_from_the_hubs_columns_to_its_metrics(
         right = np.eye(len(names))[labels] if names else labels[:, None]
         metrics = compute(script_utils.EvalPrediction(predictions=right, label_ids=labels))
         assert metrics == pytest.approx(dict.fromkeys(GLUE[task], 1.0))
-    for split in run_glue.evaluation_splits(encoded, "test").values():
-        assert "label" not in script_utils.without_hidden_labels(split, "label").column_names
+    for split in run_glue.by_suffix(encoded, "test").values():
+        assert "label" not in script_utils.without_hidden_labels(split).column_names
 
 
 def test_similarities_in_whole_numbers_are_targets_of_a_regression(tmp_path: Path) -> None:
     tokenizer = save_tiny_bert(tmp_path / "model", BertModel, WORDS)
     rows = {"sentence1": ["good", "bad"], "sentence2": ["fine", "dull"], "label": [5, None]}
     data_args = run_glue.GlueDataArguments(task_name="stsb", train_file="a.csv")
-    assert run_glue.label_names(data_args, Dataset.from_dict(rows)) is None
-    encoded = run_glue.tokenize(DatasetDict({"train": Dataset.from_dict(rows)}), tokenizer, data_args, {})
+    data = DatasetDict({"train": Dataset.from_dict(rows)})
+    assert run_glue.label_names(data_args, data) is None
+    encoded = run_glue.tokenize(data, tokenizer, data_args, {})
     assert encoded["train"]["label"][:] == [5.0, -1.0]
 
 
@@ -386,7 +389,7 @@ def test_folders_of_images_become_pixels_and_class_ids(tmp_path: Path, pictures:
     model_args = script_utils.ModelArguments(model_name_or_path="", cache_dir=str(tmp_path / "cache"))
     data = run_image_classification.load_data(data_args, model_args)
     assert {name: len(split) for name, split in data.items()} == {"train": 9, "validation": 3}
-    ids = script_utils.class_ids(script_utils.class_names(data["train"], "label"), ViTConfig())
+    ids = script_utils.class_ids(script_utils.class_names(data, "label"), ViTConfig())
     assert ids == {"blue": 0, "green": 1, "red": 2}
     prepared = run_image_classification.prepare(
         data, data_args, ids, ViTImageProcessorPil(size={"height": 4, "width": 4})
@@ -435,7 +438,7 @@ def test_folders_at_other_depths_or_with_fewer_classes_keep_their_labels(tmp_pat
     data_args = run_image_classification.ImageDataArguments(train_dir=str(train), validation_dir=str(validation))
     model_args = script_utils.ModelArguments(model_name_or_path="", cache_dir=str(tmp_path / "cache"))
     data = run_image_classification.load_data(data_args, model_args)
-    ids = script_utils.class_ids(script_utils.class_names(data["train"], "label"), ViTConfig())
+    ids = script_utils.class_ids(script_utils.class_names(data, "label"), ViTConfig())
     prepared = run_image_classification.prepare(
         data, data_args, ids, ViTImageProcessorPil(size={"height": 4, "width": 4})
     )
@@ -463,7 +466,7 @@ def test_parquet_files_with_the_columns_of_cifar_become_pixels_and_class_ids(tmp
     )
     model_args = script_utils.ModelArguments(model_name_or_path="", cache_dir=str(tmp_path / "cache"))
     data = run_image_classification.load_data(data_args, model_args)
-    names = script_utils.class_names(data["train"], label)
+    names = script_utils.class_names(data, label)
     ids = script_utils.class_ids(names, ViTConfig())
     processor = ViTImageProcessorPil(size={"height": 4, "width": 4})
     prepared = run_image_classification.prepare(data, data_args, ids, processor)
@@ -649,11 +652,6 @@ def test_a_block_longer_than_the_model_takes_is_refused() -> None:
     assert run_clm.block_size_of(run_clm.CausalDataArguments(train_file="x"), tokenizer, config) == 128
     with pytest.raises(ValueError, match="--block_size 129 is more than the 128 tokens"):
         run_clm.block_size_of(run_clm.CausalDataArguments(train_file="x", block_size=129), tokenizer, config)
-
-
-def test_one_of_two_ways_to_a_causal_model_is_named() -> None:
-    with pytest.raises(ValueError, match="one of --model_name_or_path and --model_type"):
-        run_clm.CausalModelArguments()
 
 
 @pytest.fixture
