@@ -88,7 +88,7 @@ class GradientNorm(Schedule):
 class Fixed(FreezePolicy):
     """Freezing and unfreezing by a table from optimizer step to the number of layers frozen before that step.
 
-    The table may have shares of the layers in place of numbers; `check` rounds them to whole layers.
+    The table may have shares of the run and of the layers in place of numbers; `check` rounds them.
     """
 
     name = "fixed"
@@ -96,11 +96,11 @@ class Fixed(FreezePolicy):
     is_certain = True
     keeps_minimum = False
 
-    def __init__(self, table: Mapping[int, int | Fraction]) -> None:
-        self._asked = dict(sorted(table.items()))
+    def __init__(self, table: Mapping[int | Fraction, int | Fraction] | Mapping[int, int]) -> None:
+        self._asked: dict[int | Fraction, int | Fraction] = dict(sorted(table.items()))
         wanted = list(self._asked.values())
         self.may_unfreeze = wanted != sorted(wanted)
-        self.table = {step: int(layers) for step, layers in self._asked.items()}
+        self.table = {int(step): int(layers) for step, layers in self._asked.items()}
 
     def num_wanted(self, signal: FreezeSignal) -> float:
         return self.most_wanted(signal)
@@ -117,8 +117,7 @@ class Fixed(FreezePolicy):
 
     def check(self, num_layers: int, max_steps: int) -> list[str]:
         self.table = {
-            step: round(num_layers * layers) if isinstance(layers, Fraction) else layers
-            for step, layers in self._asked.items()
+            _rounded(step, max_steps): _rounded(layers, num_layers) for step, layers in self._asked.items()
         }
         most = max(self.table.values())
         if most > num_layers:
@@ -138,6 +137,11 @@ class Fixed(FreezePolicy):
 
     def describe(self) -> str:
         return "fixed, " + ", ".join(f"{layers} layers at step {step}" for step, layers in self.table.items())
+
+
+def _rounded(value: int | Fraction, whole: int) -> int:
+    """Return a share as a number of the whole, and a number as it is."""
+    return round(whole * value) if isinstance(value, Fraction) else value
 
 
 class NoFreezing(FreezePolicy):

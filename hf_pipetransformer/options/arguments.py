@@ -264,10 +264,9 @@ class PipeTransformerArguments(TrainingArguments):
     freeze_at: Annotated[str | None, optional(freeze_table)] = option(
         None,
         "With `freeze_policy=fixed`, a table `step:layers,...`: before optimizer step `step` (0 is the first), the "
-        "first `layers` layers are frozen, or that share of all layers (`0:2/3`). A smaller number at a later step unfreezes the others, 0 all of them. See "
-        "docs/how_it_works.md, Unfreezing.",
+        "first `layers` layers are frozen. A smaller number at a later step unfreezes the others, 0 all of them. Both "
+        "may be shares, of the run and of the layers: `0:2/3,1/2:0`. See docs/how_it_works.md, Unfreezing.",
     )
-
     freeze_layers: Annotated[str | None, optional(layers_or_share)] = option(
         None,
         "Number of layers to freeze, with the embeddings, before the first step, or a share of all layers such as 2/3. "

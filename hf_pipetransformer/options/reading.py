@@ -136,40 +136,42 @@ def freeze_table(name: str, value: Any) -> str:
     return ",".join(f"{step}:{layers}" for step, layers in parse_freeze_at(value).items())
 
 
-def parse_freeze_at(text: str) -> dict[int, int | Fraction]:
-    """Parse `"step:layers,..."` into a table from step to a number or share of frozen layers, sorted by step.
+def parse_freeze_at(text: str) -> dict[int | Fraction, int | Fraction]:
+    """Parse `"step:layers,..."` into a table from step to frozen layers, sorted by step.
+
+    Steps are numbers or shares of the run, layers numbers or shares of all layers.
 
     Raises:
-        ValueError: malformed text, a step that occurs twice, or numbers and shares in one table.
+        ValueError: malformed text, a step that occurs twice, or numbers mixed with shares.
     """
-    table: dict[int, int | Fraction] = {}
+    table: dict[int | Fraction, int | Fraction] = {}
     for part in text.split(","):
-        step, colon, layers = (word.strip() for word in part.partition(":"))
-        wanted = _layers(layers)
-        if not (colon and _DIGITS.fullmatch(step)) or wanted is None:
+        step, layers = map(_number_or_share, part.partition(":")[::2])
+        if step is None or layers is None:
             raise ValueError(
                 f"freeze_at={_shown(text)}: {_shown(part.strip())} is not 'step:layers'. Expected for example "
-                "'100:2,200:4', or shares of the layers as in '0:2/3'."
+                "'100:2,200:4', or shares of the run and of the layers as in '0:2/3,1/2:0'."
             )
-        if int(step) in table:
-            raise ValueError(f"freeze_at={_shown(text)} names step {int(step)} twice: expected each step once.")
-        table[int(step)] = wanted
-    if len({type(wanted) for wanted in table.values() if wanted}) > 1:
-        raise ValueError(f"freeze_at={_shown(text)} has numbers and shares of layers: expected only one of them.")
+        if step in table:
+            raise ValueError(f"freeze_at={_shown(text)} names step {step} twice: expected each step once.")
+        table[step] = layers
+    for what, found in (("steps", table.keys()), ("layers", table.values())):
+        if len({type(value) for value in found if value}) > 1:
+            raise ValueError(f"freeze_at={_shown(text)} has numbers and shares of {what}: expected only one of them.")
     return dict(sorted(table.items()))
 
 
 def layers_or_share(name: str, value: Any) -> str:
     """Parse a number of layers, or a share of them such as 2/3 or 0.5, and return it as text."""
-    text = str(value).strip()
-    wanted = None if isinstance(value, bool) else _layers(text)
+    wanted = None if isinstance(value, bool) else _number_or_share(str(value))
     if wanted is None:
         raise _refusal(name, "a number of layers, or a share of them between 0 and 1 such as '2/3'", value)
     return str(wanted)
 
 
-def _layers(text: str) -> int | Fraction | None:
-    """Return a number of layers, or a share of them between 0 and 1; None for anything else."""
+def _number_or_share(text: str) -> int | Fraction | None:
+    """Return a number, or a share between 0 and 1; None for anything else."""
+    text = text.strip()
     if _DIGITS.fullmatch(text):
         return int(text)
     if not _SHARE.fullmatch(text):

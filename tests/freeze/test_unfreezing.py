@@ -65,7 +65,7 @@ def test_a_table_may_unfreeze_only_if_it_has_fewer_layers_later() -> None:
 
 
 def test_shares_of_a_table_are_rounded_to_layers() -> None:
-    falling = make_policy("fixed", 1 / 3, "inclusive", "0:2/3,20:1/3,40:0")
+    falling = make_policy("fixed", 1 / 3, "inclusive", "0:2/3,1/5:1/3,2/5:0")
     assert falling.may_unfreeze
     assert falling.check(6, 100) == []
     assert [decide(falling, FreezeSignal(step, 100, 6, 6, 0.0), 0).num_frozen for step in (0, 20, 40)] == [4, 2, 0]

@@ -150,6 +150,7 @@ def test_defaults_stay_as_they_are(name: str):
         ("freeze_at: '4:2, 2:1'", "2:1,4:2"),
         ("freeze_at: none", None),
         ("freeze_at: '0:2/3, 20:.5, 40:0'", "0:2/3,20:1/2,40:0"),
+        ("freeze_at: '1/2:0,0:1/2'", "0:1/2,1/2:0"),
         ("freeze_layers: 8", "8"),
         ("freeze_layers: 2/3", "2/3"),
         ("freeze_layers: 0.25", "1/4"),
