@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, trainer_compat, trl_compat
 from hf_pipetransformer.trl_compat import check_trainer, metric_weights
 from tests.adapted import adapted, lora
 from tests.decoders import make_decoder
-from tests.preferences import OURS, assert_logged_alike, logged, make_preference_trainer
+from tests.preferences import CONFIGS, OURS, assert_logged_alike, logged, make_preference_trainer
 
 
 IN_FOUR: dict[str, Any] = {"freeze_policy": "none", "pipeline_parallel_num_microbatches": "4"}
@@ -35,6 +36,35 @@ def test_micro_batches_are_of_whole_pairs(kind: type, options: dict[str, Any], t
     plain, ours = runs
     assert ours.layout.num_microbatches == 4
     assert_logged_alike(logged(ours), logged(plain), 1e-5)
+
+
+def with_own_loader(kind: type) -> type:
+    class OwnLoader(kind):
+        """Reads pairs with a loader of its own."""
+
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, 8, collate_fn=self.data_collator)
+
+    return OwnLoader
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(RewardTrainer, {"model": "llama", "has_margins": True}), (DPOTrainer, {"peft_config": "gpt2"})],
+)
+def test_pairs_of_an_own_loader_stay_together(
+    kind: type, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for each, own in ((kind, {}), (OURS[kind], IN_FOUR)):
+        monkeypatch.setitem(CONFIGS, own_kind := with_own_loader(each), CONFIGS[each])
+        adapters = {"peft_config": lora("gpt2")} if "peft_config" in options else {}
+        runs.append(
+            make_preference_trainer(own_kind, tmp_path / each.__name__, max_steps=8, **options | adapters | own)
+        )
+        runs[-1].train()
+    assert runs[1].layout.num_microbatches == 4
+    assert_logged_alike(logged(runs[1]), logged(runs[0]), 1e-5)
 
 
 def test_metrics_of_pairs_count_the_tokens_that_they_average_over() -> None:
