@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from hf_pipetransformer.planning.simulator import Durations, Timeline, simulate, steady_seconds
 from hf_pipetransformer.planning.slice_costs import TokenCosts
-from hf_pipetransformer.schedules import Table, find_schedule
+from hf_pipetransformer.schedules import FORWARD_ONLY, Table, find_schedule
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import first_above, mlp_of, slice_bounds
@@ -160,6 +160,7 @@ class Overheads:
             beside; 0 where `reduction_per_byte` is what the backward does not hide.
         node_size: ranks of a node; 0 if all ranks are on one.
         node_hop: seconds of a message to another node, besides `node_hop_per_byte` for each byte of it.
+        has_reference: True if a pass of all blocks without gradients comes before each batch, as for DPO's reference.
     """
 
     hop: float = 0.0
@@ -171,6 +172,7 @@ class Overheads:
     node_size: int = 0
     node_hop: float = 0.0
     node_hop_per_byte: float = 0.0
+    has_reference: bool = False
 
     def spans_nodes(self, pipeline_size: int) -> bool:
         """Return True if pipelines of this many ranks lie on several nodes."""
@@ -267,10 +269,14 @@ def predict_step(
         whole = [each if stage >= layout.first_active_stage else 0.0 for stage, each in enumerate(durations.backward)]
         busy = [step_size * sum(both) for both in zip(durations.forward, whole, strict=True)]
     else:
-        timeline = simulate(_table(layout, microbatches, durations), durations, layout.places)
-        pipeline = accumulation * timeline.end
+        passes = [(_table(layout, microbatches, durations), durations)]
+        if overheads.has_reference:
+            shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+            passes.append((FORWARD_ONLY[layout.placement].table(*shape), replace(durations, factors=())))
+        timelines = [simulate(*each, layout.places) for each in passes]
+        pipeline = accumulation * sum(each.end for each in timelines)
         reduction, optimizer = max(reductions), max(updates)
-        busy = [accumulation * each for each in timeline.busy]
+        busy = [accumulation * sum(each) for each in zip(*(each.busy for each in timelines), strict=True)]
     return Prediction(
         seconds=pipeline + reduction + optimizer + overheads.per_step,
         pipeline=pipeline,

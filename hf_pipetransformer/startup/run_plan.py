@@ -246,6 +246,9 @@ def _other_schedules(
         except ValueError as error:
             refused[name] = str(error)
             continue
+        if other.args.schedule.abilities.overlaps_steps and planner.costs.overheads.has_reference:
+            refused[name] = "it has no pause between two steps, in which the reference could run."
+            continue
         if other.args.schedule.abilities.cuts_tokens and planner.costs.blocks.slices is None:
             refused[name] = (
                 "causal language models alone can use it, and only a run with it measures the slices that it needs."

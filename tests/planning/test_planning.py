@@ -22,7 +22,7 @@ from hf_pipetransformer.planning.costs import (
     predict_step,
     rank_memory,
 )
-from hf_pipetransformer.planning.microbatches import MicrobatchTrial, candidates
+from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.planner import (
     MEMORY_RESERVE,
@@ -154,6 +154,20 @@ def test_a_step_worked_by_hand() -> None:
     assert found.optimizer == pytest.approx(7)
     assert found.other == 5
     assert found.seconds == pytest.approx(210 + 140 + 7 + 5)
+
+
+def test_a_step_with_a_reference_runs_all_micro_batches_forward_first() -> None:
+    overheads = Overheads(per_microbatch=1, has_reference=True)
+    # Stage 0: F0 0-7, F1 7-14. Stage 1: F0 7-16, F1 16-25. Then the passes of the training, 70 seconds as above.
+    found = predict_step(SMALL_LAYOUT, SMALL, overheads, samples_per_pipeline=4, accumulation=3)
+    assert found.pipeline == 3 * (25 + 70)
+    assert found.rank_seconds == (3 * 2 * (7 + 7 + 11), 3 * 2 * (9 + 9 + 17))
+    # Its forwards are among those that a run measures.
+    reports = [{"samples": 4, "forward": 4 * 2 * 7.0, "backward": 4 * 13.0, "total": 0, "pipeline": 0,
+                "reduction": 0, "optimizer": 0}]  # fmt: skip
+    alone = replace(SMALL_LAYOUT, num_stages=1, num_replicas=1, boundaries=(0, 4))
+    costs, kept = calibrate(SMALL, overheads, alone, reports)
+    assert costs.forward == SMALL.forward and kept.has_reference
 
 
 def test_a_reduction_may_run_beside_the_backward_of_the_last_micro_batch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,20 @@ def test_a_mean_over_tokens_is_found_to_be_none_over_pairs(tmp_path: Path) -> No
     trainer = make_preference_trainer(OURS[DPOTrainer], tmp_path, **IN_FOUR, loss_type="sft", peft_config=lora("gpt2"))
     with pytest.raises(ValueError, match="Micro-batches and replicas need a loss that is a mean"):
         trainer.train()
+
+
+@pytest.mark.parametrize("is_precomputed", [False, True])
+def test_a_plan_counts_the_pass_of_the_reference(is_precomputed: bool, tmp_path: Path) -> None:
+    options = {"plan_only": True, "num_rows": 25, "precompute_ref_log_probs": is_precomputed}
+    trainer = make_preference_trainer(OURS[DPOTrainer], tmp_path, peft_config=lora("gpt2"), **IN_FOUR, **options)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    costs, blocks, number = plan["overheads"], plan["blocks"], 1 if is_precomputed else 2
+    samples = 8 * (number * sum(blocks["forward"]) + blocks["edge_backward"][0] + sum(blocks["backward"][1:]))
+    fixed = costs["optimizer_per_parameter"] * plan["trained_by_rank"][0] + costs["per_step"]
+    launches = 4 * (number + 1) * costs["per_microbatch"]
+    assert plan["chosen"]["step_seconds"] == pytest.approx(samples + launches + fixed, rel=1e-6)
 
 
 def test_a_reference_needs_pauses_between_steps(tmp_path: Path) -> None:
