@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel
 
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
@@ -68,10 +68,12 @@ def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = 
         model: Any = AutoModel.from_config(config) if kind is None else kind(config)
         model = model.to(dtype or config.dtype or torch.float32).eval()
         if not _LABELS & set(inspect.signature(model.forward).parameters):
+            head = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config)), "__name__", "")
+            example = head if head.endswith("ForCausalLM") else "BertForSequenceClassification"
             raise ValueError(
                 f"The config of {path!r} stands for {type(model).__name__}, which has no head and so no loss to train "
                 'with. Set "architectures" in its config.json to the class that the run trains, such as '
-                '["BertForSequenceClassification"].'
+                f'["{example}"].'
             )
         if in_4_bits:
             plan_in_4_bits(layers_of(find_splitter(model), model))
