@@ -200,8 +200,11 @@ def test_one_replica_reduces_nothing_and_a_micro_batch_has_at_least_one_sample()
     [
         # 16 bytes of weight, gradient and moments, and 4 of the flat buffer in which replicas sum the gradients.
         ("1f1b", 4, 0, [30 * 20 + 3 * 2, 70 * 20 + 7]),
-        ("1f1b", 1, 0, [30 * 20 + 3 * 4, 70 * 20 + 7 * 4]),
-        ("gpipe", 4, 0, [30 * 20 + 3 * 4, 70 * 20 + 7 * 4]),
+        # One micro-batch: when the upper block's gradient is made, the lower block's activations are still there; the
+        # buffer takes it at once.
+        ("1f1b", 1, 0, [30 * 16 + 20 * 4 + 1 * 4, 70 * 16 + 40 * 4 + 3 * 4]),
+        # All gradients are there once the first of four backwards has freed its activations.
+        ("gpipe", 4, 0, [30 * 20 + 3 * 3, 70 * 20 + 7 * 3]),
         ("1f1b", 4, 1, [30 * 4, 30 * 4 + 40 * 20 + 4]),
     ],
 )
@@ -215,6 +218,17 @@ def test_bytes_of_a_rank_worked_by_hand(
     alone = replace(layout, num_replicas=1)
     weightless = replace(SMALL, parameters=(0, 0, 0, 0))
     assert rank_bytes(alone, weightless, 8) == [2 * each for each in rank_bytes(alone, weightless, 4)]
+
+
+def test_what_a_block_needs_for_a_moment_counts_where_it_is_most() -> None:
+    costs = replace(SMALL, parameters=(0, 0, 0, 100), working_bytes=(0, 0, 0, 50))
+    alone = replace(SMALL_LAYOUT, num_stages=1, num_replicas=1, boundaries=(0, 4), num_microbatches=1)
+    # The head's loss, when all activations and no gradients are there; later its gradients, and the others' activations.
+    assert rank_bytes(alone, costs, 1) == [100 * 12 + max(10 + 50, 6 + 400)]
+    assert rank_bytes(alone, replace(costs, working_bytes=(0, 0, 0, 500)), 1) == [100 * 12 + 10 + 500]
+    assert rank_bytes(replace(alone, num_microbatches=2), costs, 2) == [100 * 12 + 400 + 10 + 50]
+    split = replace(alone, num_stages=2, boundaries=(0, 2, 4), schedule="zb_h1", num_microbatches=2)
+    assert rank_bytes(split, costs, 2)[0] == 2 * 3
 
 
 def test_only_replicas_need_buffers_to_sum_gradients_in() -> None:
@@ -509,9 +523,8 @@ IN_A_V = replace(SMALL_LAYOUT, num_stages=4, boundaries=(0, 1, 2, 3, 4), schedul
 
 def test_a_rank_needs_what_its_stages_need() -> None:
     # Rank 0 holds embeddings and head, rank 1 attention and MLP. Two samples a micro-batch.
-    held = find_schedule("zb_v").in_flight(2, 2, 2)
-    first = 50 * 20 + 2 * (held[0] * 1 + held[3] * 4)
-    second = 50 * 20 + 2 * (held[1] * 2 + held[2] * 3)
+    # All gradients are there once W0 has freed its activations, and those of the other micro-batch still are.
+    first, second = 50 * 20 + 2 * 1, 50 * 20 + 2 * 2
     assert rank_bytes(IN_A_V, SMALL, samples_per_pipeline=4) == [first, second]
     tied = replace(SMALL, shared=(((0, 3), 8),))
     assert rank_bytes(IN_A_V, tied, 4) == rank_bytes(IN_A_V, SMALL, 4), "two stages of one rank share it"
@@ -801,7 +814,8 @@ def test_state_of_the_optimizer_counts_in_its_own_dtype(optim: str, of_float32: 
     assert rank_bytes(alone, half, 1, memory=memory) == [pytest.approx(100 * of_bfloat16)]
     # Replicas sum gradients in buffers of their dtype.
     two = replace(alone, num_replicas=2)
-    assert rank_bytes(two, half, 1, memory=memory) == [pytest.approx(100 * (of_bfloat16 + 2))]
+    # Those of a single backward move there block by block.
+    assert rank_bytes(two, half, 1, memory=memory) == [pytest.approx(100 * of_bfloat16 + 40 * 2)]
 
 
 def test_autocast_adds_a_copy_of_the_weights_in_16_bits() -> None:

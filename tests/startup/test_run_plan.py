@@ -222,10 +222,10 @@ def test_schedules_are_sorted_and_those_that_options_exclude_say_why(plan: Plann
     assert set(names) == set(SCHEDULE_NAMES) - {"token"} and list(seconds) == sorted(seconds)
     own = next(each for each in found["schedules"] if each["schedule"] == "1f1b")
     assert own == found["chosen"] and 0 < own["bubble"] < 0.5
+    of_classes = found["refused"]["token"]
     found = plan.json("minilm", *SMALL, "--pipeline_schedule", "interleaved_1f1b", "--pipeline_chunks", "3")
     assert {each["schedule"] for each in found["schedules"]} == {"interleaved_1f1b"}
     assert "pipeline_chunks=3" in found["refused"]["zb_v"]
-    of_classes = found["refused"]["token"]
     of_text = plan.json("llama_7b", *SMALL, "--pipeline_parallel_size", "2")["refused"]["token"]
     assert (of_classes, of_text) == (
         "causal language models alone can use it.",
