@@ -465,7 +465,7 @@ def _fullest(
 
 
 def _recomputed(layout: Layout, costs: BlockCosts, microbatches: int, recompute: str) -> list[float]:
-    """Return the most bytes of activations that each rank holds if it recomputes; `costs` has those of a micro-batch."""
+    """Return the most bytes of activations that each rank holds if it recomputes; `costs` are of one micro-batch."""
     shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
     peaks, sizes = find_schedule(layout.schedule).peaks, _active(layout, costs.activation_bytes)
     whole, working = _by_stage(layout, sizes), costs.working_bytes or (0.0,) * len(sizes)

@@ -223,7 +223,7 @@ def test_bytes_of_a_rank_worked_by_hand(
 def test_what_a_block_needs_for_a_moment_counts_where_it_is_most() -> None:
     costs = replace(SMALL, parameters=(0, 0, 0, 100), working_bytes=(0, 0, 0, 50))
     alone = replace(SMALL_LAYOUT, num_stages=1, num_replicas=1, boundaries=(0, 4), num_microbatches=1)
-    # The head's loss, when all activations and no gradients are there; later its gradients, and the others' activations.
+    # At the head's loss all activations are there and no gradients; then its gradients and the others' activations.
     assert rank_bytes(alone, costs, 1) == [100 * 12 + max(10 + 50, 6 + 400)]
     assert rank_bytes(alone, replace(costs, working_bytes=(0, 0, 0, 500)), 1) == [100 * 12 + 10 + 500]
     assert rank_bytes(replace(alone, num_microbatches=2), costs, 2) == [100 * 12 + 400 + 10 + 50]
