@@ -381,13 +381,19 @@ def rank_memory(
     """
     memory = memory or MemoryRules()
     microbatches = max(1, min(layout.num_microbatches, samples_per_pipeline))
-    names = ("activation_bytes", "boundary_bytes", "working_bytes")
-    in_each = replace(costs, **{n: _times(samples_per_pipeline / microbatches, getattr(costs, n)) for n in names})
-    sizes = [sum(both) for both in zip(costs.trained_sizes, _times(memory.sums, sum_bytes(costs)), strict=True)]
-    found = _fullest(layout, in_each, microbatches, _active(layout, sizes), accumulation == 1)
+    samples = samples_per_pipeline / microbatches
+    in_each = replace(
+        costs,
+        activation_bytes=_times(samples, costs.activation_bytes),
+        boundary_bytes=_times(samples, costs.boundary_bytes),
+        working_bytes=_times(samples, costs.working_bytes),
+    )
+    sums = _times(memory.sums, sum_bytes(costs))
+    made = _active(layout, [sum(both) for both in zip(costs.trained_sizes, sums, strict=True)])
+    found = _fullest(layout, in_each, microbatches, made, accumulation == 1)
     if memory.recompute != "never" and costs.boundary_bytes:
         held = _recomputed(layout, in_each, microbatches, memory.recompute)
-        gradients = _by_rank(layout, _by_stage(layout, _active(layout, sizes)))
+        gradients = _by_rank(layout, _by_stage(layout, made))
         others = [RankMemory(each, gradients=more) for each, more in zip(held, gradients, strict=True)]
         found = [min(pair, key=lambda rank: rank.total) for pair in zip(found, others, strict=True)]
     trained, active = trained_elements(layout, costs), gradient_bytes(layout, costs)
@@ -436,13 +442,13 @@ def _fullest(
         # Without a flush, forwards of later steps start before the backwards of these have ended.
         microbatches, is_alone = max(microbatches, layout.pipeline_size), False
     shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
-    table, found = find_schedule(layout.schedule).table(*shape), []
+    table, found = find_schedule(layout.schedule).table(*shape), list[RankMemory]()
     is_moved = is_alone and microbatches == 1 and layout.num_replicas > 1
     working = costs.working_bytes or (0.0,) * len(gradients)
     for rank, actions in enumerate(table):
         stages = layout.places.stages_of(rank)
         blocks = [[b for b in layout.blocks_of(stage) if b >= layout.first_active_block] for stage in stages]
-        made = set(() if is_alone else (block for own in blocks for block in own))
+        made: set[int] = set() if is_alone else {block for own in blocks for block in own}
         held = 0.0
         moments = [RankMemory(0.0, gradients=sum(gradients[block] for block in made))]
         for op, _, chunk in actions:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -220,7 +221,7 @@ class _LiveBytes(TorchDispatchMode):
     """Count of the bytes of tensors that were made inside and are still there, and the most at one time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0.0
         self._known: dict[int, Any] = {}
 
@@ -232,12 +233,12 @@ class _LiveBytes(TorchDispatchMode):
             storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
             if storage is not None and id(storage) not in given and id(storage) not in self._known:
                 size, key = storage.nbytes(), id(storage)
-                self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._drop(key, size))
+                self._known[key] = weakref.ref(storage, partial(self._drop, key, size))
                 self.now += size
         self.most = max(self.most, self.now)
         return output
 
-    def _drop(self, key: int, size: int) -> None:
+    def _drop(self, key: int, size: int, _: Any) -> None:
         del self._known[key]
         self.now -= size
 

@@ -117,8 +117,8 @@ class ReplicaGather:
         missing = num_left_out([tensor.shape], [max(self._token_counts)])
         # A batch smaller than the number of replicas is whole on each.
         samples = self.loader.samples_of_replicas()
-        own = [each if size else 0 for each, size in zip(self._token_counts, samples, strict=True)]
-        return gather(tensor[0, : self._num_tokens - missing], own)[None, : sum(own) - missing]
+        told = [each if size else 0 for each, size in zip(self._token_counts, samples, strict=True)]
+        return gather(tensor[0, : self._num_tokens - missing], told)[None, : sum(told) - missing]
 
     def _gather_rows(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
         group = self.groups.replica_group
