@@ -7,6 +7,7 @@ ones). Entries with a single value a sample stand beside them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -77,14 +78,18 @@ def without_hidden(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 IGNORED_LABEL = -100
+MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
+"""Usual names of what the embeddings read. Text comes first: images beside it need not have a row a sample."""
 _UP_TO_THE_END = ("attention_mask",)
 """Entries of which a token slice needs all tokens up to its own end."""
 
 
-def note_samples(batch: Any, num_samples: int, rows: int = 1) -> Any:
+def note_samples(batch: Any, num_samples: int | None, rows: int = 1) -> Any:
     """Note in a batch of `num_samples` samples how they lie in it, if they have not one row each.
 
-    `rows` is the number of rows of a sample that the trainer's batches have.
+    Args:
+        num_samples: None for a batch of a user's own loader, which does not tell it.
+        rows: number of rows of a sample that the trainer's batches have.
 
     Raises:
         ValueError: the batch has another number of rows.
@@ -92,11 +97,13 @@ def note_samples(batch: Any, num_samples: int, rows: int = 1) -> Any:
     if not isinstance(batch, Mapping):
         return batch
     if rows == 1:
-        return find_sequences(batch, num_samples)
-    if _first_dimension(batch) != rows * num_samples:
+        return find_sequences(batch, num_samples or 1)
+    found = _num_rows(batch)
+    if found % rows or num_samples not in (None, found // rows):
         raise ValueError(
-            f"{num_samples} pairs of texts gave a batch of {_first_dimension(batch)} rows: expected {rows} rows a "
-            "pair, first all chosen texts, then all rejected ones, as the trainer's own collator gives them."
+            f"{'Some' if num_samples is None else num_samples} pairs of texts gave a batch of {found} rows: expected "
+            f"{rows} rows a pair, first all chosen texts, then all rejected ones, as the trainer's own collator gives "
+            "them."
         )
     return with_rows(batch, rows)
 
@@ -120,14 +127,17 @@ def for_model(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in inputs.items() if key not in (_ROWS, SEQUENCES)}
 
 
-def _first_dimension(inputs: Mapping[str, Any]) -> int:
-    return next((v.shape[0] for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim() > 0), 0)
+def _num_rows(inputs: Mapping[str, Any]) -> int:
+    """Return the first dimension of the main input; of most tensors, if the main input has a name of its own."""
+    found = {name: len(value) for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
+    of_main = [found[name] for name in MAIN_INPUTS if name in found]
+    return next(iter([*of_main, *(rows for rows, _ in Counter(found.values()).most_common(1))]), 0)
 
 
 def batch_size(inputs: Mapping[str, Any]) -> int:
-    """Return the number of samples, by the first dimension of the first tensor that has one; 0 for an empty batch."""
+    """Return the number of samples; 0 for an empty batch."""
     flattened = sequences_of(inputs)
-    return _first_dimension(inputs) // rows_per_sample(inputs) if flattened is None else flattened.num_samples
+    return _num_rows(inputs) // rows_per_sample(inputs) if flattened is None else flattened.num_samples
 
 
 def num_rows(inputs: Mapping[str, Any]) -> int:
@@ -355,8 +365,7 @@ def real_lengths(batch: Mapping[str, Any], main_input: str = "input_ids") -> np.
         return np.where(shown.any(axis=1), shown.shape[1] - np.argmax(shown[:, ::-1], axis=1), 0)
     if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
         return np.full(value.shape[0], value.shape[1])
-    count = next((len(other) for other in batch.values() if isinstance(other, torch.Tensor) and other.dim()), 0)
-    return np.zeros(count, dtype=np.int64)
+    return np.zeros(_num_rows(batch), dtype=np.int64)
 
 
 def sample_digests(batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]) -> np.ndarray:

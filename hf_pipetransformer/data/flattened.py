@@ -31,7 +31,7 @@ class Sequences:
 
     Args:
         bounds: token position at which each sequence begins, and the length of the row.
-        num_samples: samples that the collator was given.
+        num_samples: samples with tokens that the collator was given, at most one a sequence.
     """
 
     bounds: tuple[int, ...]
@@ -82,7 +82,7 @@ def find_sequences(batch: Mapping[str, Any], num_samples: int) -> Mapping[str, A
     is_marked = any(batch.get(name) is not None for name in MARKS)
     if not begin_alike or not (is_marked or (num_samples > 1 and len(starts) > 1)):
         return batch
-    return Sequences((*starts, len(numbers)), num_samples).attach(batch)
+    return Sequences((*starts, len(numbers)), min(num_samples, len(starts))).attach(batch)
 
 
 def take_sequences(batch: Mapping[str, Any], which: Sequence[int], num_samples: int | None = None) -> dict[str, Any]:
@@ -144,14 +144,23 @@ def join_tokens(sequences: Sequences, parts: Sequence[Sequence[int]], outputs: S
         ValueError: outputs of other shapes.
     """
     places = [sequences.tokens(part) for part in parts]
-    num_left_out = len(places[0]) - outputs[0].shape[1] if outputs[0].dim() > 1 else -1
-    expected = [(1, len(each) - num_left_out) for each in places]
-    if num_left_out not in (0, 1) or [tuple(each.shape[:2]) for each in outputs] != expected:
+    missing = num_left_out([output.shape for output in outputs], [len(each) for each in places])
+    full = [torch.cat([each, each.new_zeros(1, missing, *each.shape[2:])], dim=1) for each in outputs]
+    order = torch.cat(places).argsort()[: sequences.bounds[-1] - missing]
+    return torch.cat(full, dim=1)[:, order.to(full[0].device)]
+
+
+def num_left_out(shapes: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
+    """Return by how many values the outputs of rows of `lengths` tokens are shorter: 0, or 1 for a next-token loss.
+
+    Raises:
+        ValueError: outputs of other shapes.
+    """
+    missing = lengths[0] - shapes[0][1] if len(shapes[0]) > 1 else -1
+    if missing not in (0, 1) or [tuple(each[:2]) for each in shapes] != [(1, each - missing) for each in lengths]:
         raise ValueError(
-            f"An output of {len(places[0])} tokens has shape {tuple(outputs[0].shape)}: expected (1, tokens, ...), as "
+            f"An output of {lengths[0]} tokens has shape {tuple(shapes[0])}: expected (1, tokens, ...), as "
             "samples that share a row are cut apart and joined again token by token. Let the model, or "
             "preprocess_logits_for_metrics, keep these dimensions, or use a collator that pads."
         )
-    full = [torch.cat([each, each.new_zeros(1, num_left_out, *each.shape[2:])], dim=1) for each in outputs]
-    order = torch.cat(places).argsort()[: sequences.bounds[-1] - num_left_out]
-    return torch.cat(full, dim=1)[:, order.to(full[0].device)]
+    return missing

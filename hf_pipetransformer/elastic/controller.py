@@ -47,7 +47,7 @@ class Change:
         moves: False if only the number of micro-batches changes.
         predicted: expected seconds of a step.
         alternatives: predicted seconds of a step for every pipeline size K that was considered.
-        measured: median seconds of a step under the old layout, if enough were timed.
+        measured: median seconds of the latest steps under the old layout, if any came after the warm-up.
     """
 
     layout: Layout
@@ -239,7 +239,8 @@ class LayoutController:
     def _decide(self, step: int, stage: Stage) -> Change | None:
         layout = stage.layout
         # Steps of a trial ran with several numbers of micro-batches, so their times describe no single layout.
-        reports = self.topology.gather({} if self._trial is not None else self.meter.medians())
+        own = {} if self._trial is not None else self.meter.medians()
+        reports = self.topology.gather(own and {**own, "latest": self.meter.latest_seconds})
         measured = self.measurements.collect(stage)
         trainer = self.context.trainer
         answer = self.topology.decide(

@@ -94,7 +94,7 @@ class Decisions:
         """Ask the policy before optimizer step number `step`.
 
         Args:
-            reports: step timings by rank under `layout`; empty if a rank did not measure.
+            reports: step timings by rank under `layout`, `latest` with them; empty if a rank did not measure.
             measured: fields of `FreezeSignal` that the policy needs from the ranks.
 
         Returns:
@@ -122,7 +122,7 @@ class Decisions:
         if decision.freezes or decision.unfreezes:
             self._calibrate(layout, reports)
             plan = self._plan(decision.num_frozen, layout, step)
-            totals = [report["total"] for report in reports if report]
+            totals = [report["latest"] for report in reports if report]
             change = _as_change(plan, self.policy.explain(signal), max(totals, default=None))
             self._report(decision, self._frozen_in_use(layout, plan.layout))
         else:

@@ -135,8 +135,8 @@ class Transitions:
         gain = ""
         if measured and predicted:
             gain = (
-                f" A step took {measured * 1e3:.0f} ms, {predicted * 1e3:.0f} ms are predicted from here on "
-                f"({measured / predicted:.2f}x)."
+                f" The latest steps took {measured * 1e3:.0f} ms each, {predicted * 1e3:.0f} ms are predicted from "
+                f"here on ({measured / predicted:.2f}x)."
             )
         frozen = f"{new.num_frozen_layers} of {new.num_layers} layers frozen (before: {old.num_frozen_layers})"
         if new.num_frozen_layers < old.num_frozen_layers:

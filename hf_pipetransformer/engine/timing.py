@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class StepMeter:
     trace: StepTrace | None = None
     """Recorder of the current step, if it is traced."""
     _steps: list[dict[str, float]] = field(default_factory=list)
+    _latest: deque[Any] = field(default_factory=lambda: deque(maxlen=MEASURED_STEPS))
+    """Seconds of the latest steps after the warm-up, or on a GPU the events at their begin and end."""
     _open: dict[str, float] | None = None
     _events: list[tuple[int, str, Any, Any]] = field(default_factory=list)
     _start: float = 0.0
@@ -61,11 +64,12 @@ class StepMeter:
     @property
     def last_seconds(self) -> float:
         """Seconds of the last optimizer step, warm-up included. On a GPU, reading it waits for the end of the step."""
-        if self._ends is not None:
-            begin, end = self._ends
-            end.synchronize()
-            return float(begin.elapsed_time(end) / 1000)
-        return self._last_seconds
+        return _seconds_of(self._ends or self._last_seconds)
+
+    @property
+    def latest_seconds(self) -> float | None:
+        """Median seconds of the latest steps; None before the end of the warm-up."""
+        return statistics.median(map(_seconds_of, self._latest)) if self._latest else None
 
     @property
     def is_done(self) -> bool:
@@ -86,6 +90,7 @@ class StepMeter:
         self._skip = max(skip, WARMUP_STEPS)
         self.samples.clear()
         self._steps.clear()
+        self._latest.clear()
         self._events.clear()
         self._open, self._num_begun, self._is_running, self._was_measured = None, 0, False, False
 
@@ -114,6 +119,8 @@ class StepMeter:
         self._last_seconds = time.perf_counter() - self._start
         if self._ends is not None:
             self._ends[1].record()
+        if self._num_begun > self._skip:
+            self._latest.append(self._ends or self._last_seconds)
         if self._open is None:
             return True
         if self._ends is not None:
@@ -174,3 +181,12 @@ class StepMeter:
                 end.synchronize()
                 self._steps[step][name] += start.elapsed_time(end) / 1000
         self._events.clear()
+
+
+def _seconds_of(step: Any) -> float:
+    """Return the seconds of a step, or those between two events when the second has come."""
+    if not isinstance(step, tuple):
+        return float(step)
+    begin, end = step
+    end.synchronize()
+    return float(begin.elapsed_time(end) / 1000)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from hf_pipetransformer.planning.simulator import Durations, Timeline, simulate, steady_seconds
 from hf_pipetransformer.planning.slice_costs import TokenCosts
-from hf_pipetransformer.schedules import Table, find_schedule
+from hf_pipetransformer.schedules import FORWARD_ONLY, GRADIENTS_ARE_WHOLE, Op, Table, find_schedule
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import first_above, mlp_of, slice_bounds
@@ -52,6 +52,8 @@ class BlockCosts:
         trained_bytes: bytes of the weights that are trained unless their layer freezes; empty if all are fp32.
         kept_bytes: bytes of the weights that the user froze; empty if all are fp32.
         boundary_bytes: bytes per sample of the activation that enters the block; empty if unknown.
+        working_bytes: bytes per sample that the block needs for a moment, in its forward or backward, besides those it
+            keeps and the gradients of its weights; empty if unknown.
         slices: costs of token slices; None where sequences stay whole.
 
     Raises:
@@ -69,10 +71,11 @@ class BlockCosts:
     trained_bytes: tuple[int, ...] = ()
     kept_bytes: tuple[int, ...] = ()
     boundary_bytes: tuple[float, ...] = ()
+    working_bytes: tuple[float, ...] = ()
     slices: TokenCosts | None = None
 
     def __post_init__(self) -> None:
-        may_be_empty = ("kept", "trained_bytes", "kept_bytes", "boundary_bytes")
+        may_be_empty = ("kept", "trained_bytes", "kept_bytes", "boundary_bytes", "working_bytes")
         empty = [name for name in may_be_empty if not getattr(self, name)]
         others = ("shared", "kept_shared", "slices", *empty)
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name not in others}
@@ -160,6 +163,7 @@ class Overheads:
             beside; 0 where `reduction_per_byte` is what the backward does not hide.
         node_size: ranks of a node; 0 if all ranks are on one.
         node_hop: seconds of a message to another node, besides `node_hop_per_byte` for each byte of it.
+        has_reference: True if a pass of all blocks without gradients comes before each batch, as for DPO's reference.
     """
 
     hop: float = 0.0
@@ -171,6 +175,7 @@ class Overheads:
     node_size: int = 0
     node_hop: float = 0.0
     node_hop_per_byte: float = 0.0
+    has_reference: bool = False
 
     def spans_nodes(self, pipeline_size: int) -> bool:
         """Return True if pipelines of this many ranks lie on several nodes."""
@@ -267,10 +272,14 @@ def predict_step(
         whole = [each if stage >= layout.first_active_stage else 0.0 for stage, each in enumerate(durations.backward)]
         busy = [step_size * sum(both) for both in zip(durations.forward, whole, strict=True)]
     else:
-        timeline = simulate(_table(layout, microbatches, durations), durations, layout.places)
-        pipeline = accumulation * timeline.end
+        passes = [(_table(layout, microbatches, durations), durations)]
+        if overheads.has_reference:
+            shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+            passes.append((FORWARD_ONLY[layout.placement].table(*shape), replace(durations, factors=())))
+        timelines = [simulate(*each, layout.places) for each in passes]
+        pipeline = accumulation * sum(each.end for each in timelines)
         reduction, optimizer = max(reductions), max(updates)
-        busy = [accumulation * each for each in timeline.busy]
+        busy = [accumulation * sum(each) for each in zip(*(each.busy for each in timelines), strict=True)]
     return Prediction(
         seconds=pipeline + reduction + optimizer + overheads.per_step,
         pipeline=pipeline,
@@ -336,7 +345,7 @@ def gradient_bytes(layout: Layout, costs: BlockCosts) -> list[float]:
 
 @dataclass
 class RankMemory:
-    """Bytes that a rank needs for training, by what they hold.
+    """Bytes that a rank holds at the fullest moment of a step, by what they hold.
 
     `copies` are casts and other versions of weights; `gradients` include float32 sums and the buffers of reductions.
     `communicators` are those of NCCL, which only the plan of a whole run counts.
@@ -364,24 +373,35 @@ def rank_memory(
 ) -> list[RankMemory]:
     """Return what each rank of a pipeline needs for training.
 
-    With replicas, reduced gradients also lie in flat buffers besides those that the backward creates. A rank that uses
-    a parameter but is not its first user has a copy and a gradient, without optimizer state. If steps overlap, stages
-    keep several versions of the weights they train; only then do `accumulation` and `weights` (a value of
-    `pipeline_weights`) matter. A pipeline's batch has `samples_per_pipeline` samples.
+    Backwards free activations while they make gradients, so that the fullest moment may have all activations and no
+    gradients. With replicas, reduced gradients lie in flat buffers, into which the last backward of a step moves those
+    of each block; earlier ones leave theirs beside the buffers. A rank that uses a parameter but is not its first user
+    has a copy and a gradient, without optimizer state. If steps overlap, stages keep several versions of the weights
+    they train, by `weights` (a value of `pipeline_weights`). A pipeline's batch has `samples_per_pipeline` samples.
     """
     memory = memory or MemoryRules()
     microbatches = max(1, min(layout.num_microbatches, samples_per_pipeline))
-    in_each = replace(costs, activation_bytes=_times(samples_per_pipeline / microbatches, costs.activation_bytes))
-    in_each = replace(in_each, boundary_bytes=_times(samples_per_pipeline / microbatches, costs.boundary_bytes))
-    found = [RankMemory(peak) for peak in _activation_peaks(layout, in_each, microbatches, memory.recompute)]
+    samples = samples_per_pipeline / microbatches
+    in_each = replace(
+        costs,
+        activation_bytes=_times(samples, costs.activation_bytes),
+        boundary_bytes=_times(samples, costs.boundary_bytes),
+        working_bytes=_times(samples, costs.working_bytes),
+    )
+    sums = _times(memory.sums, sum_bytes(costs))
+    made = _active(layout, [sum(both) for both in zip(costs.trained_sizes, sums, strict=True)])
+    found = _fullest(layout, in_each, microbatches, made, accumulation == 1)
+    if memory.recompute != "never" and costs.boundary_bytes:
+        held = _recomputed(layout, in_each, microbatches, memory.recompute)
+        gradients = _by_rank(layout, _by_stage(layout, made))
+        others = [RankMemory(each, gradients=more) for each, more in zip(held, gradients, strict=True)]
+        found = [min(pair, key=lambda rank: rank.total) for pair in zip(found, others, strict=True)]
     trained, active = trained_elements(layout, costs), gradient_bytes(layout, costs)
     reduced = active.copy()
     sizes = [sum(both) for both in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]
     casts = _by_rank(layout, _by_stage(layout, _active(layout, _cast_bytes(costs))))
-    sums = _by_rank(layout, _by_stage(layout, _active(layout, sum_bytes(costs))))
     for rank, size in enumerate(_by_rank(layout, _by_stage(layout, sizes))):
         found[rank].weights = size
-        found[rank].gradients = active[rank] + memory.sums * sums[rank]
         found[rank].optimizer = memory.state_bytes(trained[rank], active[rank])
         found[rank].copies = memory.casts * casts[rank]
     shared = [
@@ -411,14 +431,50 @@ def rank_memory(
     return found
 
 
-def _activation_peaks(layout: Layout, costs: BlockCosts, microbatches: int, recompute: str) -> list[float]:
-    """Return the most bytes of activations that each rank holds; `costs` has those of one micro-batch."""
+def _fullest(
+    layout: Layout, costs: BlockCosts, microbatches: int, gradients: Sequence[float], is_alone: bool
+) -> list[RankMemory]:
+    """Return the activations and gradients of each rank at its fullest moment; `costs` has those of one micro-batch.
+
+    `gradients` are bytes by block. `is_alone` says that a step has one batch, at whose begin there are none.
+    """
+    if layout.abilities.overlaps_steps:
+        # Without a flush, forwards of later steps start before the backwards of these have ended.
+        microbatches, is_alone = max(microbatches, layout.pipeline_size), False
+    shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+    table, found = find_schedule(layout.schedule).table(*shape), list[RankMemory]()
+    is_moved = is_alone and microbatches == 1 and layout.num_replicas > 1
+    working = costs.working_bytes or (0.0,) * len(gradients)
+    for rank, actions in enumerate(table):
+        stages = layout.places.stages_of(rank)
+        blocks = [[b for b in layout.blocks_of(stage) if b >= layout.first_active_block] for stage in stages]
+        made: set[int] = set() if is_alone else {block for own in blocks for block in own}
+        held = 0.0
+        moments = [RankMemory(0.0, gradients=sum(gradients[block] for block in made))]
+        for op, _, chunk in actions:
+            if op is Op.FORWARD:
+                for block in blocks[chunk]:
+                    held += costs.activation_bytes[block]
+                    moments.append(RankMemory(held + working[block], gradients=moments[-1].gradients))
+            elif op is Op.BACKWARD_INPUT:
+                most = max((working[block] for block in blocks[chunk]), default=0.0)
+                moments.append(RankMemory(held + most, gradients=moments[-1].gradients))
+            elif op in GRADIENTS_ARE_WHOLE:
+                for block in reversed(blocks[chunk]):
+                    before = 0.0 if is_moved else moments[-1].gradients
+                    moments.append(RankMemory(held + working[block], gradients=before))
+                    held -= costs.activation_bytes[block]
+                    moments.append(RankMemory(held, gradients=before + gradients[block] * (block not in made)))
+                    made |= {block} if not is_moved else set()
+        found.append(max(moments, key=lambda moment: moment.total))
+    return found
+
+
+def _recomputed(layout: Layout, costs: BlockCosts, microbatches: int, recompute: str) -> list[float]:
+    """Return the most bytes of activations that each rank holds if it recomputes; `costs` are of one micro-batch."""
     shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
     peaks, sizes = find_schedule(layout.schedule).peaks, _active(layout, costs.activation_bytes)
-    whole = _by_stage(layout, sizes)
-    plain = list(peaks(whole, *shape))
-    if recompute == "never" or not costs.boundary_bytes:
-        return plain
+    whole, working = _by_stage(layout, sizes), costs.working_bytes or (0.0,) * len(sizes)
     # Every micro-batch in flight keeps inputs. Besides, one is recomputed at a time, and one may be left whole.
     inputs, at_once = [], []
     for stage, size in enumerate(whole):
@@ -429,13 +485,13 @@ def _activation_peaks(layout: Layout, costs: BlockCosts, microbatches: int, reco
             parts = [[b for b in layers if mlp_of(layer) - b in (0, 1)] for layer in range(layout.num_layers)]
             kept = sum(sizes[block] for block in own if block not in layers)
             inputs.append(kept + sum(costs.boundary_bytes[part[0]] for part in parts if part))
-            at_once.append(max(sum(sizes[block] for block in part) for part in parts))
+            at_once.append(max(sum(sizes[block] + working[block] for block in part) for part in parts))
         else:
             inputs.append(costs.boundary_bytes[own[0]] if own else 0.0)
-            at_once.append(size * (2 if recompute == "except_last" else 1))
+            most = max((working[block] for block in own), default=0.0)
+            at_once.append(size * (2 if recompute == "except_last" else 1) + most)
     largest = [max(at_once[stage] for stage in layout.places.stages_of(rank)) for rank in range(layout.pipeline_size)]
-    recomputed = map(sum, zip(peaks(inputs, *shape), largest, strict=True))
-    return [min(pair) for pair in zip(plain, recomputed, strict=True)]
+    return [sum(both) for both in zip(peaks(inputs, *shape), largest, strict=True)]
 
 
 def _cast_bytes(costs: BlockCosts) -> list[float]:

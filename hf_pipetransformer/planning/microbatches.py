@@ -36,7 +36,7 @@ def calibrate(
     ranks = [rank for rank, report in enumerate(reports) if report]
     if not ranks:
         return costs, overheads
-    forwards = block_forwards(costs, layout.cache_level)
+    forwards = [(1 + overheads.has_reference) * each for each in block_forwards(costs, layout.cache_level)]
     backwards = block_backwards(costs, layout.num_frozen_layers)
     factors = {}
     for part, blocks in (("forward", forwards), ("backward", backwards)):

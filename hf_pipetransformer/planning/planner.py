@@ -326,7 +326,8 @@ def plan_transition(current: Layout, num_frozen_layers: int, inputs: PlanInputs,
         prediction = inputs.predict(as_it_is)
         return Plan(as_it_is, prediction, {as_it_is.pipeline_size: prediction.seconds})
 
-    cut_by = (costs_by_work(inputs.blocks, rules.work), WORK_OVERHEADS) if rules.work else timed
+    by_work = replace(WORK_OVERHEADS, has_reference=inputs.overheads.has_reference)
+    cut_by = (costs_by_work(inputs.blocks, rules.work), by_work) if rules.work else timed
     choose_by = cut_by if rules.is_timeless else timed
 
     samples_per_step = inputs.samples_per_device * current.pipeline_size * accumulation

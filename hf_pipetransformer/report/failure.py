@@ -80,13 +80,16 @@ def find_checkpoints_with(find: Callable[[str], tuple[str, int] | None]) -> None
 
 
 @contextlib.contextmanager
-def training(output_dir: str) -> Iterator[None]:
-    """Wrap a training: the message of an earlier run goes, and SIGTERM gets one even without other processes."""
+def training(output_dir: str, is_resumed: bool) -> Iterator[None]:
+    """Wrap a training: the message of an earlier run goes, and SIGTERM gets one even without other processes.
+
+    `is_resumed` says that checkpoints of an earlier run are this one's too.
+    """
     words = _last_words
     if words is None:
         yield
         return
-    words.output_dir = output_dir
+    words.output_dir, words.is_resumed = output_dir, is_resumed
     if words.rank == 0:
         for path in words.paths():
             with contextlib.suppress(OSError):
@@ -181,6 +184,8 @@ class LastWords:
     details: str = ""
     ask: Callable[[], str | None] = lambda: None
     num_trainings: int = 0
+    is_resumed: bool = False
+    """True if the run goes on from a checkpoint."""
     is_known: threading.Event = field(default_factory=threading.Event)
     """Set once the cause is known, or an error has reached the end of the script."""
     is_ending: bool = False
@@ -337,7 +342,8 @@ class LastWords:
         lines = [f"The run {why}"]
         self._message = "\n".join(lines)
         newest = _newest(self.output_dir)
-        if newest is not None:
+        # Another run may have left one in the same folder.
+        if newest is not None and (self.is_resumed or _is_of_this_launch(newest[0])):
             path = shlex.quote(newest[0])
             lines += [
                 f"Newest whole checkpoint: {newest[0]}",
@@ -345,7 +351,7 @@ class LastWords:
                 f"--resume_from_checkpoint {path} if the script reads it.",
             ]
         elif self.output_dir and _find_checkpoint is not None:
-            lines.append(f"There is no whole checkpoint in {self.output_dir}.")
+            lines.append(f"The run has saved no whole checkpoint in {self.output_dir}.")
         self._message = "\n".join(lines)
         for path in self.paths():
             text = "\n".join([*lines, "", f"Script, on rank {self.rank}: {shlex.join(sys.argv)}", "", details])
@@ -381,7 +387,7 @@ def _newest(output_dir: str | None) -> tuple[str, int] | None:
 
 
 def _is_of_this_launch(path: str) -> bool:
-    """Return True if a file is there, and is no older than this process."""
+    """Return True if a file or folder is there, and is no older than this process."""
     try:
         return os.stat(path).st_mtime >= psutil.Process().create_time()
     except OSError:

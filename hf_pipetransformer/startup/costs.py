@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import psutil
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import batch_size, take_samples
@@ -49,6 +53,7 @@ class BlockProfile:
     Args:
         edge_backward: seconds of the backward if the block's input needs no gradient.
         activation_bytes: bytes saved for the backward, weights not counted.
+        working_bytes: bytes needed for a moment besides those, gradients of weights not counted.
         boundary_bytes: bytes of the activation between two blocks.
         num_samples: number of samples in the batch that was measured.
     """
@@ -58,6 +63,7 @@ class BlockProfile:
     edge_backward: list[float]
     activation_bytes: list[float]
     boundary_bytes: float = 0.0
+    working_bytes: list[float] = field(default_factory=list)
     num_samples: int = 1
 
 
@@ -109,8 +115,8 @@ def affordable_samples(wanted: int, pilot: BlockProfile, num_blocks_run: int, fr
 def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int = NUM_REPEATS) -> BlockProfile:
     """Time the embeddings, one middle layer and the head; the middle layer stands for all layers."""
     size, num_blocks, cuts = batch_size(target.inputs), structure.num_blocks, structure.cut_positions()
-    forward, backward, edge_backward, saved = ([0.0] * num_blocks for _ in range(4))
-    profile = BlockProfile(forward, backward, edge_backward, saved, num_samples=size)
+    forward, backward, edge_backward, saved, working = ([0.0] * num_blocks for _ in range(5))
+    profile = BlockProfile(forward, backward, edge_backward, saved, working_bytes=working, num_samples=size)
     runner = _Runner(target, structure, num_repeats)
     alone = blocks_run_alone(structure, middle_layer(target.twin, structure))
     try:
@@ -121,13 +127,14 @@ def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int =
             seconds = runner.time(blocks, hidden, needs_input_gradient=True)
             _, edge_seconds = runner.time(blocks, hidden, needs_input_gradient=False)
             saved_bytes = runner.saved_bytes(blocks, hidden)
+            working_bytes = runner.working_bytes(blocks, hidden, saved_bytes)
             is_layer = 0 < start < num_blocks - 1
             # Both sublayers of a layer are measured: each stands for those of its kind.
             same = [each for each in cuts if 0 < each < num_blocks - 1 and (each - start) % 2 == 0]
             for block in same if is_layer else [start]:
                 forward[block], backward[block] = (each / size for each in seconds)
                 edge_backward[block] = edge_seconds / size
-                saved[block] = saved_bytes / size
+                saved[block], working[block] = saved_bytes / size, working_bytes / size
             if hidden is not None:
                 profile.boundary_bytes = hidden.numel() * hidden.element_size() / size
     finally:
@@ -196,23 +203,64 @@ class _Runner:
         del output
         return float(sum(storage.nbytes() for storage in storages.values()))
 
+    def working_bytes(self, blocks: range, hidden: torch.Tensor | None, saved: float) -> float:
+        """Return the most bytes that forward and backward hold at once, beyond the `saved` ones."""
+        with _LiveBytes() as live:
+            received = None if hidden is None else hidden.clone().requires_grad_()
+            output = self._run(blocks, received)
+            if received is not None and output.requires_grad:
+                # Gradients of weights are counted with the weights.
+                torch.autograd.grad(output, received, torch.ones_like(output), allow_unused=True)
+        return max(0.0, live.most - saved)
+
     def _run(self, blocks: range, received: torch.Tensor | None) -> torch.Tensor:
         return run_stage(self.view, blocks, received, lambda: self.target.loss(dict(self.target.inputs)))
 
 
-def saved_activations(target: ProbeTarget, structure: Structure) -> list[float]:
-    """Return the bytes per sample that each block keeps for its backward, without timing it; 0 if it does not compute.
+class _LiveBytes(TorchDispatchMode):
+    """Count of the bytes of tensors that were made inside and are still there, and the most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0.0
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # An output that shares the storage of an input is a view.
+        given = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        output = func(*args, **(kwargs or {}))
+        for each in tree_leaves(output):
+            storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
+            if storage is not None and id(storage) not in given and id(storage) not in self._known:
+                size, key = storage.nbytes(), id(storage)
+                self._known[key] = weakref.ref(storage, partial(self._drop, key, size))
+                self.now += size
+        self.most = max(self.most, self.now)
+        return output
+
+    def _drop(self, key: int, size: int, _: Any) -> None:
+        del self._known[key]
+        self.now -= size
+
+
+def saved_activations(target: ProbeTarget, structure: Structure) -> tuple[list[float], list[float]]:
+    """Return the bytes per sample that each block keeps for its backward, and its working bytes, without timing it.
+
+    They are 0 for a block that does not compute.
 
     Stages that hold several blocks count at the first.
     """
-    saved, size = [0.0] * structure.num_blocks, batch_size(target.inputs)
+    saved, working = [0.0] * structure.num_blocks, [0.0] * structure.num_blocks
+    size = batch_size(target.inputs)
     runner = _Runner(target, structure, num_repeats=0)
     try:
         for start, end in pairwise(target.twin.cut_positions(structure)):
-            saved[start] = runner.saved_bytes(range(start, end), runner.hidden_before(start)) / size
+            blocks, hidden = range(start, end), runner.hidden_before(start)
+            whole = runner.saved_bytes(blocks, hidden)
+            saved[start], working[start] = whole / size, runner.working_bytes(blocks, hidden, whole) / size
     finally:
         runner.view.remove()
-    return saved
+    return saved, working
 
 
 def _trained_layers(structure: Structure) -> list[int]:
@@ -261,6 +309,7 @@ def block_costs(
         backward=tuple(profile.backward),
         edge_backward=tuple(profile.edge_backward),
         activation_bytes=tuple(profile.activation_bytes),
+        working_bytes=tuple(profile.working_bytes),
         boundary_bytes=(0.0, *[profile.boundary_bytes] * (structure.num_blocks - 1)),
     )
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel
 
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
@@ -68,10 +68,12 @@ def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = 
         model: Any = AutoModel.from_config(config) if kind is None else kind(config)
         model = model.to(dtype or config.dtype or torch.float32).eval()
         if not _LABELS & set(inspect.signature(model.forward).parameters):
+            head = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "__name__", "")
+            example = head if head.endswith("ForCausalLM") else "BertForSequenceClassification"
             raise ValueError(
                 f"The config of {path!r} stands for {type(model).__name__}, which has no head and so no loss to train "
                 'with. Set "architectures" in its config.json to the class that the run trains, such as '
-                '["BertForSequenceClassification"].'
+                f'["{example}"].'
             )
         if in_4_bits:
             plan_in_4_bits(layers_of(find_splitter(model), model))
@@ -137,9 +139,9 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         ]
         activation = ActivationShape(target.main_input, tuple(batch[target.main_input].shape[1:]), sent[-2].shape[1:])
         boundary = float(sent[-2].numel() * sent[-2].element_size())
-        saved = twin.of_all_blocks(saved_activations(target, structure))
+        saved, working = map(twin.of_all_blocks, saved_activations(target, structure))
     forward = [each / machine.flops for each in flops]
-    profile = BlockProfile(forward, forward, forward, saved, boundary)
+    profile = BlockProfile(forward, forward, forward, saved, boundary, working)
     blocks = _with_backwards(block_costs(model, structure, profile), args.pipeline_checkpoint != "never")
     per_step = args.train_samples_per_device * args.gradient_accumulation_steps
     overheads = Overheads(

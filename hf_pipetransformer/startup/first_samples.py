@@ -21,7 +21,7 @@ from hf_pipetransformer.data.batches import (
     take_rows,
     take_samples,
 )
-from hf_pipetransformer.data.flattened import find_sequences, sequences_of
+from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.data.reading import is_stream
 from hf_pipetransformer.data.rng import SharedRngState, generators_kept, random_state
@@ -168,7 +168,7 @@ def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
     Draws from the global generators. Collective: call on every rank.
     """
     if not isinstance(given, Request):
-        return UsersBatch(_first_of(given))
+        return UsersBatch(_first_of(given, trl_compat.rows_of_sample(trainer)))
     dataset, collate = trainer_compat.dataset_and_collator(trainer, given.dataset, given.description)
     rows = trl_compat.rows_of_sample(trainer)
     # With `split_batches` an evaluation batch may have fewer samples than there are processes.
@@ -180,7 +180,7 @@ def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
     return OwnBatches(dataset, collate, size, order, sampler, rows)
 
 
-def _first_of(loader: Any) -> dict[str, Any]:
+def _first_of(loader: Any, rows: int) -> dict[str, Any]:
     """Return the first batch of a user's loader. Every rank reads its own, since reading may be a collective."""
     _check_restarts(loader, "batch")
     with generators_kept(loader):
@@ -188,7 +188,7 @@ def _first_of(loader: Any) -> dict[str, Any]:
     if batch is None:
         raise ValueError(f"The {type(loader).__name__} is empty: expected at least one batch.")
     getattr(loader, "end", lambda: None)()  # A loader prepared by accelerate would stay marked as active.
-    return dict(find_sequences(batch, num_samples=1))
+    return dict(note_samples(batch, None, rows))
 
 
 def _check_restarts(source: Any, looked_at: str) -> None:

@@ -46,6 +46,7 @@ class ProbeTarget:
         compute: returns the whole model's loss for some inputs and the number of items to divide by.
         count: returns the number of items of a batch that the loss averages over.
         complete: adds to a batch what the loss reads and the data set does not have, for which it may run the model.
+        has_reference: True if each batch of a training first runs through the model as a frozen reference.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class ProbeTarget:
     count: Callable[[Any], int]
     twin: Twin = WHOLE
     complete: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    has_reference: bool = False
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of `inputs`, divided by the number of items of the whole batch `self.inputs`."""

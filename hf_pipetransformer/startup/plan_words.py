@@ -169,6 +169,8 @@ def _sources(plan: RunPlan) -> str:
     lines = [f"Measured here: {', '.join(course.measured)}."] if course.measured else []
     if course.assumed:
         lines.append(f"Assumed: {', '.join(course.assumed)}.")
+    if plan.overheads.has_reference:
+        lines.append("Steps include a pass of the reference, without gradients, before each batch.")
     if not course.measured:
         lines.append("Nothing was measured: times compare layouts; a run, or --plan_only, measures its own.")
     return "\n".join(lines)

@@ -298,9 +298,10 @@ class RunPlanner:
         pace += self._slices(layout, samples) + self._over_nodes(layout, samples)
         if self.args.schedule.abilities.overlaps_steps and not layout.abilities.overlaps_steps:
             pace += f" One stage waits for nobody: {layout.schedule} and its options change nothing."
+        reference = ", with the pass of the reference" if costs.overheads.has_reference else ""
         return {
             "expectation": f"{freezing} Activation cache: {cache}. A step is expected "
-            f"to take {prediction.seconds * 1e3:.0f} ms.{pace}",
+            f"to take {prediction.seconds * 1e3:.0f} ms{reference}.{pace}",
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.rank_seconds),
             "measured_samples": costs.num_samples,

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from hf_pipetransformer.data.batches import IGNORED_LABEL, labels_by_row, rows_per_sample
+from hf_pipetransformer.data.batches import IGNORED_LABEL, MAIN_INPUTS, labels_by_row, rows_per_sample
 from hf_pipetransformer.data.flattened import CUMULATIVE, MARKS, Sequences, first_tokens, sequences_of, take_sequences
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
 
-
-_MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 
 _REMEDY = (
     "Expected one row a sample: use a collator that pads, such as DataCollatorWithPadding; or one row of all samples "
@@ -49,7 +47,7 @@ def check_rows(inputs: Mapping[str, Any], num_samples: int, main_input: str | No
                 f"Several samples stand in row {row} of a batch: its position_ids begin again, "
                 f"{positions[row].tolist()[:32]}. {_REMEDY}"
             )
-    for name in _MAIN_INPUTS if main_input is None else [main_input]:
+    for name in MAIN_INPUTS if main_input is None else [main_input]:
         value = inputs.get(name)
         if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) != expected:
             raise ValueError(

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
 from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
@@ -140,7 +142,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) 
     chosen = next((each for each in options if each.fits), options[-1])
     if args.pipeline_size is not None:
         chosen = next(each for each in options if each.layout.pipeline_size == args.pipeline_size)
-    schedules, refused = _other_schedules(planner, machine, sizes)
+    schedules, refused = _other_schedules(model, planner, machine, sizes)
     weights = [num_bytes(parameter) for parameter in model.parameters()]
     caching = _caching(planner, chosen.layout, machine, course)
     storing = _storing(planner, chosen.layout, course, caching)
@@ -234,7 +236,7 @@ def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
 
 
 def _other_schedules(
-    planner: RunPlanner, machine: Machine, sizes: Sequence[int]
+    model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[int]
 ) -> tuple[tuple[Option, ...], dict[str, str]]:
     """Return the layouts of all schedules on several stages, fastest first, and why other schedules are not there."""
     found, refused = [], {}
@@ -246,9 +248,16 @@ def _other_schedules(
         except ValueError as error:
             refused[name] = str(error)
             continue
+        if other.args.schedule.abilities.overlaps_steps and planner.costs.overheads.has_reference:
+            refused[name] = "it has no pause between two steps, in which the reference could run."
+            continue
         if other.args.schedule.abilities.cuts_tokens and planner.costs.blocks.slices is None:
+            config = getattr(model, "config", None)
+            is_causal = isinstance(bare_model(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ()))
             refused[name] = (
-                "causal language models alone can use it, and only a run with it measures the slices that it needs."
+                "only a run with it measures the slices that it needs."
+                if is_causal
+                else "causal language models alone can use it."
             )
             continue
         longer = [k for k in sizes if k > 1 and other.num_chunks(k)]

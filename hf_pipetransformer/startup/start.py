@@ -301,5 +301,5 @@ def _measure_costs(
             return measure_slices(batch, structure, rule, target.twin.share_of(seconds)).as_event()
 
         blocks = replace(blocks, slices=TokenCosts(**inspection.on_first_rank(measure_token_slices)))
-    overheads = Overheads(node_size=topology.local_world_size, **asdict(times))
+    overheads = Overheads(node_size=topology.local_world_size, has_reference=target.has_reference, **asdict(times))
     return MeasuredCosts(blocks, overheads, profile.num_samples)

@@ -225,7 +225,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         """
         try:
             with (
-                failure.training(self.args.output_dir),
+                failure.training(self.args.output_dir, bool(resume_from_checkpoint)),
                 self.pipeline_run.trainings.call(resume_from_checkpoint, trial) as folder,
             ):
                 return super().train(folder, trial, ignore_keys_for_eval)

@@ -11,6 +11,7 @@ from accelerate.utils import recursively_apply
 
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.data.flattened import num_left_out
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.runtime.execution import without_rows
 
@@ -101,7 +102,10 @@ class ReplicaGather:
     def _in_one_row(
         self, gather: Callable[[torch.Tensor, list[int]], torch.Tensor], tensor: torch.Tensor
     ) -> torch.Tensor:
-        """Gather `(1, tokens, ...)`, which Trainer may have padded to the replica with most tokens."""
+        """Gather `(1, tokens, ...)`, which Trainer has padded to the replica with most tokens.
+
+        Outputs of one value less are zero between the replicas, see `flattened.join_tokens`.
+        """
         if self.groups.replica_control is None:
             return tensor
         if self._token_counts is None:
@@ -109,10 +113,12 @@ class ReplicaGather:
             counts = [torch.empty_like(own) for _ in self.groups.replica_ranks]
             what = f"counting the tokens of {self.groups.replicas}"
             guarded(lambda: dist.all_gather(counts, own, group=self.groups.replica_control), what)
-            # A batch smaller than the number of replicas is whole on each.
-            samples = self.loader.samples_of_replicas()
-            self._token_counts = [int(each) if size else 0 for each, size in zip(counts, samples, strict=True)]
-        return gather(tensor[0, : self._num_tokens], self._token_counts)[None]
+            self._token_counts = [int(each) for each in counts]
+        missing = num_left_out([tensor.shape], [max(self._token_counts)])
+        # A batch smaller than the number of replicas is whole on each.
+        samples = self.loader.samples_of_replicas()
+        told = [each if size else 0 for each, size in zip(self._token_counts, samples, strict=True)]
+        return gather(tensor[0, : self._num_tokens - missing], told)[None, : sum(told) - missing]
 
     def _gather_rows(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
         group = self.groups.replica_group

@@ -279,7 +279,15 @@ class Starter:
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
         complete = partial(trl_compat.with_likely_reference, trainer, shell)
         start_up = inspect_model(
-            ProbeTarget(trainer.model, splitter, samples, compute, count, complete=complete),
+            ProbeTarget(
+                trainer.model,
+                splitter,
+                samples,
+                compute,
+                count,
+                complete=complete,
+                has_reference=trl_compat.reference(trainer, shell) is not None,
+            ),
             args,
             topology,
             is_training,

@@ -12,8 +12,7 @@ from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat, trl_compat
-from hf_pipetransformer.data.batches import batch_size
-from hf_pipetransformer.data.flattened import find_sequences
+from hf_pipetransformer.data.batches import batch_size, note_samples
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.engine.losses import agree_on_overflow
@@ -115,9 +114,11 @@ class Steps(ABC):
 
     def _fetch(self, num_batches: int) -> StepBatches:
         batches = [batch for _, batch in zip(range(num_batches), self._iterator, strict=False)]
+        if self.loader is None:
+            rows = trl_compat.rows_of_sample(self.trainer)
+            batches = [note_samples(batch, None, rows) for batch in batches]
         counts = [trainer_compat.items_of(self.trainer, batch) for batch in batches]
         if self.loader is None:
-            batches = [find_sequences(batch, num_samples=1) for batch in batches]
             items = self._items_of_users(counts, num_batches)
         else:
             items = self.pipeline.runner.over_replicas(counts)

@@ -93,6 +93,23 @@ def test_parts_of_a_batch_hold_all_rows_of_their_samples(size: int, num_parts: i
 def test_a_batch_of_pairs_has_two_rows_for_each() -> None:
     with pytest.raises(ValueError, match="3 pairs of texts gave a batch of 5 rows: expected 2 rows a pair"):
         note_samples({"input_ids": torch.zeros(5, 4)}, 3, rows=2)
+    with pytest.raises(ValueError, match="Some pairs of texts gave a batch of 5 rows: expected 2 rows a pair"):
+        note_samples({"input_ids": torch.zeros(5, 4)}, None, rows=2)
+    of_loader = note_samples({"margin": torch.zeros(3), "input_ids": torch.zeros(6, 4)}, None, rows=2)
+    assert (batch_size(of_loader), rows_per_sample(of_loader)) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"class_weights": torch.ones(4), "input_ids": torch.ones(6, 3), "labels": torch.ones(6)},
+        {"pixel_values": torch.ones(9, 2), "image_grid": torch.ones(9, 3), "input_ids": torch.ones(6, 3)},
+        {"edges": torch.ones(9, 2), "nodes": torch.ones(6, 3), "labels": torch.ones(6), "scale": torch.tensor(2.0)},
+    ],
+)
+def test_samples_are_counted_by_the_main_input_wherever_it_stands(inputs: dict[str, Any]) -> None:
+    assert batch_size(inputs) == 6
+    assert [len(part["labels"]) for part in split_batch(inputs, 3) if "labels" in part] in ([], [2, 2, 2])
 
 
 @given(st.integers(1, 20), st.integers(1, 25))

@@ -32,6 +32,7 @@ from hf_pipetransformer.data.flattened import (
     join_tokens,
     sequences_of,
 )
+from hf_pipetransformer.data.node_shares import replica_slice
 from hf_pipetransformer.planning.partition import partition
 from tests.decoders import make_rows
 
@@ -140,6 +141,17 @@ def test_replicas_share_the_sequences_of_their_samples() -> None:
     assert [batch_size(part) for part in parts] == [2, 3]
     assert [num_rows(part) for part in parts] == [8, 12]
     assert sum(part["input_ids"].shape[1] for part in parts) == whole["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("num_empty", range(4))
+def test_each_replica_gets_tokens_if_some_samples_have_none(num_empty: int) -> None:
+    rows = [{"input_ids": [1] * length} for length in (3, 4, 2, *[0] * num_empty)]
+    whole = flattened(rows, DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))
+    size = batch_size(whole)
+    assert size == num_rows(whole) == 3
+    for num_replicas in (2, 3):
+        parts = [take_samples(whole, replica_slice(size, each, num_replicas)) for each in range(num_replicas)]
+        assert sum(part["input_ids"].shape[1] for part in parts) == 9
 
 
 @pytest.mark.parametrize(("num_tokens", "bounds"), [(10, (0, 3, 4, 8, 10)), (9, (0, 3, 4, 8, 9)), (4, (0, 3, 4))])

@@ -169,6 +169,11 @@ def count_right(prediction: Any) -> dict[str, float]:
     return {"right": float((told == wanted)[counted].double().mean()), "tokens": float(counted.sum())}
 
 
+def next_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return what is told of each token but the first, as losses do: one value less, zero where none is told."""
+    return torch.where(labels[:, 1:] == -100, 0, logits[:, :-1].argmax(-1)).float()
+
+
 def make_trainer(case: FlattenedCase, folder: Path) -> Trainer:
     torch.manual_seed(0)
     model, rows = make_decoder(case.model, attn_implementation=case.attention), make_rows(NUM_ROWS)
@@ -214,6 +219,8 @@ def run_case(name: str, case: FlattenedCase, folder: Path) -> None:
     predicted = trainer.predict(make_rows(NUM_EVALUATED))
     tensors["predictions"] = torch.as_tensor(predicted.predictions).clone()
     tensors["labels"] = torch.as_tensor(predicted.label_ids).clone()
+    trainer.preprocess_logits_for_metrics, trainer.compute_metrics = next_tokens, None
+    tensors["next tokens"] = torch.as_tensor(trainer.predict(make_rows(NUM_EVALUATED)).predictions).clone()
     if trainer.is_world_process_zero():
         (folder / f"{name}.json").write_text(json.dumps(found))
         save_file(tensors, folder / f"{name}.safetensors")

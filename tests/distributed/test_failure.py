@@ -69,7 +69,7 @@ def check_message(result: LaunchResult, folder: Path, cause: str, has_checkpoint
         assert lines[1] == f"Newest whole checkpoint: {checkpoint}"
         assert f"trainer.train(resume_from_checkpoint='{checkpoint}')" in lines[2]
     else:
-        assert lines[1] == f"There is no whole checkpoint in {folder}."
+        assert lines[1] == f"The run has saved no whole checkpoint in {folder}."
     path = Path(lines[-1].removeprefix("All of it: "))
     assert path.read_text().splitlines()[: len(lines) - 1] == lines[:-1]
     # On a disk that is full to the last byte there is no place for it.

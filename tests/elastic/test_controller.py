@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from hf_pipetransformer.comm.transfers import pack, unpack
 from hf_pipetransformer.elastic import controller, decisions
 from hf_pipetransformer.elastic.controller import Change, LayoutController
 from hf_pipetransformer.elastic.decisions import Decisions, Write
-from hf_pipetransformer.engine.timing import PARTS
+from hf_pipetransformer.engine import timing
+from hf_pipetransformer.engine.timing import MEASURED_STEPS, PARTS, WARMUP_STEPS, StepMeter
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal
 from hf_pipetransformer.freeze.signals import relative_changes
 from hf_pipetransformer.planning.costs import Overheads
@@ -62,6 +64,10 @@ class Meter:
     def __init__(self, seconds: float) -> None:
         self.device, self.last_seconds, self.num_tokens = torch.device("cpu"), seconds, 8
         self.is_done = True
+
+    @property
+    def latest_seconds(self) -> float:
+        return self.last_seconds
 
     def medians(self) -> dict[str, float]:
         return dict.fromkeys(PARTS, self.last_seconds) | {"samples": 8}
@@ -333,6 +339,22 @@ def test_a_replayed_run_stands_where_the_plan_does_at_any_step(tmp_path: Path) -
         assert change is not None and change.moves
         assert change.layout == (frozen if cache else replace(frozen, cache_level=0))
         assert watcher.change_before(6, Stage(0, change.layout, {})) is None
+
+
+def test_a_transition_tells_the_time_of_the_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps after a change, which the plan is calibrated by, may be slow for other reasons."""
+    clock = count()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    meter = StepMeter(torch.device("cpu"))
+    for step in range(WARMUP_STEPS + 2 * MEASURED_STEPS):
+        assert (meter.latest_seconds is None) == (step <= WARMUP_STEPS) == (not meter.medians())
+        meter.begin_step()
+        for _ in range(4 if step < WARMUP_STEPS + MEASURED_STEPS else 0):
+            next(clock)
+        meter.end_step()
+    assert (meter.medians()["total"], meter.latest_seconds) == (5, 1)
+    meter.reset()
+    assert meter.latest_seconds is None
 
 
 @pytest.mark.parametrize(("seconds", "drifts"), [(10.0, False), (2000.0, True)])

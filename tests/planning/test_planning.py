@@ -22,7 +22,7 @@ from hf_pipetransformer.planning.costs import (
     predict_step,
     rank_memory,
 )
-from hf_pipetransformer.planning.microbatches import MicrobatchTrial, candidates
+from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.planner import (
     MEMORY_RESERVE,
@@ -156,6 +156,20 @@ def test_a_step_worked_by_hand() -> None:
     assert found.seconds == pytest.approx(210 + 140 + 7 + 5)
 
 
+def test_a_step_with_a_reference_runs_all_micro_batches_forward_first() -> None:
+    overheads = Overheads(per_microbatch=1, has_reference=True)
+    # Stage 0: F0 0-7, F1 7-14. Stage 1: F0 7-16, F1 16-25. Then the passes of the training, 70 seconds as above.
+    found = predict_step(SMALL_LAYOUT, SMALL, overheads, samples_per_pipeline=4, accumulation=3)
+    assert found.pipeline == 3 * (25 + 70)
+    assert found.rank_seconds == (3 * 2 * (7 + 7 + 11), 3 * 2 * (9 + 9 + 17))
+    # Its forwards are among those that a run measures.
+    reports = [{"samples": 4, "forward": 4 * 2 * 7.0, "backward": 4 * 13.0, "total": 0, "pipeline": 0,
+                "reduction": 0, "optimizer": 0}]  # fmt: skip
+    alone = replace(SMALL_LAYOUT, num_stages=1, num_replicas=1, boundaries=(0, 4))
+    costs, kept = calibrate(SMALL, overheads, alone, reports)
+    assert costs.forward == SMALL.forward and kept.has_reference
+
+
 def test_a_reduction_may_run_beside_the_backward_of_the_last_micro_batch() -> None:
     # On the second stage, which has more parameters, that backward takes 17; see above.
     beside = Overheads(per_microbatch=1, reduction_per_byte=0.5, hidden_reduction=1)
@@ -186,8 +200,11 @@ def test_one_replica_reduces_nothing_and_a_micro_batch_has_at_least_one_sample()
     [
         # 16 bytes of weight, gradient and moments, and 4 of the flat buffer in which replicas sum the gradients.
         ("1f1b", 4, 0, [30 * 20 + 3 * 2, 70 * 20 + 7]),
-        ("1f1b", 1, 0, [30 * 20 + 3 * 4, 70 * 20 + 7 * 4]),
-        ("gpipe", 4, 0, [30 * 20 + 3 * 4, 70 * 20 + 7 * 4]),
+        # One micro-batch: when the upper block's gradient is made, the lower block's activations are still there; the
+        # buffer takes it at once.
+        ("1f1b", 1, 0, [30 * 16 + 20 * 4 + 1 * 4, 70 * 16 + 40 * 4 + 3 * 4]),
+        # All gradients are there once the first of four backwards has freed its activations.
+        ("gpipe", 4, 0, [30 * 20 + 3 * 3, 70 * 20 + 7 * 3]),
         ("1f1b", 4, 1, [30 * 4, 30 * 4 + 40 * 20 + 4]),
     ],
 )
@@ -201,6 +218,17 @@ def test_bytes_of_a_rank_worked_by_hand(
     alone = replace(layout, num_replicas=1)
     weightless = replace(SMALL, parameters=(0, 0, 0, 0))
     assert rank_bytes(alone, weightless, 8) == [2 * each for each in rank_bytes(alone, weightless, 4)]
+
+
+def test_what_a_block_needs_for_a_moment_counts_where_it_is_most() -> None:
+    costs = replace(SMALL, parameters=(0, 0, 0, 100), working_bytes=(0, 0, 0, 50))
+    alone = replace(SMALL_LAYOUT, num_stages=1, num_replicas=1, boundaries=(0, 4), num_microbatches=1)
+    # At the head's loss all activations are there and no gradients; then its gradients and the others' activations.
+    assert rank_bytes(alone, costs, 1) == [100 * 12 + max(10 + 50, 6 + 400)]
+    assert rank_bytes(alone, replace(costs, working_bytes=(0, 0, 0, 500)), 1) == [100 * 12 + 10 + 500]
+    assert rank_bytes(replace(alone, num_microbatches=2), costs, 2) == [100 * 12 + 400 + 10 + 50]
+    split = replace(alone, num_stages=2, boundaries=(0, 2, 4), schedule="zb_h1", num_microbatches=2)
+    assert rank_bytes(split, costs, 2)[0] == 2 * 3
 
 
 def test_only_replicas_need_buffers_to_sum_gradients_in() -> None:
@@ -495,9 +523,8 @@ IN_A_V = replace(SMALL_LAYOUT, num_stages=4, boundaries=(0, 1, 2, 3, 4), schedul
 
 def test_a_rank_needs_what_its_stages_need() -> None:
     # Rank 0 holds embeddings and head, rank 1 attention and MLP. Two samples a micro-batch.
-    held = find_schedule("zb_v").in_flight(2, 2, 2)
-    first = 50 * 20 + 2 * (held[0] * 1 + held[3] * 4)
-    second = 50 * 20 + 2 * (held[1] * 2 + held[2] * 3)
+    # All gradients are there once W0 has freed its activations, and those of the other micro-batch still are.
+    first, second = 50 * 20 + 2 * 1, 50 * 20 + 2 * 2
     assert rank_bytes(IN_A_V, SMALL, samples_per_pipeline=4) == [first, second]
     tied = replace(SMALL, shared=(((0, 3), 8),))
     assert rank_bytes(IN_A_V, tied, 4) == rank_bytes(IN_A_V, SMALL, 4), "two stages of one rank share it"
@@ -787,7 +814,8 @@ def test_state_of_the_optimizer_counts_in_its_own_dtype(optim: str, of_float32: 
     assert rank_bytes(alone, half, 1, memory=memory) == [pytest.approx(100 * of_bfloat16)]
     # Replicas sum gradients in buffers of their dtype.
     two = replace(alone, num_replicas=2)
-    assert rank_bytes(two, half, 1, memory=memory) == [pytest.approx(100 * (of_bfloat16 + 2))]
+    # Those of a single backward move there block by block.
+    assert rank_bytes(two, half, 1, memory=memory) == [pytest.approx(100 * of_bfloat16 + 40 * 2)]
 
 
 def test_autocast_adds_a_copy_of_the_weights_in_16_bits() -> None:

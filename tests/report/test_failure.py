@@ -25,7 +25,9 @@ failure._PATIENCE = 0.3
 INSTALL = """
 atexit.register(lambda: print("another library's last line", file=sys.stderr))
 failure.install(sys.argv[1])
-failure.find_checkpoints_with(lambda folder: (folder + "/checkpoint-4", 2_000_000))
+checkpoint = sys.argv[1] + "/checkpoint-4"
+os.makedirs(checkpoint, exist_ok=True); os.utime(checkpoint)
+failure.find_checkpoints_with(lambda folder: (checkpoint, 2_000_000))
 atexit.register(lambda: print("a tracker's summary", file=sys.stderr))
 """
 REFUSED = "choice(('a', 'b'))('letter', 'c')"
@@ -62,6 +64,19 @@ def test_a_refusal_is_said_last_without_a_traceback(tmp_path: Path) -> None:
     text = (tmp_path / FAILURE_FILE).read_text()
     assert text.splitlines()[:3] == expected[:3]
     assert "Traceback" in text and "reading.py" in text and "Script, on rank 0: -c" in text
+
+
+def test_a_checkpoint_of_an_earlier_run_is_not_named_unless_this_one_resumes(tmp_path: Path) -> None:
+    cause = "failed: ValueError: letter must be one of ('a', 'b'), found 'c'."
+    for is_resumed in (False, True):
+        folder = tmp_path / str(is_resumed)
+        folder.mkdir()
+        training = f"with failure.training(sys.argv[1], {is_resumed}): {REFUSED}"
+        _, lines = run(folder, f"os.utime(checkpoint, (1, 1))\n{training}")
+        expected = message(folder, cause)
+        if not is_resumed:
+            expected[1:3] = [f"The run has saved no whole checkpoint in {folder}."]
+        assert lines[1:-1] == expected
 
 
 def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path: Path) -> None:
@@ -137,7 +152,7 @@ def test_where_output_dir_cannot_be_written_the_file_lies_elsewhere(tmp_path: Pa
     assert lines[-2] == f"All of it: {found}"
 
 
-TERMINATED = "with failure.training(sys.argv[1]):\n    os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)"
+TERMINATED = "with failure.training(sys.argv[1], False):\n    os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)"
 
 
 def test_a_training_that_is_told_to_end_says_so_and_ends_by_the_signal(tmp_path: Path) -> None:
@@ -160,7 +175,7 @@ def test_a_handler_of_the_users_stays(tmp_path: Path) -> None:
 def test_a_forked_child_ends_by_the_signal_alone(tmp_path: Path) -> None:
     """As workers of data loaders and of `map` do."""
     end = """
-with failure.training(sys.argv[1]):
+with failure.training(sys.argv[1], False):
     child = os.fork()
     if not child:
         time.sleep(30)
@@ -212,5 +227,5 @@ def test_a_training_removes_the_message_of_an_earlier_launch(tmp_path: Path) -> 
     os.utime(stale, (1.0, 1.0))
     assert run(tmp_path, "pass")[0] == 0
     assert stale.exists()
-    assert run(tmp_path, "with failure.training(sys.argv[1]): pass")[0] == 0
+    assert run(tmp_path, "with failure.training(sys.argv[1], False): pass")[0] == 0
     assert not stale.exists()

@@ -154,6 +154,20 @@ def test_the_micro_batch_of_the_first_layout(tmp_path: Path, options: dict[str, 
 
 
 # Seconds of one sample: 2 blocks alone, each after the chain (3 s) and 13 times itself (2 s).
+def test_the_bytes_of_a_loss_are_those_of_all_that_is_there_at_one_time() -> None:
+    size = 4 * 10 * 1000
+    with profile._LiveBytes() as live:
+        logits = torch.zeros(10, 1000, requires_grad=True)
+        loss = torch.nn.functional.cross_entropy(logits.view(10, 1000), torch.arange(10))
+        # The logits, and the log-softmax that is kept.
+        assert 2 * size <= live.now <= 2.02 * size
+        torch.autograd.grad(loss, logits)
+        # Besides, the gradient of the log-softmax and that of the logits.
+        assert 4 * size <= live.most <= 4.02 * size
+        del loss
+    assert size <= live.now <= 1.02 * size
+
+
 PILOT = BlockProfile(forward=[1, 1, 1], backward=[1, 1, 1], edge_backward=[0, 0, 0], activation_bytes=[10, 20, 30])
 SECONDS = 2 * (3 + 13 * 2)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertConfig, LlamaConfig, ViTConfig
+from transformers import BertConfig, LlamaConfig, PreTrainedConfig, ViTConfig
 
 from hf_pipetransformer.cli import main
 from hf_pipetransformer.planning.forecast import length_of_run
@@ -222,9 +222,15 @@ def test_schedules_are_sorted_and_those_that_options_exclude_say_why(plan: Plann
     assert set(names) == set(SCHEDULE_NAMES) - {"token"} and list(seconds) == sorted(seconds)
     own = next(each for each in found["schedules"] if each["schedule"] == "1f1b")
     assert own == found["chosen"] and 0 < own["bubble"] < 0.5
+    of_classes = found["refused"]["token"]
     found = plan.json("minilm", *SMALL, "--pipeline_schedule", "interleaved_1f1b", "--pipeline_chunks", "3")
     assert {each["schedule"] for each in found["schedules"]} == {"interleaved_1f1b"}
     assert "pipeline_chunks=3" in found["refused"]["zb_v"]
+    of_text = plan.json("llama_7b", *SMALL, "--pipeline_parallel_size", "2")["refused"]["token"]
+    assert (of_classes, of_text) == (
+        "causal language models alone can use it.",
+        "only a run with it measures the slices that it needs.",
+    )
 
 
 def test_trainers_own_parallelism_takes_what_one_stage_takes(plan: Planner) -> None:
@@ -314,9 +320,18 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(options: list[str], mes
         main(["plan", *options])
 
 
-def test_a_config_without_a_head_is_refused_with_what_to_change(tmp_path: Path) -> None:
-    BertConfig(architectures=["BertModel"], num_hidden_layers=2).save_pretrained(tmp_path)
-    with pytest.raises(SystemExit, match=r"BertModel, which has no head.*Set \"architectures\""):
+@pytest.mark.parametrize(
+    ("config", "example"),
+    [
+        (BertConfig(architectures=["BertModel"], num_hidden_layers=2), "BertForSequenceClassification"),
+        (LlamaConfig(num_hidden_layers=2), "LlamaForCausalLM"),
+    ],
+)
+def test_a_config_without_a_head_is_refused_with_what_to_change(
+    config: PreTrainedConfig, example: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=rf'Model, which has no head.*Set "architectures".*\["{example}"\]'):
         main(["plan", str(tmp_path), "--processes", "1", "--device_memory", "8"])
 
 

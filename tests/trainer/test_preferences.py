@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, trainer_compat, trl_compat
 from hf_pipetransformer.trl_compat import check_trainer, metric_weights
 from tests.adapted import adapted, lora
 from tests.decoders import make_decoder
-from tests.preferences import OURS, assert_logged_alike, logged, make_preference_trainer
+from tests.preferences import CONFIGS, OURS, assert_logged_alike, logged, make_preference_trainer
 
 
 IN_FOUR: dict[str, Any] = {"freeze_policy": "none", "pipeline_parallel_num_microbatches": "4"}
@@ -35,6 +37,35 @@ def test_micro_batches_are_of_whole_pairs(kind: type, options: dict[str, Any], t
     plain, ours = runs
     assert ours.layout.num_microbatches == 4
     assert_logged_alike(logged(ours), logged(plain), 1e-5)
+
+
+def with_own_loader(kind: type) -> type:
+    class OwnLoader(kind):
+        """Reads pairs with a loader of its own."""
+
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, 8, collate_fn=self.data_collator)
+
+    return OwnLoader
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(RewardTrainer, {"model": "llama", "has_margins": True}), (DPOTrainer, {"peft_config": "gpt2"})],
+)
+def test_pairs_of_an_own_loader_stay_together(
+    kind: type, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for each, own in ((kind, {}), (OURS[kind], IN_FOUR)):
+        monkeypatch.setitem(CONFIGS, own_kind := with_own_loader(each), CONFIGS[each])
+        adapters = {"peft_config": lora("gpt2")} if "peft_config" in options else {}
+        runs.append(
+            make_preference_trainer(own_kind, tmp_path / each.__name__, max_steps=8, **options | adapters | own)
+        )
+        runs[-1].train()
+    assert runs[1].layout.num_microbatches == 4
+    assert_logged_alike(logged(runs[1]), logged(runs[0]), 1e-5)
 
 
 def test_metrics_of_pairs_count_the_tokens_that_they_average_over() -> None:
@@ -92,6 +123,20 @@ def test_a_mean_over_tokens_is_found_to_be_none_over_pairs(tmp_path: Path) -> No
     trainer = make_preference_trainer(OURS[DPOTrainer], tmp_path, **IN_FOUR, loss_type="sft", peft_config=lora("gpt2"))
     with pytest.raises(ValueError, match="Micro-batches and replicas need a loss that is a mean"):
         trainer.train()
+
+
+@pytest.mark.parametrize("is_precomputed", [False, True])
+def test_a_plan_counts_the_pass_of_the_reference(is_precomputed: bool, tmp_path: Path) -> None:
+    options = {"plan_only": True, "num_rows": 25, "precompute_ref_log_probs": is_precomputed}
+    trainer = make_preference_trainer(OURS[DPOTrainer], tmp_path, peft_config=lora("gpt2"), **IN_FOUR, **options)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    costs, blocks, number = plan["overheads"], plan["blocks"], 1 if is_precomputed else 2
+    samples = 8 * (number * sum(blocks["forward"]) + blocks["edge_backward"][0] + sum(blocks["backward"][1:]))
+    fixed = costs["optimizer_per_parameter"] * plan["trained_by_rank"][0] + costs["per_step"]
+    launches = 4 * (number + 1) * costs["per_microbatch"]
+    assert plan["chosen"]["step_seconds"] == pytest.approx(samples + launches + fixed, rel=1e-6)
 
 
 def test_a_reference_needs_pauses_between_steps(tmp_path: Path) -> None:
