@@ -28,12 +28,12 @@ INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.demo_installed
 CHECKED := hf_pipetransformer scripts tests examples
 
-.PHONY: help demo docs cards test test-all test-lowest test-faults families gpu-check quality style
+.PHONY: help demo docs tables cards test test-all test-lowest test-faults families gpu-check quality style
 .PHONY: benchmark benchmark-alternatives benchmark-plan benchmark-memory benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async study-front study-views pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
-	@echo "make docs       the site in build/site, without a network"
+	@echo "make docs       the site in build/site, without a network; make tables: tables of the pages from benchmarks/"
 	@echo "make test       the tests of every change; make test-all: all of them"
 	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
@@ -110,6 +110,12 @@ cards: $(INSTALLED)
 families: $(INSTALLED)
 	$(BIN)/python -m tests.distributed.family_runs --output benchmarks/families.json
 	$(BIN)/python -m tests.families_table
+
+# All tables of README.md and docs/: from benchmarks/, from the options, from what the tests cover.
+tables: $(INSTALLED)
+	$(BIN)/python -m scripts.options_table
+	$(BIN)/python -m tests.families_table
+	$(BIN)/python -m scripts.bench.tables
 
 # Needs a GPU, and says so where there is none; the tests marked gpu skip themselves below two.
 gpu-check: $(INSTALLED)
