@@ -202,7 +202,7 @@ study-async: $(INSTALLED)
 		--folder benchmarks/async_study --output benchmarks/async_study.json
 
 pipe-suites: $(INSTALLED)
-	$(BIN)/python scripts/run_pipe_suites.py --torch $(TORCH_SUITE) --torchgpipe $(TORCHGPIPE_SUITE) \
+	$(BIN)/python -m tests.pipe.run_pipe_suites --torch $(TORCH_SUITE) --torchgpipe $(TORCHGPIPE_SUITE) \
 		--output benchmarks/pipe_suites.json
 
 # Two hours of one core; it goes on where it stopped, and several may run side by side.
