@@ -46,7 +46,7 @@ help:
 	@echo "make benchmark-tokens  token slices beside whole sequences, plans of slices, about 30 minutes"
 	@echo "make benchmark-async  asynchronous 1F1B: the paper's tables simulated, throughput, half an hour; make study-async: its accuracy"
 	@echo "make benchmark-pipe  what Pipe costs over the bare Sequential, and its memory, five minutes"
-	@echo "make benchmark-memory  host memory of every rank by phase, K=2 and 4, and by micro-batches, 15 minutes; SIDE=old CHECKOUT=folder for another revision"
+	@echo "make benchmark-memory  host memory of every rank by phase, K=2 and 4, and by micro-batches, 15 minutes"
 	@echo "make benchmark-alternatives  two stages beside a naive split, FSDP2 and DDP: step time and memory, 15 minutes"
 	@echo "make benchmark-plan  plans beside measured steps and memory, and the paper's three settings, half an hour"
 	@echo "make benchmark-causal  a real causal language model beside Trainer, about 20 minutes"
@@ -163,22 +163,16 @@ benchmark-tokens: $(INSTALLED)
 		--output benchmarks/tokens.json
 	$(BIN)/python scripts/benchmark_slices.py --output benchmarks/token_plans.json
 
-# Figures of other sides stay in the file. For the model of 1 B parameters add MODELS=1B: 25 GB of disk for K=2.
-SIDE ?= new
-CHECKOUT ?= .
-MODELS ?= 120M
+# What the file has of other sides and models stays; `memory-large` and `memory-adapters` take longer.
 benchmark-memory: $(INSTALLED)
-	$(BIN)/python scripts/benchmark_memory.py --side $(SIDE) --checkout $(CHECKOUT) --models $(MODELS) \
-		--output benchmarks/memory.json --picture docs/memory.svg
-	$(BIN)/python scripts/benchmark_batch_memory.py --side $(SIDE) --checkout $(CHECKOUT) \
-		--output benchmarks/batch_memory.json
+	$(BIN)/python -m scripts.bench memory batch-memory --force
 
 # On a machine that does nothing else: a plan and the run beside it are minutes apart.
 benchmark-plan: $(INSTALLED)
-	$(BIN)/python scripts/benchmark_plan.py --output benchmarks/plan.json
+	$(BIN)/python -m scripts.bench plan --force
 
 benchmark-alternatives: $(INSTALLED)
-	$(BIN)/python scripts/benchmark_alternatives.py --output benchmarks/alternatives.json
+	$(BIN)/python -m scripts.benchmark_alternatives --output benchmarks/alternatives.json
 
 # A real causal language model, which a package of 93 MB carries.
 benchmark-causal: $(INSTALLED)
@@ -187,19 +181,14 @@ benchmark-causal: $(INSTALLED)
 	$(BIN)/python scripts/benchmark_causal.py --data $(SHARED)/data --output benchmarks/causal.json
 
 benchmark-async: $(INSTALLED)
-	$(BIN)/python scripts/benchmark_async_simulation.py --output benchmarks/async_simulation.json
-	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_async.py \
-		--output benchmarks/async.json
-	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 4 scripts/benchmark_async.py --emulated \
-		--output benchmarks/async.json
+	$(BIN)/python -m scripts.bench async-simulation async-throughput --force
 
 benchmark-pipe: $(INSTALLED)
-	$(SAME_MALLOC) $(BIN)/python scripts/benchmark_pipe.py --output benchmarks/pipe.json
+	$(BIN)/python -m scripts.bench pipe --force
 
-# Three hours of one core; it goes on where it stopped, and both tasks may run side by side.
+# Three hours of one core; it goes on where it stopped, and both tasks may run side by side: see scripts/bench/async_study.py.
 study-async: $(INSTALLED)
-	$(SAME_MALLOC) $(BIN)/python scripts/study_async.py --data $(SHARED)/data --models $(SHARED)/models \
-		--folder benchmarks/async_study --output benchmarks/async_study.json
+	$(BIN)/python -m scripts.bench async-study --data $(SHARED)/data --models $(SHARED)/models --force
 
 pipe-suites: $(INSTALLED)
 	$(BIN)/python -m tests.pipe.run_pipe_suites --torch $(TORCH_SUITE) --torchgpipe $(TORCHGPIPE_SUITE) \
