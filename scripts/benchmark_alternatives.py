@@ -135,12 +135,8 @@ def launch(name: str, is_memory: bool = False) -> list[dict[str, Any]]:
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
             str(PROCESSES[name]), str(Path(__file__).resolve()), "--worker", name, made, str(int(is_memory)),
         ]  # fmt: skip
-        environment = {
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(REPOSITORY),
-            **(RETURNS_FREED if is_memory else {}),
-        }
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+        environment |= RETURNS_FREED if is_memory else {}
         subprocess.run(command, env={**os.environ, **environment}, check=True)
         return [json.loads((Path(made) / f"{rank}.json").read_text()) for rank in range(PROCESSES[name])]
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -228,6 +227,8 @@ def run(folder: Path, output: Path, num_stages: int, resumes: bool, base: str) -
     marks = Marks()
     model = load(folder, base)
     if base:
+        from peft import LoraConfig, get_peft_model
+
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     trainer = Measured(
         model, args, train_dataset=rows, eval_dataset=rows[: 2 * num_stages], callbacks=[marks],
