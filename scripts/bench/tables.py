@@ -198,7 +198,7 @@ def _derive_cache(found: Any) -> None:
 
 def _derive_causal(found: Any) -> None:
     whole = found["Trainer, QLoRA"]
-    for run in found.values():
+    for run in (run for name, run in found.items() if name != "machine"):
         run["of losses"] = _relative(run["losses"], whole["losses"])
         norms = list(zip(run["gradient norms"], whole["gradient norms"], strict=True))
         run["of norms"] = [_relative([a], [b]) for a, b in norms]
@@ -247,12 +247,6 @@ def _derive_core(found: Any) -> None:
             model[key]["best share"] = {side: shares[best]["median"] for side, best in model[key]["best"].items()}
 
 
-def _derive_squad(found: Any) -> None:
-    differences = found["squad"]["differences in points"]
-    for name, run in found["squad"]["contenders"].items():
-        run["over Trainer"] = differences.get(f"{name} minus Trainer with DDP", {"f1": {}})
-
-
 def _derive_async(found: Any) -> None:
     """Add the seconds of the best synchronous schedule, and the range of gains where real models computed."""
     gains = []
@@ -266,7 +260,7 @@ def _derive_async(found: Any) -> None:
 
 DERIVED = {
     "cache.json": _derive_cache, "causal.json": _derive_causal, "async_study.json": _derive_study,
-    "front.json": _derive_front, "pipeline_core.json": _derive_core, "squad.json": _derive_squad,
+    "front.json": _derive_front, "pipeline_core.json": _derive_core,
     "async.json": _derive_async,
 }  # fmt: skip
 
