@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 from collections.abc import Sequence
 from copy import deepcopy
@@ -14,7 +13,7 @@ from torch import nn
 
 from hf_pipetransformer.pipe.pipe import Pipe
 
-from .measure import Settings, alternate, experiment, launch, ratios, report, seconds_of
+from .measure import RETURNS_FREED, PeakMemory, Settings, alternate, experiment, launch, ratios, report, seconds_of
 
 
 BARE = "bare Sequential"
@@ -80,23 +79,26 @@ def peak(contender: str) -> float:
     model = module if contender == BARE else Pipe(module, MEMORY_CHUNKS, contender)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = PeakMemory("step")
     model(x).sum().backward()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    memory.end()
+    return memory.peaks["step"] / 2**20
 
 
 @experiment("pipe.json", minutes=5, quick_minutes=1, processes=1)
 def pipe(settings: Settings) -> dict[str, Any]:
     """Time of `Pipe` with one chunk over the bare Sequential, and peak memory by way of checkpointing."""
     launches = settings.of(5, 2)
-    memory = [{"contender": name, "peak_mebibytes": quantiles([launch(peak, 1, name) for _ in range(launches)])}
-              for name in (BARE, *MODES)]  # fmt: skip
+    memory = []
+    for name in (BARE, *MODES):
+        found = [launch(peak, 1, name, environment=RETURNS_FREED) for _ in range(launches)]
+        memory.append({"contender": name, "peak_mebibytes": quantiles(found)})
     return {
         "what": (
             "Pipe on one CPU, forward and backward, one thread. overhead: chunks=1, median of rounds of a step by "
             "turns, as a ratio to the bare Sequential of the same round. memory: 8 transformer layers x 256, 32 "
             f"sequences of 128, {MEMORY_CHUNKS} chunks, a stage each layer; growth of the process's peak in the first "
-            "forward and backward"
+            "forward and backward, of anonymous memory"
         ),
         "rounds": settings.of(150, 4), "launches": launches, "overhead": launch(overheads, 1, settings.of(150, 4)),
         "memory": memory,
