@@ -1,6 +1,6 @@
 """Step time and memory of ways to train one model on two devices that a user of Trainer can choose from.
 
-    python scripts/benchmark_alternatives.py --output benchmarks/alternatives.json
+    python -m scripts.benchmark_alternatives --output benchmarks/alternatives.json
 
 A Llama with random float32 weights, the same batches, AdamW and gradient clipping in each:
 
@@ -33,14 +33,14 @@ from typing import Any
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 import torch
-from benchmark_memory import MALLOC, MODELS, Memory, StageState
-from benchmark_pipeline import machine
-from benchmark_plan import Watch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from scripts.bench.measure import REPOSITORY, RETURNS_FREED, PeakMemory, machine
+from scripts.bench.memory import MODELS
+from scripts.bench.plan import Watch
 
 
 NUM_WORDS, NUM_TOKENS, BATCH, NUM_MICROBATCHES = 32_000, 64, 8, 4
@@ -112,7 +112,7 @@ def worker(name: str, folder: Path, is_memory: bool) -> None:
     """One rank of a launch; its figures go to a file."""
     torch.set_num_threads(1)
     gc.collect()
-    memory = Memory(StageState()) if is_memory else None  # Of no stage: all memory counts.
+    memory = PeakMemory("made") if is_memory else None
     watch = Watch(memory)
     losses = train_sharded(watch) if name == FSDP else train_with_trainer(name, folder, watch)
     if memory is not None:
@@ -135,7 +135,8 @@ def launch(name: str, is_memory: bool = False) -> list[dict[str, Any]]:
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
             str(PROCESSES[name]), str(Path(__file__).resolve()), "--worker", name, made, str(int(is_memory)),
         ]  # fmt: skip
-        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(MALLOC if is_memory else {})}
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+        environment |= RETURNS_FREED if is_memory else {}
         subprocess.run(command, env={**os.environ, **environment}, check=True)
         return [json.loads((Path(made) / f"{rank}.json").read_text()) for rank in range(PROCESSES[name])]
 

@@ -1,6 +1,6 @@
 """The table of options in docs/options.md, made from the fields of `PipeTransformerArguments`.
 
-    python scripts/options_table.py
+    python -m scripts.options_table
 
 rewrites it in place.
 """
@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
+from scripts.bench.tables import with_table
 
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
-BEGIN = "<!-- Made by `python scripts/options_table.py`. -->\n"
-END = "<!-- End of the table. -->\n"
 REFERENCE = re.compile(r"See docs/([\w.]+), ([^.]+)\.")
 
 
@@ -50,9 +49,7 @@ def _shown(default: Any) -> str:
 
 
 def main() -> None:
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(before + BEGIN + options_table() + END + after, encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), "options", options_table()), encoding="utf-8")
 
 
 if __name__ == "__main__":

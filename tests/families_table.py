@@ -15,6 +15,7 @@ from textwrap import wrap
 from typing import Any
 
 from hf_pipetransformer.splitters.families import find_splitter
+from scripts.bench.tables import with_table
 from tests.decoders import DECODERS, make_decoder
 from tests.every_family import every_subject
 from tests.models import MODELS, attention_implementations, build_model
@@ -23,9 +24,6 @@ from tests.models import MODELS, attention_implementations, build_model
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "models.md"
 RECORD = REPOSITORY / "benchmarks" / "families.json"
-BEGIN = "<!-- Made by `python -m tests.families_table`. -->\n"
-BEGIN_OF_RECORD = "<!-- Made by `python -m tests.families_table` from benchmarks/families.json. -->\n"
-END = "<!-- End of the table. -->\n"
 LINE = 119
 
 _TASKS = {
@@ -97,16 +95,9 @@ def record_table() -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def written_table(begin: str = BEGIN) -> str:
-    """A table as it stands there."""
-    return PAGE.read_text(encoding="utf-8").split(begin)[1].split(END)[0]
-
-
 def main() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    for begin, table in ((BEGIN, families_table(version("transformers"))), (BEGIN_OF_RECORD, record_table())):
-        page = page.replace(begin + written_table(begin) + END, begin + table + END)
-    PAGE.write_text(page, encoding="utf-8")
+    page = with_table(PAGE.read_text(encoding="utf-8"), "families", families_table(version("transformers")))
+    PAGE.write_text(with_table(page, "families.json", record_table()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How `scripts/run_pipe_suites.py` changes the suites of others and sorts what they come to."""
+"""How `run_pipe_suites.py` changes the suites of others and sorts what they come to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import subprocess
 from pathlib import Path
 
-import pipe_suite_plugin as plugin
 import pytest
-from run_pipe_suites import DIFFERENT, THEIRS, revision_of, sorted_out, swapped
+
+from tests.pipe import pipe_suite_plugin as plugin
+from tests.pipe.run_pipe_suites import DIFFERENT, THEIRS, revision_of, sorted_out, swapped
 
 
 SUITE = """import torch
@@ -34,7 +35,8 @@ print("from torchgpipe.skip import pop")
 """
 
 
-def test_only_the_imports_change() -> None:
+def test_only_the_imports_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)  # as in the processes that run a suite
     assert swapped(SUITE, "torchgpipe") == EXPECTED
     exec(EXPECTED.replace("from torchgpipe_balancing import blockpartition", ""), {})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from hf_pipetransformer.cache.records import RecordFormat
+from scripts.bench.tables import written_table
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -90,32 +90,9 @@ def test_a_function_that_is_gone_is_found() -> None:
 # ---- figures of the recipes
 
 
-def test_what_a_prefix_gains_is_what_was_measured() -> None:
-    rows = {
-        "CIFAR-10, ViT of 12 layers": ("cifar10", "first 2/3 frozen, half of the epochs"),
-        "SST-2, MiniLM of 6 layers": ("sst2", "first 1/3 frozen, half of the epochs"),
-        "SQuAD, MiniLM": ("squad", "first 1/3 frozen"),
-        "tags of its answers, MiniLM": ("answers", "first 1/3 frozen"),
-    }
-    results = json.loads((REPOSITORY / "benchmarks" / "front.json").read_text())["tasks"]
-    text = (RECIPES / "prefix.md").read_text(encoding="utf-8")
-    table = text.partition("<!-- figures: front.json -->")[2].partition("<!-- End")[0].strip().splitlines()[2:]
-    expected = []
-    for title, (task, contender) in rows.items():
-        [run] = [row for row in results[task]["rows"] if row["contender"] == contender]
-        gain = run["against_full_at_equal_time"]
-        low, high = gain["interval_95"]
-        expected.append(
-            f"| {title} | {contender.split(' frozen')[0]} | {run['settings']['num_epochs']} | "
-            f"{run['mean_score']:.1f} | {run['mean_seconds']:.0f} | "
-            f"{gain['mean']:+.2f} [{low:+.2f}, {high:+.2f}] | {len(run['seeds'])} |"
-        )
-    assert table == expected
-
-
 def test_the_disk_that_imagenet_takes_is_that_of_its_records() -> None:
     text = (RECIPES / "imagenet.md").read_text(encoding="utf-8")
-    table = text.partition("<!-- figures: records -->")[2].partition("<!-- End")[0].strip().splitlines()[2:]
+    table = written_table(text, "records").splitlines()[2:]
     sizes = [RecordFormat(768, dtype, {}, {}).record_bytes(197) for dtype in (torch.float32, torch.bfloat16)]
     assert all(f"{size:,} " in text for size in sizes)
     expected = [

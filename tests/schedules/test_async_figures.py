@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmark_async_simulation import BERT_48, Moves, largest_batch, moves, throughput
+
+from scripts.bench.async_simulation import BERT_48, Moves, largest_batch, moves, throughput
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,26 @@
-"""`scripts/benchmark_memory.py`: what its figures count, and a whole run of a tiny model."""
+"""`scripts/bench/memory.py`: what its figures count, and a whole run of a tiny model."""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import benchmark_batch_memory
-import benchmark_memory
 import pytest
 import torch
-from benchmark_memory import PHASES, REPOSITORY, Memory, StageState, measure, save_model
-from memory_picture import write_picture
 from transformers import LlamaForCausalLM
+
+from scripts.bench.batch_memory import added_by_evaluation
+from scripts.bench.measure import RETURNS_FREED, PeakMemory, launch_all
+from scripts.bench.memory import PHASES, StageState, measure, save_model, write_picture
 
 
 MEBIBYTE = 2**20
 
 
 def test_a_phase_counts_its_peak_and_not_what_an_earlier_one_freed() -> None:
-    memory = Memory(StageState())
+    memory = PeakMemory("loaded")
     held = bytearray(b"1" * 64 * MEBIBYTE)
     time.sleep(0.1)
     del held
@@ -54,7 +55,8 @@ def test_mapped_weights_count_for_a_stage_once_they_are_written_to(tmp_path: Pat
 @pytest.mark.distributed
 def test_an_evaluation_adds_the_logits_of_a_micro_batch() -> None:
     """Float32 logits of 2 x 128 tokens and 32,000 words are 31 MiB."""
-    assert 31 <= benchmark_batch_memory.measure(benchmark_batch_memory.LOSSES, 4, REPOSITORY) < 4 * 31
+    added = launch_all(added_by_evaluation, 2, 8, 4, False, environment=RETURNS_FREED)
+    assert 31 <= max(added) < 4 * 31
 
 
 def test_the_picture_has_a_bar_for_each_side_and_phase(tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_the_picture_has_a_bar_for_each_side_and_phase(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_both_launches_of_a_tiny_model_give_every_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark_memory.tempfile, "tempdir", str(tmp_path))
-    found = measure("tiny", 2, REPOSITORY)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = measure("tiny", 2)
     assert [list(rank) for rank in found["ranks"]] == [list(PHASES)] * 2
     assert set(found["most on a rank"]) == set(PHASES)

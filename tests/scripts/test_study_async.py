@@ -2,8 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
-from study_async import is_of_study, mean_errors, paired
+
+from scripts.bench import async_study
+from scripts.bench.async_study import TASKS, Cell, cell_of, finish, is_of_study, mean_errors, paired
+
+
+def test_a_second_call_runs_only_the_cells_of_other_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Cell] = []
+
+    def run(cell: Cell, task: object) -> dict[str, object]:
+        ran.append(cell)
+        settings = {
+            "rate": async_study.RATES[cell.task, cell.optimizer],
+            "num_steps": async_study.NUM_STEPS[cell.task],
+        }
+        return {**asdict(cell), **settings, "num_correct": 1, "num_evaluated": 2, "cpu_seconds": 0.0}
+
+    monkeypatch.setattr(async_study, "run", run)
+    monkeypatch.setitem(TASKS, "sst2", lambda data, models: object())
+    for seeds in ([0], [0], [0, 7]):
+        finish(tmp_path, tmp_path, tmp_path, seeds, ["sst2"])
+    assert [cell.seed for cell in ran] == [0] * 32 + [7] * 32
+    assert [cell_of(record) for record in async_study.read_cells(tmp_path / "sst2.jsonl")] == ran
 
 
 def test_differences_are_paired_by_seed():

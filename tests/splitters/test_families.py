@@ -41,8 +41,9 @@ from hf_pipetransformer.splitters.families import (
 from hf_pipetransformer.splitters.structure import trace_structure
 from hf_pipetransformer.startup.model import undisturbed
 from hf_pipetransformer.startup.rows import check_rows
+from scripts.bench.tables import written_table
 from tests.distributed.cases import CI_CASES, FAMILY_MODELS, LAYOUTS, PRODUCT, SLOW_CASES
-from tests.families_table import BEGIN_OF_RECORD, families_table, record_table, written_table
+from tests.families_table import PAGE, families_table, record_table
 from tests.models import MODELS, NUM_LAYERS, attention_implementations, build_model, collate, make_rows, probed_with
 
 
@@ -230,8 +231,9 @@ def test_every_family_and_attention_is_compared_with_trainer():
 
 
 def test_the_table_in_docs_models_is_up_to_date():
-    """Run `python -m tests.families_table` if it is not. The version is that of the last time somebody did."""
-    written = written_table()
+    """Run `make tables` if it is not. The version is that of the last time somebody did."""
+    page = PAGE.read_text(encoding="utf-8")
+    written = written_table(page, "families")
     found = re.search(r"\(transformers ([\d.]+)\)", written)
     assert found is not None
     assert written == families_table(found[1])
@@ -239,7 +241,7 @@ def test_the_table_in_docs_models_is_up_to_date():
     assert Version(found[1]) in needs.specifier
     assert Version(found[1]) <= Version(version("transformers"))
     if version("transformers") == found[1]:
-        assert written_table(BEGIN_OF_RECORD) == record_table()
+        assert written_table(page, "families.json") == record_table()
 
 
 # ---- packed inputs ----

@@ -1,61 +1,60 @@
 """What asynchronous 1F1B costs in accuracy: six kinds of weights, two tasks, two optimizers, several seeds.
 
-    python scripts/study_async.py --data ../shared/data --models ../shared/models --folder runs/async \
-        --output benchmarks/async_study.json
+    python -m scripts.bench async-study
+    python -m scripts.bench.async_study --seeds 5 6 7 --tasks sst2   # more seeds, or several processes side by side
 
-Each cell fine-tunes a pretrained model for a short while in one process with one thread, which plays all stages of the
-pipeline (`async_stages.py`), and is evaluated on sentences or images that no run trains on. Finished cells are lines of
-files in `--folder`: start the script again and it goes on where it stopped. `--report` only writes the table.
+Each cell fine-tunes a pretrained model for a short while in one process, which plays all stages of the pipeline
+(`async_stages.py`), and is evaluated on sentences or images that no run trains on. Finished cells are lines of files
+in `benchmarks/async_study`: either command goes on where it stopped, and the first one makes the table of all.
 
-Settings: learning rate linear after a warm-up of a tenth of the steps, no clipping, no dropout, bf16 autocast; the word
-embeddings of MiniLM are not trained (half of its weights, which a short run hardly moves). One drain, at the end.
-`double_buffer` with four stages needs three micro-batches a step or more: it cuts each mini-batch into four micro-batches, the
-others train with one micro-batch a step. What SpecTrain and XPipe do with AdamW is this package's generalisation.
-"""  # noqa: E501
+Settings: learning rate linear after a warm-up of a tenth of the steps, no clipping, no dropout, bf16 autocast; the
+word embeddings of MiniLM are not trained (half of its weights, which a short run hardly moves). One drain, at the end.
+`double_buffer` with four stages cuts each mini-batch into four micro-batches (it needs three), the others train with
+one micro-batch a step. What SpecTrain and XPipe do with AdamW is this package's generalisation.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import asdict, dataclass, fields
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from async_stages import Batch, BertPart, MicroBatch, SimulatedRank, ViTPart, cut, run_window
-from benchmark_real_input import cifar10_images, minilm_folder
-from intervals import interval_95
 
-from hf_pipetransformer.schedules.weight_kinds import ForwardPass, PipeOptim, find_weights
+from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES, ForwardPass, PipeOptim, find_weights
+from scripts.intervals import interval_95
+
+from .async_stages import Batch, MicroBatch, SimulatedRank, cut, run_window
+from .measure import REPOSITORY, Settings, experiment, launch
+from .models import NO_DROPOUT, cifar10_images, minilm_folder
 
 
+FOLDER = REPOSITORY / "benchmarks" / "async_study"
 SEEDS = (0, 1, 2, 3, 4)
 NUM_HELD_OUT = 1_000
 SYNCHRONOUS = "synchronous"
 DRAIN_INTERVAL, ERRORS_EVERY = 8, 20
 GROUPED_BY = ("task", "optimizer", "num_stages", "kind", "variant")
 
-# Of those tried on synchronous runs of another seed (--rates). SST-2 with momentum at 1e-2 gives synchronous runs two
+# Of those tried on synchronous runs of another seed. SST-2 with momentum at 1e-2 gives synchronous runs two
 # points more, and is the highest rate that they bear: every asynchronous kind fails there with four stages.
 RATES = {
-    ("sst2", "adamw"): 1e-4,
-    ("sst2", "momentum"): 5e-3,
-    ("cifar10", "adamw"): 3e-4,
-    ("cifar10", "momentum"): 2e-3,
-}
+    ("sst2", "adamw"): 1e-4, ("sst2", "momentum"): 5e-3, ("cifar10", "adamw"): 3e-4, ("cifar10", "momentum"): 2e-3,
+}  # fmt: skip
 NUM_STEPS = {"sst2": 160, "cifar10": 160}
 BATCHES = {"sst2": 16, "cifar10": 8}
 
 
 # Eager attention is the faster one here: short sequences on a CPU.
-MODEL_OPTIONS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+MODEL_OPTIONS = {**NO_DROPOUT, "attn_implementation": "eager"}
 
 
 class ConstantLag(PipeOptim):
@@ -72,7 +71,6 @@ class Cell:
     Args:
         kind: of weights, or `synchronous`.
         variant: of `pipeoptim`: empty, or what of it is changed.
-        rate: the learning rate, if not that of the study.
     """
 
     task: str
@@ -81,35 +79,24 @@ class Cell:
     kind: str
     variant: str
     seed: int
-    rate: float | None = None
 
 
 VARIANTS = ("drained", "drained, constant s", "current learning rate")
 
 
-def cells(seeds: tuple[int, ...] = SEEDS, tasks: tuple[str, ...] = ("sst2", "cifar10")) -> Iterator[Cell]:
-    """All of the study, seed by seed; what takes longest last."""
-    pairs = [(task, optimizer) for task, optimizer in RATES if task in tasks]
-    for seed in seeds:
-        for task, optimizer in pairs:
+def cells(seeds: Sequence[int], tasks: Sequence[str]) -> Iterator[Cell]:
+    """All of the study, seed by seed."""
+    for seed, (task, optimizer) in product(seeds, RATES):
+        if task in tasks:
             yield Cell(task, optimizer, 1, SYNCHRONOUS, "", seed)
-            for kind in ("pipeoptim", "vanilla", "stashing", "spectrain", "xpipe"):
-                yield Cell(task, optimizer, 4, kind, "", seed)
-            for kind in ("pipeoptim", "vanilla", "stashing"):
-                yield Cell(task, optimizer, 2, kind, "", seed)
-    for seed in seeds:
-        for task, optimizer in pairs:
-            yield Cell(task, optimizer, 4, "double_buffer", "", seed)
-            for variant in VARIANTS:
-                yield Cell(task, optimizer, 4, "pipeoptim", variant, seed)
-            for kind in ("double_buffer", "spectrain", "xpipe"):
-                yield Cell(task, optimizer, 2, kind, "", seed)
+            yield from (Cell(task, optimizer, k, kind, "", seed) for k, kind in product((4, 2), WEIGHTS_NAMES))
+            yield from (Cell(task, optimizer, 4, "pipeoptim", variant, seed) for variant in VARIANTS)
 
 
 class Sst2:
     """MiniLM on SST-2."""
 
-    part, num_layers = BertPart, 6
+    num_layers = 6
 
     def __init__(self, data: Path, models: Path) -> None:
         from datasets import load_dataset
@@ -121,10 +108,9 @@ class Sst2:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         rows = load_dataset("parquet", data_files={n: str(data / f"sst2_{n}.parquet") for n in ("train", "dev")})
         order = torch.randperm(len(rows["train"]), generator=torch.Generator().manual_seed(0)).tolist()
-        self.num_dev = len(rows["dev"])
-        wanted = [*order[: NUM_HELD_OUT - self.num_dev], *order[2_000:10_000]]
-        sentences = list(rows["dev"]["sentence"]) + list(rows["train"].select(wanted)["sentence"])
-        self.labels = torch.tensor(list(rows["dev"]["label"]) + list(rows["train"].select(wanted)["label"]))
+        chosen = rows["train"].select([*order[: NUM_HELD_OUT - len(rows["dev"])], *order[2_000:10_000]])
+        sentences = [*rows["dev"]["sentence"], *chosen["sentence"]]
+        self.labels = torch.tensor([*rows["dev"]["label"], *chosen["label"]])
         self.tokens = [torch.tensor(ids) for ids in tokenizer(sentences, truncation=True, max_length=128)["input_ids"]]
         self.num_training = len(self.tokens) - NUM_HELD_OUT
 
@@ -149,7 +135,7 @@ class Sst2:
 class Cifar10:
     """The small ViT on CIFAR-10."""
 
-    part, num_layers = ViTPart, 12
+    num_layers = 12
 
     def __init__(self, data: Path, models: Path) -> None:
         self.models = models
@@ -214,7 +200,7 @@ def run(cell: Cell, task: Any) -> dict[str, Any]:
     start_s = time.process_time()
     torch.manual_seed(cell.seed)
     model = task.model().train()
-    num_steps, rate = NUM_STEPS[cell.task], cell.rate or RATES[cell.task, cell.optimizer]
+    num_steps, rate = NUM_STEPS[cell.task], RATES[cell.task, cell.optimizer]
     is_synchronous = cell.kind == SYNCHRONOUS
     num_micro_batches = 4 if cell.kind == "double_buffer" and cell.num_stages > 2 else 1
     kind = None if is_synchronous else ConstantLag() if "constant" in cell.variant else find_weights(cell.kind)
@@ -224,7 +210,7 @@ def run(cell: Cell, task: Any) -> dict[str, Any]:
             part, k, cell.num_stages, make_optimizer, partial(linear, num_steps=num_steps), kind, num_micro_batches,
             looks_ahead=cell.variant != "current learning rate",
         )
-        for k, part in enumerate(cut(task.part, model, task.num_layers, cell.num_stages))
+        for k, part in enumerate(cut(model, task.num_layers, cell.num_stages))
     ]  # fmt: skip
     chosen = batches(task, num_steps, BATCHES[cell.task], cell.seed)
     interval = 1 if is_synchronous else DRAIN_INTERVAL if "drained" in cell.variant else num_steps
@@ -258,25 +244,28 @@ def count_correct(task: Any, model: Any) -> int:
     return total
 
 
-def finish(options: argparse.Namespace) -> None:
-    """Every cell that has no line yet."""
-    path = options.folder / f"{'_'.join(options.tasks)}.jsonl"
-    fields = list(asdict(next(cells())))
-    records = [record for record in read_cells(path) if is_of_study(record)]
-    done = {Cell(**{**{name: record[name] for name in fields}, "rate": None}) for record in records}
-    loaded: dict[str, Any] = {}
-    for cell in cells(tuple(options.seeds), tuple(options.tasks)):
-        is_wanted = options.kinds is None or cell.kind in options.kinds and not cell.variant
-        if cell in done or not is_wanted:
-            continue
-        if cell.task not in loaded:
-            loaded[cell.task] = TASKS[cell.task](options.data, options.models)
-        record = run(cell, loaded[cell.task])
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        print(
-            *asdict(cell).values(), record["num_correct"] / record["num_evaluated"], record["cpu_seconds"], flush=True
-        )
+def finish(
+    data: Path | str, models: Path | str, folder: Path | str, seeds: Sequence[int], tasks: Sequence[str]
+) -> None:
+    """Run every cell that has no line yet; a task has a file of its own."""
+    for name in tasks:
+        path, task = Path(folder, f"{name}.jsonl"), None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        done = {cell_of(record) for record in read_cells(path) if is_of_study(record)}
+        for cell in cells(seeds, [name]):
+            if cell in done:
+                continue
+            task = task or TASKS[name](Path(data), Path(models))
+            record = run(cell, task)
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            share = record["num_correct"] / record["num_evaluated"]
+            print(*asdict(cell).values(), share, record["cpu_seconds"], flush=True)
+
+
+def cell_of(record: dict[str, Any]) -> Cell:
+    """Return the cell that a line is of."""
+    return Cell(*(record[each.name] for each in fields(Cell)))
 
 
 def read_cells(path: Path) -> list[dict[str, Any]]:
@@ -304,9 +293,9 @@ def is_of_study(record: dict[str, Any]) -> bool:
     return (record["rate"], record["num_steps"]) == settings
 
 
-def report(options: argparse.Namespace) -> None:
-    """The table over all finished cells."""
-    found = [record for path in sorted(options.folder.glob("*.jsonl")) for record in read_cells(path)]
+def report(folder: Path) -> dict[str, Any]:
+    """Make the table of all finished cells."""
+    found = [record for path in sorted(folder.glob("*.jsonl")) for record in read_cells(path)]
     records = [record for record in found if is_of_study(record)]
     if len(records) < len(found):
         print(f"Left out: {len(found) - len(records)} runs with other learning rates or numbers of steps.")
@@ -322,22 +311,19 @@ def report(options: argparse.Namespace) -> None:
             references["pipeoptim"] = (row["task"], row["optimizer"], row["num_stages"], "pipeoptim", drained)
         for name, reference in references.items():
             rows.append({**row, "against": name, **paired(accuracies(group), accuracies(groups.get(reference, [])))})
-            print(*rows[-1].values())
         rows[-1]["errors"] = mean_errors(group)
         rows[-1]["cpu_seconds"] = round(statistics.mean(record["cpu_seconds"] for record in group), 1)
-    result = {
+    rates = {" ".join(key): rate for key, rate in RATES.items()}
+    return {
         "what": (
             f"Asynchronous 1F1B in one process: MiniLM on SST-2 (batch {BATCHES['sst2']}, word embeddings not "
             f"trained) and the small ViT on CIFAR-10 (batch {BATCHES['cifar10']}); steps {NUM_STEPS}, learning rates "
-            f"{ {' '.join(key): rate for key, rate in RATES.items()} }, linear after a warm-up of a tenth, bf16 "
-            f"autocast, no dropout, no clipping; accuracy on {NUM_HELD_OUT} held-out samples; differences paired by "
-            "seed, 95 % intervals by Student's t; errors are means over runs, stage by stage"
+            f"{rates}, linear after a warm-up of a tenth, bf16 autocast, no dropout, no clipping; accuracy on "
+            f"{NUM_HELD_OUT} held-out samples; differences paired by seed, 95 % intervals by Student's t; errors are "
+            "means over runs, stage by stage"
         ),
-        "date": str(date.today()), "machine": f"{platform.processor() or platform.machine()}, one thread",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "num_runs": len(records), "rows": rows,
     }  # fmt: skip
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def accuracies(group: list[dict[str, Any]]) -> dict[int, float]:
@@ -358,32 +344,38 @@ def mean_errors(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return parts
 
 
+@experiment("async_study.json", minutes=180, quick_minutes=3, processes=1)
+def async_study(settings: Settings) -> dict[str, Any]:
+    """Accuracy of asynchronous kinds of weights beside synchronous runs: SST-2 and CIFAR-10, paired by seed."""
+    folder = settings.of(FOLDER, settings.folder)
+    where = (settings.data, settings.models, folder)
+    if settings.quick:
+        launch(first_cells, 1, *where)
+    else:
+        launch(finish, 1, *where, SEEDS, list(TASKS), minutes=600)
+    return report(folder)
+
+
+def first_cells(data: str, models: str, folder: str) -> None:
+    """Run a synchronous and an asynchronous cell of each task."""
+    for name, kind in TASKS.items():
+        task = kind(Path(data), Path(models))
+        chosen = [cell for cell in cells([0], [name]) if cell.optimizer == "adamw"][:2]
+        lines = [json.dumps(run(cell, task)) + "\n" for cell in chosen]
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, f"{name}.jsonl").write_text("".join(lines))
+
+
 def main() -> None:
+    """Run cells of any seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--models", type=Path, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--data", type=Path, default=REPOSITORY.parent / "shared" / "data")
+    parser.add_argument("--models", type=Path, default=REPOSITORY.parent / "shared" / "models")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="several may run side by side")
-    parser.add_argument("--kinds", nargs="+", help="of weights, or 'synchronous'; all, and variants, if not given")
-    parser.add_argument("--report", action="store_true", help="write the table of what is there, run nothing")
-    parser.add_argument(
-        "--rates", nargs="+", help="TASK OPTIMIZER RATE...: synchronous runs of another seed, no table"
-    )
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    if options.rates:
-        name, optimizer, *rates = options.rates
-        task = TASKS[name](options.data, options.models)
-        for rate in rates:
-            print(*run(Cell(name, optimizer, 1, SYNCHRONOUS, "", 100, float(rate)), task).values(), flush=True)
-        return
-    if not options.report:
-        finish(options)
-    if options.output is not None:
-        report(options)
+    finish(options.data, options.models, FOLDER, options.seeds, options.tasks)
 
 
 if __name__ == "__main__":

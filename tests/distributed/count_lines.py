@@ -1,6 +1,6 @@
 """Count the lines that a user sees when a run fails, with `accelerate launch` on two processes.
 
-    python scripts/benchmark_failures.py --output benchmarks/failures.json
+    python -m tests.distributed.count_lines --output benchmarks/failures.json
 
 Four runs: a misspelt option; `kill -9` of rank 1; Ctrl-C in the launcher's terminal; a checkpoint that the disk cannot
 take, on a file system of 3 MB (which only root may make). Counted is what comes after the failure, of the ranks and of
@@ -10,6 +10,7 @@ the launcher apart. Progress of the training before it is not.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -119,7 +120,8 @@ def main() -> None:
     parser.add_argument("--name", default="now", help="under which the figures stand in the file")
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
     options = parser.parse_args()
-    from benchmark_cache import merge
+    # The training that this file also is finds only the package.
+    from scripts.bench.measure import machine, write_json
 
     found = {}
     for case in options.only:
@@ -134,7 +136,8 @@ def main() -> None:
                 if case == "full disk":
                     subprocess.run(["umount", "-l", str(folder)], check=True)
     print(found)
-    merge(options.output, options.name, found, num_processes=2)
+    results = json.loads(options.output.read_text()) if options.output.exists() else {}
+    write_json(options.output, {**results, options.name: {**found, "machine": machine(2)}})
 
 
 if __name__ == "__main__":

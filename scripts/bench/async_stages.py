@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -23,50 +24,38 @@ from hf_pipetransformer.schedules.weight_kinds import WeightKind
 Batch = dict[str, torch.Tensor]
 
 
-class BertPart(nn.Module):
-    """Some layers of a BERT that classifies, its embeddings before the first of all, its head after the last."""
+class Part(nn.Module):
+    """Some layers of a BERT or a ViT that classifies, embeddings before the first of all, the head after the last."""
 
     def __init__(self, model: Any, layers: range) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(model.bert.encoder.layer[i] for i in layers)
-        self.embeddings = model.bert.embeddings if layers.start == 0 else None
-        ends = layers.stop == len(model.bert.encoder.layer)
-        self.pooler, self.classifier = (model.bert.pooler, model.classifier) if ends else (None, None)
+        self.is_text = hasattr(model, "bert")
+        whole = model.bert if self.is_text else model.vit
+        every = whole.encoder.layer if self.is_text else whole.layers
+        self.layers = nn.ModuleList(every[i] for i in layers)
+        self.embeddings = whole.embeddings if layers.start == 0 else None
+        self.last, self.classifier = None, None
+        if layers.stop == len(every):
+            self.last, self.classifier = whole.pooler if self.is_text else whole.layernorm, model.classifier
 
     def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """`(batch, seq, hidden)`, of the last part the logits."""
+        mask = torch.where(batch["attention_mask"][:, None, None, :] > 0, 0.0, -1e4) if self.is_text else None
         if self.embeddings is not None:
-            hidden = self.embeddings(input_ids=batch["input_ids"])
-        mask = torch.where(batch["attention_mask"][:, None, None, :] > 0, 0.0, -1e4)
+            hidden = self.embeddings(batch["input_ids" if self.is_text else "pixel_values"])
         for layer in self.layers:
             hidden = layer(hidden, mask)
-        return hidden if self.classifier is None else self.classifier(self.pooler(hidden))
+        if self.classifier is None:
+            return hidden
+        hidden = self.last(hidden)
+        return self.classifier(hidden if self.is_text else hidden[:, 0])
 
 
-class ViTPart(nn.Module):
-    """The same of a ViT."""
-
-    def __init__(self, model: Any, layers: range) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(model.vit.layers[i] for i in layers)
-        self.embeddings = model.vit.embeddings if layers.start == 0 else None
-        ends = layers.stop == len(model.vit.layers)
-        self.norm, self.classifier = (model.vit.layernorm, model.classifier) if ends else (None, None)
-
-    def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        """`(batch, seq, hidden)`, of the last part the logits."""
-        if self.embeddings is not None:
-            hidden = self.embeddings(batch["pixel_values"])
-        for layer in self.layers:
-            hidden = layer(hidden, None)
-        return hidden if self.classifier is None else self.classifier(self.norm(hidden)[:, 0])
-
-
-def cut(part: Callable[[Any, range], nn.Module], model: Any, num_layers: int, num_stages: int) -> list[nn.Module]:
-    """The parts of a model, with as many layers each as its neighbours, or one more in front."""
+def cut(model: Any, num_layers: int, num_stages: int) -> list[nn.Module]:
+    """Cut a model into parts with as many layers each as its neighbors, or one more in front."""
     sizes = [num_layers // num_stages + (k < num_layers % num_stages) for k in range(num_stages)]
-    starts = [sum(sizes[:k]) for k in range(num_stages)]
-    return [part(model, range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+    ends = list(accumulate(sizes))
+    return [Part(model, range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
 @dataclass
@@ -125,15 +114,13 @@ class SimulatedRank:
     def row(self, num_micro_batches: int) -> list[tuple[str, int]]:
         """1F1B: the warm-up, then a forward and a backward in turn."""
         warm = min(self.num_stages - 1 - self.stage, num_micro_batches)
-        pairs = [one for i in range(num_micro_batches - warm) for one in (("F", warm + i), ("B", i))]
-        return (
-            [("F", i) for i in range(warm)]
-            + pairs
-            + [("B", i) for i in range(num_micro_batches - warm, num_micro_batches)]
-        )
+        forwards = [("F", i) for i in range(num_micro_batches)]
+        backwards = [("B", i) for i in range(num_micro_batches)]
+        pairs = zip(forwards[warm:], backwards, strict=False)
+        return [*forwards[:warm], *chain.from_iterable(pairs), *backwards[num_micro_batches - warm :]]
 
     def forward(self, index: int, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
-        """What leaves the stage; of the last one the loss."""
+        """Compute what leaves the stage; of the last one the loss."""
         entered = None if received is None else received.detach().requires_grad_()
         seen = contextlib.nullcontext() if self.weights is None else self.weights.forward(index, micro_batch.step)
         with torch.autocast("cpu", torch.bfloat16), seen:

@@ -1,11 +1,8 @@
-"""The scripts of transformers with two names changed, as `scripts/compare_examples.py` changes them."""
+"""The scripts of transformers with two names changed, as `compare_examples.py` changes them."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
+from tests.conformance.compare_examples import swapped
 
 
 SCRIPT = '''"""A script for Trainer."""
@@ -40,20 +37,11 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).resolve().parents[2] / "scripts"), *sys.path])
-
-
 def test_two_names_change_and_one_line_comes_at_the_end() -> None:
-    from compare_examples import swapped
-
     assert swapped(SCRIPT) == EXPECTED
 
 
 def test_a_module_that_only_subclasses_trainer_changes_its_base() -> None:
-    from compare_examples import swapped
-
     text = "from transformers import Trainer\nclass Own(Trainer):\n    pass\n"
     assert swapped(text) == (
         "from hf_pipetransformer import PipeTransformerTrainer\nclass Own(PipeTransformerTrainer):\n    pass\n"

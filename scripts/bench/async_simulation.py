@@ -1,31 +1,25 @@
 """Asynchronous 1F1B simulated on the paper's machine: copies of weights, an epoch's time, and how it scales.
 
-    python scripts/benchmark_async_simulation.py --output benchmarks/async_simulation.json
-
 Set beside PipeOptim (Guan et al.), Table II, Table VI and Figure 8. Each kind of weights is run through the windows of
 the schedule: which version a pass sees is asked of the kind, the values of weights that it moves for that are counted,
 and take time at the bandwidth of the device's memory. Computation takes time by its FLOPs; stages are alike, and every
-forward is computed again before its backward, as in the paper's runs. What is assumed stands in `ASSUMED`, and goes
-into the results; no order of the kinds is put in.
+forward is computed again before its backward, as in the paper's runs. No order of the kinds is put in.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
-
-from benchmark_pipeline import machine
 
 from hf_pipetransformer.planning.simulator import Durations, simulate, steady_seconds
 from hf_pipetransformer.schedules import Op, find_schedule
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES, ForwardPass, find_weights
+
+from .measure import Settings, experiment
 
 
 VALUE = 4
@@ -322,12 +316,11 @@ def _pairs_in_order(order: Sequence[str]) -> str:
     return f"{sum(place[a] < place[b] for a, b in pairs)} of {len(pairs)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
-    options = parser.parse_args()
-    results: dict[str, Any] = {
-        "machine": machine(1), "assumed": asdict(ASSUMED), "BERT-48": asdict(BERT_48),
+@experiment("async_simulation.json", minutes=1, quick_minutes=1, processes=1)
+def async_simulation(settings: Settings) -> dict[str, Any]:
+    """Copies of weights, an epoch's time and scaling of every kind, simulated, beside the paper's."""
+    return {
+        "assumed": asdict(ASSUMED), "BERT-48": asdict(BERT_48),
         "Table II, copies of weights": {f"K={size}": copies_of_stages(size) for size in (4, 8)},
         "Table VI, an epoch": {name: one_epoch(*CNNS[name], PAPERS_EPOCHS[name]) for name in CNNS},
         "Figure 8, BERT-48": {
@@ -340,10 +333,3 @@ def main() -> None:
             },
         },
     }  # fmt: skip
-    print(json.dumps(results, indent=2))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The losses of transformers' own example scripts with the two names changed, beside one process of plain `Trainer`.
 
-    python scripts/compare_examples.py --examples ../transformers/examples/pytorch --data ../shared/data \
+    python -m tests.conformance.compare_examples --examples ../transformers/examples/pytorch --data ../shared/data \
         --models ../shared/models --output benchmarks/examples.json
 
 `--examples` is the folder of a checkout of transformers that goes with the installed version. Each script is copied,
@@ -17,16 +17,15 @@ import ast
 import csv
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmark_real_input import minilm_folder
+from scripts.bench.measure import machine, write_json
+from scripts.bench.models import minilm_folder
 
 
 GLOBAL_BATCH = 16
@@ -191,14 +190,9 @@ def main() -> None:
     parser.add_argument("--script", action="append", choices=SCRIPTS, help="one script only; may be repeated")
     parser.add_argument("--folder", type=Path, help="a new folder for copies, data and logs; default: a temporary one")
     options = parser.parse_args()
-    import torch
-    import transformers
-
     results: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
     results |= {
-        "date": date.today().isoformat(), "cores": os.cpu_count(), "processor": platform.machine(),
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "global batch": GLOBAL_BATCH, "steps": NUM_STEPS, "training rows": SOURCES["train"][0],
+        "machine": machine(2), "global batch": GLOBAL_BATCH, "steps": NUM_STEPS, "training rows": SOURCES["train"][0],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary) / "run").resolve()
@@ -207,7 +201,7 @@ def main() -> None:
         for script in options.script or SCRIPTS:
             results[script] = compare(script, options.examples, folder)
             print(f"{script}: {json.dumps(results[script])}", flush=True)
-            options.output.write_text(json.dumps(results, indent=2) + "\n")
+            write_json(options.output, results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The test suites of torchgpipe and of `torch.distributed.pipeline.sync`, with the import changed to ours.
 
-    python scripts/run_pipe_suites.py --torch ../pytorch/test/distributed/pipeline/sync \
+    python -m tests.pipe.run_pipe_suites --torch ../pytorch/test/distributed/pipeline/sync \
         --torchgpipe ../torchgpipe/tests --output benchmarks/pipe_suites.json
 
 The folders are those of a checkout of PyTorch up to 2.3 and of torchgpipe. A suite is copied and the modules of its
@@ -28,18 +28,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pipe_suite_plugin as plugin
+from tests.pipe import pipe_suite_plugin as plugin
 
 
+PLUGIN = "pipe_suite_plugin"
+"""Its name in the processes that run a suite, which may be a package `tests` itself."""
 OURS = "hf_pipetransformer.pipe"
 THEIRS = {"torch": "torch.distributed.pipeline.sync", "torchgpipe": "torchgpipe"}
 HELPERS = "torch.testing._internal."
 SECONDS_A_FILE = 240
 
 COUNTERPARTS = {
-    "_clock_cycles": f"{plugin.__name__}.clock_cycles",
+    "_clock_cycles": f"{PLUGIN}.clock_cycles",
     "checkpoint": f"{OURS}.recomputation.checkpointed",
-    "clock_cycles": f"{plugin.__name__}.clock_cycles",
+    "clock_cycles": f"{PLUGIN}.clock_cycles",
     "current_skip_tracker": f"{OURS}.skip.current_exchange",
     "SkipTracker": f"{OURS}.skip.SkipExchange",
     "use_skip_tracker": f"{OURS}.skip.exchanging",
@@ -104,7 +106,7 @@ def swapped(test: str, theirs: str) -> str:
     for node in sorted(imports, key=lambda node: node.lineno, reverse=True):
         module = node.module or ""
         if module.startswith(HELPERS):
-            new = [f"from {plugin.__name__} import {', '.join(name.name for name in node.names)}"]
+            new = [f"from {PLUGIN} import {', '.join(name.name for name in node.names)}"]
         elif f"{module}.".startswith(f"{theirs}."):
             inside = module.removeprefix(theirs)
             new = [import_of(name.name, inside) for name in node.names]
@@ -121,7 +123,7 @@ def import_of(name: str, inside: str) -> str:
         return f"from {module} import {own} as {name}"
     module = f"{OURS}.skip" if inside.startswith(".skip") else OURS
     if isinstance(getattr(importlib.import_module(module), name, None), ModuleType | None):
-        return f"import {plugin.__name__}; {name} = {plugin.__name__}.StandIn({name!r})"
+        return f"import {PLUGIN}; {name} = {PLUGIN}.StandIn({name!r})"
     return f"from {module} import {name}"
 
 
@@ -168,11 +170,11 @@ def outcomes(folder: Path) -> dict[str, tuple[str, str]]:
         Test to its outcome and the reason for that.
     """
     found: dict[str, tuple[str, str]] = {}
-    scripts = Path(__file__).resolve().parent
+    own = Path(__file__).resolve().parent
     written = folder / "outcomes.jsonl"
-    paths = os.pathsep.join([str(scripts), str(scripts.parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(own), str(own.parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, plugin.OUTCOMES: str(written)}
-    options = ["-q", "-p", plugin.__name__, "-p", "no:cacheprovider", "--timeout", "60"]
+    options = ["-q", "-p", PLUGIN, "-p", "no:cacheprovider", "--timeout", "60"]
     for file in sorted(folder.rglob("test_*.py")):
         written.write_text("")
         command = [sys.executable, "-m", "pytest", *options, str(file.relative_to(folder))]

@@ -1,0 +1,1 @@
+"""The suite of benchmarks and studies: `python -m scripts.bench`."""

