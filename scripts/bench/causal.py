@@ -51,7 +51,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def blocks_of(file: str, tokenizer: Any, count: int) -> list[dict[str, list[int]]]:
     """The first blocks of the passages of a file, each passage ended by the end of sequence."""
-    texts = passages(file, 4 * count)["text"]
+    texts = list(passages(file, 4 * count)["text"])
     words = [word for ids in tokenizer(texts)["input_ids"] for word in [*ids, tokenizer.eos_token_id]]
     blocks = [words[start : start + BLOCK] for start in range(0, count * BLOCK, BLOCK)]
     return [{"input_ids": block, "labels": block} for block in blocks]
