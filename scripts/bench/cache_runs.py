@@ -78,7 +78,7 @@ def train(contender: str, data: str, models: str, own: dict[str, Any], sizes: tu
     epochs = [clock.seconds[start : start + steps - 1] for start in range(0, len(clock.ends), steps)]
     result = {
         "seconds": output.metrics["train_runtime"], "loss": output.training_loss,
-        "seconds a step by epoch": [round(statistics.median(epoch), 4) for epoch in epochs],
+        "seconds a step by epoch": [round(statistics.median(epoch), 4) for epoch in epochs if epoch],
         "accuracy": trainer.evaluate(test, metric_key_prefix="test")["test_correct"] / len(test),
     }  # fmt: skip
     if settings is not None and trainer.is_world_process_zero():
@@ -101,11 +101,13 @@ def compare(settings: Settings, rounds: int, evaluates: bool) -> dict[str, Any]:
     sizes, epochs = settings.of((2_000, 4_000), (256, 200)), settings.of(EPOCHS, 3)
     seeds = dict.fromkeys(CONTENDERS, 0)
 
-    def one_run(contender: str, **own: Any) -> dict[str, Any]:
-        return launch(train, 2, contender, settings.data, settings.models, own, sizes)
+    def one_run(contender: str, own: dict[str, Any], num_test_images: int = sizes[1]) -> dict[str, Any]:
+        return launch(train, 2, contender, settings.data, settings.models, own, (sizes[0], num_test_images))
 
-    trials = {m: one_run(STATIC, max_steps=12, pipeline_parallel_num_microbatches=str(m)) for m in (2, 4, 8)}
-    by_m = {m: run["seconds a step by epoch"][0] for m, run in trials.items()}
+    by_m = {}
+    for m in (2, 4, 8):
+        run = one_run(STATIC, {"max_steps": 12, "pipeline_parallel_num_microbatches": str(m)}, BATCH)
+        by_m[m] = run["seconds a step by epoch"][0]
     best = min(by_m, key=by_m.__getitem__)
 
     def next_run(contender: str) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def compare(settings: Settings, rounds: int, evaluates: bool) -> dict[str, Any]:
         own: dict[str, Any] = {"num_train_epochs": SHORT_EPOCHS if contender == SHORT else epochs}
         own |= {"pipeline_parallel_num_microbatches": str(best)} if contender == STATIC else {}
         own |= {"seed": seeds[contender], "eval_strategy": "epoch" if evaluates else "no"}
-        found = one_run(contender, **own)
+        found = one_run(contender, own)
         report(f"{contender}, seed {seeds[contender]}", [found["seconds"], found["accuracy"]])
         return found
 

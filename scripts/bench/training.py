@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -75,10 +77,20 @@ class Timed(PipeTransformerTrainer):
         """What the run wrote down; rank 0 has it."""
         return read_events(str(Path(self.args.output_dir) / EVENTS_FILE))
 
-    def _fetch(self, num_batches: int) -> Any:
+    def _prepare_for_training(self, *args: Any) -> Any:
+        prepared = super()._prepare_for_training(*args)
+        progress = self.pipeline_run.training.progress
+        progress.begin_step = partial(self._begin_step, progress.begin_step)
+        return prepared
+
+    def _begin_step(self, begin_step: Callable[[], None]) -> None:
         self._began.append(time.perf_counter())
-        fetched = super()._fetch(num_batches)
-        self.waited.append(time.perf_counter() - self._began[-1])
+        begin_step()
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        fetched = super().get_batch_samples(*args)
+        if len(self._began) > len(self.waited):  # Trainer also asks at the end of an epoch.
+            self.waited.append(time.perf_counter() - self._began[-1])
         return fetched
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
