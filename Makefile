@@ -29,7 +29,7 @@ DEMO_INSTALLED := $(VENV)/.demo_installed
 CHECKED := hf_pipetransformer scripts tests examples
 
 .PHONY: help demo docs cards test test-all test-lowest test-faults families gpu-check quality style
-.PHONY: benchmark benchmark-alternatives benchmark-plan benchmark-memory benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async study-front study-views pipe-suites clean
+.PHONY: benchmark benchmark-plan benchmark-memory benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async study-front study-views pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -47,7 +47,6 @@ help:
 	@echo "make benchmark-async  asynchronous 1F1B: the paper's tables simulated, throughput, half an hour; make study-async: its accuracy"
 	@echo "make benchmark-pipe  what Pipe costs over the bare Sequential, and its memory, five minutes"
 	@echo "make benchmark-memory  host memory of every rank by phase, K=2 and 4, and by micro-batches, 15 minutes; SIDE=old CHECKOUT=folder for another revision"
-	@echo "make benchmark-alternatives  two stages beside a naive split, FSDP2 and DDP: step time and memory, 15 minutes"
 	@echo "make benchmark-plan  plans beside measured steps and memory, and the paper's three settings, half an hour"
 	@echo "make benchmark-causal  a real causal language model beside Trainer, about 20 minutes"
 	@echo "make study      accuracy and time of freeze settings, about two hours"
@@ -170,9 +169,6 @@ benchmark-memory: $(INSTALLED)
 # On a machine that does nothing else: a plan and the run beside it are minutes apart.
 benchmark-plan: $(INSTALLED)
 	$(BIN)/python scripts/benchmark_plan.py --output benchmarks/plan.json
-
-benchmark-alternatives: $(INSTALLED)
-	$(BIN)/python scripts/benchmark_alternatives.py --output benchmarks/alternatives.json
 
 # A real causal language model, which a package of 93 MB carries.
 benchmark-causal: $(INSTALLED)
