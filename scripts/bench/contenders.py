@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from .measure import PeakMemory, Settings
 from .models import cifar10_images, passages, smollm2, sst2, training_options
 
 
-NUM_STEPS, LEARNING_RATE = 4, 5e-5
+NUM_STEPS, LEARNING_RATE = 3, 5e-5
 NAIVE = "naive split"
 CHUNKS = {
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
@@ -60,10 +59,10 @@ def images(settings: Settings) -> tuple[Any, Tensor, Tensor]:
 
 
 def blocks(settings: Settings) -> tuple[Any, Tensor, Tensor]:
-    """SmolLM2, and blocks of 32 tokens of passages."""
+    """SmolLM2, and blocks of 24 tokens of passages."""
     model, tokenizer = smollm2()
     words = tokenizer("\n".join(passages(settings.data / "squad_v1_train_partial.parquet", 50)["text"]))["input_ids"]
-    rows = torch.tensor(words[: len(words) // 32 * 32]).view(-1, 32)
+    rows = torch.tensor(words[: len(words) // 24 * 24]).view(-1, 24)
     return model, rows, rows.clone()
 
 
@@ -85,10 +84,10 @@ SUBJECTS = {
         "MiniLM (BERT 6 x 384), 32 sentences of 32 tokens", sentences, AutoModelForSequenceClassification, 32, 8, 6
     ),
     "vit": Subject(
-        "ViT 12 x 192, 32 images of 65 tokens", images, AutoModelForImageClassification, 32, 8, 12, "pixel_values"
+        "ViT 12 x 192, 24 images of 65 tokens", images, AutoModelForImageClassification, 24, 8, 12, "pixel_values"
     ),
     "smollm2": Subject(
-        "SmolLM2-135M with LoRA, 8 blocks of 32 tokens", blocks, AutoModelForCausalLM, 8, 4, 30
+        "SmolLM2-135M with LoRA, 8 blocks of 24 tokens", blocks, AutoModelForCausalLM, 8, 4, 30
     ),
 }  # fmt: skip
 
@@ -130,7 +129,8 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 # ---- one process of a contender ----
 
-ROWS: dict[str, Tensor] = {}
+GIVEN: dict[str, Any] = {}
+"""What the process that forks has read: `model`, its `weights`, and the rows as `inputs` and `labels`."""
 
 
 class Run(TrainerCallback):
@@ -147,8 +147,8 @@ class Run(TrainerCallback):
             self.memory.begin("training")
 
     def load(self) -> Any:
-        """Load the model into memory of this process's own: a device would have no mapped file."""
-        model = self.subject.kind.from_pretrained(f"{self.folder}/model")
+        """Copy the model into memory of this process's own, as onto a device."""
+        model = GIVEN.pop("model")  # Whoever holds a part frees the rest.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
         if self.subject.kind is not AutoModelForCausalLM:
@@ -160,7 +160,7 @@ class Run(TrainerCallback):
 
     def each_step(self, step: Callable[[Tensor, Tensor], Tensor | float], is_shared: bool = False) -> list[float]:
         """Call a step with its inputs and labels, and return the losses, or the sums of what the processes have."""
-        batches = (ROWS[name].split(self.subject.batch)[:NUM_STEPS] for name in ("inputs", "labels"))
+        batches = (GIVEN[name].split(self.subject.batch)[:NUM_STEPS] for name in ("inputs", "labels"))
         found = []
         for inputs, labels in zip(*batches, strict=True):
             found.append(torch.as_tensor(step(inputs, labels)).detach().reshape(()))
@@ -195,7 +195,7 @@ def with_trainer(run: Run) -> list[float]:
 
     subject, contender, options = run.subject, run.contender, dict(run.contender.options)
     number = options.pop("num_batches", contender.num_steps) * subject.batch
-    rows = [{subject.main_input: ROWS["inputs"][i], "labels": ROWS["labels"][i]} for i in range(number)]
+    rows = [{subject.main_input: GIVEN["inputs"][i], "labels": GIVEN["labels"][i]} for i in range(number)]
     common = training_options(
         output_dir=f"{run.folder}/output", max_steps=contender.num_steps, learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant", per_device_train_batch_size=subject.batch // contender.processes,
@@ -282,7 +282,6 @@ class OwnStage(nn.Module):
 
 def with_deepspeed(run: Run) -> list[float]:
     """DeepSpeed's 1F1B."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
     deepspeed, pipe = (importlib.import_module(name) for name in ("deepspeed", "deepspeed.pipe"))
     # It would compile collectives over shared memory, which a pipeline does not use.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -304,9 +303,8 @@ def with_deepspeed(run: Run) -> list[float]:
 
 def with_gpipe(run: Run) -> list[float]:
     """`GPipe` of torchgpipe or of this package; both devices are this process."""
-    library = "torchgpipe" if run.contender.name == "torchgpipe" else "hf_pipetransformer.pipe"
     stages = nn.Sequential(*stages_of(run.load(), 2))
-    model = importlib.import_module(library).GPipe(
+    model = importlib.import_module(run.contender.library).GPipe(
         stages, [1, 1], devices=["cpu", "cpu"], chunks=run.subject.num_microbatches, checkpoint="never"
     )
     update = Update([stages])
@@ -329,6 +327,7 @@ class Contender:
         options: this package's arguments; plain Trainer takes none.
         updates: `exact`, or how they differ from plain Trainer's.
         num_skipped: steps at the beginning that are not timed.
+        library: imported before memory is measured; it may lie in `PEERS_PACKAGES`.
     """
 
     name: str
@@ -338,6 +337,7 @@ class Contender:
     updates: str = "exact"
     num_steps: int = NUM_STEPS
     num_skipped: int = 1
+    library: str = ""
 
 
 def contenders() -> dict[str, Contender]:
@@ -359,8 +359,8 @@ def contenders() -> dict[str, Contender]:
         Contender("Trainer, DDP", with_trainer),
         Contender("FSDP2", with_fsdp),
         *(Contender(f"torch.distributed.pipelining, {name}", with_torch) for name in CHUNKS),
-        Contender("DeepSpeed, PipelineModule", with_deepspeed),
-        Contender("torchgpipe", with_gpipe, 1),
-        Contender("ours, GPipe", with_gpipe, 1),
+        Contender("DeepSpeed, PipelineModule", with_deepspeed, library="deepspeed.pipe"),
+        Contender("torchgpipe", with_gpipe, 1, library="torchgpipe"),
+        Contender("ours, GPipe", with_gpipe, 1, library="hf_pipetransformer.pipe"),
     ]
     return {each.name: each for each in found}

@@ -36,15 +36,13 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing import start_processes
 
 from .contenders import (
+    GIVEN,
     NAIVE,
     NUM_STEPS,
-    ROWS,
     SUBJECTS,
     Contender,
     Run,
     contenders,
-    with_deepspeed,
-    with_gpipe,
 )
 from .measure import (
     RETURNS_FREED,
@@ -64,19 +62,26 @@ EXACT = 1e-5
 SECONDS = 180
 """Time limit of a contender."""
 MEMORY = "peak MiB of each process"
+PRELOADED = (
+    "hf_pipetransformer.trainer.mixin", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "peft",
+)  # fmt: skip
+"""Modules that a process would import while it trains."""
+
 
 # ---- a launch ----
 
 
-def rank(number: int, make: Callable[[], Run]) -> None:
+def rank(number: int, contender: Contender, make: Callable[[], Run]) -> None:
     """One process of a contender; its figures go to a file."""
-    run = make()
-    contender, memory = run.contender, run.memory
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     values = (number, number, contender.processes, contender.processes)
-    os.environ.update(zip(names, map(str, values), strict=True))
-    if contender.train in (with_deepspeed, with_gpipe):
+    os.environ.update(zip(names, map(str, values), strict=True), DS_ACCELERATOR="cpu")
+    if contender.library:
         sys.path.append(os.environ.get("PEERS_PACKAGES", ""))
+        importlib.import_module(contender.library)
+    run = make()
+    memory = run.memory
     with open(f"{run.folder}/log-{number}", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -91,10 +96,10 @@ def rank(number: int, make: Callable[[], Run]) -> None:
         dist.barrier()
 
 
-def fork(make: Callable[[], Run], folder: str, processes: int) -> list[dict[str, Any]]:
+def fork(contender: Contender, make: Callable[[], Run], folder: str) -> list[dict[str, Any]]:
     """Run the processes of a contender; what each found, or the first error."""
     deadline = time.monotonic() + SECONDS
-    ranks = start_processes(rank, (make,), processes, join=False, start_method="fork")
+    ranks = start_processes(rank, (contender, make), contender.processes, join=False, start_method="fork")
     try:
         while not ranks.join(timeout=1):
             if time.monotonic() > deadline:
@@ -103,23 +108,21 @@ def fork(make: Callable[[], Run], folder: str, processes: int) -> list[dict[str,
         for process in ranks.processes:
             process.kill()
         return [{"error": str(error).strip().splitlines()[-1]}]
-    return [json.loads(Path(f"{folder}/{number}.json").read_text()) for number in range(processes)]
+    return [json.loads(Path(f"{folder}/{number}.json").read_text()) for number in range(contender.processes)]
 
 
 def work(model: str, folder: str, names: list[str], rounds: int, is_memory: bool) -> dict[str, Any]:
     """Contenders in turns, in a process that never trains itself; what their ranks found, by round."""
-    for module in (
-        "hf_pipetransformer.trainer.mixin",
-        "torch.distributed.pipelining",
-        "torch.distributed.fsdp",
-        "peft",
-    ):
-        importlib.import_module(module)
-    ROWS.update(load_file(f"{folder}/rows.safetensors"))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    whole = SUBJECTS[model].kind.from_pretrained(f"{folder}/model")
+    GIVEN.update(load_file(f"{folder}/rows.safetensors"), model=whole)
+    # They stay: what a contender freed of them would make up for what it takes.
+    GIVEN["weights"] = [parameter.data for parameter in whole.parameters()]
     gc.freeze()
 
     def turn(contender: Contender) -> list[dict[str, Any]]:
-        found = fork(lambda: Run(contender, SUBJECTS[model], folder, is_memory), folder, contender.processes)
+        found = fork(contender, lambda: Run(contender, SUBJECTS[model], folder, is_memory), folder)
         report(f"{model}, {contender.name}", found)
         return found
 
@@ -163,7 +166,7 @@ def beside(model: str, settings: Settings) -> dict[str, Any]:
     """Memory and losses of every contender once, then the time of those that run."""
     subject, known, rounds = SUBJECTS[model], contenders(), settings.of(5, 1)
     whole, inputs, labels = subject.make(settings)
-    number = subject.batch * NUM_STEPS * 2
+    number = subject.batch * max(each.num_steps for each in known.values())
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         whole.float().save_pretrained(f"{folder}/model")
         save_file({"inputs": inputs[:number], "labels": labels[:number]}, f"{folder}/rows.safetensors")
