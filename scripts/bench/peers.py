@@ -18,7 +18,6 @@ stages of equal work. Rows have one length, because `torch.distributed.pipelinin
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -115,11 +114,11 @@ def work(model: str, folder: str, names: list[str], rounds: int, is_memory: bool
     """Contenders in turns, in a process that never trains itself; what their ranks found, by round."""
     for name in PRELOADED:
         importlib.import_module(name)
-    whole = SUBJECTS[model].kind.from_pretrained(f"{folder}/model")
-    GIVEN.update(load_file(f"{folder}/rows.safetensors"), model=whole)
+    GIVEN.update(load_file(f"{folder}/rows.safetensors"))
+    # In no variable: a contender that keeps a part of the model frees the rest.
+    GIVEN["model"] = SUBJECTS[model].kind.from_pretrained(f"{folder}/model")
     # They stay: what a contender freed of them would make up for what it takes.
-    GIVEN["weights"] = [parameter.data for parameter in whole.parameters()]
-    gc.freeze()
+    GIVEN["weights"] = [parameter.data for parameter in GIVEN["model"].parameters()]
 
     def turn(contender: Contender) -> list[dict[str, Any]]:
         found = fork(contender, lambda: Run(contender, SUBJECTS[model], folder, is_memory), folder)
