@@ -8,7 +8,7 @@ constant, as in this library: with R replicas a pipeline has an R-th of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -63,7 +63,7 @@ LENGTH = 512
 
 
 class Setting(NamedTuple):
-    """A data set: Tables 1 and 3, hours of the baseline and of PipeTransformer, and the speed-up that Table 1 names."""
+    """A data set: Tables 1 and 3, hours of the baseline and of PipeTransformer, and the speed-up of Table 1."""
 
     model: str
     samples: int
@@ -189,7 +189,7 @@ class Job:
         return found[chosen].layout
 
     def spans(self, alpha: float, interval: str = "epoch") -> tuple[Span, ...]:
-        """Return the bound of Eq. 1 over the run, from the first interval on and without a minimum of active layers."""
+        """Return the bound of Eq. 1 over the run, without a warm-up or a minimum of active layers."""
         args = PipeTransformerArguments(
             output_dir="planned", freeze_policy="schedule", freeze_interval=interval, freeze_warmup=0.0,
             freeze_min_active_layers=0, use_cpu=True, report_to=[],
@@ -263,7 +263,9 @@ def fitted(setting: Setting, longest: int = LONGEST) -> Job:
     low, high = 0.01, 1.0
     for _ in range(7):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if baseline_hours(Job(setting, middle, longest)) > setting.hours[0] else (low, middle)
+        low, high = (
+            (middle, high) if baseline_hours(Job(setting, middle, longest)) > setting.hours[0] else (low, middle)
+        )
     return Job(setting, (low * high) ** 0.5, longest)
 
 
@@ -302,7 +304,9 @@ def table_1(quick: bool) -> dict[str, Any]:
 def figure_9() -> dict[str, Any]:
     """Speed-up of each combination of mechanisms, ViT on ImageNet, by both rules for K."""
     job = fitted(SETTINGS["ImageNet"])
-    parts = dict(zip(PAPERS_PARTS, ((False, False), (True, False), (True, False), (True, True), (True, True)), strict=True))
+    parts = dict(
+        zip(PAPERS_PARTS, ((False, False), (True, False), (True, False), (True, True), (True, True)), strict=True)
+    )
     return {
         name: {
             rule: round(speedup(job, parts=Parts(*flags, "auto" if "AutoCache" in name else "off", rule)), 3)
@@ -341,7 +345,11 @@ def figure_10() -> dict[str, Any]:
         }
         paper = PAPERS_CACHE_STARTS[job.setting.model]
         implied = [round(record / costs.prefix[f] / 1e9, 3) for f in (paper - 1, paper)]
-        cache[job.setting.model] = {"first F by rate": starts, "paper F": paper, "GB/s that the paper's F implies": implied}
+        cache[job.setting.model] = {
+            "first F by rate": starts,
+            "paper F": paper,
+            "GB/s that the paper's F implies": implied,
+        }
     return {"a": alphas, "b": by_m, "length at the start": lengths, "c": cache}
 
 
@@ -351,18 +359,27 @@ def table_2() -> dict[str, Any]:
     for name, paper in PAPERS_COMMUNICATION.items():
         job = fitted(SETTINGS[name])
         runs = {rule: simulate_run(job, job.spans(1 / 3), Parts(rule=rule)) for rule in ("throughput", "memory")}
-        found[name] = {rule: round(run.communication / run.seconds, 4) for rule, run in runs.items()} | {"paper": paper}
+        found[name] = {rule: round(run.communication / run.seconds, 4) for rule, run in runs.items()} | {
+            "paper": paper
+        }
     return found
 
 
 def table_4() -> dict[str, Any]:
     """Seconds of a transition at most: all of the model's weights and moments move between devices of a node."""
-    seconds = {setting.model: round(move_seconds(job, job.start), 3) for setting in SETTINGS.values() for job in [Job(setting)]}
-    papers = {name: {"paper s": whole, "without CUDA contexts": round(whole - contexts, 1)} for name, (whole, contexts) in PAPERS_TRANSITIONS.items()}
+    seconds = {
+        setting.model: round(move_seconds(job, job.start), 3)
+        for setting in SETTINGS.values()
+        for job in [Job(setting)]
+    }
+    papers = {
+        name: {"paper s": whole, "without CUDA contexts": round(whole - contexts, 1)}
+        for name, (whole, contexts) in PAPERS_TRANSITIONS.items()
+    }
     return {"moving, s": seconds, "paper": papers}
 
 
-@experiment("papers.json", minutes=2, quick_minutes=0.5, processes=1)
+@experiment("papers.json", minutes=3, quick_minutes=0.5, processes=1)
 def papers(settings: Settings) -> dict[str, Any]:
     """Tables and figures of PipeTransformer and TeraPipe, simulated on the papers' machines."""
     from . import terapipe
