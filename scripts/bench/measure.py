@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from scipy.stats import t as student
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -173,6 +174,12 @@ def summary(values: Sequence[float], digits: int = 4) -> dict[str, float]:
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
     """Quotients inside each round, so that what disturbs a round meets both."""
     return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def interval_95(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean by Student's t, of two values or more."""
+    half = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
+    return statistics.mean(values) - half, statistics.mean(values) + half
 
 
 def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:

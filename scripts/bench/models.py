@@ -72,12 +72,22 @@ def gpt2(num_samples: int, num_tokens: int, vocab_size: int = 5000) -> tuple[GPT
     return GPT2LMHeadModel(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
+def rows_of(inputs: Tensors) -> list[Tensors]:
+    """A data set of the samples of a batch."""
+    return [{key: value[i] for key, value in inputs.items()} for i in range(len(inputs["labels"]))]
+
+
 class RandomModel(NamedTuple):
     """How to make a model and inputs for so many samples, its global batch and its number of layers."""
 
     make: Callable[[int], tuple[nn.Module, Tensors]]
     batch: int
     num_layers: int
+
+    def task(self, num_batches: int) -> dict[str, Any]:
+        """What a trainer is given: the model, and random samples."""
+        model, inputs = self.make(self.batch * num_batches)
+        return {"model": model, "train_dataset": rows_of(inputs)}
 
 
 BERT, VIT = "bert-6x384, 128 tokens", "vit-12x192, 65 tokens"
@@ -89,11 +99,6 @@ SHORT_MODELS = {
     SHORT_BERT: RandomModel(partial(bert, vocab_size=30522, num_tokens=32), 32, 6),
 }
 """For freezing and the cache: the vocabulary is that of MiniLM."""
-
-
-def rows_of(inputs: Tensors) -> list[Tensors]:
-    """A data set of the samples of a batch."""
-    return [{key: value[i] for key, value in inputs.items()} for i in range(len(inputs["labels"]))]
 
 
 # ---- pretrained ----

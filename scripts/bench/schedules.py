@@ -1,28 +1,19 @@
 """How much of the ideal each schedule gives, beside the schedules of `torch.distributed.pipelining`.
 
-    python scripts/benchmark_schedules.py --output benchmarks/schedules.json
-    torchrun --standalone --nproc_per_node 4 scripts/benchmark_schedules.py --output benchmarks/schedules.json
+Simulated: the tables of both libraries under the same durations. What a rank holds takes 1 for a forward, 1 for the
+gradients of inputs and 1 for those of weights; a message takes nothing, or a tenth of that. The share of the ideal is
+what a rank computes over how long the batch takes.
 
-Alone it simulates: the tables of both libraries under the same durations. What a rank holds takes 1 for a forward, 1
-for the gradients of inputs and 1 for those of weights; a message takes nothing, or a tenth of that. The share of the
-ideal is what a rank computes over how long the batch takes.
-
-With several processes it measures: K processes, our engine and torch's taking turns in one run, on the same modules,
-whose computation is emulated: a layer sleeps instead of multiplying matrices, so that four ranks need no four devices.
-What is measured is thus the order of the tables, the engines' own time and that of the transfers.
+Measured: four processes, our engine and torch's taking turns, on the same modules, whose computation is emulated: a
+layer sleeps instead of multiplying matrices, so that four ranks need no four devices. What is measured is thus the
+order of the tables, the engines' own time and that of the transfers.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import statistics
 import time
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,9 +31,13 @@ from hf_pipetransformer.schedules import Action, ActionList, Op, find_schedule
 from hf_pipetransformer.schedules.actions import add_transfers
 from hf_pipetransformer.schedules.placement import Placement
 
+from .measure import Settings, alternate, experiment, launch, ratios, report, seconds_of, summary
+from .stages import CPU, make_topology
+
 
 SHAPE = (8, 64)
-CPU = torch.device("cpu")
+FORWARD_MS = 20
+"""Of what a rank holds, emulated."""
 
 
 class Pair(NamedTuple):
@@ -72,8 +67,8 @@ PAIRS = {
 class _StandIn:
     """All that torch asks of a stage to lay its table."""
 
-    def __init__(self, stage: int, rank: int, size: int, num_stages: int) -> None:
-        self.stage_index, self.group_rank, self.group_size, self.num_stages = stage, rank, size, num_stages
+    def __init__(self, stage: int, size: int, num_stages: int) -> None:
+        self.stage_index, self.group_rank, self.group_size, self.num_stages = stage, 0, size, num_stages
         self.is_first, self.is_last, self.has_backward, self.submod = stage == 0, stage == num_stages - 1, True, None
 
 
@@ -84,16 +79,13 @@ def torch_rows(pair: Pair, size: int, m: int) -> list[list[Action]]:
         "BACKWARD_INPUT": Op.BACKWARD_INPUT, "BACKWARD_WEIGHT": Op.BACKWARD_WEIGHT,
     }  # fmt: skip
     laid = type("Laid", (pair.peer,), {"_prepare_schedule_with_comms": lambda self, actions, **kwargs: None})
-    stages = [_StandIn(chunk, 0, size, size * pair.num_chunks) for chunk in range(pair.num_chunks)]
+    stages = [_StandIn(chunk, size, size * pair.num_chunks) for chunk in range(pair.num_chunks)]
     order = laid(stages, m, loss_fn=lambda output, target: output).pipeline_order
     return [
-        [
-            Action(kinds[each.computation_type.name], each.microbatch_index, each.stage_index // size)
-            for each in order[rank]
-            if each is not None
-        ]
+        [Action(kinds[each.computation_type.name], each.microbatch_index, each.stage_index // size)
+         for each in order[rank] if each is not None]
         for rank in range(size)
-    ]
+    ]  # fmt: skip
 
 
 def simulated(pair: Pair, size: int, m: int) -> dict[str, dict[str, float]]:
@@ -106,15 +98,20 @@ def simulated(pair: Pair, size: int, m: int) -> dict[str, dict[str, float]]:
     one, two = (1 / v,) * (size * v), (2 / v,) * (size * v)
     found: dict[str, dict[str, float]] = {}
     for hop in (0.0, 0.1):
-        ends = {
-            name: simulate(table, Durations(one, two, hop, one, one), where).end
-            for name, (table, where) in tables.items()
-        }
+        durations = Durations(one, two, hop, one, one)
+        ends = {name: simulate(table, durations, where).end for name, (table, where) in tables.items()}
         shares = {name: round(3 * m / end, 4) for name, end in ends.items()}
         if "torch" in ends:
             shares["ours over torch"] = round(ends["torch"] / ends["ours"], 4)
         found[f"hop {hop}"] = shares
     return found
+
+
+@experiment("schedules.json", section="simulated", minutes=0.2, quick_minutes=0.2, processes=1)
+def schedules_simulated(settings: Settings) -> dict[str, Any]:
+    """Share of the time in which a rank works, by the tables of both libraries."""
+    cells = [(size, m) for size in (2, 4, 8) for m in (4, 8, 16, 32)]
+    return {f"K={size}, M={m}": {name: simulated(pair, size, m) for name, pair in PAIRS.items()} for size, m in cells}
 
 
 # ---- measured ----
@@ -206,96 +203,51 @@ def stage_links(groups: PipelineGroups, placement: Placement, stage: int) -> Sta
     )
 
 
-def our_step(topology: Topology, pair: Pair, m: int, seconds: float) -> Callable[[], Any]:
+def our_step(topology: Topology, pair: Pair, m: int) -> Callable[[], Any]:
     """One batch through our engine."""
     schedule, size = find_schedule(pair.ours), dist.get_world_size()
     placement = Placement(size, pair.num_chunks, schedule.placement)
     groups, last = topology.groups(placement), placement.num_stages - 1
-    stages = placement.stages_of(groups.position)
-    programs = [EmulatedProgram(Emulated(seconds / pair.num_chunks), stage == 0, stage == last) for stage in stages]
+    stages, seconds = placement.stages_of(groups.position), FORWARD_MS / 1000 / pair.num_chunks
+    programs = [EmulatedProgram(Emulated(seconds), stage == 0, stage == last) for stage in stages]
     engine = Engine(programs, [stage_links(groups, placement, stage) for stage in stages], StepMeter(CPU))
     row = schedule.table(size, m, pair.num_chunks)[groups.position]
     parts = [MicroBatch(i, {"x": torch.zeros(SHAPE)}, 1 / m, SHAPE, lambda inputs: inputs) for i in range(m)]
     return lambda: engine.begin(row, parts).drain()
 
 
-def torch_step(pair: Pair, m: int, seconds: float) -> Callable[[], Any]:
+def torch_step(pair: Pair, m: int) -> Callable[[], Any]:
     """One batch through `torch.distributed.pipelining`."""
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size, rank, seconds = dist.get_world_size(), dist.get_rank(), FORWARD_MS / 1000 / pair.num_chunks
     placement = Placement(size, pair.num_chunks, pair.placement)
     stages = [
-        PipelineStage(Emulated(seconds / pair.num_chunks), stage, placement.num_stages, CPU)
-        for stage in placement.stages_of(rank)
+        PipelineStage(Emulated(seconds), stage, placement.num_stages, CPU) for stage in placement.stages_of(rank)
     ]
-    is_single = pair.peer is peers.Schedule1F1B
-    schedule = pair.peer(stages[0] if is_single else stages, m, loss_fn=loss_of)
+    schedule = pair.peer(stages[0] if pair.peer is peers.Schedule1F1B else stages, m, loss_fn=loss_of)
     batch = torch.zeros(m * SHAPE[0], SHAPE[1], requires_grad=True)
     holds_last = placement.rank_of(placement.num_stages - 1) == rank
     return lambda: schedule.step(*([batch] if rank == 0 else []), target=batch if holds_last else None)
 
 
-def measured(topology: Topology, pair: Pair, m: int, seconds: float, rounds: int) -> dict[str, Any]:
+def measured(rounds: int) -> dict[str, dict[str, Any]]:
     """Share of the ideal by library, the two taking turns."""
-    steps = {"ours": our_step(topology, pair, m, seconds), "torch": torch_step(pair, m, seconds)}
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for index in range(rounds + 1):
-        for name in steps if index % 2 else reversed(steps):
-            dist.barrier()
-            start = time.perf_counter()
-            steps[name]()
-            dist.barrier()
-            if index:  # The first round connects and learns shapes.
-                found[name].append(time.perf_counter() - start)
-    shares = {name: [3 * m * seconds / each for each in times] for name, times in found.items()}
-    ratios = [theirs / ours for ours, theirs in zip(found["ours"], found["torch"], strict=True)]
-    return {**{name: summary(values) for name, values in shares.items()}, "ours over torch": summary(ratios)}
+    topology, table = make_topology(), {}
+    for m in (8, 16):
+        found: dict[str, Any] = {}
+        for name, pair in PAIRS.items():
+            steps = {"ours": our_step(topology, pair, m), "torch": torch_step(pair, m)}
+            # The first round connects and learns shapes.
+            taken = alternate({each: partial(seconds_of, step) for each, step in steps.items()}, rounds + 1)
+            seconds = {each: values[1:] for each, values in taken.items()}
+            ideal = 3 * m * FORWARD_MS / 1000
+            found[name] = {each: summary([ideal / value for value in values]) for each, values in seconds.items()}
+            found[name]["ours over torch"] = summary(ratios(seconds["torch"], seconds["ours"]))
+        table[f"K={dist.get_world_size()}, M={m}"] = found
+        report(f"M={m}", found)
+    return table
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Median and spread."""
-    return {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
-
-
-def machine() -> dict[str, Any]:
-    """What the figures come from."""
-    return {
-        "date": date.today().isoformat(), "cores": os.cpu_count(), "processor": platform.machine(),
-        "python": platform.python_version(), "torch": torch.__version__,
-    }  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file; the other part in it stays")
-    parser.add_argument("--rounds", type=int, default=15, help="measured: rounds of the two taking turns")
-    parser.add_argument("--forward_ms", type=float, default=20.0, help="measured: of what a rank holds")
-    options = parser.parse_args()
-    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    results: dict[str, Any] = {}
-    if world == 1:
-        for size in (2, 4, 8):
-            for m in (4, 8, 16, 32):
-                results[f"K={size}, M={m}"] = {name: simulated(pair, size, m) for name, pair in PAIRS.items()}
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        topology = Topology(timeout=60, local_world_size=world)
-        for m in (8, 16):
-            for name, pair in PAIRS.items():
-                found = measured(topology, pair, m, options.forward_ms / 1000, options.rounds)
-                results.setdefault(f"K={world}, M={m}", {})[name] = found
-                if rank == 0:
-                    print(f"K={world}, M={m}, {name}: {json.dumps(found)}", flush=True)
-        dist.barrier()
-        dist.destroy_process_group()
-    if rank == 0:
-        kept = json.loads(options.output.read_text()) if options.output.exists() else {}
-        kept["simulated" if world == 1 else "measured"] = {"machine": machine(), **results}
-        if world > 1:
-            kept["measured"]["machine"] |= {"processes": world, "emulated forward ms": options.forward_ms}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(kept, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+@experiment("schedules.json", section="measured", minutes=8, quick_minutes=1.5, processes=4)
+def schedules_emulated(settings: Settings) -> dict[str, Any]:
+    """Our engine beside torch's on four processes that sleep instead of computing."""
+    return {**launch(measured, 4, settings.of(15, 2)), "emulated forward ms": FORWARD_MS}
