@@ -8,9 +8,10 @@ constant, as in this library: with R replicas a pipeline has an R-th of it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from hf_pipetransformer.schedules.placement import first_above
 from hf_pipetransformer.startup.estimate import batch_on_meta, build_on_meta, estimate
 from hf_pipetransformer.startup.run_plan import Machine
 
-from .measure import Settings, experiment
+from .measure import REPOSITORY, Settings, experiment
 
 
 MACHINES: dict[str, dict[str, tuple[float, str]]] = json.loads(Path(__file__).with_name("machines.json").read_text())
@@ -101,6 +102,18 @@ class Parts:
     rule: str = "throughput"
 
 
+@cache
+def planner_of(model_name: str) -> Any:
+    """Return the library's planner of a model from its config alone, on devices that reach their peak."""
+    args = PipeTransformerArguments(output_dir="planned", pipeline_schedule="gpipe", use_cpu=True, report_to=[])
+    rates = CLUSTER["memory"], LONGEST, CLUSTER["peak"], CLUSTER["link"], CLUSTER["memory_bandwidth"]
+    machine = Machine(NUM_DEVICES, *rates, node_bandwidth=CLUSTER["network"])
+    with TemporaryDirectory() as folder:
+        MODELS[model_name].save_pretrained(folder)
+        model = build_on_meta(folder, None)
+    return estimate(model, batch_on_meta(model, LENGTH), args, machine)
+
+
 @dataclass(frozen=True)
 class Job:
     """A data set on the paper's cluster; `utilization` is the share of the peak that a device reaches."""
@@ -109,20 +122,13 @@ class Job:
     utilization: float = CLUSTER["utilization"]
     longest: int = LONGEST
 
-    @cached_property
-    def planner(self) -> Any:
-        """The library's planner from the config alone."""
-        args = PipeTransformerArguments(output_dir="planned", pipeline_schedule="gpipe", use_cpu=True, report_to=[])
-        rates = (CLUSTER["memory"], LONGEST, self.utilization * CLUSTER["peak"], CLUSTER["link"])
-        machine = Machine(NUM_DEVICES, *rates, CLUSTER["memory_bandwidth"], node_bandwidth=CLUSTER["network"])
-        with TemporaryDirectory() as folder:
-            MODELS[self.setting.model].save_pretrained(folder)
-            model = build_on_meta(folder, None)
-        return estimate(model, batch_on_meta(model, LENGTH), args, machine)
-
     @property
+    def planner(self) -> Any:
+        return planner_of(self.setting.model)
+
+    @cached_property
     def costs(self) -> BlockCosts:
-        return self.planner.costs.blocks
+        return self.planner.costs.blocks.scaled(1 / self.utilization, 1 / self.utilization)
 
     @property
     def num_layers(self) -> int:
@@ -223,8 +229,9 @@ def simulate_run(job: Job, spans: Sequence[Span], parts: Parts) -> Run:
         if span.num_frozen > layout.num_frozen_layers:
             decision = decide_cache(costs, span.num_frozen, stored, left / job.steps_per_epoch, parts.cache)
             level = decision.level if decision.use else 0
-            layout = job.following(layout, span.num_frozen, level, parts)
-            seconds += move_seconds(job, layout)
+            before, layout = layout, job.following(layout, span.num_frozen, level, parts)
+            if (before.places, before.boundaries) != (layout.places, layout.boundaries):
+                seconds += move_seconds(job, layout)
         steps = span.num_steps
         ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
         of_rank = max(gradient_bytes(layout, job.costs)) * job.overheads(layout, 1).reduction_per_byte * ring
@@ -275,116 +282,177 @@ def speedup(job: Job, alpha: float = 1 / 3, parts: Parts | None = None, interval
     return 3600 * baseline_hours(job) / run.seconds
 
 
-# ---- the paper's tables and figures ----
+# ---- the paper's tables and figures: lists of rows, each a row of a table ----
+
+RULES = {"ours": Parts(), "ours, K by Eq. 2": Parts(rule="memory")}
+Rows = list[dict[str, Any]]
 
 
-def table_1(quick: bool) -> dict[str, Any]:
-    """Hours with the utilization that the paper's baseline implies, and speed-ups at an assumed one beside."""
-    found = {}
+def against(paper: float | None, **ours: float) -> dict[str, Any]:
+    """Return figures beside the paper's, and the ratio of the first of them to it."""
+    over = None if paper is None else round(next(iter(ours.values())) / paper, 2)
+    return {**{name: round(each, 3) for name, each in ours.items()}, "the paper": paper, "ours over it": over}
+
+
+def table_1(job_of: dict[str, Job], quick: bool) -> dict[str, Rows]:
+    """Speed-ups and hours, the layouts of each epoch, and speed-ups if decisions come more often."""
+    times, layouts, often = [], [], []
     for name, setting in SETTINGS.items():
-        job = fitted(setting)
-        runs = {rule: simulate_run(job, job.spans(1 / 3), Parts(rule=rule)) for rule in ("throughput", "memory")}
-        hours = baseline_hours(job)
-        others = () if quick else (0.5, 0.25)
-        found[name] = {
-            "utilization": round(job.utilization, 3), "baseline h": round(hours, 3),
-            "h": {rule: round(run.seconds / 3600, 3) for rule, run in runs.items()},
-            "speedup": {rule: round(3600 * hours / run.seconds, 2) for rule, run in runs.items()},
+        job = job_of[name]
+        runs = {kind: simulate_run(job, job.spans(1 / 3), parts) for kind, parts in RULES.items()}
+        whole = 3600 * baseline_hours(job)
+        times.append({
+            "data set": name, **against(setting.speedup, **{kind: whole / run.seconds for kind, run in runs.items()}),
             "at half of the peak": round(speedup(Job(setting)), 2),
-            "decisions by share of an epoch": {
-                str(each): round(speedup(job, interval=str(each / setting.epochs)), 2) for each in others
-            },
-            "spans": runs["throughput"].spans, "spans by Eq. 2": runs["memory"].spans,
-            "paper h": setting.hours, "paper speedup": setting.speedup,
-            "paper hours ratio": round(setting.hours[0] / setting.hours[1], 2),
-        }  # fmt: skip
-    return found
+            "share of the peak, fitted": round(job.utilization, 3),
+            "baseline, h": round(whole / 3600, 2), "ours, h": round(runs["ours"].seconds / 3600, 2),
+            "the paper's, h": setting.hours[1],
+        })  # fmt: skip
+        for kind, run in runs.items():
+            frozen, *shape, stored = (", ".join(map(str, each)) for each in [*zip(*run.spans, strict=True)][1:])
+            layouts.append({"data set": name, "rule": kind, "layers frozen": frozen,
+                            **dict(zip("KRM", shape, strict=True)), "layers stored": stored})  # fmt: skip
+        shares = () if quick else (0.5, 0.25)
+        more = {f"every {each:g} epoch": speedup(job, interval=str(each / setting.epochs)) for each in shares}
+        often.append(
+            {"data set": name, **against(setting.speedup, **{"every epoch": whole / runs["ours"].seconds, **more})}
+        )
+    return {"Table 1": times, "layouts": layouts, "intervals": often}
 
 
-def figure_9() -> dict[str, Any]:
+def figure_9(job: Job) -> Rows:
     """Speed-up of each combination of mechanisms, ViT on ImageNet, by both rules for K."""
-    job = fitted(SETTINGS["ImageNet"])
-    parts = dict(
-        zip(PAPERS_PARTS, ((False, False), (True, False), (True, False), (True, True), (True, True)), strict=True)
-    )
-    return {
-        name: {
-            rule: round(speedup(job, parts=Parts(*flags, "auto" if "AutoCache" in name else "off", rule)), 3)
-            for rule in ("throughput", "memory")
-        } | {"paper": PAPERS_PARTS[name]}
-        for name, flags in parts.items()
-    }  # fmt: skip
+    rows = []
+    for name, paper in PAPERS_PARTS.items():
+        flags = "AutoPipe" in name, "AutoDP" in name, "auto" if "AutoCache" in name else "off"
+        found = {kind: speedup(job, parts=Parts(*flags, parts.rule)) for kind, parts in RULES.items()}
+        rows.append({"mechanisms": name, **against(paper, **found)})
+    return rows
 
 
-def figure_10() -> dict[str, Any]:
-    """Alpha, pipeline length and micro-batches, and the frozen layers from which reading records pays."""
-    vit, bert = fitted(SETTINGS["ImageNet"]), fitted(SETTINGS["SQuAD 1.1"])
-    alphas = {}
-    for name, alpha in (("1/5", 1 / 5), ("1/3", 1 / 3), ("2/5", 2 / 5), ("1/2", 1 / 2)):
-        frozen = [(span.num_steps, span.num_frozen) for span in vit.spans(alpha)]
-        share = sum(steps * layers for steps, layers in frozen) / (sum(steps for steps, _ in frozen) * vit.num_layers)
-        alphas[name] = {"speedup": round(speedup(vit, alpha), 2), "share of layer steps frozen": round(share, 3)}
-    alphas["1/5"]["paper"], alphas["1/3"]["paper"] = 2.04, 2.83
-    lengths, by_m = {}, {}
+def figure_10a(job: Job) -> Rows:
+    """Alpha, and the share of layers and steps that is frozen."""
+    rows = []
+    for alpha, paper in {1 / 5: 2.04, 1 / 3: 2.83, 2 / 5: None, 1 / 2: None}.items():
+        spans = job.spans(alpha)
+        frozen = sum(span.num_steps * span.num_frozen for span in spans)
+        share = frozen / (sum(span.num_steps for span in spans) * job.num_layers)
+        rows.append(
+            {"alpha": round(alpha, 2), "share frozen": round(share, 3), **against(paper, ours=speedup(job, alpha))}
+        )
+    return rows
+
+
+def figure_10b(vit: Job) -> Rows:
+    """Samples a second of static pipelines by number of micro-batches, and what runs that start with them gain."""
+    rows = []
     for k in (8, 4, 2):
         job = Job(vit.setting, vit.utilization, k)
-        layout = replace(job.start, num_microbatches=1)
-        rates = {
-            m: round(job.global_batch / job.step(replace(layout, num_microbatches=m)).seconds, 1)
-            for m in (k, 2 * k, 3 * k, 4 * k, 6 * k)
-        }
-        by_m[f"K={k}"] = {"samples a second by M": rates, "best M": max(rates, key=lambda m: rates[m])}
-        lengths[f"K={k}"] = {"static, h": round(baseline_hours(job), 2), "speedup": round(speedup(job), 2)}
-    cache: dict[str, Any] = {}
-    for job in (vit, bert):
-        costs = job.cache_costs()
-        record = costs.read * CLUSTER["cache_read"]
+        seconds = {n: job.step(replace(job.start, num_microbatches=n * k)).seconds for n in (1, 2, 3, 4, 6)}
+        rates = {f"M = {n} K": round(job.global_batch / each, 1) for n, each in seconds.items()}
+        rows.append({"K": k, **rates, "best M": k * min(seconds, key=lambda n: seconds[n]),
+                     "static run, h": round(baseline_hours(job), 2), "speed-up": round(speedup(job), 2)})  # fmt: skip
+    return rows
+
+
+def figure_10c(jobs: Sequence[Job]) -> Rows:
+    """Frozen layers from which reading a record is faster than computing it, by the rate of reading."""
+    rows = []
+    for job in jobs:
+        costs, paper = job.cache_costs(), PAPERS_CACHE_STARTS[job.setting.model]
+        size = costs.read * CLUSTER["cache_read"] / 1e9
         starts = {
-            f"{rate} GB/s": next((f for f, own in enumerate(costs.prefix) if f and record / rate / 1e9 < own), None)
-            for rate in (0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+            f"{rate} GB/s": next((f for f, own in enumerate(costs.prefix) if f and size / rate < own), None)
+            for rate in (0.05, 0.1, 0.25, 0.5, 2.5)
         }
-        paper = PAPERS_CACHE_STARTS[job.setting.model]
-        implied = [round(record / costs.prefix[f] / 1e9, 3) for f in (paper - 1, paper)]
-        cache[job.setting.model] = {
-            "first F by rate": starts,
-            "paper F": paper,
-            "GB/s that the paper's F implies": implied,
-        }
-    return {"a": alphas, "b": by_m, "length at the start": lengths, "c": cache}
+        implied = "{:.3f} to {:.3f}".format(*(size / costs.prefix[f] for f in (paper, paper - 1)))
+        rows.append({"model": job.setting.model, **starts, "the paper": paper, "GB/s that it implies": implied})
+    return rows
 
 
-def table_2() -> dict[str, Any]:
-    """Share of all-reduces in the time of a run, by both rules for K."""
-    found = {}
+def table_2(job_of: dict[str, Job]) -> Rows:
+    """Share of all-reduces in the time of a run."""
+    rows = []
     for name, paper in PAPERS_COMMUNICATION.items():
-        job = fitted(SETTINGS[name])
-        runs = {rule: simulate_run(job, job.spans(1 / 3), Parts(rule=rule)) for rule in ("throughput", "memory")}
-        found[name] = {rule: round(run.communication / run.seconds, 4) for rule, run in runs.items()} | {
-            "paper": paper
-        }
-    return found
+        job = job_of[name]
+        runs = {kind: simulate_run(job, job.spans(1 / 3), parts) for kind, parts in RULES.items()}
+        found = {kind: run.communication / run.seconds for kind, run in runs.items()}
+        rows.append({"data set": name, **against(paper, **found)})
+    return rows
 
 
-def table_4() -> dict[str, Any]:
-    """Seconds of a transition at most: all of the model's weights and moments move between devices of a node."""
-    seconds = {
-        setting.model: round(move_seconds(job, job.start), 3)
-        for setting in SETTINGS.values()
-        for job in [Job(setting)]
+def table_4() -> Rows:
+    """Seconds of a transition; ours is the most, all weights and moments of the model."""
+    ours = {
+        f"ours, {job.setting.model}": round(move_seconds(job, job.start), 3) for job in map(Job, SETTINGS.values())
     }
-    papers = {
-        name: {"paper s": whole, "without CUDA contexts": round(whole - contexts, 1)}
+    return [
+        {"K": name, "the paper": whole, "without CUDA contexts": round(whole - contexts, 1), **ours}
         for name, (whole, contexts) in PAPERS_TRANSITIONS.items()
-    }
-    return {"moving, s": seconds, "paper": papers}
+    ]
 
 
-@experiment("papers.json", minutes=3, quick_minutes=0.5, processes=1)
+def pipeoptim() -> dict[str, Rows]:
+    """Table VI and Figure 8 of PipeOptim, of what `async_simulation.json` has."""
+    found = json.loads((REPOSITORY / "benchmarks" / "async_simulation.json").read_text(encoding="utf-8"))
+    epochs = [
+        {"model": model, "approach": name, **against(each["the paper's"], ours=each["time over PipeOptim's"])}
+        for model, kinds in found["Table VI, an epoch"].items()
+        for name, each in kinds.items()
+    ]
+    orders = {case: each for case, each in found["Figure 8, BERT-48"].items() if isinstance(each, dict)}
+    pairs = [
+        {"case": case, "pairs in the paper's order": each["pairs in the paper's order"]}
+        for case, each in orders.items()
+    ]
+    return {"Table VI": epochs, "Figure 8": pairs}
+
+
+@experiment("papers.json", minutes=3, quick_minutes=1, processes=1)
 def papers(settings: Settings) -> dict[str, Any]:
     """Tables and figures of PipeTransformer and TeraPipe, simulated on the papers' machines."""
     from . import terapipe
 
+    job_of = {name: fitted(setting) for name, setting in SETTINGS.items()}
+    vit = job_of["ImageNet"]
+    machines = [
+        {"paper": paper, "what": name.replace("_", " "), "value": value, "source": source}
+        for paper, values in MACHINES.items()
+        for name, (value, source) in values.items()
+    ]
     return {
-        "machines": MACHINES, "Table 1": table_1(settings.quick), "Figure 9": figure_9(), "Figure 10": figure_10(),
-        "Table 2": table_2(), "Table 4": table_4(), "TeraPipe": terapipe.figures(settings.quick),
+        "machines": machines, **table_1(job_of, settings.quick), "Figure 9": figure_9(vit),
+        "Figure 10a": figure_10a(vit), "Figure 10b": figure_10b(vit),
+        "Figure 10c": figure_10c([vit, job_of["SQuAD 1.1"]]), "Table 2": table_2(job_of), "Table 4": table_4(),
+        **terapipe.figures(settings.quick), **pipeoptim(),
     }  # fmt: skip
+
+
+# ---- the page ----
+
+BLOCK = re.compile(r"<!-- table: (papers|simulator)\.json (.+?) -->\n.*?<!-- end of table -->\n", re.DOTALL)
+
+
+def as_markdown(rows: Rows) -> str:
+    """Return a table of rows with the same keys; None is an empty cell."""
+    cells = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(each) for each in row.values()] for row in rows)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def with_tables(page: str) -> str:
+    """Return the page with its tables of papers.json and simulator.json, lists of rows there, made anew."""
+
+    def table(block: re.Match[str]) -> str:
+        file, name = block.groups()
+        rows = json.loads((REPOSITORY / "benchmarks" / f"{file}.json").read_text(encoding="utf-8"))
+        for key in name.split(" > "):
+            rows = rows[key]
+        return f"<!-- table: {file}.json {name} -->\n{as_markdown(rows)}<!-- end of table -->\n"
+
+    return BLOCK.sub(table, page)

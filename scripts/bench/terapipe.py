@@ -15,7 +15,7 @@ from hf_pipetransformer.planning.simulator import Durations, simulate
 from hf_pipetransformer.planning.slice_costs import Times, plan_slices
 from hf_pipetransformer.schedules import find_schedule
 
-from .papers import machine_of
+from .papers import against, machine_of
 
 
 CLUSTER = machine_of("TeraPipe")
@@ -101,12 +101,10 @@ def simulated(setting: Setting, num_microbatches: int, lengths: list[int]) -> fl
     )
 
 
-def compare(setting: Setting) -> dict[str, Any]:
-    """Return the best step without and with token slices."""
+def compare(setting: Setting) -> tuple[float, float, tuple[int, list[int]]]:
+    """Return the seconds of the best step without and with token slices, and its batch slices and token slices."""
     samples = setting.samples
     counts = [n for n in range(1, samples + 1) if samples % n == 0 and (n & (n - 1) == 0 or n == samples)]
-    whole = {count: simulated(setting, count, [setting.length]) for count in counts}
-    best = min(whole, key=whole.__getitem__)
     plans = {}
     for count in counts:
         (_, granules), *_ = plan_slices(
@@ -114,47 +112,55 @@ def compare(setting: Setting) -> dict[str, Any]:
         ).slices
         lengths = [GRANULE * each for each in granules]
         plans[simulated(setting, count, lengths)] = count, lengths
-    seconds = min(plans)
-    count, lengths = plans[seconds]
-    return {
-        "without s": round(whole[best], 3), "micro-batches": best, "with s": round(seconds, 3), "batch slices": count,
-        "token slices": len(lengths), "longest": max(lengths), "shortest": min(lengths),
-        "speedup": round(whole[best] / seconds, 2), "paper": setting.paper,
-        "ours over paper": round(whole[best] / seconds / setting.paper, 2),
-    }  # fmt: skip
+    whole = min(simulated(setting, count, [setting.length]) for count in counts)
+    return whole, min(plans), plans[min(plans)]
 
 
 def fitted_seconds() -> float:
-    """Return the fixed seconds of a pass over a slice and layer that bring Figure 5 as a whole nearest to the paper."""
+    """Return the fixed seconds of a pass over a slice and layer that bring Figure 5 nearest to the paper's."""
 
     def distance(seconds: float) -> float:
-        found = (compare(replace(each, slice_seconds=seconds)) for each in SETTINGS.values())
-        return float(sum(np.log(each["ours over paper"]) ** 2 for each in found))
+        settings = [replace(each, slice_seconds=seconds) for each in SETTINGS.values()]
+        times = [(*compare(each)[:2], each.paper) for each in settings]
+        return float(sum(np.log(whole / sliced / paper) ** 2 for whole, sliced, paper in times))
 
     return min((2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3), key=distance)
 
 
-def uniform(setting: Setting, most: int) -> dict[int, float]:
-    """Return the seconds of a step by the number of equal slices, single sequences of the batch (Figure 6)."""
+def beside(name: str, setting: Setting, fixed: float) -> dict[str, Any]:
+    """Return a row: the speed-up with slices that cost their operations alone, and with the fitted cost besides."""
+    whole, sliced, (count, lengths) = compare(setting)
+    whole_fitted, sliced_fitted, _ = compare(replace(setting, slice_seconds=fixed))
+    return {
+        "setting": name, "whole sequences, s": round(whole, 2), "slices, s": round(sliced, 2),
+        "batch x token slices": f"{count} x {len(lengths)}", **against(setting.paper, ours=whole / sliced),
+        "fitted": round(whole_fitted / sliced_fitted, 2),
+        "fitted over it": round(whole_fitted / sliced_fitted / setting.paper, 2),
+    }  # fmt: skip
+
+
+def uniform(name: str, setting: Setting) -> dict[str, Any]:
+    """Return a row: the best number of equal slices of single sequences, and the plan beside (Figure 6)."""
+    paper, most = OVER_UNIFORM[name]
     numbers = [2**power for power in range(8) if 2**power <= most]
-    return {n: round(simulated(setting, setting.samples, [setting.length // n] * n), 3) for n in numbers}
+    seconds = {n: simulated(setting, setting.samples, [setting.length // n] * n) for n in numbers}
+    over = min(seconds.values()) / compare(setting)[1]
+    shown = ", ".join(f"{n}: {each:.2f}" for n, each in seconds.items())
+    fixed = round(1e3 * setting.slice_seconds, 1)
+    return {"setting": name, "fixed ms of a slice and layer": fixed, "s by number": shown, **against(paper, ours=over)}
 
 
 def figures(quick: bool) -> dict[str, Any]:
-    """Figures 5, 6 and 7, with and without a fitted cost of slices; two settings of each with `quick`."""
-    number, fixed = (2, 2e-3) if quick else (len(SETTINGS), fitted_seconds())
-    found: dict[str, Any] = {"fitted ms of a layer's pass over a slice": round(1e3 * fixed, 2)}
-    for kind, cost in (("assumed", 0.0), ("fitted", fixed)):
-        settings = {name: replace(setting, slice_seconds=cost) for name, setting in SETTINGS.items()}
-        figure_5 = {name: compare(settings[name]) for name in list(settings)[-number:]}
-        figure_6 = {}
-        for name, (paper, most) in {} if quick else OVER_UNIFORM.items():
-            seconds, plan = uniform(settings[name], most), figure_5[name]["with s"]
-            over = round(min(seconds.values()) / plan, 2)
-            figure_6[name] = {"s by slices": seconds, "plan s": plan, "over the best": over, "paper": paper}
-        figure_7 = {
-            str(length): compare(replace(settings["(5) GPT3-13B"], length=length, batch=batch, paper=paper))
-            for length, (batch, paper) in list(BY_LENGTH.items())[-number:]
-        }
-        found[kind] = {"Figure 5": figure_5, "Figure 6": figure_6, "Figure 7": figure_7}
-    return found
+    """Figures 5, 6 and 7; two settings of each with `quick`."""
+    number, fixed = (2, 1.6e-3) if quick else (len(SETTINGS), fitted_seconds())
+    lengths = {
+        f"{length} tokens": replace(SETTINGS["(5) GPT3-13B"], length=length, batch=batch, paper=paper)
+        for length, (batch, paper) in BY_LENGTH.items()
+    }
+    names = () if quick else OVER_UNIFORM
+    return {
+        "fixed seconds of a slice and layer, fitted": fixed,
+        "Figure 5": [beside(name, each, fixed) for name, each in list(SETTINGS.items())[-number:]],
+        "Figure 6": [uniform(n, replace(SETTINGS[n], slice_seconds=each)) for each in (0.0, fixed) for n in names],
+        "Figure 7": [beside(name, each, fixed) for name, each in list(lengths.items())[-number:]],
+    }
