@@ -163,7 +163,7 @@ def simulator_files(settings: Settings) -> dict[str, Any]:
 
 
 CASES = [("gpipe", 4), ("1f1b", 4), ("1f1b", 8), ("zb_h1", 4), ("zb_v", 4), ("interleaved_1f1b", 4), ("async_1f1b", 2)]
-NUM_STEPS, NUM_WARM = 10, 3
+NUM_STEPS, NUM_WARM = 8, 2
 
 
 def train_one(model_name: str, schedule: str, m: int) -> tuple[float, float]:
