@@ -1,0 +1,201 @@
+"""How near predicted times come to measured ones: what committed files hold, and an experiment of its own.
+
+A pair is a predicted and a measured figure of the same thing. Predictions that a run made itself from times of its
+blocks are apart from those that know rates or the shape of a schedule alone.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from hf_pipetransformer.planning.simulator import simulate_equal
+from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.placement import Placement
+
+from .measure import REPOSITORY, Settings, alternate, experiment, launch, report
+from .models import MODELS, rows_of
+from .training import StepClock, train
+
+
+MEDIAN, WORST = 0.10, 0.20
+"""Targets of absolute relative errors."""
+
+
+class Pair(NamedTuple):
+    """Figures of one thing, in any unit."""
+
+    kind: str
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+# ---- from files ----
+
+
+def content(name: str) -> Any:
+    """Read a file of benchmarks/."""
+    return json.loads((REPOSITORY / "benchmarks" / name).read_text(encoding="utf-8"))
+
+
+def planned() -> Iterator[Pair]:
+    """Plans before the first step, from measured blocks and from the config: seconds of steps, bytes of ranks."""
+    kinds = {"--plan_only": "a plan with measured blocks", "from the config": "a plan from the config and rates"}
+    for model, found in content("plan.json").items():
+        for key, value in found.items():
+            what, _, source = key.partition(", ")
+            if what == "seconds of a step":
+                yield Pair(f"step: {kinds[source]}", model, value["predicted"], value["measured"])
+            elif what == "bytes of each rank":
+                for rank, each in enumerate(value):
+                    name = f"{model}, rank {rank}"
+                    yield Pair(f"memory: {kinds[source]}", name, each["predicted"], each["measured"])
+
+
+def after_transitions() -> Iterator[Pair]:
+    """A step after layers froze, predicted when the run decided; medians over rounds."""
+    for model, found in content("freezing.json")["prediction"].items():
+        for layout, ratio in found.get("predicted over measured", {}).items():
+            yield Pair("step: after a transition", f"{model}, {layout}", ratio["median"], 1.0)
+
+
+def weight_gradients() -> Iterator[Pair]:
+    """Steps with all and with half of the weight gradients, from the times of a run's own stages."""
+    for schedule, found in content("timely.json").items():
+        for what in ("nothing skipped", "shares skipped"):
+            each = found[what]
+            measured = each["measured s, medians of turns"]["median"]
+            yield Pair("step: weight gradients skipped", f"{schedule}, {what}", each["predicted s"], measured)
+
+
+def caching(batches: int = 8, batch: int = 16) -> Iterator[Pair]:
+    """The time of the epochs after a freeze with records, from that without and the saving that `auto` predicted."""
+    for cell in content("cache.json")["profiler"]["table"]:
+        off, on = (cell["seconds"][mode]["median"] for mode in ("off", "on"))
+        predicted = off - 1e-6 * cell["microseconds a sample saved, predicted"] * batches * batch
+        name = f"{cell['layers']} x {cell['hidden']}, F={cell['F']}, {cell['microseconds a row added']} us added"
+        yield Pair("epochs: the cache's decision", name, predicted, on)
+
+
+def of_schedules() -> Iterator[Pair]:
+    """Tables with equal stages alone: share of the time that ranks compute, and speed-up over one process."""
+    both = content("schedules.json")
+    for shape in (key for key in both["measured"] if key.startswith("K=")):
+        for schedule in ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v"):
+            predicted = both["simulated"][shape][schedule]["hop 0.0"]["ours"]
+            measured = both["measured"][shape][schedule]["ours"]["median"]
+            yield Pair("schedule alone: sleeping stages, K=4", f"{schedule}, {shape}", predicted, measured)
+    for file in ("pipeline_core.json", "zb_h1.json"):
+        for model, shapes in content(file)["schedules"].items():
+            for key, found in shapes.items():
+                if not key.startswith("M="):
+                    continue
+                for name, rate in found["speed-up over one process"].items():
+                    library, schedule = name.split()
+                    if library == "ours":
+                        shape = Placement(2), int(key[2:])
+                        predicted = 2 * (1 - simulate_equal(find_schedule(schedule), *shape).bubble)
+                        yield Pair(
+                            "schedule alone: computing stages, K=2",
+                            f"{file}, {model}, {schedule}, {key}", predicted, rate["median"],
+                        )  # fmt: skip
+
+
+def asynchronous() -> Iterator[Pair]:
+    """The gain of overlapping steps over the best synchronous schedule, from the bubble of equal stages alone."""
+    for case, found in content("async.json").items():
+        if case == "machine":
+            continue
+        schedule, _, m = found["best synchronous"].partition(", M=")
+        kind = find_schedule(schedule)
+        size = int(case.split("K=")[1].split(",")[0])
+        chunks = kind.abilities.min_chunks
+        predicted = 1 / (1 - simulate_equal(kind, Placement(size, chunks, kind.placement), int(m)).bubble)
+        for weights, rate in found["faster than the best synchronous"].items():
+            yield Pair(
+                "schedule alone: asynchronous over synchronous", f"{case}, {weights}", predicted, rate["median"]
+            )
+
+
+SOURCES = (planned, after_transitions, weight_gradients, caching, of_schedules, asynchronous)
+IS_PREDICTED = ("step: a plan with measured blocks", "step: after a transition", "step: weight gradients skipped",
+                "epochs: the cache's decision")  # fmt: skip
+"""Kinds of times that a run predicted from what it had measured: the library's simulator as it is used."""
+
+
+def errors(kind: str, pairs: list[Pair]) -> dict[str, Any]:
+    """Return a row: the median and the worst absolute relative error, and where that is."""
+    worst = max(pairs, key=lambda each: abs(each.error))
+    median = statistics.median(abs(each.error) for each in pairs)
+    return {
+        "kind": kind, "pairs": len(pairs), "median error, %": round(100 * median, 1),
+        "worst, %": round(100 * worst.error, 1), "where": worst.name,
+        "within 10 and 20 %": "yes" if median <= MEDIAN and abs(worst.error) <= WORST else "no",
+    }  # fmt: skip
+
+
+def summarized(pairs: list[Pair]) -> dict[str, Any]:
+    """Return the errors by kind, over what runs predicted, and over all."""
+    groups = {kind: [each for each in pairs if each.kind == kind] for kind in dict.fromkeys(p.kind for p in pairs)}
+    groups["all times that runs predicted"] = [each for each in pairs if each.kind in IS_PREDICTED]
+    groups["all"] = pairs
+    return {
+        "errors": [errors(kind, each) for kind, each in groups.items() if each],
+        "pairs": [[each.kind, each.name, round(each.predicted, 5), round(each.measured, 5)] for each in pairs],
+    }
+
+
+@experiment("simulator.json", section="from files", minutes=0.2, quick_minutes=0.2, processes=1)
+def simulator_files(settings: Settings) -> dict[str, Any]:
+    """Every predicted and measured pair of the committed files: median and worst error by kind."""
+    return summarized([pair for source in SOURCES for pair in source()])
+
+
+# ---- measured ----
+
+
+CASES = [("gpipe", 4), ("1f1b", 4), ("1f1b", 8), ("zb_h1", 4), ("zb_v", 4), ("interleaved_1f1b", 4), ("async_1f1b", 2)]
+NUM_STEPS, NUM_WARM = 8, 2
+
+
+def train_one(model_name: str, schedule: str, m: int) -> tuple[float, float]:
+    """Return the step that a run predicts at its start, and the median of its steps, in seconds; zeros off rank 0."""
+    make, batch, _ = MODELS[model_name]
+    model, inputs = make(batch * NUM_STEPS)  # One epoch: an asynchronous schedule drains at its end.
+    clock = StepClock()
+    trainer = train(
+        {"model": model, "train_dataset": rows_of(inputs), "callbacks": [clock]}, batch, max_steps=NUM_STEPS,
+        freeze_policy="none",
+        pipeline_parallel_size="2", pipeline_schedule=schedule, pipeline_parallel_num_microbatches=str(m),
+        pipeline_gather_at_end="never",
+    )  # fmt: skip
+    measured = statistics.median(clock.seconds[NUM_WARM:])
+    predicted = [event["predicted_step_s"] for event in trainer.events if "predicted_step_s" in event]
+    return (predicted[0] if predicted else 0.0), measured
+
+
+def measured_pairs(rounds: int, cases: list[tuple[str, str, int]]) -> list[list[Any]]:
+    """Train every case in turn, and return the medians of both figures over the rounds."""
+    calls = {f"{schedule}; {name}, M={m}": partial(train_one, name, schedule, m) for name, schedule, m in cases}
+    found = alternate(calls, rounds)
+    report("predicted and measured seconds of a step", found)
+    return [
+        ["step: " + case.split("; ")[0], case.split("; ")[1], *map(statistics.median, zip(*each, strict=True))]
+        for case, each in found.items()
+    ]
+
+
+@experiment("simulator.json", section="measured", minutes=8, quick_minutes=1.5)
+def simulator(settings: Settings) -> dict[str, Any]:
+    """Steps of two stages under each schedule beside what the run predicts at its start, for two models."""
+    cases = [(name, *case) for name in MODELS for case in CASES]
+    rows = launch(measured_pairs, 2, settings.of(2, 1), settings.of(cases, cases[1::5]), minutes=25)
+    return summarized([Pair(*row) for row in rows])

@@ -1,0 +1,117 @@
+"""The papers' tables: simulated speed-ups within bounds counted here, the loop over a run, the page, and errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import papers, simulator, terapipe
+from bench.papers import CLUSTER, REPOSITORY, SETTINGS, Job, Parts, baseline_hours, fitted, simulate_run, speedup
+
+from hf_pipetransformer.planning.forecast import Forecast, Storing
+
+
+CIFAR = SETTINGS["CIFAR-100"]
+LAYERS, EPOCHS = 12, 10
+FROZEN = [math.ceil(LAYERS * (1 - (2 / 3) ** epoch) - 1e-9) for epoch in range(EPOCHS)]
+"""Layers frozen in each epoch by the bound of Eq. 1 with alpha = 1/3, rounded up."""
+
+
+def forwards(frozen: int, computed: int) -> int:
+    """Forwards of a layer that a sample's step takes: three for an active one, one for each that is computed anew."""
+    return 3 * (LAYERS - frozen) - (0 < frozen < LAYERS) + computed
+
+
+@pytest.mark.parametrize(
+    ("cache", "computed"),
+    [("off", FROZEN), ("auto", [new - old for old, new in zip([0, *FROZEN], FROZEN, strict=False)])],
+)
+def test_a_run_is_as_fast_as_the_count_of_forwards_and_the_bubble_allow(cache: str, computed: list[int]) -> None:
+    job = Job(CIFAR)
+    found = speedup(job, parts=Parts(cache=cache))
+    count = EPOCHS * forwards(0, 0) / sum(map(forwards, FROZEN, computed))
+    k, m = job.start.pipeline_size, job.start.num_microbatches
+    # Stages of a static pipeline have whole sublayers: the slowest of eight may have half a layer more than the mean.
+    slowest = (LAYERS / k + 0.5) / (LAYERS / k)
+    assert 0.75 * count < found < count * (m + k - 1) / m * slowest
+
+
+def test_every_mechanism_adds_to_the_speed() -> None:
+    job = Job(CIFAR)
+    freeze, replicas, all_of_them = (
+        speedup(job, parts=parts) for parts in (Parts(False, False, "off"), Parts(cache="off"), Parts())
+    )
+    assert 1 < freeze < replicas < all_of_them
+    # Without stages to pack, backwards are what freezing saves: at most two of three parts of the run.
+    assert freeze < 3
+
+
+def test_a_fitted_device_takes_the_papers_time_for_the_baseline() -> None:
+    job = fitted(CIFAR)
+    assert baseline_hours(job) == pytest.approx(CIFAR.hours[0], rel=0.05)
+    assert 0 < job.utilization < 1
+
+
+class OfOneNetwork(Job):
+    """All links alike, as a `Forecast` assumes."""
+
+    def overheads(self, layout: Any, samples: int) -> Any:
+        return replace(self.planner.costs.overheads, reduction_per_byte=1 / CLUSTER["link"])
+
+
+def test_the_loop_over_a_run_is_the_forecast_of_the_library() -> None:
+    job = OfOneNetwork(CIFAR)
+    spans, parts = job.spans(1 / 3), Parts()
+    forecast = Forecast(
+        job.start, job.costs, job.overheads(job.start, 1), job.global_batch // 16, 1, job.steps_per_epoch,
+        lambda layout, frozen, level: job.following(layout, frozen, level, parts),
+        Storing(job.cache_costs(), "auto"),
+    )  # fmt: skip
+    assert simulate_run(job, spans, parts).seconds == pytest.approx(forecast.seconds(spans), rel=1e-9)
+
+
+def test_slices_gain_at_most_the_bubble_of_whole_sequences() -> None:
+    setting = replace(terapipe.SETTINGS["(10) GPT3-175B"], length=512)
+    whole, sliced, (count, lengths) = terapipe.compare(setting)
+    assert sum(lengths) == setting.length
+    assert setting.samples % count == 0
+    assert 1 <= whole / sliced < (setting.samples + setting.stages - 1) / setting.samples
+
+
+def test_a_table_has_a_line_for_each_row_and_only_its_block_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    rows = [{"what": "a", "ours": 1.23456}, {"what": "b", "ours": None}]
+    (tmp_path / "benchmarks" / "papers.json").write_text(json.dumps({"part": {"some": rows}}))
+    monkeypatch.setattr(papers, "REPOSITORY", tmp_path)
+    page = "before\n<!-- table: papers.json part > some -->\nold\n<!-- end of table -->\nafter\n"
+    found = papers.with_tables(page)
+    assert found.splitlines()[2:6] == ["| what | ours |", "| --- | --- |", "| a | 1.235 |", "| b |  |"]
+    assert found.replace(found[found.index("| what") : found.index("<!-- end")], "old\n") == page
+
+
+def test_the_page_of_the_papers_is_current() -> None:
+    page = (REPOSITORY / "docs" / "papers.md").read_text(encoding="utf-8")
+    assert page.count("<!-- table: papers.json") > 10
+    assert papers.with_tables(page) == page
+
+
+def test_errors_are_relative_to_what_was_measured() -> None:
+    pairs = [simulator.Pair("step: gpipe", name, *each) for name, each in (("a", (1.1, 1.0)), ("b", (0.5, 1.0)))]
+    row = simulator.summarized(pairs)["errors"][0]
+    assert (row["pairs"], row["median error, %"], row["worst, %"], row["where"]) == (2, 30.0, -50.0, "b")
+    assert row["within 10 and 20 %"] == "no"
+
+
+def test_pairs_of_the_committed_files_are_those_figures() -> None:
+    pairs = [pair for source in simulator.SOURCES for pair in source()]
+    plan = json.loads((REPOSITORY / "benchmarks" / "plan.json").read_text())["MiniLM, K=1"]
+    [own] = [each for each in pairs if (each.kind, each.name) == ("step: a plan with measured blocks", "MiniLM, K=1")]
+    assert own.error + 1 == pytest.approx(plan["seconds of a step, --plan_only"]["ratio"], abs=1e-3)
+    assert {each.kind for each in pairs} >= set(simulator.IS_PREDICTED)
+    assert all(each.predicted > 0 and each.measured > 0 for each in pairs)
