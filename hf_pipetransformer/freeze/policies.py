@@ -116,9 +116,7 @@ class Fixed(FreezePolicy):
         return min(next(ends, max_steps), max_steps)
 
     def check(self, num_layers: int, max_steps: int) -> list[str]:
-        self.table = {
-            _rounded(step, max_steps): _rounded(layers, num_layers) for step, layers in self._asked.items()
-        }
+        self.table = {_rounded(step, max_steps): _rounded(layers, num_layers) for step, layers in self._asked.items()}
         most = max(self.table.values())
         if most > num_layers:
             raise ValueError(f"freeze_at freezes {most} layers: the model has {num_layers}.")

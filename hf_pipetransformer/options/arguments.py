@@ -269,8 +269,8 @@ class PipeTransformerArguments(TrainingArguments):
     )
     freeze_layers: Annotated[str | None, optional(layers_or_share)] = option(
         None,
-        "Number of layers to freeze, with the embeddings, before the first step, or a share of all layers such as 2/3. "
-        "The same as `freeze_policy=fixed` with this number for step 0 in `freeze_at`.",
+        "Number of layers to freeze, with the embeddings, before the first step, or a share of all layers such as 2/3: "
+        "the same as `freeze_policy=fixed` with this number for step 0 in `freeze_at`.",
     )
 
     # Elastic pipeline (sections 3.2 and 3.3).

@@ -66,8 +66,7 @@ def _refused_freezing(args: Options) -> list[Refusal]:
     by_layers = ("fixed", f"0:{args.freeze_layers}")
     return [
         (
-            args.freeze_layers is not None
-            and (args.freeze_policy, args.freeze_at) not in (("none", None), by_layers),
+            args.freeze_layers is not None and (args.freeze_policy, args.freeze_at) not in (("none", None), by_layers),
             f"freeze_layers={args.freeze_layers} with freeze_policy={args.freeze_policy!r} and "
             f"freeze_at={args.freeze_at!r}: it stands for freeze_policy='fixed' and freeze_at={by_layers[1]!r}. Leave "
             "it out, or the other two.",

@@ -392,9 +392,9 @@ def rank_memory(
     made = _active(layout, [sum(both) for both in zip(costs.trained_sizes, sums, strict=True)])
     found = _fullest(layout, in_each, microbatches, made, accumulation == 1)
     if memory.recompute != "never" and costs.boundary_bytes:
-        held = _recomputed(layout, in_each, microbatches, memory.recompute)
+        recomputed = _recomputed(layout, in_each, microbatches, memory.recompute)
         gradients = _by_rank(layout, _by_stage(layout, made))
-        others = [RankMemory(each, gradients=more) for each, more in zip(held, gradients, strict=True)]
+        others = [RankMemory(each, gradients=more) for each, more in zip(recomputed, gradients, strict=True)]
         found = [min(pair, key=lambda rank: rank.total) for pair in zip(found, others, strict=True)]
     trained, active = trained_elements(layout, costs), gradient_bytes(layout, costs)
     reduced = active.copy()

@@ -8,7 +8,6 @@ constant, as in this library: with R replicas a pipeline has an R-th of it.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -426,33 +425,3 @@ def papers(settings: Settings) -> dict[str, Any]:
         "Figure 10c": figure_10c([vit, job_of["SQuAD 1.1"]]), "Table 2": table_2(job_of), "Table 4": table_4(),
         **terapipe.figures(settings.quick), **pipeoptim(),
     }  # fmt: skip
-
-
-# ---- the page ----
-
-BLOCK = re.compile(r"<!-- table: (papers|simulator)\.json (.+?) -->\n.*?<!-- end of table -->\n", re.DOTALL)
-
-
-def as_markdown(rows: Rows) -> str:
-    """Return a table of rows with the same keys; None is an empty cell."""
-    cells = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(each) for each in row.values()] for row in rows)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else str(value)
-
-
-def with_tables(page: str) -> str:
-    """Return the page with its tables of papers.json and simulator.json, lists of rows there, made anew."""
-
-    def table(block: re.Match[str]) -> str:
-        file, name = block.groups()
-        rows = json.loads((REPOSITORY / "benchmarks" / f"{file}.json").read_text(encoding="utf-8"))
-        for key in name.split(" > "):
-            rows = rows[key]
-        return f"<!-- table: {file}.json {name} -->\n{as_markdown(rows)}<!-- end of table -->\n"
-
-    return BLOCK.sub(table, page)

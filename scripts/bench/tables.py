@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from scripts.bench.peers import markdown
 from scripts.front_table import TITLES, as_markdown, points
 
 
@@ -275,7 +276,12 @@ def recipes() -> dict[str, Any]:
 
 
 def table(name: str) -> str:
-    """Make a table."""
+    """Make a table by its recipe, or `FILE KEY > KEY`, which is a list of rows in that file."""
+    if name == "peers.json":
+        return markdown(content(name))
+    if name not in recipes()["tables"] and " " in name:
+        file, _, path = name.partition(" ")
+        return rows_as_table(reduce(lambda found, key: found[key], path.split(" > "), content(file)))
     recipe, file = recipes()["tables"][name], name.partition(",")[0]
     lines = [Cells(file, (), content(file)).format(line) for line in recipe.get("lines", ())]
     if "rows" in recipe:
@@ -288,6 +294,18 @@ def table(name: str) -> str:
         text += f"| {line.removeprefix(first) if first == above else line} |\n".replace("|  |", "| |")
         above = first
     return text
+
+
+def rows_as_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Make a table of rows with the same keys; None is an empty cell."""
+    cells = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(each) for each in row.values()] for row in rows)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
 
 
 def pages() -> list[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import papers, simulator, terapipe
+from bench import papers, simulator, tables, terapipe
 from bench.papers import CLUSTER, REPOSITORY, SETTINGS, Job, Parts, baseline_hours, fitted, simulate_run, speedup
 
 from hf_pipetransformer.planning.forecast import Forecast, Storing
@@ -82,23 +82,10 @@ def test_slices_gain_at_most_the_bubble_of_whole_sequences() -> None:
     assert 1 <= whole / sliced < (setting.samples + setting.stages - 1) / setting.samples
 
 
-def test_a_table_has_a_line_for_each_row_and_only_its_block_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "benchmarks").mkdir()
+def test_a_table_has_a_line_for_each_row() -> None:
     rows = [{"what": "a", "ours": 1.23456}, {"what": "b", "ours": None}]
-    (tmp_path / "benchmarks" / "papers.json").write_text(json.dumps({"part": {"some": rows}}))
-    monkeypatch.setattr(papers, "REPOSITORY", tmp_path)
-    page = "before\n<!-- table: papers.json part > some -->\nold\n<!-- end of table -->\nafter\n"
-    found = papers.with_tables(page)
-    assert found.splitlines()[2:6] == ["| what | ours |", "| --- | --- |", "| a | 1.235 |", "| b |  |"]
-    assert found.replace(found[found.index("| what") : found.index("<!-- end")], "old\n") == page
-
-
-def test_the_page_of_the_papers_is_current() -> None:
-    page = (REPOSITORY / "docs" / "papers.md").read_text(encoding="utf-8")
-    assert page.count("<!-- table: papers.json") > 10
-    assert papers.with_tables(page) == page
+    found = tables.rows_as_table(rows)
+    assert found.splitlines() == ["| what | ours |", "| --- | --- |", "| a | 1.235 |", "| b |  |"]
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
