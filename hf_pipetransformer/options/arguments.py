@@ -269,7 +269,7 @@ class PipeTransformerArguments(TrainingArguments):
     )
     freeze_layers: Annotated[str | None, optional(layers_or_share)] = option(
         None,
-        "Number of layers to freeze, with the embeddings, before the first step, or a share of all layers such as 2/3: "
+        "Number of layers to freeze, with the embeddings, before the first step, or a share of them such as 2/3: "
         "the same as `freeze_policy=fixed` with this number for step 0 in `freeze_at`.",
     )
 

@@ -394,8 +394,8 @@ def rank_memory(
     if memory.recompute != "never" and costs.boundary_bytes:
         recomputed = _recomputed(layout, in_each, microbatches, memory.recompute)
         gradients = _by_rank(layout, _by_stage(layout, made))
-        others = [RankMemory(each, gradients=more) for each, more in zip(recomputed, gradients, strict=True)]
-        found = [min(pair, key=lambda rank: rank.total) for pair in zip(found, others, strict=True)]
+        whole = [RankMemory(each, gradients=more) for each, more in zip(recomputed, gradients, strict=True)]
+        found = [min(pair, key=lambda rank: rank.total) for pair in zip(found, whole, strict=True)]
     trained, active = trained_elements(layout, costs), gradient_bytes(layout, costs)
     reduced = active.copy()
     sizes = [sum(both) for both in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import papers, simulator, tables, terapipe
+from bench import simulator, tables, terapipe
 from bench.papers import CLUSTER, REPOSITORY, SETTINGS, Job, Parts, baseline_hours, fitted, simulate_run, speedup
 
 from hf_pipetransformer.planning.forecast import Forecast, Storing
