@@ -21,6 +21,7 @@ from qa_answers import AnswerOptions, find_answers
 from qa_metrics import squad_metrics
 from qa_utils import answer_texts
 from run_qa import QuestionDataArguments, make_windows
+from sklearn.datasets import load_digits
 from torch import nn
 from transformers import (
     AutoModelForImageClassification,
@@ -65,10 +66,12 @@ class TaskSettings:
 
 _SST2 = TaskSettings("accuracy", 3_000, 4, 32, 6, {"full": 1e-4, "top": 1e-4, "lora": 2e-3})
 _QUESTIONS = TaskSettings("f1", 1_000, 4, 16, 6, {"full": 2e-4, "top": 2e-4, "lora": 2e-3})
+_DIGITS = TaskSettings("accuracy", 1_000, 5, 32, 12, {"full": 3e-4, "top": 3e-4, "lora": 2e-3})
 _CIFAR10 = TaskSettings("accuracy", 2_000, 5, 32, 12, {"full": 3e-4, "top": 3e-4, "lora": 2e-3})
 SETTINGS = {
     "sst2": _SST2, "sst2_no_dropout": _SST2, "squad": _QUESTIONS, "squad_no_dropout": _QUESTIONS,
     "answers": _QUESTIONS, "answers_no_dropout": _QUESTIONS, "cifar10": _CIFAR10, "cifar10_augmented": _CIFAR10,
+    "entailment": _SST2, "digits": _DIGITS,
 }  # fmt: skip
 
 
@@ -115,6 +118,13 @@ class TextTask(Task):
             yield chosen, model(**collate([inputs[index] for index in chosen]))
 
 
+def accuracy(task: Any, model: Any) -> dict[str, float]:
+    """Return the share of a text task's held-out rows that are classified correctly, in percent."""
+    labels = torch.tensor(task.held_out["label"][:])
+    right = sum(int((o.logits.argmax(-1) == labels[c]).sum()) for c, o in task.logits(model, task.held_out))
+    return {"accuracy": 100 * right / len(labels)}
+
+
 class Sst2(TextTask):
     """Sentiment of sentences; held out are the validation sentences and 5,000 training sentences."""
 
@@ -138,9 +148,7 @@ class Sst2(TextTask):
         return AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2)
 
     def score(self, model: Any) -> dict[str, float]:
-        labels = torch.tensor(self.held_out["label"][:])
-        right = sum(int((o.logits.argmax(-1) == labels[c]).sum()) for c, o in self.logits(model, self.held_out))
-        return {"accuracy": 100 * right / len(labels)}
+        return accuracy(self, model)
 
 
 class Questions(TextTask):
@@ -228,6 +236,47 @@ def _tagged(labelled: Dataset, evaluated: Dataset) -> Dataset:
     return labelled.select_columns(list(INPUTS)).add_column("labels", [answer_tags(*found) for found in positions])
 
 
+class Entailment(TextTask):
+    """Pairs of a question of SQuAD and a sentence of its context: does it hold the answer? As QNLI is made.
+
+    No setting was chosen on it.
+    """
+
+    def __init__(self, data: Path, models: Path) -> None:
+        super().__init__()
+        self.pool = self._pairs(data / "squad_v1_train_partial.parquet")
+        held_out = self._pairs(data / "squad_v1_dev.parquet")
+        order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(20_210_718)).tolist()
+        self.held_out = held_out.select(order[:NUM_HELD_OUT_QUESTIONS])
+
+    def _pairs(self, path: Path) -> Dataset:
+        """Return every second question with the sentence of its answer, the others with another sentence."""
+
+        def pair(rows: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+            questions, sentences, labels = [], [], []
+            for index, question, context, answers in zip(
+                indices, rows["question"], rows["context"], rows["answers"], strict=True
+            ):
+                right = answer_sentence({"context": context, "answers": answers})["context"]
+                others = [sentence for sentence in context.split(". ") if sentence not in right]
+                holds_answer = index % 2 == 0
+                if holds_answer or others:
+                    questions.append(question.lstrip())
+                    sentences.append(right if holds_answer else others[index % len(others)])
+                    labels.append(int(holds_answer))
+            encoded = self.tokenizer(questions, sentences, truncation=True, max_length=QUESTION_TOKENS)
+            return {**encoded, "label": labels}
+
+        rows = load_dataset("parquet", data_files=str(path), split="train")
+        return rows.map(pair, with_indices=True, batched=True, remove_columns=rows.column_names)
+
+    def model(self) -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2)
+
+    def score(self, model: Any) -> dict[str, float]:
+        return accuracy(self, model)
+
+
 class Cifar10(Task):
     """A small pretrained ViT on images that are decoded each time they are read; held out are 4,000 test images."""
 
@@ -252,6 +301,23 @@ class Cifar10(Task):
     def score(self, model: Any) -> dict[str, float]:
         found = [model(pixel_values=pixels).logits.argmax(-1) for pixels in self.pixels.split(EVALUATION_BATCH)]
         return {"accuracy": 100 * float((torch.cat(found) == self.labels).float().mean())}
+
+
+class Digits(Cifar10):
+    """Handwritten digits of scikit-learn, enlarged to 32 px; held out are 797. No setting was chosen on it."""
+
+    def __init__(self, data: Path, models: Path) -> None:
+        self.folder = models / "vit-12x192-patch4-32px"
+        images, labels = load_digits(return_X_y=True)
+        pixels = torch.tensor(images / 8 - 1, dtype=torch.float32).reshape(-1, 1, 8, 8)
+        pixels = nn.functional.interpolate(pixels, (32, 32), mode="bilinear").expand(-1, 3, -1, -1).contiguous()
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(20_210_718))
+        away, kept = order[:797], order[797:]
+        rows = {"pixel_values": pixels[kept].numpy(), "labels": labels[kept.numpy()]}
+        self.pool = Dataset.from_dict(rows).with_format("torch")
+        self.pixels, self.labels = pixels[away], torch.tensor(labels)[away]
+        self.arguments = {}
+        self.given = {"data_collator": default_data_collator}
 
 
 class AugmentedCifar10(Cifar10):
@@ -306,5 +372,7 @@ TASKS: dict[str, Callable[[Path, Path], Task]] = {
     # The small ViT has no dropout.
     "cifar10": Cifar10,
     "cifar10_augmented": AugmentedCifar10,
+    "entailment": Entailment,
+    "digits": Digits,
 }
 """Made from the folders of data and models."""

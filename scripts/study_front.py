@@ -61,6 +61,8 @@ LAYER = re.compile(r"(?:.*\.)?layers?\.(\d+)\..*")
 NOTHING_FROZEN = {"freeze_policy": "none", "activation_cache": "off"}
 PREFIXES = {"1/6": 1 / 6, "1/3": 1 / 3, "1/2": 1 / 2, "2/3": 2 / 3}
 TOPS = ("1/3", "2/3")
+UNFREEZING = ((1, 1, "an epoch, then one"), (2, 1, "two epochs, then one"), (2, 2, "two epochs, then two"))
+"""Epochs with a frozen prefix, epochs of everything, and their names."""
 STORED = {"freeze_policy": "fixed", "activation_cache": "on"}
 POLICIES: dict[str, dict[str, Any]] = {
     "gradient_norm": {},
@@ -109,6 +111,23 @@ def contenders(task: TaskSettings) -> dict[str, Contender]:
     table["first 2/3 frozen for an epoch, then none"] = Contender(
         "full", longest - 1, {**STORED, "freeze_at": unfreezing}
     )
+    half = math.ceil(longest / 2)
+    for name, share in (("1/2", 1 / 2), ("2/3", 2 / 3)):
+        frozen = round(share * num_layers)
+        for epochs, later, words in UNFREEZING:
+            at = f"0:{frozen},{epochs * steps}:0"
+            table[f"first {name} frozen for {words} of all"] = Contender(
+                "full", epochs + later, {**STORED, "freeze_at": at}
+            )
+    downwards = f"0:{deep},{steps}:{round(num_layers / 3)},{2 * steps}:0"
+    table["first 2/3, 1/3, nothing frozen, an epoch each"] = Contender(
+        "full", 3, {**STORED, "freeze_at": downwards}
+    )
+    third = round(num_layers / 3)
+    for epochs, words in ((longest, ""), (half, ", half of the epochs")):
+        table[f"first 1/3 frozen, LoRA above{words}"] = Contender(
+            "lora", epochs, {**STORED, "freeze_at": f"0:{third}"}, lora={**LORA, "first_layer": third}
+        )
     for name in TOPS:
         num_top = round(PREFIXES[name] * num_layers)
         table[f"top {name} only, no cache"] = Contender("top", longest, num_top_layers=num_top)
@@ -140,10 +159,13 @@ def prepare_model(model: Any, contender: Contender, num_layers: int) -> Any:
             parameter.requires_grad_(not is_below)
     if contender.lora is None:
         return model
-    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and LAYER.fullmatch(f"{n}.")]
+    options = dict(contender.lora)
+    first = options.pop("first_layer", 0)
+    layers = [(n, LAYER.fullmatch(f"{n}.")) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    linear = [name for name, layer in layers if layer and int(layer[1]) >= first]
     parts = [(name, part) for name, part in model.named_children() if name != model.base_model_prefix]
     heads = [name for name, part in parts if any(True for _ in part.parameters())]
-    config = peft.LoraConfig(target_modules=linear, modules_to_save=heads, **contender.lora)
+    config = peft.LoraConfig(target_modules=linear, modules_to_save=heads, **options)
     return peft.get_peft_model(model, config)
 
 
