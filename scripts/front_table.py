@@ -15,6 +15,8 @@ TITLES = {
     "answers_no_dropout": "tags of SQuAD's answers without dropout, F1",
     "cifar10": "CIFAR-10, accuracy",
     "cifar10_augmented": "CIFAR-10 with random crop and flip, accuracy",
+    "entailment": "does a sentence answer a question of SQuAD, accuracy",
+    "digits": "handwritten digits, accuracy",
 }
 HEADER = (
     "| contender | score | seconds | points at equal time | as fast at equal score | points to the longest full run "
