@@ -29,7 +29,7 @@ DEMO_INSTALLED := $(VENV)/.demo_installed
 CHECKED := hf_pipetransformer scripts tests examples
 
 .PHONY: help demo docs tables cards test test-all test-lowest test-faults families gpu-check quality style
-.PHONY: benchmark benchmark-quick study-front study-views pipe-suites clean
+.PHONY: benchmark benchmark-quick pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -42,8 +42,6 @@ help:
 	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
 	@echo "make benchmark  all measurements, resumable, on an idle machine: a day or two; ONLY=name for one"
 	@echo "make benchmark-quick  what fits of them into 10 minutes, shortened, into runs/bench/quick"
-	@echo "make study-front  accuracy against time on five tasks, all contenders, a day or more of one core"
-	@echo "make study-views  stored views of augmented images beside fresh augmentation, three hours of one core"
 	@echo "make pipe-suites  the suites of torchgpipe and of PyTorch's Pipe, with the import changed, a few minutes"
 	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
@@ -141,16 +139,6 @@ benchmark-quick: $(INSTALLED)
 pipe-suites: $(INSTALLED)
 	$(BIN)/python -m tests.pipe.run_pipe_suites --torch $(TORCH_SUITE) --torchgpipe $(TORCHGPIPE_SUITE) \
 		--output benchmarks/pipe_suites.json
-
-# A day or more of one core; it goes on where it stopped, and several may run side by side, with other --tasks or --seeds.
-study-front: $(INSTALLED)
-	$(SAME_MALLOC) $(BIN)/python scripts/study_front.py --data $(SHARED)/data --models $(SHARED)/models \
-		--folder benchmarks/front --output benchmarks/front.json --picture docs/front.svg --table docs/front.md
-
-# Three hours of one core; it goes on where it stopped.
-study-views: $(INSTALLED)
-	$(SAME_MALLOC) $(BIN)/python scripts/study_views.py --data $(SHARED)/data --models $(SHARED)/models \
-		--folder benchmarks/views --output benchmarks/views.json
 
 clean:
 	rm -rf build dist outputs .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from intervals import interval_95
+from bench.measure import interval_95
 
 
 Curve = Sequence[tuple[float, float]]

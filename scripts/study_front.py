@@ -120,9 +120,7 @@ def contenders(task: TaskSettings) -> dict[str, Contender]:
                 "full", epochs + later, {**STORED, "freeze_at": at}
             )
     downwards = f"0:{deep},{steps}:{round(num_layers / 3)},{2 * steps}:0"
-    table["first 2/3, 1/3, nothing frozen, an epoch each"] = Contender(
-        "full", 3, {**STORED, "freeze_at": downwards}
-    )
+    table["first 2/3, 1/3, nothing frozen, an epoch each"] = Contender("full", 3, {**STORED, "freeze_at": downwards})
     third = round(num_layers / 3)
     for epochs, words in ((longest, ""), (half, ", half of the epochs")):
         table[f"first 1/3 frozen, LoRA above{words}"] = Contender(

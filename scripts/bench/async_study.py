@@ -30,10 +30,9 @@ from typing import Any
 import torch
 
 from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES, ForwardPass, PipeOptim, find_weights
-from scripts.intervals import interval_95
 
 from .async_stages import Batch, MicroBatch, SimulatedRank, cut, run_window
-from .measure import REPOSITORY, Settings, experiment, launch
+from .measure import REPOSITORY, Settings, experiment, interval_95, launch
 from .models import NO_DROPOUT, cifar10_images, minilm_folder
 
 
