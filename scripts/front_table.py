@@ -27,9 +27,9 @@ EXPLANATION = """# Accuracy against time: all runs
 Made by `python -m scripts.bench front`; how it was measured, and what it says:
 [benchmarks](benchmarks.md#accuracy-against-time). Points are differences, paired by seed, with their 95 % intervals;
 of two seeds both are given, of one seed just that one. *At equal time*: above full fine-tuning that takes as long,
-linear between its runs and level after the longest. *As fast at equal score*: time of full fine-tuning up to that score
-over time of the run; *beyond*: no full run ends as high; *below*: every one ends higher. *Its time*: time over that of
-the longest full run, median over seeds.
+linear between its runs and level after the longest. *As fast at equal score*: time of full fine-tuning up to that
+score over time of the run; *beyond*: no full run ends as high; *below*: every one ends higher. *Its time*: time over
+that of the longest full run, median over seeds.
 """
 
 
