@@ -181,7 +181,7 @@ class LayoutController:
         if self.replay is not None:
             return False
         if self._next_decision is None:
-            self._next_decision = int(self.topology.decide(lambda: self.decisions.next_step(step)))
+            self._next_decision = int(self.topology.decide(lambda: self.decisions.first_step(step)))
         return step == self._next_decision
 
     def coming_decisions(self) -> list[int]:
@@ -277,7 +277,7 @@ class LayoutController:
         asks = self.replay is None and inputs.measures_microbatches and layout.pipeline_size > 1
         self._trial = None
         if asks and layout.shape not in self.decisions.known_microbatches:
-            limits = inputs.samples_per_device, inputs.rules.device_bytes, inputs.rules.memory
+            limits = inputs.samples_per_device, inputs.accumulation, inputs.rules.device_bytes, inputs.rules.memory
             tried = self.topology.decide(lambda: fitting_candidates(layout, inputs.blocks, *limits))
             self._trial = MicrobatchTrial(tried)
             return replace(layout, num_microbatches=self._trial.current())

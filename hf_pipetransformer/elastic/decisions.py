@@ -67,6 +67,7 @@ class Decisions:
         self.known_microbatches = dict(self.inputs.rules.known_microbatches)
         """Number of micro-batches M that trials found best, by K and V."""
         self._num_wanted = float(num_frozen)
+        self._num_frozen_at_start = num_frozen
         self._num_fruitless = 0
         self._calibrated = (self.inputs.blocks, self.inputs.overheads)
 
@@ -77,6 +78,12 @@ class Decisions:
         coming = outlook(policy, clock, num_layers, num_frozen, kept, self.num_frozen_by_user)
         writing = steps_per_epoch if self.cache is None else self.cache.writing_steps
         return describe_outlook(policy, coming, num_layers, num_frozen, clock.max_steps, writing)
+
+    def first_step(self, step: int) -> int:
+        """Return the first optimizer step before which a training that begins at `step` asks the policy."""
+        if self.policy.is_overdue(step, self._num_frozen_at_start, self.num_frozen_by_user):
+            return step
+        return self.next_step(step)
 
     def next_step(self, step: int) -> int:
         """Return the first optimizer step from `step` on before which the policy is asked; `NEVER` if none."""

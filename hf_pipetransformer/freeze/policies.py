@@ -100,13 +100,22 @@ class Fixed(FreezePolicy):
         self._asked: dict[int | Fraction, int | Fraction] = dict(sorted(table.items()))
         wanted = list(self._asked.values())
         self.may_unfreeze = wanted != sorted(wanted)
-        self.table = {int(step): int(layers) for step, layers in self._asked.items()}
+        is_known = not any(isinstance(value, Fraction) for entry in self._asked.items() for value in entry)
+        self.table = {int(step): int(layers) for step, layers in self._asked.items()} if is_known else {}
+        """From steps to numbers of layers; empty until `check` knows what shares are of."""
 
     def num_wanted(self, signal: FreezeSignal) -> float:
         return self.most_wanted(signal)
 
     def most_wanted(self, signal: FreezeSignal) -> float:
-        return self.table.get(signal.step, signal.num_frozen)
+        return self._at(signal.step, signal.num_frozen)
+
+    def _at(self, step: int, default: int) -> int:
+        """Return the number of layers of the latest entry at or before a step."""
+        return next((layers for at, layers in reversed(self.table.items()) if at <= step), default)
+
+    def is_overdue(self, step: int, num_frozen: int, num_frozen_by_user: int = 0) -> bool:
+        return max(self._at(step, num_frozen), num_frozen_by_user) != num_frozen
 
     def frozen_until(self, step: int, max_steps: int, num_frozen_by_user: int = 0) -> int:
         counts = {at: max(layers, num_frozen_by_user) for at, layers in self.table.items()}
@@ -134,7 +143,11 @@ class Fixed(FreezePolicy):
         return (step for step in self.table if step < clock.max_steps)
 
     def describe(self) -> str:
-        return "fixed, " + ", ".join(f"{layers} layers at step {step}" for step, layers in self.table.items())
+        parts = []
+        for step, layers in self._asked.items():
+            what = f"{layers} of the layers" if isinstance(layers, Fraction) else f"{layers} layers"
+            parts.append(f"{what} at {f'{step} of the run' if isinstance(step, Fraction) else f'step {step}'}")
+        return f"fixed, {', '.join(parts)}"
 
 
 def _rounded(value: int | Fraction, whole: int) -> int:

@@ -176,6 +176,10 @@ class FreezePolicy(ABC):
         """
         return clock.is_due(step)
 
+    def is_overdue(self, step: int, num_frozen: int, num_frozen_by_user: int = 0) -> bool:
+        """Return True to decide before a training's first step, too, as a run that resumes another one may."""
+        return False
+
     def due_steps(self, clock: DecisionClock) -> Iterable[int]:
         """Return the steps of a run with a decision, in order; with a custom `is_due`, of the first `MOST_ASKED`."""
         if type(self).is_due is FreezePolicy.is_due:

@@ -24,7 +24,7 @@ _FALSE = ("false", "no", "off", "n", "f", "0")
 _NOTHING = ("none", "null", "")
 _SHOWN_LETTERS = 100
 _DIGITS = re.compile("[0-9]{1,18}")
-_SHARE = re.compile(r"[0-9]{1,3}/0*[1-9][0-9]{0,2}|0?\.[0-9]{1,18}")
+_SHARE = re.compile(r"[0-9]{1,19}/0*[1-9][0-9]{0,18}|0?\.[0-9]{1,18}")
 
 
 def choice(choices: tuple[str, ...], on: str | None = None, off: str | None = None, null: str | None = None) -> Reader:

@@ -390,7 +390,7 @@ def rank_memory(
     )
     sums = _times(memory.sums, sum_bytes(costs))
     made = _active(layout, [sum(both) for both in zip(costs.trained_sizes, sums, strict=True)])
-    found = _fullest(layout, in_each, microbatches, made, accumulation == 1)
+    found = _fullest(layout, in_each, microbatches, made, accumulation == 1, not any(sums))
     if memory.recompute != "never" and costs.boundary_bytes:
         recomputed = _recomputed(layout, in_each, microbatches, memory.recompute)
         gradients = _by_rank(layout, _by_stage(layout, made))
@@ -432,18 +432,24 @@ def rank_memory(
 
 
 def _fullest(
-    layout: Layout, costs: BlockCosts, microbatches: int, gradients: Sequence[float], is_alone: bool
+    layout: Layout,
+    costs: BlockCosts,
+    microbatches: int,
+    gradients: Sequence[float],
+    is_alone: bool,
+    sums_in_place: bool,
 ) -> list[RankMemory]:
     """Return the activations and gradients of each rank at its fullest moment; `costs` has those of one micro-batch.
 
-    `gradients` are bytes by block. `is_alone` says that a step has one batch, at whose begin there are none.
+    `gradients` are bytes by block. `is_alone` says that a step has one batch, at whose begin there are none,
+    `sums_in_place` that gradients are summed in the precision of the weights.
     """
     if layout.abilities.overlaps_steps:
         # Without a flush, forwards of later steps start before the backwards of these have ended.
         microbatches, is_alone = max(microbatches, layout.pipeline_size), False
     shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
     table, found = find_schedule(layout.schedule).table(*shape), list[RankMemory]()
-    is_moved = is_alone and microbatches == 1 and layout.num_replicas > 1
+    is_moved = is_alone and sums_in_place and microbatches == 1 and layout.num_replicas > 1
     working = costs.working_bytes or (0.0,) * len(gradients)
     for rank, actions in enumerate(table):
         stages = layout.places.stages_of(rank)

@@ -83,14 +83,19 @@ def candidates(pipeline_size: int, samples_per_pipeline: int) -> list[int]:
 
 
 def fitting_candidates(
-    layout: Layout, costs: BlockCosts, samples_per_device: int, device_bytes: float, memory: MemoryRules | None = None
+    layout: Layout,
+    costs: BlockCosts,
+    samples_per_device: int,
+    accumulation: int,
+    device_bytes: float,
+    memory: MemoryRules | None = None,
 ) -> list[int]:
     """Return the M to try that fit the smallest device's memory; at least the largest, which needs the least."""
     samples = samples_per_device * layout.pipeline_size
     tried = candidates(layout.pipeline_size, samples)
 
     def fits(count: int) -> bool:
-        ranks = rank_memory(replace(layout, num_microbatches=count), costs, samples, memory=memory)
+        ranks = rank_memory(replace(layout, num_microbatches=count), costs, samples, accumulation, memory=memory)
         needed = max(rank.total for rank in ranks)
         return needed <= device_bytes * (1 - MEMORY_RESERVE)
 

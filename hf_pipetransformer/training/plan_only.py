@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from hf_pipetransformer.cache.opening import cache_base, stored_dtype
 from hf_pipetransformer.cache.planner import StorageSpeed, measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.freeze.policies import freezing_of
+from hf_pipetransformer.freeze.policy import check_policy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.forecast import Course
 from hf_pipetransformer.planning.storing import Storage
@@ -23,6 +25,8 @@ from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, Run
 from hf_pipetransformer.training.expectation import optimizer_seconds
 from hf_pipetransformer.training.starting import Starter
 
+
+logger = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
 """File in `output_dir` with the printed plan as JSON."""
@@ -76,9 +80,10 @@ def _plan(starter: Starter, start_up: StartUp, batches: FirstBatches, length: tu
     measured = [f"blocks (with {plans.costs.num_samples} samples)", "memory of the devices", "the optimizer step"]
     measured += ["transfers"] if topology.world_size > 1 else []
     measured += ["reading samples"] if report.seconds_per_sample else []
-    freezing, note = freezing_of(
-        starter.policy, args, start_up.probe.structure.num_layers, plans.num_frozen_by_user, length
-    )
+    num_layers = start_up.probe.structure.num_layers
+    for text in check_policy(starter.policy, num_layers, length[0], args.freeze_min_active_layers):
+        logger.warning(text)
+    freezing, note = freezing_of(starter.policy, args, num_layers, plans.num_frozen_by_user, length)
     storage = None
     if freezing is not None:
         storage = _storage(args, start_up, report)

@@ -342,6 +342,11 @@ class Run:
     def __init__(self, trainer: Trainer, options: RunOptions, needs_pipeline: bool) -> None:
         args: PipeTransformerArguments = trainer.args
         self.context = _make_context(trainer, args)
+        if options.policy is not None and args.freeze_layers is not None:
+            raise ValueError(
+                f"freeze_layers={args.freeze_layers} with a policy of your own ({type(options.policy).__name__}): leave "
+                "one of them out, the policy decides alone."
+            )
         policy = options.policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
         if PREDICTED_SECONDS in policy.needs and args.full_determinism and args.layout_plan is None:
             raise ValueError(

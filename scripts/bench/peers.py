@@ -98,6 +98,9 @@ def rank(number: int, contender: Contender, make: Callable[[], Run]) -> None:
 def fork(contender: Contender, make: Callable[[], Run], folder: str) -> list[dict[str, Any]]:
     """Run the processes of a contender; what each found, or the first error."""
     deadline = time.monotonic() + SECONDS
+    # Its own: the launch has one store, where ranks would find the addresses of the contender before them.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ["MASTER_PORT"] = str(store.port)
     ranks = start_processes(rank, (contender, make), contender.processes, join=False, start_method="fork")
     try:
         while not ranks.join(timeout=1):

@@ -137,6 +137,15 @@ def test_columns_that_only_the_loss_knows_do_not_reach_the_model(tmp_path: Path)
     assert len(similarities) == NUM_LAYERS
 
 
+def test_a_number_of_frozen_layers_beside_a_policy_is_refused(tmp_path: Path) -> None:
+    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", freeze_layers=1)
+    trainer = PipeTransformerTrainer(
+        build_model("bert_sequence"), args, train_dataset=make_dataset("bert_sequence", 4), policy=Settled()
+    )
+    with pytest.raises(ValueError, match="the policy decides alone"):
+        trainer.train()
+
+
 def hidden_states(model: Any, samples: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """After each layer."""
     found: list[torch.Tensor] = []

@@ -67,11 +67,22 @@ def test_a_table_may_unfreeze_only_if_it_has_fewer_layers_later() -> None:
 def test_shares_of_a_table_are_rounded_to_layers() -> None:
     falling = make_policy("fixed", 1 / 3, "inclusive", "0:2/3,1/5:1/3,2/5:0")
     assert falling.may_unfreeze
+    assert falling.table == {}
     assert falling.check(6, 100) == []
+    assert falling.describe().startswith("fixed, 2/3 of the layers at step 0, 1/3 of the layers at 1/5 of the run")
     assert [decide(falling, FreezeSignal(step, 100, 6, 6, 0.0), 0).num_frozen for step in (0, 20, 40)] == [4, 2, 0]
     assert falling.frozen_until(20, 100) == 40
     falling.check(12, 100)
     assert falling.table == {0: 8, 20: 4, 40: 0}
+
+
+def test_a_table_is_overdue_where_other_layers_are_frozen_than_it_says() -> None:
+    table = Fixed({0: 3, 50: 0})
+    assert [table.is_overdue(step, frozen) for step, frozen in ((0, 0), (30, 0), (30, 3), (60, 3), (60, 0))] == [
+        True, True, False, True, False,
+    ]  # fmt: skip
+    assert not table.is_overdue(60, 2, num_frozen_by_user=2)
+    assert not Fixed({10: 2}).is_overdue(5, 1)
 
 
 def test_layers_stay_frozen_until_fewer_are_than_now() -> None:

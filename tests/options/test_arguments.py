@@ -154,6 +154,8 @@ def test_defaults_stay_as_they_are(name: str):
         ("freeze_layers: 8", "8"),
         ("freeze_layers: 2/3", "2/3"),
         ("freeze_layers: 0.25", "1/4"),
+        ("freeze_layers: 0.6666666666666666", "3333333333333333/5000000000000000"),
+        ("freeze_layers: 3333333333333333/5000000000000000", "3333333333333333/5000000000000000"),
         ("activation_cache_max_gb: '2.5'", 2.5),
         ("activation_cache_max_gb: null", None),
         ("layout_plan: ~", None),

@@ -167,7 +167,7 @@ def test_outputs_of_other_lengths() -> None:
 
 def test_a_loader_without_a_batch() -> None:
     with pytest.raises(ValueError, match="The list is empty: expected at least one batch"):
-        _first_of([])
+        _first_of([], 1)
 
 
 def test_a_loader_of_no_data_set() -> None:

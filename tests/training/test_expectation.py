@@ -89,6 +89,21 @@ def test_a_plan_times_the_optimizer_on_what_a_training_does(tmp_path: Path, monk
     assert timed == [sum(parameter.numel() for parameter in planned.model.parameters())] * 2
 
 
+def test_a_plan_knows_the_shares_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        trainer_of(tmp_path, freeze_policy="none", freeze_at=None, freeze_layers="1/2", plan_only=True).train()
+    said = "Frozen (fixed, 1/2 of the layers at step 0): 2 of 4 layers from step 0 on."
+    assert said in capsys.readouterr().out
+
+
+def test_a_run_that_resumes_one_without_frozen_layers_freezes_them_at_once(tmp_path: Path) -> None:
+    trainer_of(tmp_path, freeze_policy="none", freeze_at=None, save_steps=2, max_steps=2).train()
+    trainer = trainer_of(tmp_path, freeze_policy="none", freeze_at=None, freeze_layers=2, save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    moves = [e for e in read_events(str(tmp_path / EVENTS_FILE)) if e["event"] == "transition"]
+    assert [(move["step"], move["to"]["num_frozen_layers"]) for move in moves] == [(2, 2)]
+
+
 def test_where_nothing_can_freeze_or_layers_unfreeze_nothing_is_said(tmp_path: Path) -> None:
     assert expected(tmp_path / "late", freeze_at="100:2") == []
     assert expected(tmp_path / "unfreezes", freeze_at="1:2,3:0") == []
