@@ -390,6 +390,12 @@ def rank_memory(
     )
     sums = _times(memory.sums, sum_bytes(costs))
     made = _active(layout, [sum(both) for both in zip(costs.trained_sizes, sums, strict=True)])
+    for blocks, elements in costs.shared:
+        if len(layout.ranks_of(blocks)) == 1 and costs.trained[blocks[0]]:
+            # The gradient of a weight that several blocks share is there from the first backward of one of them on.
+            size = made[blocks[0]] * elements / costs.trained[blocks[0]]
+            made[blocks[0]] -= size
+            made[blocks[-1]] += size
     found = _fullest(layout, in_each, microbatches, made, accumulation == 1, not any(sums))
     if memory.recompute != "never" and costs.boundary_bytes:
         recomputed = _recomputed(layout, in_each, microbatches, memory.recompute)
@@ -453,14 +459,15 @@ def _fullest(
     working = costs.working_bytes or (0.0,) * len(gradients)
     for rank, actions in enumerate(table):
         stages = layout.places.stages_of(rank)
-        blocks = [[b for b in layout.blocks_of(stage) if b >= layout.first_active_block] for stage in stages]
-        made: set[int] = set() if is_alone else {block for own in blocks for block in own}
+        own = [layout.blocks_of(stage) for stage in stages]
+        blocks = [[block for block in each if block >= layout.first_active_block] for each in own]
+        made: set[int] = set() if is_alone else {block for each in blocks for block in each}
         held = 0.0
         moments = [RankMemory(0.0, gradients=sum(gradients[block] for block in made))]
         for op, _, chunk in actions:
             if op is Op.FORWARD:
-                for block in blocks[chunk]:
-                    held += costs.activation_bytes[block]
+                for block in own[chunk]:
+                    held += costs.activation_bytes[block] if block in blocks[chunk] else 0.0
                     moments.append(RankMemory(held + working[block], gradients=moments[-1].gradients))
             elif op is Op.BACKWARD_INPUT:
                 most = max((working[block] for block in blocks[chunk]), default=0.0)

@@ -1,4 +1,4 @@
-"""Plans beside what is measured: a step's time and the memory of each rank, and the paper's three settings.
+"""Plans beside what is measured: a step's time and the memory of each rank.
 
 Three models with random weights are trained on two processes, as two replicas (K=1) and as two stages (K=2). Each is
 planned twice: by `--plan_only`, which measures the blocks at its start, and by `hf-pipetransformer plan` from its
@@ -60,31 +60,6 @@ BATCH = {"MiniLM": 16, "ViT": 32, "Llama": 8}
 """Samples of a batch per process."""
 LENGTH, NUM_STEPS, SKIPPED = 128, 12, 3
 MEMORY_STEPS = 4
-
-PEAK, REACHED = 11.2, 0.5
-"""TFLOP/s of a Quadro RTX 5000 in float32, and the share assumed to be reached."""
-PAPER: dict[str, dict[str, Any]] = {
-    "ImageNet": {
-        "model": "ViT-B/16", "samples": 1_281_167, "epochs": 10, "per pipeline": 400, "hours": (26.5, 9.35),
-        "speedup": 2.83,
-    },
-    "CIFAR-100": {
-        "model": "ViT-B/16", "samples": 50_000, "epochs": 10, "per pipeline": 320, "hours": (0.585, 0.206),
-        "speedup": 2.44,
-    },
-    "SQuAD 1.1": {
-        "model": "BERT-large", "samples": 88_524, "epochs": 3, "per pipeline": 64, "hours": (5.12, 2.43),
-        "speedup": 2.10,
-    },
-}  # fmt: skip
-"""Table 1 and Table 3 of the paper: hours of the baseline and of PipeTransformer."""
-PAPERS_MODELS: dict[str, PreTrainedConfig] = {
-    "ViT-B/16": ViTConfig(architectures=["ViTForImageClassification"]),
-    "BERT-large": BertConfig(
-        architectures=["BertForQuestionAnswering"], hidden_size=1024, num_hidden_layers=24, num_attention_heads=16,
-        intermediate_size=4096,
-    ),
-}  # fmt: skip
 
 
 class Watch(TrainerCallback):
@@ -224,37 +199,10 @@ def measured(name: str, num_stages: int, rounds: int, found_rates: dict[str, flo
     return found
 
 
-def paper_setting(name: str) -> dict[str, Any]:
-    """Plan a setting of Table 1, two nodes of eight devices, beside the paper's times."""
-    setting, plans = PAPER[name], {}
-    for rule in ("throughput", "memory"):
-        plans[rule] = plan_of(
-            PAPERS_MODELS[setting["model"]], "--processes", 16, "--processes_per_node", 8, "--device_memory", 16,
-            "--device_tflops", REACHED * PEAK, "--bandwidth", 5, "--memory_bandwidth", 448, "--samples",
-            setting["samples"], "--num_train_epochs", setting["epochs"], "--sequence_length", 384,
-            "--per_device_train_batch_size", setting["per pipeline"] // 8, "--pipeline_parallel_size", 8,
-            "--pipeline_schedule", "gpipe", "--pipeline_compression", rule, "--freeze_policy", "schedule",
-            "--freeze_interval", "epoch", "--freeze_warmup", 0, "--activation_cache_max_gb", 500,
-        )  # fmt: skip
-    plan, (full, frozen) = plans["throughput"], setting["hours"]
-    hours = {rule: each["duration"]["seconds"] / 3600 for rule, each in plans.items()}
-    whole = plan["duration"]["full_seconds"] / 3600
-    return {
-        "paper's hours": {"baseline": full, "PipeTransformer": frozen},
-        "predicted hours": {"nothing frozen": round(whole, 3), **{k: round(v, 3) for k, v in hours.items()}},
-        "paper's speedup": setting["speedup"],
-        "predicted speedup": {rule: round(whole / each, 2) for rule, each in hours.items()},
-        "frozen": [[span["num_steps"], span["num_frozen"]] for span in plan["course"]["freezing"]["spans"]],
-        "cache": {key: plan["caching"][key] for key in ("needed_bytes", "share", "is_used", "reason")},
-        "fullest rank, GB": round(plan["chosen"]["fullest"] / 1e9, 2),
-        "verdicts": plan["verdicts"],
-    }
-
-
 @experiment("plan.json", minutes=25, quick_minutes=4)
 def plan(settings: Settings) -> dict[str, Any]:
-    """Plans beside measured steps and memory of three models at K=1 and 2, and plans of the paper's Table 1."""
-    results: dict[str, Any] = {"paper, Table 1": {name: paper_setting(name) for name in PAPER}}
+    """Plans beside measured steps and memory of three models at K=1 and 2."""
+    results: dict[str, Any] = {}
     found_rates = launch(rates, 1)
     for name in settings.of(list(CONFIGS), ["ViT"]):
         for num_stages in (1, 2):

@@ -142,7 +142,7 @@ def test_a_number_of_frozen_layers_beside_a_policy_is_refused(tmp_path: Path) ->
     trainer = PipeTransformerTrainer(
         build_model("bert_sequence"), args, train_dataset=make_dataset("bert_sequence", 4), policy=Settled()
     )
-    with pytest.raises(ValueError, match="the policy decides alone"):
+    with pytest.raises(ValueError, match="the policy decides alone. Leave one"):
         trainer.train()
 
 
