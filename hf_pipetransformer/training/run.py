@@ -345,7 +345,7 @@ class Run:
         if options.policy is not None and args.freeze_layers is not None:
             raise ValueError(
                 f"freeze_layers={args.freeze_layers} with a policy of your own ({type(options.policy).__name__}): the "
-                "policy decides alone. Leave one of them out."
+                "policy decides alone. Give only one."
             )
         policy = options.policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
         if PREDICTED_SECONDS in policy.needs and args.full_determinism and args.layout_plan is None:

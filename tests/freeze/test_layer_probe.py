@@ -139,11 +139,8 @@ def test_columns_that_only_the_loss_knows_do_not_reach_the_model(tmp_path: Path)
 
 def test_a_number_of_frozen_layers_beside_a_policy_is_refused(tmp_path: Path) -> None:
     args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", freeze_layers=1)
-    trainer = PipeTransformerTrainer(
-        build_model("bert_sequence"), args, train_dataset=make_dataset("bert_sequence", 4), policy=Settled()
-    )
-    with pytest.raises(ValueError, match="the policy decides alone. Leave one"):
-        trainer.train()
+    with pytest.raises(ValueError, match="the policy decides alone"):
+        PipeTransformerTrainer(build_model("bert_sequence"), args, policy=Settled())
 
 
 def hidden_states(model: Any, samples: dict[str, torch.Tensor]) -> list[torch.Tensor]:

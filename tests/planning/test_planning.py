@@ -527,7 +527,8 @@ def test_a_rank_needs_what_its_stages_need() -> None:
     first, second = 50 * 20 + 2 * 1, 50 * 20 + 2 * 2
     assert rank_bytes(IN_A_V, SMALL, samples_per_pipeline=4) == [first, second]
     tied = replace(SMALL, shared=(((0, 3), 8),))
-    assert rank_bytes(IN_A_V, tied, 4) == rank_bytes(IN_A_V, SMALL, 4), "two stages of one rank share it"
+    # Two stages of one rank share all of the embeddings: the head makes their gradient before anything is freed there.
+    assert rank_bytes(IN_A_V, tied, 4) == [50 * 20 + 2 * 2, second]
 
 
 def test_parts_of_a_split_backward_take_as_long_as_the_whole() -> None:

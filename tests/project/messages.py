@@ -65,6 +65,7 @@ RELAYS = (
     "runtime/context.py:CollectiveTimeouts._report",
     "startup/start.py:Inspection",
     "startup/start.py:_find_loss_rule",
+    "training/plan_only.py:_plan",
     "training/run.py:Run.__init__",
     "training/setup.py:TrainingSetup._steps_per_epoch",
     "training/starting.py:check_constructor_arguments",
