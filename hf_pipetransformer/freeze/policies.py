@@ -118,10 +118,9 @@ class Fixed(FreezePolicy):
         return max(self._at(step, num_frozen), num_frozen_by_user) != num_frozen
 
     def frozen_until(self, step: int, max_steps: int, num_frozen_by_user: int = 0) -> int:
-        counts = {at: max(layers, num_frozen_by_user) for at, layers in self.table.items()}
-        now = [layers for at, layers in counts.items() if at <= step]
-        num_frozen = now[-1] if now else num_frozen_by_user
-        ends = (at for at, layers in counts.items() if at > step and layers < num_frozen)
+        num_frozen = max(self._at(step, 0), num_frozen_by_user)
+        later = ((at, max(layers, num_frozen_by_user)) for at, layers in self.table.items() if at > step)
+        ends = (at for at, layers in later if layers < num_frozen)
         return min(next(ends, max_steps), max_steps)
 
     def check(self, num_layers: int, max_steps: int) -> list[str]:
