@@ -226,10 +226,11 @@ def _course(
         note = "Without --samples or --max_steps the length of the run is unknown, and what freezing saves."
         return Course(*length, note=note, assumed=rates)
     policy = make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
-    policy.check(planner.probe.structure.num_layers, length[0])
-    freezing, note = freezing_of(policy, args, planner.probe.structure.num_layers, planner.num_frozen_by_user, length)
+    num_layers = planner.probe.structure.num_layers
+    policy.check(num_layers, length[0])
+    freezing, note, evidence = freezing_of(policy, args, num_layers, planner.num_frozen_by_user, length)
     if freezing is None:
-        return Course(*length, options.samples, note=note, assumed=rates)
+        return Course(*length, options.samples, note=note, assumed=rates, evidence=evidence)
     record = RecordFormat(activation.hidden_shape[-1], stored_dtype(args, planner.probe.boundary_dtypes[-1]), {}, {})
     size = float(record.record_bytes(activation.hidden_shape[0]))
     seconds = size / (1e9 * options.disk_bandwidth)
@@ -239,7 +240,7 @@ def _course(
     )
     rates += (f"{options.disk_bandwidth:g} GB/s of the cache's disk, and samples that are the same in every epoch",)
     rates += () if limit is not None else ("half of the free space of this machine's disk for the cache",)
-    return Course(*length, options.samples, freezing, storage, assumed=rates)
+    return Course(*length, options.samples, freezing, storage, assumed=rates, evidence=evidence)
 
 
 # ---- config ----

@@ -68,11 +68,16 @@ def is_usable(values: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class DecisionClock:
-    """Decision times: each interval after the warm-up, never before the first or after the last step."""
+    """Decision times: each interval after the warm-up, never before the first or after the last step.
+
+    Args:
+        num_epochs: length of the run, 0 if it is not known.
+    """
 
     every: int
     warmup_steps: int
     max_steps: int
+    num_epochs: float = 0.0
 
     def is_due(self, step: int) -> bool:
         """Return True if there is a decision before optimizer step number `step` (0 is the first)."""
@@ -94,7 +99,7 @@ def make_clock(interval: str, warmup: float, steps_per_epoch: int, max_steps: in
         every = int(interval)
     else:
         every = max(1, round(float(interval) * max_steps))
-    return DecisionClock(every, rounded_up(warmup * max_steps), max_steps)
+    return DecisionClock(every, rounded_up(warmup * max_steps), max_steps, max_steps / steps_per_epoch)
 
 
 MOST_ASKED = 100_000

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 GRADIENT_DTYPES = ("auto", "float32", "weights")
 MASTER_DTYPES = ("float32",)
 RECOMPUTE_MODES = ("always", "except_last", "layers", "never")
-FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "none")
+FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "auto", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
 CLIPS = ("stage", "last")
 COMPRESSIONS = ("throughput", "memory")
@@ -237,8 +237,9 @@ class PipeTransformerArguments(TrainingArguments):
     freeze_policy: Annotated[str, choice(FREEZE_POLICIES, off="none", null="none")] = option(
         "none",
         "How layers are frozen during training, from the bottom up: not at all (`none`), by gradient norms "
-        "(`gradient_norm`, Eq. 1 of the PipeTransformer paper), by the upper bound of Eq. 1 alone (`schedule`), or as "
-        "listed in `freeze_at` (`fixed`). Pass `policy=` to the trainer for a policy of your own. See "
+        "(`gradient_norm`, Eq. 1 of the PipeTransformer paper), by the upper bound of Eq. 1 alone (`schedule`), as "
+        "listed in `freeze_at` (`fixed`), or half of them from the first step if the run has 2 or 3 epochs (`auto`). "
+        "Pass `policy=` to the trainer for a policy of your own. See "
         "docs/how_it_works.md, Your own freeze policy.",
         choices=FREEZE_POLICIES,
     )

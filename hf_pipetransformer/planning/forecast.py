@@ -90,6 +90,7 @@ class Course:
         num_samples: samples of an epoch; None if unknown.
         note: what to say of freezing where `freezing` is None.
         measured: names of what was measured for the plan; `assumed` of what was not, with the value taken.
+        evidence: what was found in runs of this kind.
     """
 
     num_steps: int
@@ -100,6 +101,7 @@ class Course:
     note: str = ""
     measured: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
+    evidence: str = ""
 
     @property
     def num_epochs(self) -> float:

@@ -217,7 +217,7 @@ def _whether_to_split(plan: RunPlan) -> str:
 def _whether_to_freeze(plan: RunPlan) -> str:
     course, took, caching = plan.course, plan.duration, plan.caching
     if course.freezing is None or not took.full_seconds:
-        return ""
+        return course.evidence
     epochs = f"{course.num_epochs:.3g} epochs"
     share, texts = took.seconds / took.full_seconds, []
     if all(not span.num_frozen for span in course.freezing.spans):
@@ -230,6 +230,7 @@ def _whether_to_freeze(plan: RunPlan) -> str:
             f"Freezing is predicted to take {at_least}{share:.2f} of the full run's time. It may cost accuracy: "
             f"compare it with {took.equal_epochs:.3g} epochs of full fine-tuning, which take as long."
         )
+        texts += [course.evidence] if course.evidence else []
     if caching is not None and caching.is_used and caching.share < HALF:
         texts.append(
             f"Only {caching.share:.0%} of the samples fit into the activation cache: raise activation_cache_max_gb, "

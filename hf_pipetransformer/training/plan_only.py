@@ -83,13 +83,13 @@ def _plan(starter: Starter, start_up: StartUp, batches: FirstBatches, length: tu
     num_layers = start_up.probe.structure.num_layers
     for text in check_policy(starter.policy, num_layers, length[0], args.freeze_min_active_layers):
         logger.warning(text)
-    freezing, note = freezing_of(starter.policy, args, num_layers, plans.num_frozen_by_user, length)
+    freezing, note, evidence = freezing_of(starter.policy, args, num_layers, plans.num_frozen_by_user, length)
     storage = None
     if freezing is not None:
         storage = _storage(args, start_up, report)
         measured += ["the cache's disk"] if storage.why_off is None else []
     assumed = (f"{COMMUNICATOR_BYTES / 1e9:g} GB for each communicator",) if machine.communicator_bytes else ()
-    course = Course(*length, num_samples, freezing, storage, note, tuple(measured), assumed)
+    course = Course(*length, num_samples, freezing, storage, note, tuple(measured), assumed, evidence)
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     overheads = replace(
         plans.costs.overheads,

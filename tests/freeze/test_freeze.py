@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_pipetransformer.freeze.policies import (
+    Auto,
     Fixed,
     GradientNorm,
     NoFreezing,
@@ -252,6 +253,15 @@ def test_a_fixed_table_is_followed_at_its_steps_only() -> None:
     assert frozen == [1, 2, 4]
 
 
+def test_auto_freezes_half_of_the_layers_in_short_runs_only() -> None:
+    """Of 2 or 3 epochs: in one nothing that is stored is read again, and in longer ones all layers end higher."""
+    policy = make_policy("auto", 1 / 3, "inclusive", None)
+    asked = {steps: list(policy.due_steps(make_clock("epoch", 0.5, 10, steps))) for steps in (10, 19, 20, 30, 31, 40)}
+    assert asked == {10: [], 19: [], 20: [0], 30: [0], 31: [], 40: []}
+    assert decide(policy, FreezeSignal(0, 20, 5, 0, 0.0), 4).num_frozen == 2
+    assert "auto' freezes in runs of 2 to 3 epochs" in describe_outlook(policy, [], 6, 0, 40, 10)
+
+
 def test_a_table_is_read_and_sorted() -> None:
     assert parse_freeze_at("100:2, 20:1 ,300:12") == {20: 1, 100: 2, 300: 12}
     assert list(parse_freeze_at("9:1,3:0")) == [3, 9]
@@ -446,7 +456,7 @@ def test_due_steps_are_those_that_are_due(interval: str, warmup: float, max_step
             return step % 5 == 0 or super().is_due(step, clock)
 
     clock = make_clock(interval, warmup, 10, max_steps)
-    for policy in (Schedule(0.5), Fixed({0: 1, 3: 1, 40: 2}), Odd({3: 1}), NoFreezing()):
+    for policy in (Schedule(0.5), Fixed({0: 1, 3: 1, 40: 2}), Odd({3: 1}), Auto(), NoFreezing()):
         assert list(policy.due_steps(clock)) == [step for step in range(max_steps) if policy.is_due(step, clock)]
 
 

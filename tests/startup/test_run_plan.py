@@ -11,6 +11,7 @@ import pytest
 from transformers import BertConfig, LlamaConfig, PreTrainedConfig, ViTConfig
 
 from hf_pipetransformer.cli import main
+from hf_pipetransformer.freeze.policies import MEASURED
 from hf_pipetransformer.planning.forecast import length_of_run
 from hf_pipetransformer.report.charts import MISSING_LIBRARY
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
@@ -214,6 +215,21 @@ def test_nothing_is_said_of_freezing_that_is_not_known(plan: Planner) -> None:
     assert "Nothing freezes with these options" in text and "No gain" not in text
     text = plan.text("minilm", *SMALL, "--freeze_policy", "gradient_norm")
     assert "at most" in text and "Predicted time: at least" in text
+
+
+def test_the_verdict_on_a_short_run_says_what_was_measured_of_half_of_its_layers(plan: Planner) -> None:
+    """In others, and of other layers, nothing is claimed; the sentence's figures are those of the committed study."""
+    half = ["--freeze_layers", "1/2"]
+    for options in ([], half, ["--freeze_policy", "auto"]):
+        assert plan.json("minilm", *SMALL, *options)["verdicts"][-1].endswith(MEASURED), options
+    for options in (["--num_train_epochs", "4", *half], ["--freeze_layers", "1/3"], ["--num_train_epochs", "1"]):
+        assert "Measured" not in plan.text("minilm", *SMALL, *options), options
+    study = json.loads((Path(__file__).resolve().parents[2] / "benchmarks" / "front.json").read_text())["tasks"]
+    rows = [row for task in study.values() for row in task["rows"]]
+    rows = [row for row in rows if row["contender"] == "first 1/2 frozen, half of the epochs"]
+    points = [row["against_full_at_equal_time"]["mean"] for row in rows if len(row["seeds"]) > 2]
+    told = f"{min(points):.1f} to {max(points):.1f} points above full fine-tuning of equal time, in {len(points)} of "
+    assert told in MEASURED and min(points) > 0
 
 
 def test_schedules_are_sorted_and_those_that_options_exclude_say_why(plan: Planner) -> None:

@@ -1,0 +1,117 @@
+"""The front of accuracy against time on two devices: does it change who wins that freezing sets devices free?
+
+Scores are those of the study in one process (`benchmarks/front.json`), which layouts do not change: the tasks have no
+dropout, so that every layout gives Trainer's numbers. Only the time is measured here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from front_tasks import SETTINGS
+from front_tasks import TASKS as MAKERS
+from study_front import arguments, contenders
+from transformers import PrinterCallback, set_seed
+
+from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.report.events import EVENTS_FILE, read_events
+from hf_pipetransformer.schedules.layout import Layout
+
+from .measure import REPOSITORY, Settings, alternate, experiment, launch, ratios, report, seconds_of, summary
+
+
+FULL = "full fine-tuning, epochs: "
+HALF = "first 1/2 frozen, half of the epochs"
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One contender: a contender of the study on two devices.
+
+    Args:
+        of_study: its name there.
+        stages: in the beginning; freezing may pack them into fewer.
+    """
+
+    of_study: str
+    stages: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+RUNS = {
+    "everything, K=1 x R=2": Run(f"{FULL}1", "1"),
+    "everything, K=2": Run(f"{FULL}1", "2"),
+    "half frozen and stored, K=1 x R=2": Run(HALF, "1"),
+    "half frozen and stored, from K=2 to K=1 x R=2": Run(HALF, "2"),
+    "half frozen and stored, K=2 to the end": Run(HALF, "2", {"elastic": False}),
+}
+PAPERS = {"gradient_norm, from K=2": Run("gradient_norm", "2")}
+"""Freezes little by little, as the paper does: four epochs, so on the smaller task only."""
+TASKS = {"sst2_no_dropout": {**RUNS, **PAPERS}, "cifar10": RUNS}
+
+
+def compare(name: str, rounds: int, max_steps: int, data: str, models: str) -> dict[str, Any]:
+    """Train every contender in turn on two processes: seconds by round, epochs, and the layouts of its transitions."""
+    task, settings = MAKERS[name](Path(data), Path(models)), SETTINGS[name]
+    training, named, runs = task.training(SEED, settings.num_training), contenders(settings), TASKS[name]
+    layouts: dict[str, list[str]] = {}
+
+    def train(title: str, most_steps: int) -> float:
+        run, folder = runs[title], Path(f"run {len(list(Path.cwd().glob('run *')))}").absolute()
+        dist.barrier()  # All ranks have counted the folders before one makes another.
+        changes = {"max_steps": most_steps, "pipeline_parallel_size": run.stages, **run.changes}
+        changes["per_device_train_batch_size"] = settings.batch // dist.get_world_size()
+        args = arguments(task.arguments, settings, named[run.of_study], SEED, str(folder), **changes)
+
+        def whole_run() -> None:
+            set_seed(SEED)
+            trainer = PipeTransformerTrainer(task.model(), args, train_dataset=training, **task.given)
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+            trainer.end()
+
+        seconds = seconds_of(whole_run)
+        events = read_events(str(folder / EVENTS_FILE)) if (folder / EVENTS_FILE).exists() else []
+        layouts[title] = [str(Layout.from_event(each["to"])) for each in events if each["event"] == "transition"]
+        report(f"{name}, {title}", {"seconds": seconds, "layouts": layouts[title]})
+        return seconds
+
+    for title in list(runs)[:2]:  # Imports and first calls must not be the first contender's.
+        train(title, 2)
+    seconds = alternate({title: partial(train, title, max_steps) for title in runs}, rounds)
+    epochs = {title: named[run.of_study].num_epochs for title, run in runs.items()}
+    return {"seconds": seconds, "epochs": epochs, "layouts": layouts}
+
+
+def row(title: str, found: dict[str, Any], study: dict[str, Any]) -> dict[str, Any]:
+    """Compare a contender with full fine-tuning on as many stages at equal time, by the study's scores."""
+    run, stages = {**RUNS, **PAPERS}[title], {**RUNS, **PAPERS}[title].stages
+    epoch = found["seconds"]["everything, K=2" if stages == "2" else "everything, K=1 x R=2"]
+    equal = summary(ratios(found["seconds"][title], epoch), 2)
+    scores = {each["contender"]: each["mean_score"] for each in study["rows"]}
+    curve = sorted((float(n.removeprefix(FULL)), s) for n, s in scores.items() if n.startswith(FULL))
+    at_equal_time = float(np.interp(equal["median"], *zip(*curve, strict=True)))
+    return {
+        "run": title, "epochs": found["epochs"][title], "seconds": summary(found["seconds"][title], 1),
+        "epochs of everything in that time": equal, "score": scores[run.of_study],
+        "points at equal time": round(scores[run.of_study] - at_equal_time, 2), "then": found["layouts"][title],
+    }  # fmt: skip
+
+
+@experiment("front_two.json", minutes=20, quick_minutes=3)
+def front_two(settings: Settings) -> dict[str, Any]:
+    """Accuracy against time on two devices: replicas, stages, and stages that freezing packs into replicas."""
+    study = json.loads((REPOSITORY / "benchmarks" / "front.json").read_text())["tasks"]
+    tasks = {}
+    for name, runs in TASKS.items():
+        given = settings.of(5, 1), settings.of(-1, 4), settings.data, settings.models
+        found = launch(compare, 2, name, *given)
+        tasks[name] = [row(title, found, study[name]) for title in runs]
+    return {"tasks": tasks}
