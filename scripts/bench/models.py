@@ -18,8 +18,6 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
     ViTConfig,
     ViTForImageClassification,
     set_seed,
@@ -59,17 +57,6 @@ def vit(
     )  # fmt: skip
     images = torch.randn(num_samples, 3, image_size, image_size)
     return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.randint(0, 10, (num_samples,))}
-
-
-def gpt2(num_samples: int, num_tokens: int, vocab_size: int = 5000) -> tuple[GPT2LMHeadModel, Tensors]:
-    """GPT-2 of 6 layers x 384."""
-    set_seed(0)
-    config = GPT2Config(
-        vocab_size=vocab_size, n_positions=num_tokens, n_embd=384, n_layer=6, n_head=6, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    ids = torch.randint(5, vocab_size, (num_samples, num_tokens))
-    return GPT2LMHeadModel(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
 def rows_of(inputs: Tensors) -> list[Tensors]:
