@@ -88,7 +88,9 @@ def run_all(experiments: Sequence[Experiment], settings: Settings, results: Path
             continue
         state[each.name] = {"finished": f"{datetime.now():%F %H:%M}", "versions": versions()}
         write_json(path, state)
-        print(f"=== {each.name}: {(time.monotonic() - start) / 60:.1f} minutes, in {results / each.result}", flush=True)
+        print(
+            f"=== {each.name}: {(time.monotonic() - start) / 60:.1f} minutes, in {results / each.result}", flush=True
+        )
     return failed
 
 

@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
-
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from .measure import RETURNS_FREED, PeakMemory, Settings, anonymous_bytes, experiment, launch_all, report
 from .memory import MODELS, NUM_WORDS, kept, revision
-from .models import training_options
+from .training import Timed, make_trainer
 
 
-MEBIBYTE = 2**20
-COPIES, LOSSES, METRICS = "bfloat16 copies in flight", "evaluation, losses only, MiB", "evaluation with metrics, MiB"
+ASKED = {
+    "bfloat16 copies in flight": (1, 2, 4), "evaluation, losses only, MiB": (1, 4, 16),
+    "evaluation with metrics, MiB": (8, 16, 32),
+}  # fmt: skip
+"""Numbers of micro-batches, with metrics of samples."""
 
 
 def rows_of(num_samples: int, num_tokens: int) -> list[dict[str, torch.Tensor]]:
@@ -32,17 +33,14 @@ def rows_of(num_samples: int, num_tokens: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in words]
 
 
-def trainer_of(model: str, num_microbatches: int, options: dict[str, Any], **given: Any) -> PipeTransformerTrainer:
+def trainer_of(model: str, batch: int, num_microbatches: int, given: dict[str, Any], **options: Any) -> Any:
     """A trainer of two stages under GPipe."""
     torch.manual_seed(0)
-    args = PipeTransformerArguments(
-        **training_options(**options), pipeline_parallel_size=2, pipeline_schedule="gpipe", activation_cache="off",
-        pipeline_parallel_num_microbatches=num_microbatches,
-    )  # fmt: skip
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=NUM_WORDS, **MODELS[model]))
-    trainer = PipeTransformerTrainer(llama, args, **given)
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    return make_trainer(
+        {"model": llama, **given}, batch, Timed, pipeline_parallel_size=2, pipeline_schedule="gpipe",
+        activation_cache="off", pipeline_parallel_num_microbatches=num_microbatches, **options,
+    )  # fmt: skip
 
 
 class Products(TrainerCallback):
@@ -62,10 +60,6 @@ class Products(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._is_on = False
 
-    def copies(self) -> float:
-        """Growth in multiples of one bfloat16 copy of the weights of the products."""
-        return (self.most - self.first) / (2 * sum(layer.weight.numel() for layer in self.layers))
-
     def _before(self, layer: nn.Module, given: Any) -> None:
         if self._is_on and isinstance(layer, nn.Linear) and not self.first:
             self.first = anonymous_bytes()
@@ -80,39 +74,36 @@ def copies_in_flight(num_microbatches: int) -> float:
     """Growth up to the first backward with micro-batches of eight tokens, one rank's."""
     products = Products()
     # A batch has at least one sample of each process, and all micro-batches have the same number of tokens.
-    num_samples = max(num_microbatches, 2)
-    options = {"max_steps": 2, "bf16": True, "per_device_train_batch_size": num_samples // 2}
-    data = rows_of(64, 8 * num_microbatches // num_samples)
-    trainer_of("120M", num_microbatches, options, train_dataset=data, callbacks=[products]).train()
-    return round(products.copies(), 3)
+    batch = max(num_microbatches, 2)
+    given = {"train_dataset": rows_of(64, 8 * num_microbatches // batch), "callbacks": [products]}
+    trainer_of("120M", batch, num_microbatches, given, max_steps=2, bf16=True).train()
+    copy = 2 * sum(layer.weight.numel() for layer in products.layers)
+    return round((products.most - products.first) / copy, 3)
 
 
 def added_by_evaluation(num_samples: int, num_microbatches: int, has_metrics: bool) -> int:
     """MiB at the most of a second evaluation beyond what there was before it, micro-batches of two samples."""
     metrics = (lambda given: {"rows": len(given.label_ids)}) if has_metrics else None
     data = rows_of(num_samples, 128)
-    options = {"per_device_eval_batch_size": num_microbatches}  # Two processes: two samples in a micro-batch.
-    trainer = trainer_of("tiny", num_microbatches, options, compute_metrics=metrics)
+    trainer = trainer_of("tiny", 2 * num_microbatches, num_microbatches, {"compute_metrics": metrics})
     trainer.evaluate(data[:2])
     memory = PeakMemory("evaluation")
     trainer.evaluate(data)
     memory.end()
-    return round(memory.peaks["evaluation"] / MEBIBYTE)
+    return round(memory.peaks["evaluation"] / 2**20)
 
 
 @experiment("batch_memory.json", minutes=6, quick_minutes=2)
 def batch_memory(settings: Settings) -> dict[str, Any]:
     """Host memory of a step by micro-batches in flight, and of an evaluation by micro-batches and samples, K=2."""
-    few = {"environment": RETURNS_FREED}
-    asked = {COPIES: (1, 2, 4), LOSSES: (1, 4, 16), METRICS: (8, 16, 32)}
-    found: dict[str, Any] = {name: {} for name in asked}
-    for name, numbers in asked.items():
+    found: dict[str, Any] = {name: {} for name in ASKED}
+    for name, numbers in ASKED.items():
         for number in settings.of(numbers, numbers[-1:]):
-            if name == COPIES:
-                found[name][str(number)] = max(launch_all(copies_in_flight, 2, number, **few))
-            elif name == LOSSES:
-                found[name][str(number)] = max(launch_all(added_by_evaluation, 2, 2 * number, number, False, **few))
+            if name.startswith("bfloat16"):
+                ranks = launch_all(copies_in_flight, 2, number, environment=RETURNS_FREED)
             else:
-                found[name][str(number)] = launch_all(added_by_evaluation, 2, number, 2, True, **few)
+                sizes = (number, 2, True) if "metrics" in name else (2 * number, number, False)
+                ranks = launch_all(added_by_evaluation, 2, *sizes, environment=RETURNS_FREED)
+            found[name][str(number)] = ranks if "metrics" in name else max(ranks)
             report(name, found[name])
     return {**kept("batch_memory.json"), "new": {**found, "revision": revision()}}

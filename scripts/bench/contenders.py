@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,19 +15,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
-    PrinterCallback,
     Trainer,
-    TrainerCallback,
-    TrainingArguments,
 )
 
+from hf_pipetransformer.selftest.runs import losses_of
+
 from .measure import PeakMemory, Settings
-from .models import cifar10_images, passages, smollm2, sst2, training_options
+from .models import cifar10_images, passages, smollm2, sst2
+from .training import StepClock, Timed, make_trainer
 
 
 NUM_STEPS, LEARNING_RATE = 3, 5e-5
@@ -75,21 +75,18 @@ class Subject:
     kind: Any
     batch: int
     num_microbatches: int
-    num_layers: int
     main_input: str = "input_ids"
 
 
 SUBJECTS = {
     "minilm": Subject(
-        "MiniLM (BERT 6 x 384), 32 sentences of 32 tokens", sentences, AutoModelForSequenceClassification, 32, 8, 6
+        "MiniLM (BERT 6 x 384), 32 sentences of 32 tokens", sentences, AutoModelForSequenceClassification, 32, 8
     ),
     "vit": Subject(
-        "ViT 12 x 192, 24 images of 65 tokens", images, AutoModelForImageClassification, 24, 8, 12, "pixel_values"
+        "ViT 12 x 192, 24 images of 65 tokens", images, AutoModelForImageClassification, 24, 8, "pixel_values"
     ),
-    "smollm2": Subject(
-        "SmolLM2-135M with LoRA, 8 blocks of 24 tokens", blocks, AutoModelForCausalLM, 8, 4, 30
-    ),
-}  # fmt: skip
+    "smollm2": Subject("SmolLM2-135M with LoRA, 8 blocks of 24 tokens", blocks, AutoModelForCausalLM, 8, 4),
+}
 
 
 def chain_of(model: Any) -> list[nn.Module]:
@@ -129,26 +126,22 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 # ---- one process of a contender ----
 
-GIVEN: dict[str, Any] = {}
-"""What the process that forks has read: `model`, its `weights`, and the rows as `inputs` and `labels`."""
 
+class Run(StepClock):
+    """A contender in one process: what it trains, when its steps end, and its memory from the first one on.
 
-class Run(TrainerCallback):
-    """A contender in one process: what it trains, when its steps end, and its memory from the first one on."""
+    Args:
+        folder: of the model and of the rows.
+    """
 
-    def __init__(self, contender: Contender, subject: Subject, folder: str, is_memory: bool) -> None:
+    def __init__(self, contender: Contender, subject: Subject, folder: str, memory: PeakMemory | None) -> None:
+        super().__init__(memory)
         self.contender, self.subject, self.folder = contender, subject, folder
-        self.ends: list[float] = []
-        self.memory = PeakMemory("start") if is_memory else None
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(time.perf_counter())
-        if self.memory is not None and len(self.ends) == 1:
-            self.memory.begin("training")
+        self.rows = load_file(f"{folder}/rows.safetensors")
 
     def load(self) -> Any:
-        """Copy the model into memory of this process's own, as onto a device."""
-        model = GIVEN.pop("model")  # Whoever holds a part frees the rest.
+        """Load the model into memory of this process's own, as onto a device."""
+        model = self.subject.kind.from_pretrained(f"{self.folder}/model")
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
         if self.subject.kind is not AutoModelForCausalLM:
@@ -160,7 +153,7 @@ class Run(TrainerCallback):
 
     def each_step(self, step: Callable[[Tensor, Tensor], Tensor | float], is_shared: bool = False) -> list[float]:
         """Call a step with its inputs and labels, and return the losses, or the sums of what the processes have."""
-        batches = (GIVEN[name].split(self.subject.batch)[:NUM_STEPS] for name in ("inputs", "labels"))
+        batches = (self.rows[name].split(self.subject.batch)[:NUM_STEPS] for name in ("inputs", "labels"))
         found = []
         for inputs, labels in zip(*batches, strict=True):
             found.append(torch.as_tensor(step(inputs, labels)).detach().reshape(()))
@@ -191,34 +184,21 @@ class Update:
 
 def with_trainer(run: Run) -> list[float]:
     """Plain Trainer, or with options this package."""
-    from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-
     subject, contender, options = run.subject, run.contender, dict(run.contender.options)
     number = options.pop("num_batches", contender.num_steps) * subject.batch
-    rows = [{subject.main_input: GIVEN["inputs"][i], "labels": GIVEN["labels"][i]} for i in range(number)]
-    common = training_options(
-        output_dir=f"{run.folder}/output", max_steps=contender.num_steps, learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant", per_device_train_batch_size=subject.batch // contender.processes,
-        train_sampling_strategy="sequential", log_level="error",
-    )  # fmt: skip
+    rows = [{subject.main_input: run.rows["inputs"][i], "labels": run.rows["labels"][i]} for i in range(number)]
+    given = {"model": run.load(), "train_dataset": rows, "callbacks": [run]}
+    if options.get("pipeline_parallel_size") == 2:
+        options["pipeline_parallel_num_microbatches"] = subject.num_microbatches
     if run.memory is not None and contender.updates == "exact":
-        common |= {"logging_strategy": "steps", "logging_steps": 1}
-    given: dict[str, Any] = {"train_dataset": rows, "callbacks": [run]}
-    trainer: Trainer
-    if options:
-        if options["pipeline_parallel_size"] == 2:
-            options["pipeline_parallel_num_microbatches"] = subject.num_microbatches
-        if "freeze_policy" in options:
-            options |= {"freeze_at": f"0:{subject.num_layers // 2}", "activation_cache_dir": run.folder}
-        args = PipeTransformerArguments(**common, pipeline_gather_at_end="never", **options)
-        trainer = PipeTransformerTrainer(run.load(), args, **given)
-    else:
-        trainer = Trainer(run.load(), TrainingArguments(**common, ddp_find_unused_parameters=False), **given)
-        if subject.kind is AutoModelForSequenceClassification:
-            trainer.model_accepts_loss_kwargs = False  # BERT's classification loss ignores num_items_in_batch.
-    trainer.remove_callback(PrinterCallback)
+        options |= {"logging_strategy": "steps", "logging_steps": 1}
+    trainer = make_trainer(
+        given, subject.batch, Timed if contender.options else Trainer, max_steps=contender.num_steps,
+        learning_rate=LEARNING_RATE, lr_scheduler_type="constant", train_sampling_strategy="sequential",
+        log_level="error", **options,
+    )  # fmt: skip
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return losses_of(trainer)
 
 
 def with_fsdp(run: Run) -> list[float]:
@@ -226,7 +206,6 @@ def with_fsdp(run: Run) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo")
     model, mesh, rank = run.load(), init_device_mesh("cpu", (2,)), dist.get_rank()
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     for module in (*layers, model):
@@ -246,7 +225,6 @@ def with_torch(run: Run) -> list[float]:
     """A schedule of `torch.distributed.pipelining`."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    dist.init_process_group("gloo")
     name, rank = run.contender.name.rpartition(" ")[2], dist.get_rank()
     count, last = 2 * CHUNKS[name], 2 * CHUNKS[name] - 1
     numbers = [rank, last - rank if name in ("ZBVZeroBubble", "DualPipeV") else rank + 2][: CHUNKS[name]]
@@ -342,8 +320,11 @@ class Contender:
 
 def contenders() -> dict[str, Contender]:
     """All; the naive split is plain Trainer in one process, which computes what two devices in turns would."""
-    one, two = {"pipeline_parallel_size": 1}, {"pipeline_parallel_size": 2}
-    stored = one | {"freeze_policy": "fixed", "activation_cache": "on", "num_batches": 2}
+    one, two = (
+        {"pipeline_parallel_size": size, "pipeline_gather_at_end": "never", "activation_cache_dir": "cache"}
+        for size in (1, 2)
+    )
+    stored = one | {"freeze_policy": "fixed", "freeze_at": "0:1/2", "activation_cache": "on", "num_batches": 2}
     found = [
         Contender(NAIVE, with_trainer, 1),
         *(

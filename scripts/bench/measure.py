@@ -32,7 +32,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from scipy.stats import t as student
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import set_start_method, start_processes
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -250,6 +250,7 @@ def _rank(rank: int, folder: str, function: Callable[..., Any], args: Sequence[A
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.chdir(folder)
     torch.set_num_threads(1)
+    set_start_method("fork", force=True)  # For workers of loaders, as in any other process.
     if int(os.environ["WORLD_SIZE"]) > 1:
         PartialState(cpu=True)  # The process group, before a trainer makes it.
     Path(folder, f"result_{rank}.json").write_text(json.dumps(function(*args)))

@@ -10,46 +10,34 @@ the model in one process. All begin with the same weights and see the same rows,
 learning rate; losses of all that claim the same updates are compared. DeepSpeed and torchgpipe are no dependencies:
 without the folder above their rows say that they are missing.
 
-A process of one thread forks two for each contender, so that nothing of one is left for the next; contenders take
-turns. A step is the mean of those after the first, of the slower process. Memory is the peak of a process's anonymous
-memory after the first step, beyond what it had before it loaded the model. The others' pipelines are cut by hand into
-stages of equal work. Rows have one length, because `torch.distributed.pipelining` can have no other.
+Contenders take turns, each in new processes. A step is the mean of those after the first, of the slower process.
+Memory is the peak of a process's anonymous memory after the first step, beyond what it had before it loaded the model.
+The others' pipelines are cut by hand into stages of equal work. Rows have one length, because
+`torch.distributed.pipelining` can have no other.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import distributions
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from torch.multiprocessing import start_processes
+from safetensors.torch import save_file
 
-from .contenders import (
-    GIVEN,
-    NAIVE,
-    NUM_STEPS,
-    SUBJECTS,
-    Contender,
-    Run,
-    contenders,
-)
+from .contenders import NAIVE, NUM_STEPS, SUBJECTS, Contender, Run, contenders
 from .measure import (
+    KEEPS_FREED,
     RETURNS_FREED,
+    PeakMemory,
     Settings,
     alternate,
     experiment,
     largest_difference,
-    launch,
+    launch_all,
     ratios,
     report,
     summary,
@@ -58,80 +46,39 @@ from .measure import (
 
 EXACT = 1e-5
 """Largest relative difference of losses between contenders with the same updates."""
-SECONDS = 180
-"""Time limit of a contender."""
 MEMORY = "peak MiB of each process"
-PRELOADED = (
-    "hf_pipetransformer.trainer.mixin", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
-    "peft",
-)  # fmt: skip
+PRELOADED = ("hf_pipetransformer.trainer.mixin", "torch._dynamo", "torch.distributed.fsdp", "peft")
 """Modules that a process would import while it trains."""
 
 
-# ---- a launch ----
-
-
-def rank(number: int, contender: Contender, make: Callable[[], Run]) -> None:
-    """One process of a contender; its figures go to a file."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    values = (number, number, contender.processes, contender.processes)
-    os.environ.update(zip(names, map(str, values), strict=True), DS_ACCELERATOR="cpu")
-    if contender.library:
-        sys.path.append(os.environ.get("PEERS_PACKAGES", ""))
-        importlib.import_module(contender.library)
-    run = make()
-    memory = run.memory
-    with open(f"{run.folder}/log-{number}", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+def work(name: str, model: str, folder: str, is_memory: bool) -> dict[str, Any]:
+    """One process of a contender."""
+    contender = contenders()[name]
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    sys.path.append(os.environ.get("PEERS_PACKAGES", ""))
+    for module in (*PRELOADED, contender.library or "torch.distributed.pipelining"):
+        importlib.import_module(module)
+    memory = PeakMemory("start") if is_memory else None
+    run = Run(contender, SUBJECTS[model], folder, memory)
     found: dict[str, Any] = {"losses": contender.train(run)}
     ends = run.ends[contender.num_skipped - 1 :]
     found["seconds"] = (ends[-1] - ends[0]) / (len(ends) - 1)
     if memory is not None:
         memory.end()
         found["bytes"] = memory.peaks["training"]
-    Path(f"{run.folder}/{number}.json").write_text(json.dumps(found))
-    if dist.is_initialized():
-        dist.barrier()
+    return found
 
 
-def fork(contender: Contender, make: Callable[[], Run], folder: str) -> list[dict[str, Any]]:
-    """Run the processes of a contender; what each found, or the first error."""
-    deadline = time.monotonic() + SECONDS
-    # Its own: the launch has one store, where ranks would find the addresses of the contender before them.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ["MASTER_PORT"] = str(store.port)
-    ranks = start_processes(rank, (contender, make), contender.processes, join=False, start_method="fork")
+def turn(name: str, model: str, folder: str, is_memory: bool) -> list[dict[str, Any]]:
+    """Run a contender once; what its processes found, or the first error."""
+    environment = RETURNS_FREED if is_memory else KEEPS_FREED
     try:
-        while not ranks.join(timeout=1):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"has not ended after {SECONDS} s")
+        number = contenders()[name].processes
+        found = launch_all(work, number, name, model, folder, is_memory, minutes=3, environment=environment)
     except Exception as error:
-        for process in ranks.processes:
-            process.kill()
-        return [{"error": str(error).strip().splitlines()[-1]}]
-    return [json.loads(Path(f"{folder}/{number}.json").read_text()) for number in range(contender.processes)]
-
-
-def work(model: str, folder: str, names: list[str], rounds: int, is_memory: bool) -> dict[str, Any]:
-    """Contenders in turns, in a process that never trains itself; what their ranks found, by round."""
-    for name in PRELOADED:
-        importlib.import_module(name)
-    GIVEN.update(load_file(f"{folder}/rows.safetensors"))
-    # In no variable: a contender that keeps a part of the model frees the rest.
-    GIVEN["model"] = SUBJECTS[model].kind.from_pretrained(f"{folder}/model")
-    # They stay: what a contender freed of them would make up for what it takes.
-    GIVEN["weights"] = [parameter.data for parameter in GIVEN["model"].parameters()]
-
-    def turn(contender: Contender) -> list[dict[str, Any]]:
-        found = fork(contender, lambda: Run(contender, SUBJECTS[model], folder, is_memory), folder)
-        report(f"{model}, {contender.name}", found)
-        return found
-
-    return alternate({name: partial(turn, contenders()[name]) for name in names}, rounds)
-
-
-# ---- experiments ----
+        found = [{"error": str(error).strip().splitlines()[-1]}]
+    report(f"{model}, {name}", found)
+    return found
 
 
 def row_of(contender: Contender, ranks: list[dict[str, Any]], losses: list[float]) -> dict[str, Any]:
@@ -159,24 +106,24 @@ def winners(rows: dict[str, Any]) -> dict[str, str]:
     # A process that stands for two devices holds what both do.
     memory = {name: max(rows[name][MEMORY]) for name in exact if rows[name]["processes"] == 2}
     product = {name: size * seconds[name] for name, size in memory.items()}
-    ours = {name: value for name, value in seconds.items() if "K=2" in name}
-    kinds = {"fastest": seconds, "least memory": memory, "least product": product, "fastest of our pipelines": ours}
+    kinds = {"fastest": seconds, "least memory": memory, "least product": product}
     return {kind: min(values, key=values.__getitem__) for kind, values in kinds.items()}
 
 
 def beside(model: str, settings: Settings) -> dict[str, Any]:
-    """Memory and losses of every contender once, then the time of those that run."""
-    subject, known, rounds = SUBJECTS[model], contenders(), settings.of(5, 1)
+    """Memory and losses of every contender once, then the time of those that run; quick of six."""
+    subject, known = SUBJECTS[model], contenders()
+    known = settings.of(known, {name: known[name] for name in list(known)[:: len(known) // 5]})
     whole, inputs, labels = subject.make(settings)
     number = subject.batch * max(each.num_steps for each in known.values())
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         whole.float().save_pretrained(f"{folder}/model")
         save_file({"inputs": inputs[:number], "labels": labels[:number]}, f"{folder}/rows.safetensors")
-        first = launch(work, 1, model, folder, list(known), 1, True, environment=RETURNS_FREED)
-        losses = first[NAIVE][0][0].get("losses", [])
-        rows = {name: row_of(known[name], found[0], losses) for name, found in first.items()}
+        first = {name: turn(name, model, folder, True) for name in known}
+        losses = first[NAIVE][0].get("losses", [])
+        rows = {name: row_of(known[name], found, losses) for name, found in first.items()}
         running = [name for name, row in rows.items() if "does not run" not in row]
-        timed = launch(work, 1, model, folder, running, rounds, False)
+        timed = alternate({name: partial(turn, name, model, folder, False) for name in running}, settings.of(5, 1))
     for name, found in timed.items():
         if errors := [ranks[0]["error"] for ranks in found if "error" in ranks[0]]:
             raise RuntimeError(f"{name} ran once, then not: {errors[0]}")
@@ -186,27 +133,15 @@ def beside(model: str, settings: Settings) -> dict[str, Any]:
         rows[name]["of the naive split's"] = summary(ratios(seconds[name], seconds[NAIVE]))
     others = distributions(path=[os.environ.get("PEERS_PACKAGES", "")])
     return {
-        "model": subject.title, "samples of a step": subject.batch, "micro-batches": subject.num_microbatches,
-        "rounds": rounds, "steps": NUM_STEPS - 1, "winners": winners(rows), "contenders": rows,
+        "model": subject.title, "steps": NUM_STEPS - 1, "winners": winners(rows), "contenders": rows,
         "packages": {each.name: each.version for each in others if each.name in ("deepspeed", "torchgpipe")},
     }  # fmt: skip
 
 
-def register(model: str) -> None:
-    """Make an experiment of a model."""
-
-    def measure(settings: Settings) -> dict[str, Any]:
-        return beside(model, settings)
-
-    measure.__doc__ = f"Step time and memory beside what a user would pick instead: {SUBJECTS[model].title}."
-    experiment("peers.json", section=model, name=f"peers-{model}", minutes=6, quick_minutes=2)(measure)
-
-
-for each_model in SUBJECTS:
-    register(each_model)
-
-
-# ---- the page ----
+for each_model, each_subject in SUBJECTS.items():
+    measure = partial(beside, each_model)
+    measure.__doc__ = f"Step time and memory beside what a user would pick instead: {each_subject.title}."
+    experiment("peers.json", section=each_model, name=f"peers-{each_model}", minutes=25, quick_minutes=4)(measure)
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from scripts.bench.batch_memory import added_by_evaluation
 from scripts.bench.measure import RETURNS_FREED, PeakMemory, launch_all
-from scripts.bench.memory import PHASES, StageState, measure, save_model, write_picture
+from scripts.bench.memory import PHASES, StageState, measure, save_model
 
 
 MEBIBYTE = 2**20
@@ -59,22 +59,9 @@ def test_an_evaluation_adds_the_logits_of_a_micro_batch() -> None:
     assert 31 <= max(added) < 4 * 31
 
 
-def test_the_picture_has_a_bar_for_each_side_and_phase(tmp_path: Path) -> None:
-    found = {"most on a rank": {phase: 0.25 * at for at, phase in enumerate(PHASES)}}
-    write_picture({"tiny, K=2": {"old": found, "new": found}, "tiny, K=4": {"new": found}}, tmp_path / "memory.svg")
-    picture = (tmp_path / "memory.svg").read_text()
-    assert all(picture.count(f">{phase}<") == 2 for phase in PHASES)
-    assert all(f">{0.25 * at:.2f}<" in picture for at in range(len(PHASES)))
-    # One more of each color names its side.
-    assert picture.count('fill="#d55e00"') == 1 + len(PHASES)
-    assert picture.count('fill="#0072b2"') == 1 + 2 * len(PHASES)
-    assert picture.count("stroke-dasharray") >= 2 and "tiny, K=4: most of all ranks" in picture
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_both_launches_of_a_tiny_model_give_every_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_a_tiny_model_gives_every_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     found = measure("tiny", 2)
-    assert [list(rank) for rank in found["ranks"]] == [list(PHASES)] * 2
-    assert set(found["most on a rank"]) == set(PHASES)
+    assert list(found["most on a rank"]) == list(PHASES)
