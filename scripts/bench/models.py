@@ -18,6 +18,8 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
     ViTConfig,
     ViTForImageClassification,
     set_seed,
@@ -57,6 +59,17 @@ def vit(
     )  # fmt: skip
     images = torch.randn(num_samples, 3, image_size, image_size)
     return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.randint(0, 10, (num_samples,))}
+
+
+def llama(num_samples: int, num_tokens: int = 128) -> tuple[nn.Module, Tensors]:
+    """Llama of 8 layers x 384 with 8,000 words."""
+    set_seed(0)
+    config = LlamaConfig(
+        hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6, vocab_size=8000,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    words = torch.randint(5, 8000, (num_samples, num_tokens))
+    return LlamaForCausalLM(config), {"input_ids": words, "labels": words}
 
 
 def rows_of(inputs: Tensors) -> list[Tensors]:

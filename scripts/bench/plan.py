@@ -4,7 +4,7 @@ Three models with random weights are trained on two processes, as two replicas (
 planned twice: by `--plan_only`, which measures the blocks at its start, and by `hf-pipetransformer plan` from its
 config, with the rates of this machine: products and copies that are timed here, and the all-reduce that `--plan_only`
 measured. Plans and runs take turns. Memory is the peak of a process's anonymous memory while it trains, beyond what it
-had before the model was made and after a smaller one was trained.
+had before the model was made and after it was trained once.
 """
 
 from __future__ import annotations
@@ -16,21 +16,11 @@ import json
 import os
 import statistics
 import tempfile
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from hf_pipetransformer.cli import main as command
 
@@ -45,76 +35,51 @@ from .measure import (
     report,
     seconds_of,
 )
-from .models import NO_DROPOUT
-from .training import StepClock, Timed, make_trainer
+from .models import RandomModel, bert, llama, vit
+from .training import StepClock, train
 
 
-LENGTH, NUM_STEPS, SKIPPED = 128, 12, 3
-MODELS: dict[str, tuple[Any, PreTrainedConfig, int]] = {
-    "MiniLM": (BertForSequenceClassification, BertConfig(
-        architectures=["BertForSequenceClassification"], hidden_size=384, num_hidden_layers=6,
-        num_attention_heads=12, intermediate_size=1536, **NO_DROPOUT,
-    ), 16),
-    "ViT": (ViTForImageClassification, ViTConfig(
-        architectures=["ViTForImageClassification"], hidden_size=192, num_hidden_layers=12, num_attention_heads=3,
-        intermediate_size=768, image_size=32, patch_size=4,
-    ), 32),
-    "Llama": (LlamaForCausalLM, LlamaConfig(
-        architectures=["LlamaForCausalLM"], hidden_size=384, intermediate_size=1024, num_hidden_layers=8,
-        num_attention_heads=6, num_key_value_heads=6, vocab_size=8000, max_position_embeddings=512,
-    ), 8),
+NUM_STEPS, SKIPPED = 12, 3
+MODELS = {
+    "MiniLM": RandomModel(partial(bert, vocab_size=30522), 32, 6), "ViT": RandomModel(vit, 64, 12),
+    "Llama": RandomModel(llama, 16, 8),
 }  # fmt: skip
-"""Class, config, and samples of a batch per process."""
 
 
 # ---- in the processes of a launch
 
 
-def rows_of(name: str, number: int) -> list[dict[str, torch.Tensor]]:
-    """Random samples."""
-    torch.manual_seed(0)
-    if name == "ViT":
-        return [{"pixel_values": torch.randn(3, 32, 32), "labels": torch.tensor(i % 2)} for i in range(number)]
-    words = torch.randint(5, 8000, (number, LENGTH))
-    labels = words if name == "Llama" else torch.arange(number) % 2
-    return [{"input_ids": each, "labels": label} for each, label in zip(words, labels, strict=True)]
-
-
-def train(name: str, num_stages: int, clock: StepClock, num_layers: int = 0, **options: Any) -> Any:
-    """Train once, perhaps with other layers, or print the plan of it; return the trainer."""
-    kind, config, own = MODELS[name]
-    config, batch = deepcopy(config), own * int(os.environ["WORLD_SIZE"])
-    config.num_hidden_layers = num_layers or config.num_hidden_layers
-    given = {"model": kind(config), "train_dataset": rows_of(name, batch * (NUM_STEPS + 1)), "callbacks": [clock]}
-    trainer = make_trainer(
-        given, batch, Timed, pipeline_parallel_size=num_stages, pipeline_gather_at_end="never",
-        activation_cache="off", pipeline_parallel_num_microbatches="auto" if num_stages == 1 else 4,
-        **{"output_dir": "output", "max_steps": NUM_STEPS, **options},
-    )  # fmt: skip
+def run(name: str, num_stages: int, clock: StepClock, **options: Any) -> None:
+    """Train once, or print the plan of it."""
+    model = MODELS[name]
     with contextlib.suppress(SystemExit):  # A plan ends the script.
-        trainer.train()
-    return trainer
+        train(
+            {**model.task(NUM_STEPS + 1), "callbacks": [clock]}, model.batch, pipeline_parallel_size=num_stages,
+            pipeline_gather_at_end="never", activation_cache="off",
+            pipeline_parallel_num_microbatches="auto" if num_stages == 1 else 4,
+            **{"output_dir": "output", "max_steps": NUM_STEPS, **options},
+        )  # fmt: skip
 
 
 def planned(name: str, num_stages: int) -> dict[str, Any]:
     """The plan of `--plan_only` on rank 0, which writes it."""
     with contextlib.redirect_stdout(io.StringIO()):
-        train(name, num_stages, StepClock(), plan_only=True)
+        run(name, num_stages, StepClock(), plan_only=True)
     return json.loads(Path("output", "plan.json").read_text()) if os.environ["RANK"] == "0" else {}
 
 
 def step_seconds(name: str, num_stages: int) -> float:
     """Time steps, the loader's part included."""
-    train(name, num_stages, clock := StepClock())
+    run(name, num_stages, clock := StepClock())
     return statistics.median(clock.seconds[SKIPPED:])
 
 
 def bytes_used(name: str, num_stages: int) -> int:
-    """Measure memory, of a process that has trained a smaller model before: libraries allocate some things once."""
-    train(name, num_stages, StepClock(), max(2, num_stages), max_steps=2)
+    """Measure memory, of a process that has trained before: libraries allocate some things once."""
+    run(name, num_stages, StepClock(), max_steps=2)
     gc.collect()
     memory = PeakMemory("made")
-    train(name, num_stages, StepClock(memory), max_steps=4)
+    run(name, num_stages, StepClock(memory), max_steps=4)
     memory.end()
     return memory.peaks["training"]
 
@@ -131,11 +96,12 @@ def rates() -> dict[str, float]:
 # ---- in the driver
 
 
-def plan_of(config: PreTrainedConfig, options: dict[str, Any]) -> dict[str, Any]:
-    """The plan of a config by the command line."""
+def plan_of(model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a model's config by the command line."""
+    model.config.architectures = [type(model).__name__]
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
-        config.save_pretrained(folder)
+        model.config.save_pretrained(folder)
         with contextlib.suppress(SystemExit):  # It fits nowhere.
             command(["plan", folder, *words, "--json"])
     return json.loads(printed.getvalue())["chosen"]  # type: ignore[no-any-return]
@@ -157,11 +123,12 @@ def measured(name: str, num_stages: int, rounds: int, found_rates: dict[str, flo
     plans, steps = [ranks[0] for ranks in turns["planned"]], [max(ranks) for ranks in turns["step_seconds"]]
     used = launch_all(bytes_used, 2, name, num_stages, environment=RETURNS_FREED)
     per_byte = statistics.median(each["overheads"]["reduction_per_byte"] for each in plans)
-    _, config, batch = MODELS[name]
-    from_config = plan_of(config, {
-        "processes": 2, "device_memory": 8, "sequence_length": LENGTH, "communicator_gb": 0,
+    model, _ = MODELS[name].make(1)
+    from_config = plan_of(model, {
+        "processes": 2, "device_memory": 8, "sequence_length": 128, "communicator_gb": 0,
         "device_tflops": found_rates["TFLOP/s"], "memory_bandwidth": found_rates["GB/s of memory"],
-        "bandwidth": 1e-9 / per_byte, "per_device_train_batch_size": batch, "pipeline_parallel_size": num_stages,
+        "bandwidth": 1e-9 / per_byte, "per_device_train_batch_size": MODELS[name].batch // 2,
+        "pipeline_parallel_size": num_stages,
         **({"pipeline_parallel_num_microbatches": 4} if num_stages > 1 else {}),
     })  # fmt: skip
     found: dict[str, Any] = {"rates": found_rates}

@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from scripts.bench.batch_memory import added_by_evaluation
 from scripts.bench.measure import RETURNS_FREED, PeakMemory, launch_all
-from scripts.bench.memory import PHASES, StageState, measure, save_model
+from scripts.bench.memory import PHASES, StageState, added_by_evaluation, measure, save_model
 
 
 MEBIBYTE = 2**20

@@ -1,4 +1,4 @@
-"""Real training on real data beside plain `Trainer`: MiniLM on SST-2, a small ViT, and SmolLM2-135M with QLoRA."""
+"""A real causal language model in a pipeline beside plain `Trainer`: SmolLM2-135M with LoRA over weights in 4 bits."""
 
 from __future__ import annotations
 
@@ -20,57 +20,12 @@ from transformers import (
 from hf_pipetransformer.selftest.runs import losses_of
 from hf_pipetransformer.splitters.quantized import prepare_quantized
 
-from .measure import Settings, experiment, largest_difference, launch, report
-from .models import cifar10_images, correct, passages, smollm2, smollm2_files, sst2
+from .measure import Settings, experiment, launch, report
+from .models import passages, smollm2, smollm2_files
 from .training import Timed, make_trainer
 
 
-LOGGED = {"logging_strategy": "steps", "logging_steps": 1}
-
-
-# ---- classification ----
-
-BATCH, NUM_COMPARED_STEPS = 32, 20
-
-
-def classify(settings: Settings, task: str, num_stages: int | None) -> tuple[list[float], int, int]:
-    """One run: losses, right answers, and of how many; plain `Trainer` has no stages."""
-    options: dict[str, Any] = {"weight_decay": 0.01, "seed": 1, **LOGGED}
-    if task == "sst2":
-        given = sst2(settings.data, settings.of(4_000, 320))
-        options |= {"num_train_epochs": 1, "learning_rate": 1e-4, "warmup_steps": 12}
-    else:
-        parts = cifar10_images(settings.data, settings.models, NUM_COMPARED_STEPS * BATCH, 500)
-        given = dict(zip(("model", "train_dataset", "eval_dataset"), parts, strict=True))
-        options |= {"max_steps": NUM_COMPARED_STEPS, "learning_rate": 3e-4, "warmup_steps": 5}
-        options |= {"remove_unused_columns": False}
-    if num_stages is not None:
-        options |= {"pipeline_parallel_size": num_stages, "freeze_policy": "none"}
-    trainer = make_trainer({**given, "compute_metrics": correct}, BATCH, Timed if num_stages else Trainer, **options)
-    trainer.train()
-    return losses_of(trainer)[:NUM_COMPARED_STEPS], trainer.evaluate()["eval_correct"], len(given["eval_dataset"])
-
-
-@experiment("real_input.json", minutes=12, quick_minutes=4)
-def real_input(settings: Settings) -> dict[str, Any]:
-    """Losses and right answers on SST-2 and CIFAR-10 beside plain `Trainer` in one process."""
-    results: dict[str, Any] = {}
-    for task in ("cifar10", "sst2"):
-        results[task] = {}
-        plain, plain_correct, samples = launch(classify, 1, settings, task, None)
-        for name, num_stages in (("K=2", 2), ("K=1 x R=2", 1)):
-            losses, number, _ = launch(classify, 2, settings, task, num_stages)
-            results[task][name] = {
-                "largest relative difference of the first losses": largest_difference(losses, plain),
-                "correct": f"{number} of {samples}", "difference in correct": number - plain_correct,
-            }  # fmt: skip
-            report(f"{task}, {name}", results[task][name])
-    return results
-
-
-# ---- QLoRA ----
-
-BLOCK, CAUSAL_BATCH = 256, 4
+BLOCK, BATCH = 256, 4
 STAGES = {"pipeline_parallel_size": 2, "freeze_policy": "none"}
 RUNS: dict[str, dict[str, Any]] = {
     "Trainer, QLoRA": {},
@@ -79,7 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "two stages, QLoRA, one micro-batch": {**STAGES, "pipeline_parallel_num_microbatches": 1},
     # What a product of a part of the batch rounds otherwise than one of the whole.
     "Trainer, QLoRA, two batches of two accumulated": {
-        "per_device_train_batch_size": CAUSAL_BATCH // 2, "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": BATCH // 2, "gradient_accumulation_steps": 2,
     },
 }  # fmt: skip
 
@@ -111,12 +66,14 @@ def train_adapters(settings: Settings, name: str, folder: str) -> dict[str, Any]
     steps = settings.of(4, 1)
     given = {
         "model": get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")),
-        "train_dataset": blocks_of(settings.data / "squad_v1_train_partial.parquet", tokenizer, steps * CAUSAL_BATCH),
+        "train_dataset": blocks_of(settings.data / "squad_v1_train_partial.parquet", tokenizer, steps * BATCH),
         "eval_dataset": blocks_of(settings.data / "squad_v1_dev.parquet", tokenizer, 4),
         "data_collator": default_data_collator,
     }
-    options = {"max_steps": steps, "learning_rate": 1e-4, **LOGGED, **RUNS[name]}
-    trainer = make_trainer(given, CAUSAL_BATCH, Trainer if name.startswith("Trainer") else Timed, **options)
+    trainer = make_trainer(
+        given, BATCH, Trainer if name.startswith("Trainer") else Timed, max_steps=steps, learning_rate=1e-4,
+        logging_strategy="steps", logging_steps=1, **RUNS[name],
+    )  # fmt: skip
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     perplexity = [round(math.exp(loss), 4) for loss in (before, trainer.evaluate()["eval_loss"])]
