@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from hf_pipetransformer.selftest.runs import SavedBytes, losses_of
+from hf_pipetransformer.selftest.runs import losses_of
 
 from .measure import Settings, alternate, experiment, largest_difference, launch, ratios, report, summary
 from .models import MODELS, cifar10_images
-from .training import make_trainer, train
+from .training import train
 
 
 NUM_STEPS, NUM_WARM = 12, 4
@@ -26,37 +26,6 @@ LOADER_SETTINGS: dict[str, dict[str, Any]] = {
 }
 PLAIN = {"freeze_policy": "none", "activation_cache": "off", "logging_strategy": "steps", "logging_steps": 1}
 """Nothing frozen or stored, all losses kept."""
-
-
-def saved(name: str, schedule: str, mode: str) -> list[Any]:
-    """MB that autograd keeps at most on each stage, and the losses."""
-    model = MODELS[name]
-    trainer = make_trainer(
-        model.task(2), model.batch, max_steps=3, pipeline_parallel_size="2", pipeline_parallel_num_microbatches="8",
-        pipeline_schedule=schedule, pipeline_checkpoint=mode, **PLAIN,
-    )  # fmt: skip
-    count = SavedBytes(trainer)
-    with count.hooks():
-        trainer.train()
-    return [[round(peak / 1e6, 1) for peak in trainer.topology.gather(count.most)], losses_of(trainer)]
-
-
-@experiment("features.json", section="memory", minutes=5, quick_minutes=2)
-def features_recomputation(settings: Settings) -> dict[str, Any]:
-    """Most bytes that autograd keeps for the backward by `pipeline_checkpoint`, K=2, M=8, and that no loss changes."""
-    table: dict[str, Any] = {}
-    for name, schedule in product(MODELS, settings.of(("gpipe", "1f1b"), ("1f1b",))):
-        never: list[float] = []
-        for mode in ("never", "except_last", "always"):
-            peaks, losses = launch(saved, 2, name, schedule, mode)
-            never = never or losses
-            found = {
-                "MB by stage": peaks,
-                "largest relative difference of the losses": largest_difference(losses, never),
-            }
-            table.setdefault(name, {})[f"{schedule}, {mode}"] = found
-            report(f"{name}, {schedule}, {mode}", found)
-    return table
 
 
 def steps_of(name: str, num_stages: int, compiles: bool) -> tuple[float, list[float]]:

@@ -1,4 +1,4 @@
-"""`scripts/bench/memory.py`: what its figures count, and a whole run of a tiny model."""
+"""`scripts/bench/memory.py`: what its figures count, and a whole run of a tiny model; memory of an evaluation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from scripts.bench.measure import RETURNS_FREED, PeakMemory, launch_all
-from scripts.bench.memory import PHASES, StageState, added_by_evaluation, measure, save_model
+from scripts.bench.memory import MODELS, NUM_WORDS, PHASES, StageState, measure, save_model
+from scripts.bench.training import make_trainer
 
 
 MEBIBYTE = 2**20
@@ -50,12 +51,31 @@ def test_mapped_weights_count_for_a_stage_once_they_are_written_to(tmp_path: Pat
     assert state.bytes() >= own + model.lm_head.weight.numel() * 2
 
 
+def added_by_evaluation(num_samples: int, num_microbatches: int, has_metrics: bool) -> float:
+    """MiB at the most of a second evaluation beyond what there was before it, micro-batches of two samples."""
+    words = torch.arange(num_samples * 128).view(num_samples, 128) % NUM_WORDS
+    data = [{"input_ids": row, "labels": row} for row in words]
+    metrics = (lambda given: {"rows": len(given.label_ids)}) if has_metrics else None
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=NUM_WORDS, **MODELS["tiny"]))
+    trainer = make_trainer(
+        {"model": model, "compute_metrics": metrics}, 2 * num_microbatches, pipeline_parallel_size=2,
+        pipeline_schedule="gpipe", activation_cache="off", pipeline_parallel_num_microbatches=num_microbatches,
+    )  # fmt: skip
+    trainer.evaluate(data[:2])
+    memory = PeakMemory("evaluation")
+    trainer.evaluate(data)
+    memory.end()
+    return memory.peaks["evaluation"] / MEBIBYTE
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_an_evaluation_adds_the_logits_of_a_micro_batch() -> None:
+def test_an_evaluation_adds_the_logits_of_a_micro_batch_and_with_metrics_of_all_on_rank_0() -> None:
     """Float32 logits of 2 x 128 tokens and 32,000 words are 31 MiB."""
     added = launch_all(added_by_evaluation, 2, 8, 4, False, environment=RETURNS_FREED)
     assert 31 <= max(added) < 4 * 31
+    first, second = launch_all(added_by_evaluation, 2, 32, 2, True, environment=RETURNS_FREED)
+    assert second < 8 * 31 < 16 * 31 <= first
 
 
 @pytest.mark.slow
