@@ -52,14 +52,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Settings:
-    """What one call of the driver gives to every experiment.
-
-    Args:
-        data: folder of the data files.
-        models: folder of the small ViT.
-        folder: for what an experiment keeps between two calls, such as finished runs of a long study.
-        quick: measure less, only to see that everything runs.
-    """
+    """Folders of the data files, of the small ViT and for what an experiment keeps; and if a quick look is enough."""
 
     data: Path
     models: Path
@@ -73,16 +66,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A function that measures, and where its figures go.
+    """A function that measures, the file of benchmarks/ and the key there that its figures go to, and what it takes.
 
-    Args:
-        name: what the driver calls it.
-        measure: returns what is written.
-        result: JSON file, relative to benchmarks/.
-        section: key in that file; without one the file is the experiment's alone.
-        minutes: on the machine of the committed figures (2 cores).
-        quick_minutes: the same with `--quick`.
-        processes: that run at once, for the header.
+    Without a section the file is its own. Minutes are those of the machine of the committed figures (2 cores).
     """
 
     name: str

