@@ -178,47 +178,26 @@ def freezing_prediction(settings: Settings) -> dict[str, Any]:
     return {name: launch(prediction, 2, name, settings.of(7, 1)) for name in SHORT_MODELS}
 
 
-# ---- monitor ----
-
-
-class Watching(Timed):
-    """Times the record of gradient norms, and norms by layer beside a single one of everything."""
-
-    def _prepare_for_training(self, *args: Any) -> Any:
-        prepared = super()._prepare_for_training(*args)
-        self.taken: dict[str, list[float]] = {"record": [], "by layer": [], "one norm": []}
-        training = self.pipeline_run.training
-        self._gradient_norm = training.gradient_norm
-        training.gradient_norm = self._both_norms
-        training.controller.watch_gradients = partial(self._timed, "record", training.controller.watch_gradients)
-        return prepared
-
-    def _timed(self, key: str, call: Callable[..., Any], *args: Any) -> Any:
-        start = time.perf_counter()
-        found = call(*args)
-        self.taken[key].append(time.perf_counter() - start)
-        return found
-
-    def _both_norms(self) -> torch.Tensor:
-        gradients = [p.grad for p in self.pipeline_run.pipeline.runner.norms.parameters()]
-        calls = [("by layer", self._gradient_norm), ("one norm", partial(get_total_norm, gradients))]
-        # Whoever comes second finds the gradients in the processor's cache: take turns.
-        calls = calls if self.state.global_step % 2 else calls[::-1]
-        return {key: self._timed(key, call) for key, call in calls}["by layer"]
-
-
 def monitor(name: str, num_steps: int) -> dict[str, float]:
-    """Share of a step that watching gradient norms takes: its own call, and norms by layer instead of one norm."""
-    options = {
-        "pipeline_parallel_size": "1", "freeze_policy": "gradient_norm",
-        "freeze_min_active_layers": SHORT_MODELS[name].num_layers,
-    }  # fmt: skip
-    # The second norm is no part of a usual step.
-    step = train_model(name, num_steps, **options).meter.medians()["total"]
-    trainer = train_model(name, num_steps, Watching, **options)
-    taken = {key: statistics.median(values) for key, values in trainer.taken.items()}
-    share = (taken["record"] + max(0.0, taken["by layer"] - taken["one norm"])) / step
-    return {"share of a step": round(share, 5)}
+    """Share of a step that watching gradient norms takes: norms by layer and their record, instead of one norm."""
+    trainer = train_model(
+        name, num_steps, pipeline_parallel_size="1", freeze_policy="gradient_norm",
+        freeze_min_active_layers=SHORT_MODELS[name].num_layers,
+    )  # fmt: skip
+    training, parameters = trainer.pipeline_run.training, list(trainer.model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    calls = (training.gradient_norm, partial(get_total_norm, [p.grad for p in parameters]))
+    turns = alternate({str(i): partial(local_seconds, call) for i, call in enumerate(calls)}, num_steps)
+    by_layer, one_norm = (statistics.median(values) for values in turns.values())
+    return {"share of a step": round(max(0.0, by_layer - one_norm) / trainer.meter.medians()["total"], 5)}
+
+
+def local_seconds(call: Callable[[], Any]) -> float:
+    """Of this process alone."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 @experiment("freezing.json", section="monitor", minutes=3, quick_minutes=2)

@@ -218,7 +218,7 @@ def measure(model: str, num_stages: int, base: str = "") -> dict[str, Any]:
 def panels(settings: Settings, model: str, stages: tuple[int, ...], sides: dict[str, str]) -> dict[str, Any]:
     """Measure every side with every number of stages; other panels and sides of the file stay."""
     results = json.loads((REPOSITORY / "benchmarks" / "memory.json").read_text())
-    del results["machine"]
+    results.pop("machine", None)
     for num_stages, (side, base) in product(settings.of(stages, stages[-1:]), sides.items()):
         name = f"{model},{' LoRA,' if base else ''} K={num_stages}"
         results.setdefault(name, {})[side] = measure(settings.of(model, "tiny"), num_stages, base)

@@ -142,23 +142,3 @@ for each_model, each_subject in SUBJECTS.items():
     measure = partial(beside, each_model)
     measure.__doc__ = f"Step time and memory beside what a user would pick instead: {each_subject.title}."
     experiment("peers.json", section=each_model, name=f"peers-{each_model}", minutes=25, quick_minutes=4)(measure)
-
-
-def markdown(results: dict[str, Any]) -> str:
-    """A table of the contenders of each model, the fastest first, and one of the exact contenders that win."""
-    parts, best = [], ["| | fastest | least memory | least product of both |", "|---|---|---|---|"]
-    for found in (results[model] for model in SUBJECTS if model in results):
-        lines, failed = ["| | step | over the naive split | peak memory | updates |", "|---|---|---|---|---|"], []
-        seconds = {name: row.get("seconds of a step", {}).get("median") for name, row in found["contenders"].items()}
-        for name, row in sorted(found["contenders"].items(), key=lambda item: seconds[item[0]] or 0.0):
-            if "does not run" in row:
-                failed.append(f"| {name} | does not run: {row['does not run']} | | | |")
-                continue
-            form = "{median:.2f} [{min:.2f}, {max:.2f}]"
-            step, over = (form.format(**row[key]) for key in ("seconds of a step", "of the naive split's"))
-            memory = " and ".join(map(str, row[MEMORY]))
-            lines.append(f"| {name} | {step} s | {over} | {memory} MiB | {row['updates']} |")
-        parts.append("\n".join([f"{found['model']}:", "", *lines, *failed]))
-        won = [found["winners"][kind] for kind in ("fastest", "least memory", "least product")]
-        best.append(f"| {found['model'].split(',')[0]} | {' | '.join(won)} |")
-    return "\n\n".join([*parts, "\n".join(best)]) + "\n"

@@ -28,7 +28,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.bench.peers import markdown
 from scripts.front_table import TITLES, as_markdown, points
 
 
@@ -141,10 +140,8 @@ def difference(found: Any, form: str) -> str:
 
 def suite(counts: Mapping[str, int], form: str) -> str:
     """Write the cells of a suite of tests."""
-    total = {**counts, "not applicable": counts["not applicable"] + counts.get("skipped by the suite", 0)}
-    return " | ".join(
-        str(total[key]) for key in ("passed", "failed", "differs by design", "needs CUDA", "not applicable")
-    )
+    shown = [counts[key] for key in ("passed", "failed", "differs by design", "needs CUDA")]
+    return " | ".join(map(str, [*shown, counts["not applicable"] + counts.get("skipped by the suite", 0)]))
 
 
 JOINED = {"each": ", ", "and": " and ", "to": " to "}
@@ -180,10 +177,6 @@ FORMATS = {
 # ---- what is derived
 
 
-def _relative(found: Sequence[float], expected: Sequence[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
-
-
 def _derive_cache(found: Any) -> None:
     runs = found["runs"]["contenders"]
     for run in runs.values():
@@ -195,16 +188,6 @@ def _derive_cache(found: Any) -> None:
     row["share of reading"] = row["seconds a step, reading rows"]["median"] / row["seconds a step"]["median"]
     profiler = found["profiler"]
     profiler["worst of the others"] = max(cell["on over off"] for cell in profiler["table"] if not cell["right"])
-
-
-def _derive_causal(found: Any) -> None:
-    whole = found["Trainer, QLoRA"]
-    for run in (run for name, run in found.items() if name != "machine"):
-        run["of losses"] = _relative(run["losses"], whole["losses"])
-        norms = list(zip(run["gradient norms"], whole["gradient norms"], strict=True))
-        run["of norms"] = [_relative([a], [b]) for a, b in norms]
-        run["of three norms"] = max(run["of norms"][:3])
-        run.setdefault("perplexity", [])
 
 
 def _derive_study(found: Any) -> None:
@@ -241,13 +224,6 @@ def _derive_front(found: Any) -> None:
                 rows[f"{name}, {row['contender']}"] = row
 
 
-def _derive_core(found: Any) -> None:
-    for model in found["schedules"].values():
-        for key in [key for key in model if key.startswith("M=")]:
-            shares = model[key]["share of the ideal"]
-            model[key]["best share"] = {side: shares[best]["median"] for side, best in model[key]["best"].items()}
-
-
 def _derive_async(found: Any) -> None:
     """Add the seconds of the best synchronous schedule, and the range of gains where real models computed."""
     gains = []
@@ -260,8 +236,7 @@ def _derive_async(found: Any) -> None:
 
 
 DERIVED = {
-    "cache.json": _derive_cache, "causal.json": _derive_causal, "async_study.json": _derive_study,
-    "front.json": _derive_front, "pipeline_core.json": _derive_core,
+    "cache.json": _derive_cache, "async_study.json": _derive_study, "front.json": _derive_front,
     "async.json": _derive_async,
 }  # fmt: skip
 
@@ -278,7 +253,7 @@ def recipes() -> dict[str, Any]:
 def table(name: str) -> str:
     """Make a table by its recipe, or `FILE KEY > KEY`, which is a list of rows in that file."""
     if name == "peers.json":
-        return markdown(content(name))
+        return peers_tables(content(name))
     if name not in recipes()["tables"] and " " in name:
         file, _, path = name.partition(" ")
         return rows_as_table(reduce(lambda found, key: found[key], path.split(" > "), content(file)))
@@ -296,6 +271,26 @@ def table(name: str) -> str:
     return text
 
 
+def peers_tables(results: dict[str, Any]) -> str:
+    """A table of the contenders of each model, the fastest first, and one of the exact contenders that win."""
+    parts, best = [], "| | fastest | least memory | least product of both |\n|---|---|---|---|\n"
+    for found in (results[model] for model in ("minilm", "vit", "smollm2") if model in results):
+        lines = ["| | step | over the naive split | peak memory | updates |", "|---|---|---|---|---|"]
+        failed = []
+        rows = found["contenders"].items()
+        for name, row in sorted(rows, key=lambda item: item[1].get("seconds of a step", {}).get("median", 0.0)):
+            if "does not run" in row:
+                failed.append(f"| {name} | does not run: {row['does not run']} | | | |")
+                continue
+            step, over = spread(row["seconds of a step"], ""), spread(row["of the naive split's"], "")
+            memory = " and ".join(map(str, row["peak MiB of each process"]))
+            lines.append(f"| {name} | {step} s | {over} | {memory} MiB | {row['updates']} |")
+        parts.append("\n".join([f"{found['model']}:", "", *lines, *failed]))
+        won = [found["winners"][kind] for kind in ("fastest", "least memory", "least product")]
+        best += f"| {found['model'].split(',')[0]} | {' | '.join(won)} |\n"
+    return "\n\n".join([*parts, best])
+
+
 def rows_as_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Make a table of rows with the same keys; None is an empty cell."""
     cells = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(each) for each in row.values()] for row in rows)]
@@ -308,9 +303,10 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def pages() -> list[Path]:
-    """List the pages that may have tables."""
-    return [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
+def texts() -> dict[Path, str]:
+    """Read the pages that may have tables."""
+    found = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
+    return {page: page.read_text(encoding="utf-8") for page in found}
 
 
 def with_table(text: str, name: str, body: str) -> str:
@@ -327,29 +323,23 @@ def written_table(text: str, name: str) -> str:
 
 def faults() -> list[str]:
     """Say which tables and sentences of which pages are not current, and which stand on none."""
-    texts = {str(page.relative_to(REPOSITORY)): page.read_text(encoding="utf-8") for page in pages()}
-    found = []
-    for page, text in texts.items():
-        blocks = [(name, body) for name, body in BLOCK.findall(text) if name not in OTHERS]
-        found += [f"{page}: {name}" for name, body in blocks if body != table(name)]
-    standing = {name for text in texts.values() for name, _ in BLOCK.findall(text)}
+    written = {str(page.relative_to(REPOSITORY)): text for page, text in texts().items()}
+    blocks = [(page, *block) for page, text in written.items() for block in BLOCK.findall(text)]
+    found = [f"{page}: {name}" for page, name, body in blocks if name not in OTHERS and body != table(name)]
+    standing = {name for _, name, _ in blocks}
     found += [f"on no page: {name}" for name in recipes()["tables"] if name not in standing]
     for each in recipes()["sentences"]:
         words = Cells(each["file"], (), content(each["file"])).format(each["words"])
-        if words not in " ".join(texts[each["page"]].split()):
+        if words not in " ".join(written[each["page"]].split()):
             found.append(f"{each['page']}: it should say {words!r}")
-    if texts["docs/front.md"] != as_markdown(content("front.json")):
-        found.append("docs/front.md")
-    return found
+    return found + (["docs/front.md"] if written["docs/front.md"] != as_markdown(content("front.json")) else [])
 
 
 def main() -> None:
     if "--check" not in sys.argv:
-        for page in pages():
-            text = page.read_text(encoding="utf-8")
-            for name, _ in BLOCK.findall(text):
-                if name not in OTHERS:
-                    text = with_table(text, name, table(name))
+        for page, text in texts().items():
+            for name in {name for name, _ in BLOCK.findall(text)}.difference(OTHERS):
+                text = with_table(text, name, table(name))
             page.write_text(text, encoding="utf-8")
         (REPOSITORY / "docs" / "front.md").write_text(as_markdown(content("front.json")), encoding="utf-8")
     if found := faults():

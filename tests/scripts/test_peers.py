@@ -10,7 +10,8 @@ from transformers import BertConfig, BertForSequenceClassification, ViTConfig, V
 
 from scripts.bench.contenders import CHUNKS, NAIVE, SUBJECTS, contenders, loss_of, stages_of
 from scripts.bench.measure import EXPERIMENTS
-from scripts.bench.peers import MEMORY, markdown, row_of, winners
+from scripts.bench.peers import MEMORY, row_of, winners
+from scripts.bench.tables import peers_tables
 
 
 def ranks(losses: list[float], *mebibytes: int) -> list[dict[str, Any]]:
@@ -78,7 +79,7 @@ def test_winners_are_exact_and_the_page_shows_all() -> None:
     assert rows["FSDP2"][MEMORY] == [55, 55]
     won = winners(rows)
     assert won == {"fastest": "Trainer, DDP", "least memory": "FSDP2", "least product": "ours, K=2, 1f1b"}
-    page = markdown({"machine": {}, "vit": {"model": SUBJECTS["vit"].title, "contenders": rows, "winners": won}})
+    page = peers_tables({"machine": {}, "vit": {"model": SUBJECTS["vit"].title, "contenders": rows, "winners": won}})
     lines = page.splitlines()
     first = [line.split(" | ")[0] for line in lines if line.startswith("| ")]
     assert first[1:7] == [
