@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
-from scripts.bench.contenders import CHUNKS, NAIVE, SUBJECTS, contenders, loss_of, stages_of
 from scripts.bench.measure import EXPERIMENTS
-from scripts.bench.peers import MEMORY, row_of, winners
+from scripts.bench.peers import CHUNKS, MEMORY, NAIVE, SUBJECTS, contenders, loss_of, row_of, stages_of, winners
 from scripts.bench.tables import peers_tables
 
 
