@@ -185,7 +185,7 @@ def steps_after_freeze(model: RandomModel, frozen: int, mode: str) -> tuple[floa
         activation_cache_dir="cache",
     )  # fmt: skip
     decisions = [event for event in trainer.events if event["event"] == "cache" and event["what"] == "decision"]
-    return sum(trainer.seconds[NUM_BATCHES:]), decisions
+    return sum(trainer.clock.seconds[NUM_BATCHES:]), decisions
 
 
 def decide(num_layers: int, frozen: int, hidden: int, image: int, throttle: int, rounds: int) -> dict[str, Any]:

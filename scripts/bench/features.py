@@ -36,7 +36,7 @@ def steps_of(name: str, num_stages: int, compiles: bool) -> tuple[float, list[fl
         model.task(2), model.batch, max_steps=NUM_STEPS, torch_compile=compiles, pipeline_parallel_size=num_stages,
         pipeline_parallel_num_microbatches="4" if num_stages > 1 else "1", **PLAIN,
     )  # fmt: skip
-    return statistics.median(trainer.seconds[NUM_WARM:]), losses_of(trainer)
+    return statistics.median(trainer.clock.seconds[NUM_WARM:]), losses_of(trainer)
 
 
 def compare_compiled(name: str, num_stages: int, rounds: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def waiting(settings: Settings, setting: str, num_workers: int) -> tuple[float, 
     counted = [i for i in range(2 * steps, 4 * steps) if i % steps]
     step, waited = (
         max(trainer.topology.gather(statistics.mean(values[i] for i in counted)))
-        for values in (trainer.seconds, trainer.waited)
+        for values in ([0.0, *trainer.clock.seconds], trainer.waited)
     )
     return step, waited
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,19 +41,13 @@ class StepClock(TrainerCallback):
 
 
 class Timed(PipeTransformerTrainer):
-    """Keeps the seconds of each step, and those of them that waited for its batch."""
+    """Keeps when steps end, and the seconds that each waited for its batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.waited: list[float] = []
-        self._began: list[float] = []
-        self._clock = StepClock()
+        self.clock = StepClock()
         super().__init__(*args, **kwargs)
-        self.add_callback(self._clock)
-
-    @property
-    def seconds(self) -> list[float]:
-        """Of each step, from fetching its batch on."""
-        return [end - began for began, end in zip(self._began, self._clock.ends, strict=True)]
+        self.add_callback(self.clock)
 
     @property
     def meter(self) -> Any:
@@ -67,20 +59,11 @@ class Timed(PipeTransformerTrainer):
         """What the run wrote down; rank 0 has it."""
         return read_events(str(Path(self.args.output_dir) / EVENTS_FILE))
 
-    def _prepare_for_training(self, *args: Any) -> Any:
-        prepared = super()._prepare_for_training(*args)
-        progress = self.pipeline_run.training.progress
-        progress.begin_step = partial(self._begin_step, progress.begin_step)
-        return prepared
-
-    def _begin_step(self, begin_step: Callable[[], None]) -> None:
-        self._began.append(time.perf_counter())
-        begin_step()
-
     def get_batch_samples(self, *args: Any) -> Any:
+        start = time.perf_counter()
         fetched = super().get_batch_samples(*args)
-        if len(self._began) > len(self.waited):  # Trainer also asks at the end of an epoch.
-            self.waited.append(time.perf_counter() - self._began[-1])
+        if fetched[0]:  # Trainer also asks at the end of an epoch.
+            self.waited.append(time.perf_counter() - start)
         return fetched
 
 

@@ -1,14 +1,17 @@
-"""How much of the ideal each schedule gives, beside the schedules of `torch.distributed.pipelining`, simulated.
+"""Tables beside those of `torch.distributed.pipelining`, simulated: the figures of benchmarks/schedules.json.
 
-The tables of both libraries run under the same durations: what a rank holds takes 1 for a forward, 1 for the gradients
-of inputs and 1 for those of weights; a message takes nothing, or a tenth of that. The share of the ideal is what a
-rank computes over how long the batch takes.
+Both run under the same durations: what a rank holds takes 1 for a forward, 1 for the gradients of inputs and 1 for
+those of weights; a message takes nothing, or a tenth of that. The share of the ideal is what a rank computes over how
+long the batch takes.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from torch.distributed.pipelining import schedules as peers
 
 from hf_pipetransformer.planning.simulator import Durations, simulate
@@ -16,7 +19,8 @@ from hf_pipetransformer.schedules import Action, Op, find_schedule
 from hf_pipetransformer.schedules.actions import add_transfers
 from hf_pipetransformer.schedules.placement import Placement
 
-from .measure import Settings, experiment
+
+FIGURES = json.loads((Path(__file__).resolve().parents[2] / "benchmarks" / "schedules.json").read_text())["simulated"]
 
 
 class Pair(NamedTuple):
@@ -83,8 +87,13 @@ def simulated(pair: Pair, size: int, m: int) -> dict[str, dict[str, float]]:
     return found
 
 
-@experiment("schedules.json", section="simulated", minutes=0.2, quick_minutes=0.2, processes=1)
-def schedules_simulated(settings: Settings) -> dict[str, Any]:
-    """Share of the time in which a rank works, by the tables of both libraries."""
-    cells = [(size, m) for size in (2, 4, 8) for m in (4, 8, 16, 32)]
-    return {f"K={size}, M={m}": {name: simulated(pair, size, m) for name, pair in PAIRS.items()} for size, m in cells}
+@pytest.mark.parametrize("m", [4, 8, 16, 32])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_shares_of_the_ideal_are_those_of_the_committed_file(size: int, m: int) -> None:
+    found: dict[str, Any] = {name: simulated(pair, size, m) for name, pair in PAIRS.items()}
+    assert found == FIGURES[f"K={size}, M={m}"]
+    for name, by_hop in found.items():
+        for hop, shares in by_hop.items():
+            # Where messages take time, zb_v with M=K is a little behind one of torch's.
+            least = 0.975 if name.startswith("zb_v over") and hop != "hop 0.0" else 0.9999
+            assert shares.get("ours over torch", 1.0) >= least, (name, hop)
