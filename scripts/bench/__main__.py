@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from fnmatch import filter as matching
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +48,11 @@ def chosen(patterns: Iterable[str]) -> list[Experiment]:
     return [EXPERIMENTS[name] for name in sorted(names)]
 
 
-def minutes_of(experiment: Experiment, quick: bool) -> float:
-    """Of a whole measurement, or of a quick one."""
-    return experiment.quick_minutes if quick else experiment.minutes
-
-
 def within(experiments: Sequence[Experiment], minutes: float, quick: bool) -> list[Experiment]:
     """As many of them as fit into the time, the shortest first."""
-    kept: list[Experiment] = []
-    for each in sorted(experiments, key=lambda each: minutes_of(each, quick)):
-        minutes -= minutes_of(each, quick)
-        kept += [each] if minutes >= 0 else []
-    return kept
+    experiments = sorted(experiments, key=lambda each: each.minutes_of(quick))
+    ends = accumulate(each.minutes_of(quick) for each in experiments)
+    return [each for each, end in zip(experiments, ends, strict=True) if end <= minutes]
 
 
 def print_list() -> None:
@@ -78,7 +72,7 @@ def run_all(experiments: Sequence[Experiment], settings: Settings, results: Path
         if not forces and before.get("versions") == versions() and (results / each.result).exists():
             print(f"=== {title}: finished {before['finished']}; --force measures it again", flush=True)
             continue
-        print(f"=== {title}, about {minutes_of(each, settings.quick):g} minutes: {each.summary}", flush=True)
+        print(f"=== {title}, about {each.minutes_of(settings.quick):g} minutes: {each.summary}", flush=True)
         start = time.monotonic()
         try:
             each.run(settings, results)

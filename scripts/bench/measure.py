@@ -84,6 +84,10 @@ class Experiment:
         """The first line of the function's docstring."""
         return (self.measure.__doc__ or "").strip().splitlines()[0]
 
+    def minutes_of(self, quick: bool) -> float:
+        """Of a whole measurement, or of a quick one."""
+        return self.quick_minutes if quick else self.minutes
+
     def run(self, settings: Settings, results: Path) -> None:
         """Measure, and write the figures below `results`; other sections of the file stay."""
         header = machine(self.processes) | {"command": f"python -m scripts.bench {self.name}"}

@@ -1,10 +1,10 @@
 """Host memory of every rank beyond the training state of its stage: by phase of a run.
 
 A Llama with random bfloat16 weights is loaded from its file and trained on K processes: two steps of a few tokens,
-each with an evaluation and a checkpoint, the best model loaded at the end. A phase's figure is the peak of anonymous
-memory, minus what was there before the model was loaded, minus the stage's own weights (unless they are still the
-file's pages), gradients and optimizer state, in multiples of the bfloat16 model. A tiny model goes through the same
-run first, so that what libraries allocate once is in neither.
+each with an evaluation and a checkpoint. A phase's figure is the peak of anonymous memory, minus what was there
+before the model was loaded, minus the stage's own weights (unless they are still the file's pages), gradients and
+optimizer state, in multiples of the bfloat16 model. A tiny model goes through the same run first, so that what
+libraries allocate once is in neither.
 """
 
 from __future__ import annotations
@@ -184,8 +184,7 @@ def run(folder: Path, num_stages: int, base: str) -> Marks:
     trainer = make_trainer(
         given, 2 * num_stages, Measured, max_steps=2, pipeline_parallel_size=num_stages, bf16=True,
         pipeline_parallel_num_microbatches=2, activation_cache="off", save_strategy="steps", save_steps=1,
-        eval_strategy="steps", eval_steps=1, logging_strategy="steps", logging_steps=1, load_best_model_at_end=True,
-        pipeline_gradient_dtype="weights",
+        eval_strategy="steps", eval_steps=1, pipeline_gradient_dtype="weights",
     )  # fmt: skip
     trainer.memory, marks.state.trainer, marks.started = marks.memory, trainer, time.perf_counter()
     trainer.train()

@@ -39,13 +39,7 @@ OTHERS = ("options", "families", "families.json", "records")
 
 
 class Cells(string.Formatter):
-    """Fill a template in with values of the files.
-
-    Args:
-        file: where paths begin that begin with `>`.
-        keys: of the row, as wildcards matched them.
-        value: of the row.
-    """
+    """Fill a template in with values of a file, a row in it and the keys of that, as wildcards matched them."""
 
     def __init__(self, file: str, keys: Sequence[str] = (), value: Any = None, names: Mapping[str, str] = {}) -> None:
         self.file, self.keys, self.value, self.names = file, keys, value, names
@@ -58,11 +52,9 @@ class Cells(string.Formatter):
             value, path = content(first), rest
         else:
             value, path = (content(self.file), rest) if not first else (self.value, [first, *rest])
-        for number, key in enumerate(path):
-            if key == "*":
-                return [reduce(step, path[number + 1 :], each) for each in value], field_name
-            value = step(value, {"@": self.keys[-1:], "@0": self.keys[:1]}.get(key, [key])[0])
-        return value, field_name
+        own = {"@": self.keys[-1:], "@0": self.keys[:1]}
+        found = [each for _, each in matches(value, [own.get(key, [key])[0] for key in path], {})]
+        return found if "*" in path else found[0], field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
         word, _, rest = format_spec.partition(" ")
@@ -186,8 +178,8 @@ def _derive_cache(found: Any) -> None:
         run["share of the steps"] = len(run["seconds a step by epoch"]) / some["epochs"]
     row = found["throughput"]["bert-6x384, 32 tokens, batch 32"]["F=5"]
     row["share of reading"] = row["seconds a step, reading rows"]["median"] / row["seconds a step"]["median"]
-    profiler = found["profiler"]
-    profiler["worst of the others"] = max(cell["on over off"] for cell in profiler["table"] if not cell["right"])
+    wrong = [cell["on over off"] for cell in found["profiler"]["table"] if not cell["right"]]
+    found["profiler"]["worst of the others"] = max(wrong, default=1.0)
 
 
 def _derive_study(found: Any) -> None:
