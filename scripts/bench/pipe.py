@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -38,9 +38,8 @@ MODELS = {
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """Median, and the values that a tenth lies below and above."""
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    found = {"median": statistics.median(values), "quantile_10": tenths[0], "quantile_90": tenths[-1]}
-    return {name: round(value, 4) for name, value in found.items()}
+    found = np.quantile(values, (0.5, 0.1, 0.9)).round(4).tolist()
+    return dict(zip(("median", "quantile_10", "quantile_90"), found, strict=True))
 
 
 def overheads(rounds: int) -> list[dict[str, Any]]:
