@@ -23,7 +23,7 @@ from transformers import Trainer
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
 
-from .measure import Settings, alternate, experiment, interval_95, launch, ratios, report, summary
+from .measure import Settings, alternate, experiment, interval_95, launch, launch_all, ratios, report, summary
 from .models import RandomModel, cifar10_images, correct, sst2, vit
 from .training import Timed, cache_epochs, make_trainer, train
 
@@ -76,42 +76,39 @@ def readers(num_rows: int, rank: int) -> dict[str, Callable[[], float]]:
     }
 
 
-def read(num_rows: int, rounds: int) -> dict[str, Any]:
-    """Rates of one process alone, and of two at once."""
-    rank, together = dist.get_rank(), "store, both processes at once"
+def rates(num_rows: int, rounds: int) -> dict[str, list[float]]:
+    """Rates of this process while the other one waits, and of the store in both at once."""
+    rank = dist.get_rank()
     if rank == 0:
         write_rows(num_rows)
     dist.barrier()
     contenders = readers(num_rows, rank)
 
     def in_turn(name: str) -> float:
-        """Rank 0 alone; then rank 1 alone, if it is the store's turn."""
-        dist.barrier()
-        found = contenders[name]() if rank == 0 else 0.0
-        dist.barrier()
-        return contenders[name]() if rank == 1 and name == "store" else found
+        found = 0.0
+        for turn in range(2):
+            dist.barrier()
+            found = contenders[name]() if turn == rank else found
+        return found
 
     def at_once() -> float:
         dist.barrier()
         return contenders["store"]()
 
     turns: dict[str, Callable[[], float]] = {name: partial(in_turn, name) for name in contenders}
-    rates = alternate({**turns, together: at_once}, rounds)
-    shares: list[Any] = [None, None]
-    dist.all_gather_object(shares, ratios(rates[together], rates["store"]))
-    if rank != 0:
-        return {}
-    return {
-        "MB/s": {name: summary(values) for name, values in rates.items()},
-        "ratio": {"store over memmap": summary(ratios(rates["store"], rates["memmap"]))},
-        "share of its rate alone that each of two processes keeps": summary([*shares[0], *shares[1]]),
-    }
+    return alternate({**turns, "both": at_once}, rounds)
 
 
 @experiment("cache.json", section="read", minutes=6, quick_minutes=0.5)
 def cache_read(settings: Settings) -> dict[str, Any]:
     """MB/s of random reads of records, hashes compared, beside a memmap and a copy; in two processes at once."""
-    return launch(read, 2, settings.of(20_000, 640), settings.of(15, 2))
+    ranks = launch_all(rates, 2, settings.of(20_000, 640), settings.of(15, 2))
+    shares = [share for found in ranks for share in ratios(found["both"], found["store"])]
+    return {
+        "MB/s": {name: summary(values) for name, values in ranks[0].items()},
+        "ratio": {"store over memmap": summary(ratios(ranks[0]["store"], ranks[0]["memmap"]))},
+        "share of its rate alone that each of two processes keeps": summary(shares),
+    }
 
 
 # ---- text ----

@@ -64,6 +64,9 @@ class Settings:
         return quick if self.quick else full
 
 
+Measure = Callable[[Settings], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Experiment:
     """A function that measures, the file of benchmarks/ and the key there that its figures go to, and what it takes.
@@ -72,7 +75,7 @@ class Experiment:
     """
 
     name: str
-    measure: Callable[[Settings], dict[str, Any]]
+    measure: Measure
     result: str
     section: str | None
     minutes: float
@@ -103,10 +106,10 @@ EXPERIMENTS: dict[str, Experiment] = {}
 
 def experiment(
     result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2
-) -> Callable[[Callable[[Settings], dict[str, Any]]], Callable[[Settings], dict[str, Any]]]:  # fmt: skip
+) -> Callable[[Measure], Measure]:
     """Register a function under its name with hyphens."""
 
-    def register(measure: Callable[[Settings], dict[str, Any]]) -> Callable[[Settings], dict[str, Any]]:
+    def register(measure: Measure) -> Measure:
         key = measure.__name__.replace("_", "-")
         assert key not in EXPERIMENTS, f"two experiments are called {key}"
         EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes)
