@@ -5,9 +5,8 @@
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. `benchmarks/tables.toml` has a header and a
 Jinja template of the rows of each (without a header one of all of it), and the sentences with figures that a page must
-have. A name begins with that of
-the table's file, which a template sees as `file`; it has the filters in `FILTERS` beside those of Jinja. A first cell
-like that above it stays empty.
+have. A name begins with that of the table's file, which a template sees as `file`; it has `FILTERS` beside those of
+Jinja. A first cell like that above it stays empty.
 """
 
 from __future__ import annotations
@@ -47,12 +46,9 @@ def content(file: str) -> Any:
 # ---- formats
 
 
-ENDS = ("min", "max", "quantile_10", "quantile_90")
-
-
 def spread(found: Any, form: str = ".2f") -> str:
     """Format a median with the smallest and the largest value, or with quantiles."""
-    ends = found.get("range") or [found[name] for name in found if name in ENDS]
+    ends = found.get("range") or [value for name, value in found.items() if name != "median"]
     middle, low, high = (format(each, form) for each in (found["median"], *ends))
     return f"{middle} [{low}, {high}]"
 
@@ -64,12 +60,6 @@ def difference(found: Any, form: str = ".2f") -> str:
     shown = format(mean, f"+{form}") if mean or interval else ""
     low, high = (format(end, form) for end in interval or (0.0, 0.0))
     return f"{shown} [{low}, {high}]" if interval else shown
-
-
-def suite(counts: Mapping[str, int]) -> str:
-    """Write the cells of a suite of tests."""
-    shown = [counts[key] for key in ("passed", "failed", "differs by design", "needs CUDA")]
-    return " | ".join(map(str, [*shown, counts["not applicable"] + counts.get("skipped by the suite", 0)]))
 
 
 MODELS = {
@@ -88,20 +78,14 @@ def matching(found: Mapping[str, Any], pattern: str = "*") -> list[tuple[str, An
     return [(key, value) for key, value in found.items() if key != "machine" and fnmatchcase(key, pattern)]
 
 
-def one(rows: Sequence[Mapping[str, Any]], name: str, value: str) -> Mapping[str, Any]:
-    """Find the only row that has a value."""
-    [found] = [row for row in rows if row[name] == value]
-    return found
-
-
 def model(key: str, parts: str = "") -> str:
     """Name the model that a key begins with; "all" leaves its sizes."""
     return ", ".join(MODELS.get(part, part) for part in key.split(", ")[: None if parts else 1])
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
-    "spread": spread, "difference": difference, "suite": suite, "matching": matching, "one": one, "model": model,
-    "points": points, "setting": SETTINGS.__getitem__,
+    "spread": spread, "difference": difference, "matching": matching, "model": model, "points": points,
+    "setting": SETTINGS.__getitem__,
     "f": lambda value, form, factor=1: format(value * factor, form),
     # Figures in words: 1.7 points [1.4, 2.1].
     "gain": lambda found, form=".1f": difference(found, form).replace("+", "").replace(" [", " points ["),
