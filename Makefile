@@ -19,8 +19,6 @@ TORCHGPIPE_SUITE ?= ../torchgpipe/tests
 
 # Real data and a small pretrained ViT, for benchmarks only.
 SHARED ?= ../shared
-# glibc hands large blocks back to the system after each step; every contender of a benchmark is spared that.
-SAME_MALLOC := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

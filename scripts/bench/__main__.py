@@ -2,7 +2,7 @@
 
     python -m scripts.bench                       all names, with minutes and files
     python -m scripts.bench all                   everything that has not been measured with these versions yet
-    python -m scripts.bench 'cache-*' data-parallel --force
+    python -m scripts.bench 'cache-*' plan --force
     python -m scripts.bench all --quick --minutes 10
 
 Figures go to benchmarks/, those of `--quick` to runs/bench/quick/. Measure on a machine that does nothing else.
@@ -18,8 +18,9 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from fnmatch import fnmatch
+from fnmatch import filter as matching
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,12 @@ from .measure import EXPERIMENTS, REPOSITORY, Experiment, Settings, versions, wr
 
 
 SHARED = REPOSITORY.parent / "shared"
-STATE = "state.json"
 
 
 def load_experiments() -> None:
     """Import every module of the package: each registers its experiments."""
     for found in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if found.name not in ("__main__", "worker"):
+        if found.name != "__main__":
             import_module(f"{__package__}.{found.name}")
 
 
@@ -41,47 +41,38 @@ def chosen(patterns: Iterable[str]) -> list[Experiment]:
     """Experiments in the order of their names; `all` is every one of them."""
     names: set[str] = set()
     for pattern in patterns:
-        matching = {name for name in EXPERIMENTS if pattern == "all" or fnmatch(name, pattern)}
-        if not matching:
+        found = matching(EXPERIMENTS, "*" if pattern == "all" else pattern)
+        if not found:
             sys.exit(f"No experiment is called {pattern}; there are {', '.join(sorted(EXPERIMENTS))}.")
-        names |= matching
+        names.update(found)
     return [EXPERIMENTS[name] for name in sorted(names)]
-
-
-def minutes_of(experiment: Experiment, quick: bool) -> float:
-    """Of a whole measurement, or of a quick one."""
-    return experiment.quick_minutes if quick else experiment.minutes
 
 
 def within(experiments: Sequence[Experiment], minutes: float, quick: bool) -> list[Experiment]:
     """As many of them as fit into the time, the shortest first."""
-    kept, left = [], minutes
-    for each in sorted(experiments, key=lambda each: minutes_of(each, quick)):
-        left -= minutes_of(each, quick)
-        if left >= 0:
-            kept.append(each)
-    return kept
+    experiments = sorted(experiments, key=lambda each: each.minutes_of(quick))
+    ends = accumulate(each.minutes_of(quick) for each in experiments)
+    return [each for each, end in zip(experiments, ends, strict=True) if end <= minutes]
 
 
 def print_list() -> None:
     """What there is."""
-    for each in sorted(EXPERIMENTS.values(), key=lambda each: each.name):
+    for name, each in sorted(EXPERIMENTS.items()):
         times = f"{each.minutes:g} min, quick {each.quick_minutes:g}"
-        print(f"{each.name:26} {times:22} {each.result}\n    {each.summary}")
+        print(f"{name:26} {times:22} {each.result}\n    {each.summary}")
 
 
 def run_all(experiments: Sequence[Experiment], settings: Settings, results: Path, forces: bool) -> list[str]:
     """Run what is not finished, and return what failed: a failure is printed, and the next one goes on."""
-    path = settings.folder / STATE
+    path = settings.folder / "state.json"
     state: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     failed = []
     for number, each in enumerate(experiments, start=1):
-        title = f"{each.name} ({number} of {len(experiments)})"
-        before = state.get(each.name, {})
+        title, before = f"{each.name} ({number} of {len(experiments)})", state.get(each.name, {})
         if not forces and before.get("versions") == versions() and (results / each.result).exists():
             print(f"=== {title}: finished {before['finished']}; --force measures it again", flush=True)
             continue
-        print(f"=== {title}, about {minutes_of(each, settings.quick):g} minutes: {each.summary}", flush=True)
+        print(f"=== {title}, about {each.minutes_of(settings.quick):g} minutes: {each.summary}", flush=True)
         start = time.monotonic()
         try:
             each.run(settings, results)
@@ -89,10 +80,11 @@ def run_all(experiments: Sequence[Experiment], settings: Settings, results: Path
             traceback.print_exc()
             failed.append(each.name)
             continue
-        minutes = round((time.monotonic() - start) / 60, 1)
-        state[each.name] = {"finished": f"{datetime.now():%F %H:%M}", "minutes": minutes, "versions": versions()}
+        state[each.name] = {"finished": f"{datetime.now():%F %H:%M}", "versions": versions()}
         write_json(path, state)
-        print(f"=== {each.name}: {minutes} minutes, in {results / each.result}", flush=True)
+        print(
+            f"=== {each.name}: {(time.monotonic() - start) / 60:.1f} minutes, in {results / each.result}", flush=True
+        )
     return failed
 
 
@@ -107,13 +99,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="as many as fit, the shortest first")
     parser.add_argument("--data", type=Path, default=SHARED / "data", help="folder of the data files")
     parser.add_argument("--models", type=Path, default=SHARED / "models", help="folder of the small ViT")
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "bench", help="for what is kept")
     options = parser.parse_args()
     load_experiments()
     if not options.names:
         print_list()
         return
-    folder = options.folder.resolve() / "quick" if options.quick else options.folder.resolve()
+    folder = REPOSITORY / "runs" / "bench" / ("quick" if options.quick else "")
     results = folder if options.quick else REPOSITORY / "benchmarks"
     settings = Settings(options.data.resolve(), options.models.resolve(), folder, options.quick)
     experiments = within(chosen(options.names), options.minutes, options.quick)

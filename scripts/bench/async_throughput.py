@@ -15,7 +15,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 
 from . import models
 from .measure import Settings, alternate, experiment, launch, ratios, report, summary
-from .plan import Watch
+from .training import StepClock as Watch
 
 
 SYNCHRONOUS = {"1f1b": (2, 4, 8, 16), "zb_h1": (4, 8, 16), "zb_v": (4, 8)}

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
@@ -20,7 +19,7 @@ from hf_pipetransformer.schedules.layout import Layout
 
 from .measure import Settings, alternate, experiment, launch, report, summary
 from .models import SHORT_BERT, SHORT_MODELS, SHORT_VIT
-from .training import Timed, cache_epochs, train, world_size
+from .training import Timed, cache_epochs, train
 
 
 NUM_BATCHES = 4
@@ -48,50 +47,41 @@ def run_at(name: str, frozen: int, is_cached: bool) -> dict[str, Any]:
     pipeline = trainer.pipeline_run.pipeline
     levels = pipeline.layout.num_frozen_layers, pipeline.layout.cache_level
     assert levels == (frozen, frozen if is_cached else 0) and trainer.meter.is_done, levels
-    read = 0.0
-    if frozen and is_cached and dist.get_rank() == 0:
-        later = cache_epochs(trainer.events)[1:]
-        assert sum(epoch["misses"] for epoch in later) == 0, later
-        read = sum(epoch["read_seconds"] for epoch in later) / world_size() / (num_steps - NUM_BATCHES)
+    later = cache_epochs(trainer.events)[1:] if frozen and is_cached and dist.get_rank() == 0 else []
+    assert sum(epoch["misses"] for epoch in later) == 0, later
+    read = sum(epoch["read_seconds"] for epoch in later) / dist.get_world_size() / (num_steps - NUM_BATCHES)
     costs = pipeline.start_up.plans.inputs(pipeline.layout, 1, {}).blocks
     return {"parts": trainer.meter.medians(), "costs": costs, "read": read}
 
 
-def beside_bound(name: str, frozen: int, is_cached: bool, full: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+def beside_bound(num_layers: int, frozen: int, is_cached: bool, full: dict[str, Any], run: dict[str, Any]) -> Any:
     """Shares of the bound of a run at F, by the block of the run at F=0 in the same round.
 
     A frozen layer costs its forward (1), or nothing if it is stored; an active one costs 3, the first of them 2.
     """
-    costs, parts, at_zero, num_layers = full["costs"], run["parts"], full["parts"], SHORT_MODELS[name].num_layers
+    costs, parts, at_zero = full["costs"], run["parts"], full["parts"]
     # The layers' share of forward and backward at F=0; embeddings and head by their share in the block profile.
-    embeddings = costs.forward[0] + costs.edge_backward[0]
-    head = costs.forward[-1] + costs.backward[-1]
+    embeddings, head = costs.forward[0] + costs.edge_backward[0], costs.forward[-1] + costs.backward[-1]
     computed = at_zero["forward"] + at_zero["backward"]
     scale = computed / (sum(costs.forward) + sum(costs.backward[1:]) + costs.edge_backward[0])
     block = (computed - (embeddings + head) * scale) / (3 * num_layers)
-    rest = parts["total"] - parts["forward"] - parts["backward"]
-    layers = block * (3 * (num_layers - frozen) - (0 < frozen < num_layers))
-    if is_cached:
-        bound = layers + scale * head
-        return {
-            "share of the bound": (bound + parts["optimizer"] + parts["reduction"]) / parts["total"],
-            "share of the bound, rest as measured": (bound + rest) / parts["total"],
-            "over F=0": at_zero["total"] / parts["total"],
-            "seconds a step": parts["total"],
-            "seconds a step, reading rows": run["read"],
-        }
-    bound = layers + block * frozen + scale * (head + (costs.forward[0] if frozen else embeddings)) + rest
-    return {"share of the bound": bound / parts["total"], "over F=0": at_zero["total"] / parts["total"]}
+    bound = block * (3 * (num_layers - frozen) - 1) + scale * head
+    bound += parts["total"] - parts["forward"] - parts["backward"]
+    if not is_cached:
+        bound += block * frozen + scale * costs.forward[0]
+    share = "share of the bound, rest as measured" if is_cached else "share of the bound"
+    found = {share: bound / parts["total"], "over F=0": at_zero["total"] / parts["total"]}
+    return found | {"seconds a step": parts["total"], "seconds a step, reading rows": run["read"]}
 
 
 def throughput(name: str, is_cached: bool, rounds: int) -> dict[str, Any]:
     """Steps at F frozen layers beside the bound, round by round."""
-    depths = (0, *DEPTHS[name])
-    runs = alternate({str(frozen): partial(run_at, name, frozen, is_cached) for frozen in depths}, rounds)
+    depths, num_layers = DEPTHS[name], SHORT_MODELS[name].num_layers
+    runs = alternate({frozen: partial(run_at, name, frozen, is_cached) for frozen in (0, *depths)}, rounds)
     table = {}
-    for frozen in depths[1:] if is_cached else depths:
-        pairs = zip(runs["0"], runs[str(frozen)], strict=True)
-        found = [beside_bound(name, frozen, is_cached, full, run) for full, run in pairs]
+    for frozen in depths:
+        pairs = zip(runs[0], runs[frozen], strict=True)
+        found = [beside_bound(num_layers, frozen, is_cached, full, run) for full, run in pairs]
         table[f"F={frozen}"] = {key: summary([each[key] for each in found]) for key in found[0]}
     report(name, table)
     return table
@@ -137,24 +127,18 @@ def layout_of(num_layers: int, stages: int) -> dict[str, Any]:
 
 
 def transitions(name: str, count: int) -> dict[str, Any]:
-    """Forced changes there and back, every third step."""
+    """Forced changes between K=2 and K=1 x R=2, every third step: seconds, bytes, and what a process holds then."""
     kinds = [layout_of(SHORT_MODELS[name].num_layers, stages) for stages in (2, 1)]
     plan: list[dict[str, Any]] = [{"event": "run", "step": 0, "layout": kinds[0]}]
     plan += [{"event": "transition", "step": 3 * i, "to": kinds[i % 2]} for i in range(1, count + 1)]
     Path("plan.jsonl").write_text("".join(json.dumps(event) + "\n" for event in plan))
     dist.barrier()
     trainer = train_model(name, 3 * (count + 1), Holding, pipeline_parallel_size="2", layout_plan="plan.jsonl")
-    if dist.get_rank() != 0:
+    found = [event for event in trainer.events if event["event"] == "transition"] if dist.get_rank() == 0 else []
+    if not found:
         return {}
-    found = [event for event in trainer.events if event["event"] == "transition"]
-    seconds: dict[str, list[float]] = {}
-    for event in found:
-        kind = f"seconds, K={event['from']['num_stages']} -> K={event['to']['num_stages']}"
-        seconds.setdefault(kind, []).append(event["seconds"])
     return {
-        "transitions": len(found),
         "seconds": summary([event["seconds"] for event in found]),
-        **{kind: summary(values) for kind, values in seconds.items()},
         "MiB moved, largest": round(max(event["bytes_moved"] for event in found) / 2**20, 1),
         # Even transitions lead to K=2, odd ones to K=1: compare like with like.
         "held after transition 10": trainer.held[9],
@@ -166,9 +150,6 @@ def transitions(name: str, count: int) -> dict[str, Any]:
 def freezing_transitions(settings: Settings) -> dict[str, Any]:
     """Seconds and bytes of forced changes between K=2 and K=1 x R=2, and what a process holds after them."""
     return {name: launch(transitions, 2, name, settings.of(50, 12)) for name in SHORT_MODELS}
-
-
-# ---- prediction ----
 
 
 def prediction(name: str, runs: int) -> dict[str, Any]:
@@ -196,52 +177,33 @@ def freezing_prediction(settings: Settings) -> dict[str, Any]:
     return {name: launch(prediction, 2, name, settings.of(7, 1)) for name in SHORT_MODELS}
 
 
-# ---- monitor ----
-
-
 class Watching(Timed):
-    """Times the record of gradient norms, and norms by layer beside a single one of everything."""
+    """Times norms by layer and their record beside one norm of everything, with the gradients of the last step."""
 
-    def _prepare_for_training(self, *args: Any) -> Any:
-        prepared = super()._prepare_for_training(*args)
-        self.taken: dict[str, list[float]] = {"record": [], "by layer": [], "one norm": []}
-        training = self.pipeline_run.training
-        self._gradient_norm = training.gradient_norm
-        training.gradient_norm = self._both_norms
-        training.controller.watch_gradients = partial(self._timed, "record", training.controller.watch_gradients)
-        return prepared
-
-    def _timed(self, key: str, call: Callable[..., Any], *args: Any) -> Any:
-        start = time.perf_counter()
-        found = call(*args)
-        self.taken[key].append(time.perf_counter() - start)
-        return found
-
-    def _both_norms(self) -> torch.Tensor:
-        gradients = [p.grad for p in self.pipeline_run.pipeline.runner.norms.parameters()]
-        calls = [("by layer", self._gradient_norm), ("one norm", partial(get_total_norm, gradients))]
-        # Whoever comes second finds the gradients in the processor's cache: take turns.
-        calls = calls if self.state.global_step % 2 else calls[::-1]
-        return {key: self._timed(key, call) for key, call in calls}["by layer"]
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = super()._clip_grad_norm(model)
+        if self.state.global_step == self.state.max_steps - 1:
+            one_norm = partial(get_total_norm, [p.grad for p in self.model.parameters() if p.grad is not None])
+            calls = {"by layer": self.pipeline_run.training.gradient_norm, "one norm": one_norm}
+            self.taken = alternate({key: partial(local_seconds, call) for key, call in calls.items()}, 30)
+        return norm
 
 
-def monitor(name: str, num_steps: int) -> dict[str, Any]:
-    """What watching gradient norms adds to a step: its own call, and norms by layer instead of one norm."""
-    options = {
-        "pipeline_parallel_size": "1", "freeze_policy": "gradient_norm",
-        "freeze_min_active_layers": SHORT_MODELS[name].num_layers,
-    }  # fmt: skip
-    # The second norm is no part of a usual step.
-    step = train_model(name, num_steps, **options).meter.medians()["total"]
-    trainer = train_model(name, num_steps, Watching, **options)
-    taken = {key: statistics.median(values) for key, values in trainer.taken.items()}
-    norms = taken["by layer"] - taken["one norm"]
-    return {
-        "step seconds": round(step, 4),
-        "record, microseconds": round(taken["record"] * 1e6, 1),
-        "norms by layer instead of one, microseconds": round(norms * 1e6, 1),
-        "share of a step": round((taken["record"] + max(0.0, norms)) / step, 5),
-    }
+def monitor(name: str, num_steps: int) -> dict[str, float]:
+    """Share of a step that watching gradient norms takes: norms by layer and their record, instead of one norm."""
+    trainer = train_model(
+        name, num_steps, Watching, pipeline_parallel_size="1", freeze_policy="gradient_norm",
+        freeze_min_active_layers=SHORT_MODELS[name].num_layers,
+    )  # fmt: skip
+    by_layer, one_norm = (statistics.median(values) for values in trainer.taken.values())
+    return {"share of a step": round(max(0.0, by_layer - one_norm) / trainer.meter.medians()["total"], 5)}
+
+
+def local_seconds(call: Callable[[], Any]) -> float:
+    """Of this process alone."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 @experiment("freezing.json", section="monitor", minutes=3, quick_minutes=2)

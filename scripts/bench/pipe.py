@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,9 +16,7 @@ from hf_pipetransformer.pipe.pipe import Pipe
 from .measure import RETURNS_FREED, PeakMemory, Settings, alternate, experiment, launch, ratios, report, seconds_of
 
 
-BARE = "bare Sequential"
-MODES = ("never", "except_last", "always")
-MEMORY_CHUNKS = 8
+BARE, MODES = "bare Sequential", ("never", "except_last", "always")
 
 
 def transformer(num_layers: int) -> nn.Sequential:
@@ -40,20 +38,12 @@ MODELS = {
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """Median, and the values that a tenth lies below and above."""
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    found = {"median": statistics.median(values), "quantile_10": tenths[0], "quantile_90": tenths[-1]}
-    return {name: round(value, 4) for name, value in found.items()}
-
-
-def forward_and_backward(model: nn.Module, x: torch.Tensor) -> float:
-    """Seconds of both."""
-    taken = seconds_of(lambda: model(x).sum().backward())
-    model.zero_grad()
-    return taken
+    found = np.quantile(values, (0.5, 0.1, 0.9)).round(4).tolist()
+    return dict(zip(("median", "quantile_10", "quantile_90"), found, strict=True))
 
 
 def overheads(rounds: int) -> list[dict[str, Any]]:
-    """Time with one chunk over that of the bare Sequential, round by round."""
+    """Time of forward and backward with one chunk over that of the bare Sequential, round by round."""
     rows = []
     for name, (build, shape) in MODELS.items():
         torch.manual_seed(0)
@@ -62,12 +52,17 @@ def overheads(rounds: int) -> list[dict[str, Any]]:
             BARE: bare, "Pipe, a stage each layer": Pipe(deepcopy(bare)),
             "Pipe, one stage": Pipe(nn.Sequential(deepcopy(bare))), "the bare Sequential again": deepcopy(bare),
         }  # fmt: skip
-        contenders = {label: partial(forward_and_backward, model, x) for label, model in models.items()}
+
+        def step(model: nn.Module, x: torch.Tensor = x) -> float:
+            taken = seconds_of(lambda: model(x).sum().backward())
+            model.zero_grad()
+            return taken
+
+        contenders = {label: partial(step, model) for label, model in models.items()}
         alternate(contenders, 5)
         found = alternate(contenders, rounds)
         for label, times in found.items():
-            row = {"model": name, "contender": label, "milliseconds": round(1e3 * statistics.median(times), 2)}
-            rows.append({**row, "ratio_to_bare": quantiles(ratios(times, found[BARE]))})
+            rows.append({"model": name, "contender": label, "ratio_to_bare": quantiles(ratios(times, found[BARE]))})
             report(label, rows[-1])
     return rows
 
@@ -76,7 +71,7 @@ def peak(contender: str) -> float:
     """MiB by which the process grows in its first forward and backward."""
     torch.manual_seed(0)
     module, x = transformer(8), torch.randn(32, 128, 256)
-    model = module if contender == BARE else Pipe(module, MEMORY_CHUNKS, contender)
+    model = module if contender == BARE else Pipe(module, 8, contender)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     memory = PeakMemory("step")
@@ -88,18 +83,8 @@ def peak(contender: str) -> float:
 @experiment("pipe.json", minutes=5, quick_minutes=1, processes=1)
 def pipe(settings: Settings) -> dict[str, Any]:
     """Time of `Pipe` with one chunk over the bare Sequential, and peak memory by way of checkpointing."""
-    launches = settings.of(5, 2)
     memory = []
     for name in (BARE, *MODES):
-        found = [launch(peak, 1, name, environment=RETURNS_FREED) for _ in range(launches)]
+        found = [launch(peak, 1, name, environment=RETURNS_FREED) for _ in range(settings.of(5, 2))]
         memory.append({"contender": name, "peak_mebibytes": quantiles(found)})
-    return {
-        "what": (
-            "Pipe on one CPU, forward and backward, one thread. overhead: chunks=1, median of rounds of a step by "
-            "turns, as a ratio to the bare Sequential of the same round. memory: 8 transformer layers x 256, 32 "
-            f"sequences of 128, {MEMORY_CHUNKS} chunks, a stage each layer; growth of the process's peak in the first "
-            "forward and backward, of anonymous memory"
-        ),
-        "rounds": settings.of(150, 4), "launches": launches, "overhead": launch(overheads, 1, settings.of(150, 4)),
-        "memory": memory,
-    }  # fmt: skip
+    return {"overhead": launch(overheads, 1, settings.of(150, 4)), "memory": memory}

@@ -1,21 +1,20 @@
-"""Short runs of the trainer that experiments look into."""
+"""Short runs of plain `Trainer` and of ours that experiments look into."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import time
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from transformers import PrinterCallback, TrainerCallback
+from transformers import BertForSequenceClassification, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
+from .measure import PeakMemory
 from .models import training_options
 
 
@@ -23,26 +22,17 @@ Events = list[dict[str, Any]]
 _numbers = itertools.count()
 
 
-def world_size() -> int:
-    """Processes of this launch."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def run_options(batch: int, **options: Any) -> dict[str, Any]:
-    """Arguments of a quiet run with this global batch, in a new folder that all ranks of a launch share."""
-    own = batch // world_size()
-    sizes = {"per_device_train_batch_size": own, "per_device_eval_batch_size": own}
-    return training_options(**{"output_dir": f"output-{next(_numbers)}", **sizes, **options})
-
-
 class StepClock(TrainerCallback):
-    """When each optimizer step ended."""
+    """When each optimizer step ended; the phase `training` of memory begins after the first one."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: PeakMemory | None = None) -> None:
         self.ends: list[float] = []
+        self.memory = memory
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ends.append(time.perf_counter())
+        if self.memory is not None and len(self.ends) == 1:
+            self.memory.begin("training")
 
     @property
     def seconds(self) -> list[float]:
@@ -51,21 +41,13 @@ class StepClock(TrainerCallback):
 
 
 class Timed(PipeTransformerTrainer):
-    """Keeps the losses, the seconds of each step, and those of them that waited for its batch."""
+    """Keeps when steps end, and the seconds that each waited for its batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.losses: list[float] = []
         self.waited: list[float] = []
-        self._began: list[float] = []
-        self._clock = StepClock()
+        self.clock = StepClock()
         super().__init__(*args, **kwargs)
-        self.add_callback(self._clock)
-        self.remove_callback(PrinterCallback)
-
-    @property
-    def seconds(self) -> list[float]:
-        """Of each step, from fetching its batch on."""
-        return [end - began for began, end in zip(self._began, self._clock.ends, strict=True)]
+        self.add_callback(self.clock)
 
     @property
     def meter(self) -> Any:
@@ -77,37 +59,39 @@ class Timed(PipeTransformerTrainer):
         """What the run wrote down; rank 0 has it."""
         return read_events(str(Path(self.args.output_dir) / EVENTS_FILE))
 
-    def _prepare_for_training(self, *args: Any) -> Any:
-        prepared = super()._prepare_for_training(*args)
-        progress = self.pipeline_run.training.progress
-        progress.begin_step = partial(self._begin_step, progress.begin_step)
-        return prepared
-
-    def _begin_step(self, begin_step: Callable[[], None]) -> None:
-        self._began.append(time.perf_counter())
-        begin_step()
-
     def get_batch_samples(self, *args: Any) -> Any:
+        start = time.perf_counter()
         fetched = super().get_batch_samples(*args)
-        if len(self._began) > len(self.waited):  # Trainer also asks at the end of an epoch.
-            self.waited.append(time.perf_counter() - self._began[-1])
+        if fetched[0]:  # Trainer also asks at the end of an epoch.
+            self.waited.append(time.perf_counter() - start)
         return fetched
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            self.losses.append(logs["loss"])
-        super().log(logs, start_time)
 
+def make_trainer(given: dict[str, Any], batch: int, kind: type[Trainer] = Timed, **options: Any) -> Any:
+    """A quiet trainer of ours, or plain `Trainer` as `kind`, in a new folder that all ranks of a launch share.
 
-def make_trainer(given: dict[str, Any], batch: int, kind: type[Timed] = Timed, **options: Any) -> Any:
-    """A trainer in the processes of this launch; `given` are its arguments beside the options."""
-    args = PipeTransformerArguments(
-        **run_options(batch, **{"learning_rate": 1e-5, "pipeline_timeout": 120, **options})
+    Args:
+        given: its arguments beside the options.
+        batch: of all processes together.
+    """
+    own = batch // int(os.environ.get("WORLD_SIZE", "1"))
+    common = training_options(
+        output_dir=f"output-{next(_numbers)}", per_device_train_batch_size=own, per_device_eval_batch_size=own
     )
-    return kind(args=args, **given)
+    if kind is Trainer:
+        trainer = Trainer(
+            args=TrainingArguments(**{**common, "ddp_find_unused_parameters": False, **options}), **given
+        )
+        if isinstance(trainer.model, BertForSequenceClassification):
+            trainer.model_accepts_loss_kwargs = False  # Its loss ignores num_items_in_batch.
+    else:
+        defaults = {"learning_rate": 1e-5, "pipeline_timeout": 120}
+        trainer = kind(args=PipeTransformerArguments(**{**common, **defaults, **options}), **given)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
-def train(given: dict[str, Any], batch: int, kind: type[Timed] = Timed, **options: Any) -> Any:
+def train(given: dict[str, Any], batch: int, kind: type[Trainer] = Timed, **options: Any) -> Any:
     """Run a training and return its trainer."""
     trainer = make_trainer(given, batch, kind, **options)
     trainer.train()

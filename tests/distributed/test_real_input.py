@@ -1,4 +1,4 @@
-"""Law 1 on real input: pretrained checkpoints, real sentences, real images. The long runs are benchmarks."""
+"""Law 1 on real input: pretrained checkpoints, real sentences, real images."""
 
 from __future__ import annotations
 
