@@ -54,7 +54,7 @@ def llama(num_samples: int, num_tokens: int = 128) -> tuple[nn.Module, Tensors]:
     transformers.set_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6, vocab_size=8000,
-        max_position_embeddings=512,
+        max_position_embeddings=max(512, num_tokens),
     )  # fmt: skip
     words = torch.randint(5, 8000, (num_samples, num_tokens))
     return transformers.LlamaForCausalLM(config), {"input_ids": words, "labels": words}
