@@ -4,7 +4,10 @@
     python -m scripts.bench all                   everything that has not been measured with these versions yet
     python -m scripts.bench 'cache-*' data-parallel --force
     python -m scripts.bench all --quick --minutes 10
+    python -m scripts.bench front --tasks sst2 squad --seeds 0 1 --contenders 'full*' LoRA
+    python -m scripts.bench front --seeds         no run, only the report of those that are finished
 
+A study is made of runs, which are kept: it goes on where it stopped, and several processes may share the work.
 Figures go to benchmarks/, those of `--quick` to runs/bench/quick/. Measure on a machine that does nothing else.
 """
 
@@ -78,7 +81,12 @@ def run_all(experiments: Sequence[Experiment], settings: Settings, results: Path
     for number, each in enumerate(experiments, start=1):
         title = f"{each.name} ({number} of {len(experiments)})"
         before = state.get(each.name, {})
-        if not forces and before.get("versions") == versions() and (results / each.result).exists():
+        if (
+            not forces
+            and not settings.is_part
+            and before.get("versions") == versions()
+            and (results / each.result).exists()
+        ):
             print(f"=== {title}: finished {before['finished']}; --force measures it again", flush=True)
             continue
         print(f"=== {title}, about {minutes_of(each, settings.quick):g} minutes: {each.summary}", flush=True)
@@ -90,8 +98,9 @@ def run_all(experiments: Sequence[Experiment], settings: Settings, results: Path
             failed.append(each.name)
             continue
         minutes = round((time.monotonic() - start) / 60, 1)
-        state[each.name] = {"finished": f"{datetime.now():%F %H:%M}", "minutes": minutes, "versions": versions()}
-        write_json(path, state)
+        if not settings.is_part:
+            state[each.name] = {"finished": f"{datetime.now():%F %H:%M}", "minutes": minutes, "versions": versions()}
+            write_json(path, state)
         print(f"=== {each.name}: {minutes} minutes, in {results / each.result}", flush=True)
     return failed
 
@@ -108,6 +117,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=SHARED / "data", help="folder of the data files")
     parser.add_argument("--models", type=Path, default=SHARED / "models", help="folder of the small ViT")
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "bench", help="for what is kept")
+    parser.add_argument("--tasks", nargs="+", help="of studies: names or patterns; all by default")
+    parser.add_argument("--contenders", nargs="+", help="of studies, likewise")
+    parser.add_argument("--seeds", nargs="*", type=int, help="of studies; none for the report of finished runs")
     options = parser.parse_args()
     load_experiments()
     if not options.names:
@@ -115,9 +127,15 @@ def main() -> None:
         return
     folder = options.folder.resolve() / "quick" if options.quick else options.folder.resolve()
     results = folder if options.quick else REPOSITORY / "benchmarks"
-    settings = Settings(options.data.resolve(), options.models.resolve(), folder, options.quick)
+    part = options.tasks, options.seeds, options.contenders
+    settings = Settings(options.data.resolve(), options.models.resolve(), folder, options.quick, *part)
     experiments = within(chosen(options.names), options.minutes, options.quick)
-    failed = run_all(experiments, settings, results, options.force)
+    whole = [each.name for each in experiments if settings.is_part and not each.is_study]
+    if whole:
+        sys.exit(
+            f"Found {', '.join(whole)} with --tasks, --seeds or --contenders, which choose among runs of a study."
+        )
+    failed = run_all(experiments, settings, results, options.force or settings.is_part)
     if failed:
         sys.exit(f"{len(failed)} of {len(experiments)} experiments failed: {', '.join(failed)}")
 

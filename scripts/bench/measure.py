@@ -60,12 +60,23 @@ class Settings:
         models: folder of the small ViT.
         folder: for what an experiment keeps between two calls, such as finished runs of a long study.
         quick: measure less, only to see that everything runs.
+        tasks: names or patterns of those of a study; None for all, as in the next two.
+        seeds: of a study; none for the report of the runs that are finished.
+        contenders: names or patterns of those of a study.
     """
 
     data: Path
     models: Path
     folder: Path
     quick: bool = False
+    tasks: Sequence[str] | None = None
+    seeds: Sequence[int] | None = None
+    contenders: Sequence[str] | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """Only some runs of a study."""
+        return (self.tasks, self.seeds, self.contenders) != (None, None, None)
 
     def of(self, full: Found, quick: Found) -> Found:
         """The value for a whole measurement, or the one for a quick look."""
@@ -84,6 +95,7 @@ class Experiment:
         minutes: on the machine of the committed figures (2 cores).
         quick_minutes: the same with `--quick`.
         processes: that run at once, for the header.
+        is_study: made of runs that `Settings` choose among; finished ones are kept.
     """
 
     name: str
@@ -93,6 +105,7 @@ class Experiment:
     minutes: float
     quick_minutes: float
     processes: int
+    is_study: bool = False
 
     @property
     def summary(self) -> str:
@@ -117,14 +130,14 @@ EXPERIMENTS: dict[str, Experiment] = {}
 
 def experiment(
     result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2,
-    name: str | None = None,
+    name: str | None = None, is_study: bool = False,
 ) -> Callable[[Callable[[Settings], dict[str, Any]]], Callable[[Settings], dict[str, Any]]]:  # fmt: skip
     """Register a function under its name with hyphens, or another one."""
 
     def register(measure: Callable[[Settings], dict[str, Any]]) -> Callable[[Settings], dict[str, Any]]:
         key = name or measure.__name__.replace("_", "-")
         assert key not in EXPERIMENTS, f"two experiments are called {key}"
-        EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes)
+        EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes, is_study)
         return measure
 
     return register

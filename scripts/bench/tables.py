@@ -28,8 +28,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from scripts.bench.front.report import TITLES, as_markdown, points
 from scripts.bench.peers import markdown
-from scripts.front_table import TITLES, as_markdown, points
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]

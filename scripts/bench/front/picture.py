@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from front_report import Curve, at_equal_time
-from front_table import TITLES
-
 from hf_pipetransformer.report.charts import Row, Spec, save_chart
+
+from .report import TITLES, Curve, at_equal_time
 
 
 WIDTH, HEIGHT, NUM_COLUMNS = 310, 230, 3
