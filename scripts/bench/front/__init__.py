@@ -5,8 +5,8 @@
 Tasks are in `tasks.py`: MiniLM on SST-2, on SQuAD's questions and on tags of their answers, each with the dropout of
 its configuration and without; a small ViT on CIFAR-10; others. Each of `contenders.py` trains in one process with one
 thread (`runs.py`). Full fine-tuning runs for 1, 2, 3, ... epochs, each with a learning-rate schedule of its own; the
-others are compared with it at equal time (`report.py`). A finished run is a line of benchmarks/front/TASK.jsonl; one with
-other settings than those in force counts as not done.
+others are compared with it at equal time (`report.py`). A finished run is a line of benchmarks/front/TASK.jsonl; one
+with other settings than those in force counts as not done.
 """
 
 from __future__ import annotations
@@ -55,19 +55,21 @@ def _runs(settings: Settings, name: str, groups: Sequence[str], quick: Sequence[
         groups: tasks, or `views`; each has a file.
         quick: group and contender of a quick look, with the first seed.
     """
-    cells = {group: cells_of(group) for group in groups}
     folder = settings.of(REPOSITORY / "benchmarks" / name, settings.folder)
-    names = {name for of_group in cells.values() for name in of_group}
+    names = list(dict.fromkeys(name for group in groups for name in cells_of(group)))
     tasks = _matching("tasks", settings.tasks or settings.of(groups, quick[:1]), groups)
     contenders = _matching("contenders", settings.contenders or settings.of(names, quick[1:]), names)
     seeds = settings.of(SEEDS, SEEDS[:1]) if settings.seeds is None else settings.seeds
     where = settings.data, settings.models, folder
     if seeds:
         launch(finish, 1, *where, tasks, seeds, contenders, minutes=math.inf)
-    return {
-        group: in_force(read_records(folder / f"{group}.jsonl"), {name: c.settings for name, c in of_group.items()})
-        for group, of_group in cells.items()
-    }
+    return finished(folder, groups)
+
+
+def finished(folder: Path, groups: Iterable[str]) -> dict[str, Runs]:
+    """All runs that count, by group."""
+    settings = {group: {name: cell.settings for name, cell in cells_of(group).items()} for group in groups}
+    return {group: in_force(read_records(folder / f"{group}.jsonl"), settings[group]) for group in groups}
 
 
 def _matching(option: str, patterns: Iterable[str], names: Collection[str]) -> list[str]:
@@ -86,16 +88,16 @@ def finish(data: str, models: str, folder: str, groups: list[str], seeds: list[i
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     for group in groups:
-        path, cells, tasks = Path(folder, f"{group}.jsonl"), cells_of(group), dict[str, Any]()
-        settings = {name: cell.settings for name, cell in cells.items()}
+        cells, tasks = cells_of(group), dict[str, Any]()
         for seed, name in product(seeds, [name for name in cells if name in contenders]):
             # Read anew each time, as another process may have written.
-            if seed in in_force(read_records(path), settings)[name]:
+            if seed in finished(Path(folder), [group])[group][name]:
                 continue
-            task, contender, _ = cells[name]
+            task, contender, settings = cells[name]
             if task not in tasks:
                 tasks[task] = make_task(task, Path(data), Path(models))
                 # What is imported and compiled at the first use must not be the first contender's.
                 run(tasks[task], SETTINGS[task], WARM_UP, WARM_UP_SEED, max_steps=2)
             found = run(tasks[task], SETTINGS[task], contender, seed)
-            add_record(path, {"contender": name, "seed": seed, "settings": settings[name], **found})
+            record = {"contender": name, "seed": seed, "settings": settings, **found}
+            add_record(Path(folder, f"{group}.jsonl"), record)

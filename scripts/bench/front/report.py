@@ -15,14 +15,6 @@ from .contenders import FRESH, FULL, SETTINGS, VIEWS_EPOCHS, Record, Runs
 
 Curve = Sequence[tuple[float, float]]
 """Points (seconds, score), in the order of seconds."""
-WHAT = (
-    "Accuracy against processor time of training, one process, one thread; scores in percent on samples that "
-    "no run trains on. Differences in points, paired by seed, with 95 % intervals by Student's t. At equal "
-    "time: the curve of full fine-tuning over its numbers of epochs, each with a learning-rate schedule of "
-    "its own, seed by seed, linear between its points and level after its last. Gauge: seconds of a fixed "
-    "piece of work before, between and after a run's steps; where it took longer, other work slowed that run "
-    "down."
-)
 TITLES = {
     "sst2": "SST-2, accuracy",
     "sst2_no_dropout": "SST-2 without dropout, accuracy",
@@ -159,7 +151,7 @@ def beside_longest(points: Mapping[int, tuple[float, float]], curves: Mapping[in
 
 def front_report(runs: Mapping[str, Runs]) -> dict[str, Any]:
     """All tasks."""
-    return {"what": WHAT, "tasks": {task: task_report(found, SETTINGS[task].metric) for task, found in runs.items()}}
+    return {"tasks": {task: task_report(found, SETTINGS[task].metric) for task, found in runs.items()}}
 
 
 def views_report(runs: Runs) -> dict[str, Any]:
