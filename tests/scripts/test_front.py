@@ -49,7 +49,6 @@ from scripts.bench.front.tasks import (
     best_span,
     read_images,
     span_f1,
-    true_span,
     without_dropout,
 )
 from scripts.bench.measure import REPOSITORY, Settings
@@ -319,10 +318,10 @@ def test_a_context_is_cut_to_the_sentence_of_the_answer(answers: list[str], cont
 def test_answer_tokens_are_tagged_inside_of_the_context() -> None:
     starts = [-1, -1, -1, 0, 4, 9, 12, -1]
     none = IGNORED
-    assert answer_tags(starts, 4, 6) == [none, none, none, 0, 1, 2, 2, none]
-    assert answer_tags(starts, 3, 3) == [none, none, none, 1, 0, 0, 0, none]
+    assert answer_tags(starts, range(4, 7)) == [none, none, none, 0, 1, 2, 2, none]
+    assert answer_tags(starts, range(3, 4)) == [none, none, none, 1, 0, 0, 0, none]
     # Both on the first token, which is none of the context's: no answer.
-    assert answer_tags(starts, 0, 0) == [none, none, none, 0, 0, 0, 0, none]
+    assert answer_tags(starts, range(1)) == [none, none, none, 0, 0, 0, 0, none]
 
 
 def test_the_best_span_begins_where_an_answer_is_likeliest() -> None:
@@ -336,8 +335,7 @@ def test_the_best_span_begins_where_an_answer_is_likeliest() -> None:
 
 
 def test_spans_are_scored_by_their_tokens() -> None:
-    true = true_span([IGNORED, 0, 0, 1, 2, 2, 0, IGNORED])
-    assert true == range(3, 6)
+    true = range(3, 6)
     assert span_f1(true, true) == 1
     # Two of three tokens, with two others.
     assert span_f1(range(4, 8), true) == pytest.approx(2 * 2 / 7)

@@ -225,38 +225,41 @@ def answers(data: Path, models: Path) -> Task:
     As each context holds one answer, the span that the tags favour most is taken, and scored by F1 of its tokens, as a
     mean over questions. By the likeliest tag of each token a model that has learnt little would find nothing at all.
     """
-    pool, held_out = (_tagged(questions) for questions in load_questions(data))
-    tags = held_out["labels"][:]
+    training, questions = load_questions(data)
+    windows, spans = windows_of(questions, is_training=False), spans_of(questions)
+    starts = windows["token_starts"]
 
     def score(model: Any) -> dict[str, float]:
         scores = []
-        for rows, output in outputs_of(model, held_out):
-            for index, logits in zip(rows, output.logits.numpy(), strict=True):
-                found = best_span(logits[: len(tags[index])], np.array(tags[index]) != IGNORED)
-                scores.append(span_f1(found, true_span(tags[index])))
+        for rows, output in outputs_of(model, windows):
+            for row, logits in zip(rows, output.logits.numpy(), strict=True):
+                found = best_span(logits[: len(starts[row])], np.array(starts[row]) != OUTSIDE)
+                scores.append(span_f1(found, spans[row]))
         return {"f1": 100 * float(np.mean(scores)), "exact_match": 100 * float(np.mean(np.array(scores) == 1))}
 
+    pool = windows_of(training, is_training=False)
+    tags = [answer_tags(*found) for found in zip(pool["token_starts"], spans_of(training), strict=True)]
+    pool = pool.select_columns(INPUTS).add_column("labels", tags)
     return text_task(AutoModelForTokenClassification, pool, score, DataCollatorForTokenClassification, len(TAGS))
 
 
-def _tagged(questions: Dataset) -> Dataset:
-    """Windows with `labels`: those for training know the answer's tokens, those for evaluation where tokens start."""
-    rows, starts = windows_of(questions, is_training=True), windows_of(questions, is_training=False)["token_starts"]
-    positions = zip(starts, rows["start_positions"], rows["end_positions"], strict=True)
-    return rows.select_columns(INPUTS).add_column("labels", [answer_tags(*found) for found in positions])
+def spans_of(questions: Dataset) -> list[range]:
+    """The tokens of each answer; each question is one window."""
+    windows = windows_of(questions, is_training=True)
+    ends = zip(windows["start_positions"], windows["end_positions"], strict=True)
+    return [range(first, last + 1) for first, last in ends]
 
 
-def answer_tags(token_starts: Sequence[int], first: int, last: int) -> list[int]:
+def answer_tags(token_starts: Sequence[int], span: range) -> list[int]:
     """Return the tag of each token of a window.
 
     Args:
         token_starts: where each token starts in the context; -1 for all others.
-        first: token of the answer; one outside of the context stands for no answer.
-        last: likewise.
+        span: the answer's tokens; outside of the context for no answer.
     """
     tags = [IGNORED if start == OUTSIDE else TAGS["O"] for start in token_starts]
-    if tags[first] != IGNORED:
-        tags[first : last + 1] = [TAGS["B"], *[TAGS["I"]] * (last - first)]
+    if tags[span[0]] != IGNORED:
+        tags[span.start : span.stop] = [TAGS["B"]] + [TAGS["I"]] * (len(span) - 1)
     return tags
 
 
@@ -268,16 +271,9 @@ def best_span(logits: np.ndarray, is_context: np.ndarray) -> range:
         is_context: which tokens may answer, `(tokens,)`.
     """
     over_outside = np.where(is_context[:, None], logits - logits[:, [TAGS["O"]]], -np.inf)
-    first = last = int(over_outside[:, TAGS["B"]].argmax())
-    while last + 1 < len(logits) and over_outside[last + 1, TAGS["I"]] > 0:
-        last += 1
-    return range(first, last + 1)
-
-
-def true_span(tags: Sequence[int]) -> range:
-    """The tokens tagged B and I."""
-    first = tags.index(TAGS["B"])
-    return range(first, first + 1 + tags.count(TAGS["I"]))
+    first = int(over_outside[:, TAGS["B"]].argmax())
+    goes_on = np.append(over_outside[first + 1 :, TAGS["I"]] > 0, False)
+    return range(first, first + 1 + int(goes_on.argmin()))
 
 
 def span_f1(found: range, true: range) -> float:
