@@ -81,12 +81,7 @@ def run_all(experiments: Sequence[Experiment], settings: Settings, results: Path
     for number, each in enumerate(experiments, start=1):
         title = f"{each.name} ({number} of {len(experiments)})"
         before = state.get(each.name, {})
-        if (
-            not forces
-            and not settings.is_part
-            and before.get("versions") == versions()
-            and (results / each.result).exists()
-        ):
+        if not forces and before.get("versions") == versions() and (results / each.result).exists():
             print(f"=== {title}: finished {before['finished']}; --force measures it again", flush=True)
             continue
         print(f"=== {title}, about {minutes_of(each, settings.quick):g} minutes: {each.summary}", flush=True)
@@ -130,11 +125,8 @@ def main() -> None:
     part = options.tasks, options.seeds, options.contenders
     settings = Settings(options.data.resolve(), options.models.resolve(), folder, options.quick, *part)
     experiments = within(chosen(options.names), options.minutes, options.quick)
-    whole = [each.name for each in experiments if settings.is_part and not each.is_study]
-    if whole:
-        sys.exit(
-            f"Found {', '.join(whole)} with --tasks, --seeds or --contenders, which choose among runs of a study."
-        )
+    if settings.is_part and (others := [each.name for each in experiments if not each.is_study]):
+        sys.exit(f"Found {', '.join(others)}; --tasks, --seeds and --contenders choose among the runs of a study.")
     failed = run_all(experiments, settings, results, options.force or settings.is_part)
     if failed:
         sys.exit(f"{len(failed)} of {len(experiments)} experiments failed: {', '.join(failed)}")
