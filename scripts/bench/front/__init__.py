@@ -74,10 +74,10 @@ def finished(folder: Path, groups: Iterable[str]) -> dict[str, Runs]:
 
 def _matching(option: str, patterns: Iterable[str], names: Collection[str]) -> list[str]:
     """Names that were given, in full or by a pattern."""
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            sys.exit(f"Found --{option} {pattern!r}; expected names or patterns of {', '.join(sorted(names))}.")
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    found = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+    for pattern in [pattern for pattern in found if not found[pattern]]:
+        sys.exit(f"Found --{option} {pattern!r}; expected names or patterns of {', '.join(sorted(names))}.")
+    return [name for name in names if any(name in matching for matching in found.values())]
 
 
 def finish(data: str, models: str, folder: str, groups: list[str], seeds: list[int], contenders: list[str]) -> None:

@@ -79,12 +79,11 @@ class Contender:
 
 
 class Cell(NamedTuple):
-    """What is run once a seed."""
+    """What is run once a seed; a result hangs on its settings."""
 
     task: str
     contender: Contender
     settings: dict[str, Any]
-    """Everything that a result hangs on but its seed."""
 
 
 def contenders(task: TaskSettings) -> dict[str, Contender]:
@@ -107,27 +106,25 @@ def contenders(task: TaskSettings) -> dict[str, Contender]:
     return table
 
 
-def views_contenders() -> dict[str, tuple[str, Contender]]:
-    """Task and contender by name: stored views of augmented images, beside fresh augmentation and beside none."""
-    half = {"freeze_policy": "fixed", "freeze_at": f"0:{_CIFAR10.num_layers // 2}"}
-    cached = {**half, "activation_cache": "on"}
-    views = {f"views: {count}": {**cached, "activation_cache_views": count} for count in (1, 2, 4, 8)}
-    return {
-        FRESH: ("cifar10_augmented", Contender(VIEWS_EPOCHS, {**half, "activation_cache": "off"})),
-        "no augmentation": ("cifar10", Contender(VIEWS_EPOCHS, cached)),
-        **{name: ("cifar10_augmented", Contender(VIEWS_EPOCHS, options)) for name, options in views.items()},
-    }
-
-
 def cells_of(group: str) -> dict[str, Cell]:
-    """Return what there is to run for a task, or for `views`, by contender."""
-    if group == VIEWS:
-        return {
-            name: Cell(task, contender, {**settings_of(SETTINGS[task], contender), "task": task})
-            for name, (task, contender) in views_contenders().items()
-        }
-    task = SETTINGS[group]
-    return {name: Cell(group, each, settings_of(task, each)) for name, each in contenders(task).items()}
+    """Return what there is to run for a task by contender, or for `views`.
+
+    Those are stored views of augmented images, beside fresh augmentation and beside none.
+    """
+
+    if group != VIEWS:
+        task = SETTINGS[group]
+        return {name: Cell(group, each, settings_of(task, each)) for name, each in contenders(task).items()}
+
+    def cell(task: str, options: dict[str, Any]) -> Cell:
+        contender = Contender(VIEWS_EPOCHS, options)
+        return Cell(task, contender, {**settings_of(SETTINGS[task], contender), "task": task})
+
+    half = {"freeze_policy": "fixed", "freeze_at": f"0:{_CIFAR10.num_layers // 2}"}
+    cached, augmented = {**half, "activation_cache": "on"}, "cifar10_augmented"
+    found = {FRESH: (augmented, {**half, "activation_cache": "off"}), "no augmentation": ("cifar10", cached)}
+    found |= {f"views: {count}": (augmented, {**cached, "activation_cache_views": count}) for count in (1, 2, 4, 8)}
+    return {name: cell(*each) for name, each in found.items()}
 
 
 def settings_of(task: TaskSettings, contender: Contender) -> dict[str, Any]:
