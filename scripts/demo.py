@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
-from metrics import accuracy
 from sklearn.datasets import load_digits
+from sklearn.metrics import accuracy_score
 from transformers import EvalPrediction, ViTConfig, ViTForImageClassification, set_seed
 from transformers.utils.logging import disable_progress_bar
 
@@ -78,7 +78,7 @@ def arguments(output_dir: str, epochs: float) -> PipeTransformerArguments:
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Accuracy of the held-out images."""
-    return {"accuracy": accuracy(prediction.predictions.argmax(axis=-1), prediction.label_ids)}
+    return {"accuracy": accuracy_score(prediction.label_ids, prediction.predictions.argmax(axis=-1))}
 
 
 def reloaded_accuracy(folder: str, data: Dataset) -> float:
@@ -86,7 +86,7 @@ def reloaded_accuracy(folder: str, data: Dataset) -> float:
     columns = data[:]
     with torch.no_grad():
         logits = ViTForImageClassification.from_pretrained(folder).eval()(columns["pixel_values"]).logits
-    return accuracy(logits.argmax(dim=-1).numpy(), columns["labels"].numpy())
+    return accuracy_score(columns["labels"], logits.argmax(dim=-1))
 
 
 def main() -> None:

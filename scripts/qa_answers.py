@@ -13,6 +13,7 @@ import numpy as np
 from datasets import Dataset
 from qa_utils import OUTSIDE
 from transformers import EvalPrediction
+from transformers.hf_argparser import HfArg
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 
@@ -21,14 +22,16 @@ Span = tuple[int, int]
 PostProcess = Callable[[Dataset, Dataset, tuple[np.ndarray, np.ndarray], str], EvalPrediction]
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerOptions:
     """Which of the possible answers is given."""
 
-    n_best_size: int = 20  # starts, ends, and candidates that are looked at
-    max_answer_length: int = 30  # tokens
-    allows_no_answer: bool = False  # SQuAD v2
-    null_threshold: float = 0.0  # no answer is given where its score exceeds the best answer's by more
+    n_best_size: int = HfArg(default=20, help="Starts, ends and candidates that are looked at.")
+    max_answer_length: int = HfArg(default=30, help="Tokens of the longest answer that is given.")
+    version_2_with_negative: bool = HfArg(default=False, help="Questions may have no answer, as in SQuAD v2.")
+    null_score_diff_threshold: float = HfArg(
+        default=0.0, help="No answer is given where its score exceeds the best answer's by more (v2 only)."
+    )
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,9 @@ def choose(question: dict[str, str], scores: dict[Span, float], null_score: floa
     candidates = [(question["context"][start:end], score) for (start, end), score in best]
     text = best_text = candidates[0][0] if candidates else ""
     difference = None
-    if options.allows_no_answer:
+    if options.version_2_with_negative:
         difference = null_score - candidates[0][1] if candidates else math.inf
-        text = "" if difference > options.null_threshold else best_text
+        text = "" if difference > options.null_score_diff_threshold else best_text
         candidates = sorted([*candidates, ("", null_score)], key=lambda candidate: -candidate[1])
     weights = np.exp([score - candidates[0][1] for _, score in candidates])
     rated = [

@@ -10,6 +10,8 @@ import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -90,14 +92,11 @@ def squad_v2_metrics(
     scores = question_scores(best_texts, truths, allows_no_answer=True)
     order = sorted(truths, key=lambda name: null_score_differences[name])
     for index, metric in enumerate(("exact", "f1")):
-        total = best = float(len(unanswered))
-        threshold = 0.0
-        for name in order:
-            # To a question without answer any text is wrong.
-            total += scores[name][index] if truths[name] else -1 if best_texts[name] else 0
-            if total > best:
-                best, threshold = total, float(null_score_differences[name])
-        metrics |= {f"best_{metric}": 100 * best / len(truths), f"best_{metric}_thresh": threshold}
+        # To a question without answer any text is wrong.
+        gains = [scores[name][index] if truths[name] else -bool(best_texts[name]) for name in order]
+        totals = np.cumsum([len(unanswered), *gains])
+        threshold = [0.0, *(float(null_score_differences[name]) for name in order)][totals.argmax()]
+        metrics |= {f"best_{metric}": float(100 * totals.max() / len(truths)), f"best_{metric}_thresh": threshold}
     return metrics
 
 

@@ -10,12 +10,15 @@ On a machine without GPUs add `--use_cpu true`. Options are named as in transfor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import script_utils
 from datasets import Dataset, DatasetDict
-from metrics import CLASSIFICATION, GLUE, REGRESSION
-from script_utils import HIDDEN_LABEL, LabelledDataArguments, ModelArguments, TextDataArguments
+from scipy.stats import pearsonr, spearmanr
+from script_utils import HIDDEN_LABEL, LabelledDataArguments, Metric, ModelArguments, TextDataArguments
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -38,6 +41,19 @@ SENTENCE_COLUMNS = {
     "sst2": ("sentence",),
     "stsb": ("sentence1", "sentence2"),
     "wnli": ("sentence1", "sentence2"),
+}
+
+
+def _correlation(of: Any) -> Metric:
+    return lambda labels, predicted: np.nan_to_num(of(labels, predicted).statistic)  # 0 if either side is constant
+
+
+ACCURACY: dict[str, Metric] = {"accuracy": accuracy_score}
+METRICS: dict[str, dict[str, Metric]] = {
+    **dict.fromkeys(SENTENCE_COLUMNS, ACCURACY),
+    **dict.fromkeys(("mrpc", "qqp"), ACCURACY | {"f1": partial(f1_score, zero_division=0)}),
+    "cola": {"matthews_correlation": matthews_corrcoef},
+    "stsb": {"pearson": _correlation(pearsonr), "spearmanr": _correlation(spearmanr)},
 }
 
 
@@ -144,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
         data = tokenize(script_utils.select_samples(data, data_args, args), tokenizer, data_args, ids)
     evaluated = by_suffix(data, "validation")
 
-    metrics = GLUE[data_args.task_name] if data_args.task_name else CLASSIFICATION if names else REGRESSION
+    metrics = ACCURACY if names else {"mse": mean_squared_error}
     trainer = PipeTransformerTrainer(
         model=script_utils.load_model(AutoModelForSequenceClassification, model_args, config=config),
         args=args,
@@ -153,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if args.fp16 else None),
         compute_metrics=script_utils.metric_function(
-            metrics, names is None, data_args.metric_name, args.process_index
+            METRICS.get(data_args.task_name, metrics), names is None, data_args.metric_name, args.process_index
         ),
     )
     if args.do_train:

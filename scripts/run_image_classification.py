@@ -22,9 +22,9 @@ import script_utils
 import torch
 from augmentation import AUGMENTATIONS, augment, pixels_of, random_resized_crop
 from datasets import Dataset, DatasetDict, Image, load_dataset
-from metrics import CLASSIFICATION
 from PIL import Image as PillowImage
 from script_utils import LabelledDataArguments, ModelArguments
+from sklearn.metrics import accuracy_score
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedConfig, set_seed
 from transformers.hf_argparser import HfArg
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
@@ -234,7 +234,9 @@ def main(argv: list[str] | None = None) -> None:
         eval_dataset=data.get("validation"),
         processing_class=processor,
         data_collator=collate,
-        compute_metrics=script_utils.metric_function(CLASSIFICATION, False, data_args.metric_name, args.process_index),
+        compute_metrics=script_utils.metric_function(
+            {"accuracy": accuracy_score}, False, data_args.metric_name, args.process_index
+        ),
     )
     if args.do_train:
         script_utils.train(trainer)

@@ -36,18 +36,12 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 
 
 @dataclass
-class QuestionDataArguments(TextDataArguments):
+class QuestionDataArguments(AnswerOptions, TextDataArguments):
     """Which questions, how contexts become windows, and which answer is given."""
 
     max_seq_length: int = HfArg(default=384, help="Tokens of a window, the question and special tokens included.")
     doc_stride: int = HfArg(default=128, help="Tokens of the context that two windows share.")
     pad_to_max_length: bool = HfArg(default=True, help="Pad to --max_seq_length, not each batch to its longest.")
-    version_2_with_negative: bool = HfArg(default=False, help="Questions may have no answer, as in SQuAD v2.")
-    null_score_diff_threshold: float = HfArg(
-        default=0.0, help="No answer is given where its score exceeds the best answer's by more (v2 only)."
-    )
-    n_best_size: int = HfArg(default=20, help="Starts, ends and candidates that are looked at.")
-    max_answer_length: int = HfArg(default=30, help="Tokens of the longest answer that is given.")
     metric_name: str | None = HfArg(default=None, help="A metric for evaluate.load that takes what those of SQuAD do.")
 
     def __post_init__(self) -> None:
@@ -55,13 +49,6 @@ class QuestionDataArguments(TextDataArguments):
         for name, least in (("max_seq_length", 1), ("doc_stride", 0), ("n_best_size", 1), ("max_answer_length", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"Found --{name} {getattr(self, name)}; expected at least {least}.")
-
-    @property
-    def answer_options(self) -> AnswerOptions:
-        """Which of the possible answers is given."""
-        return AnswerOptions(
-            self.n_best_size, self.max_answer_length, self.version_2_with_negative, self.null_score_diff_threshold
-        )
 
 
 class QuestionAnsweringTrainer(QuestionAnsweringMixin, PipeTransformerTrainer):
@@ -86,7 +73,7 @@ def answers_of(data_args: QuestionDataArguments, folder: Path | None) -> Callabl
     def post_process(
         questions: Dataset, windows: Dataset, logits: tuple[np.ndarray, np.ndarray], prefix: str
     ) -> EvalPrediction:
-        answers = find_answers(questions, windows, logits, data_args.answer_options)
+        answers = find_answers(questions, windows, logits, data_args)
         if folder is not None:
             write_answers(answers, folder, prefix)
         if "answers" not in questions.column_names:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 import yaml
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
-from metrics import Metric, predictions_from_logits
 from transformers import AutoConfig, EvalPrediction, HfArgumentParser, PreTrainedConfig, Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 
@@ -21,6 +20,8 @@ from hf_pipetransformer.report.card import read_comparison
 
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 HIDDEN_LABEL = -1
+Metric = Callable[[np.ndarray, np.ndarray], float]
+"""Of labels and predictions, as scikit-learn's take them."""
 PHASES = {"train": "train", "validation": "eval", "test": "predict"}
 """Split of the data -> what is done with it, as options name it."""
 
@@ -276,9 +277,15 @@ def metric_function(
         labels = np.asarray(prediction.label_ids).reshape(-1)
         if loaded is not None:
             return dict(loaded.compute(predictions=predicted, references=labels))
-        return {name: metric(predicted, labels) for name, metric in metrics.items()}
+        return {name: float(metric(labels, predicted)) for name, metric in metrics.items()}
 
     return compute_metrics
+
+
+def predictions_from_logits(logits: np.ndarray | tuple[np.ndarray, ...], is_regression: bool) -> np.ndarray:
+    """Logits `(samples, classes)` to class ids `(samples,)`, or to values `(samples,)` for a regression."""
+    scores = logits[0] if isinstance(logits, tuple) else logits
+    return scores.reshape(-1) if is_regression else scores.argmax(axis=-1)
 
 
 def report(trainer: Trainer, split: str, metrics: dict[str, Any]) -> None:

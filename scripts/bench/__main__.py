@@ -4,7 +4,10 @@
     python -m scripts.bench all                   everything that has not been measured with these versions yet
     python -m scripts.bench 'cache-*' plan --force
     python -m scripts.bench all --quick --minutes 10
+    python -m scripts.bench front --tasks sst2 squad --seeds 0 1 --contenders 'full*' LoRA
+    python -m scripts.bench front --seeds         no run, only the report of those that are finished
 
+A study is made of runs, which are kept: it goes on where it stopped, and several processes may share the work.
 Figures go to benchmarks/, those of `--quick` to runs/bench/quick/. Measure on a machine that does nothing else.
 """
 
@@ -80,11 +83,11 @@ def run_all(experiments: Sequence[Experiment], settings: Settings, results: Path
             traceback.print_exc()
             failed.append(each.name)
             continue
-        state[each.name] = {"finished": f"{datetime.now():%F %H:%M}", "versions": versions()}
-        write_json(path, state)
-        print(
-            f"=== {each.name}: {(time.monotonic() - start) / 60:.1f} minutes, in {results / each.result}", flush=True
-        )
+        minutes = (time.monotonic() - start) / 60
+        if not settings.is_part:
+            state[each.name] = {"finished": f"{datetime.now():%F %H:%M}", "versions": versions()}
+            write_json(path, state)
+        print(f"=== {each.name}: {minutes:.1f} minutes, in {results / each.result}", flush=True)
     return failed
 
 
@@ -99,6 +102,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="as many as fit, the shortest first")
     parser.add_argument("--data", type=Path, default=SHARED / "data", help="folder of the data files")
     parser.add_argument("--models", type=Path, default=SHARED / "models", help="folder of the small ViT")
+    parser.add_argument("--tasks", nargs="+", help="of studies: names or patterns; all by default")
+    parser.add_argument("--contenders", nargs="+", help="of studies, likewise")
+    parser.add_argument("--seeds", nargs="*", type=int, help="of studies; none for the report of finished runs")
     options = parser.parse_args()
     load_experiments()
     if not options.names:
@@ -106,9 +112,12 @@ def main() -> None:
         return
     folder = REPOSITORY / "runs" / "bench" / ("quick" if options.quick else "")
     results = folder if options.quick else REPOSITORY / "benchmarks"
-    settings = Settings(options.data.resolve(), options.models.resolve(), folder, options.quick)
+    part = options.tasks, options.seeds, options.contenders
+    settings = Settings(options.data.resolve(), options.models.resolve(), folder, options.quick, *part)
     experiments = within(chosen(options.names), options.minutes, options.quick)
-    failed = run_all(experiments, settings, results, options.force)
+    if settings.is_part and (others := [each.name for each in experiments if not each.is_study]):
+        sys.exit(f"Found {', '.join(others)}; --tasks, --seeds and --contenders choose among the runs of a study.")
+    failed = run_all(experiments, settings, results, options.force or settings.is_part)
     if failed:
         sys.exit(f"{len(failed)} of {len(experiments)} experiments failed: {', '.join(failed)}")
 

@@ -14,19 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from front_tasks import SETTINGS
-from front_tasks import TASKS as MAKERS
-from study_front import arguments, contenders
 from transformers import PrinterCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.schedules.layout import Layout
 
+from .front.contenders import FULL, SETTINGS, contenders
+from .front.runs import arguments
+from .front.tasks import draw, make_task
 from .measure import REPOSITORY, Settings, alternate, experiment, launch, ratios, report, seconds_of, summary
 
 
-FULL = "full fine-tuning, epochs: "
 HALF = "first 1/2 frozen, half of the epochs"
 SEED = 0
 
@@ -59,8 +58,8 @@ TASKS = {"sst2_no_dropout": {**RUNS, **PAPERS}, "cifar10": RUNS}
 
 def compare(name: str, rounds: int, max_steps: int, data: str, models: str) -> dict[str, Any]:
     """Train every contender in turn on two processes: seconds by round, epochs, and the layouts of its transitions."""
-    task, settings = MAKERS[name](Path(data), Path(models)), SETTINGS[name]
-    training, named, runs = task.training(SEED, settings.num_training), contenders(settings), TASKS[name]
+    task, settings = make_task(name, Path(data), Path(models)), SETTINGS[name]
+    training, named, runs = draw(task.pool, SEED, settings.num_training), contenders(settings), TASKS[name]
     layouts: dict[str, list[str]] = {}
 
     def train(title: str, most_steps: int) -> float:
@@ -68,7 +67,7 @@ def compare(name: str, rounds: int, max_steps: int, data: str, models: str) -> d
         dist.barrier()  # All ranks have counted the folders before one makes another.
         changes = {"max_steps": most_steps, "pipeline_parallel_size": run.stages, **run.changes}
         changes["per_device_train_batch_size"] = settings.batch // dist.get_world_size()
-        args = arguments(task.arguments, settings, named[run.of_study], SEED, str(folder), **changes)
+        args = arguments(settings, named[run.of_study], SEED, str(folder), **task.arguments, **changes)
 
         def whole_run() -> None:
             set_seed(SEED)

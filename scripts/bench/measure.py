@@ -52,12 +52,26 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Settings:
-    """Folders of the data files, of the small ViT and for what an experiment keeps; and if a quick look is enough."""
+    """Folders of the data files, of the small ViT and for what an experiment keeps; and if a quick look is enough.
+
+    Args:
+        tasks: names or patterns of those of a study; None for all, as in the next two.
+        seeds: of a study; none for the report of the runs that are finished.
+        contenders: names or patterns of those of a study.
+    """
 
     data: Path
     models: Path
     folder: Path
     quick: bool = False
+    tasks: Sequence[str] | None = None
+    seeds: Sequence[int] | None = None
+    contenders: Sequence[str] | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """Only some runs of a study."""
+        return (self.tasks, self.seeds, self.contenders) != (None, None, None)
 
     def of(self, full: Found, quick: Found) -> Found:
         """The value for a whole measurement, or the one for a quick look."""
@@ -71,7 +85,8 @@ Measure = Callable[[Settings], dict[str, Any]]
 class Experiment:
     """A function that measures, the file of benchmarks/ and the key there that its figures go to, and what it takes.
 
-    Without a section the file is its own. Minutes are those of the machine of the committed figures (2 cores).
+    Without a section the file is its own. Minutes are those of the machine of the committed figures (2 cores). A study
+    is made of runs that `Settings` choose among; finished ones are kept.
     """
 
     name: str
@@ -81,6 +96,7 @@ class Experiment:
     minutes: float
     quick_minutes: float
     processes: int
+    is_study: bool = False
 
     @property
     def summary(self) -> str:
@@ -105,14 +121,15 @@ EXPERIMENTS: dict[str, Experiment] = {}
 
 
 def experiment(
-    result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2
-) -> Callable[[Measure], Measure]:
+    result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2,
+    is_study: bool = False,
+) -> Callable[[Measure], Measure]:  # fmt: skip
     """Register a function under its name with hyphens."""
 
     def register(measure: Measure) -> Measure:
         key = measure.__name__.replace("_", "-")
         assert key not in EXPERIMENTS, f"two experiments are called {key}"
-        EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes)
+        EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes, is_study)
         return measure
 
     return register

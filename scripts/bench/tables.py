@@ -24,7 +24,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from scripts.front_table import TITLES, as_markdown, points
+from scripts.bench.front.report import TITLES, as_markdown, points
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,25 @@ def test_finished_experiments_are_skipped_and_a_failure_stops_no_other(
     assert "first (1 of 3): finished" in capsys.readouterr().out
     driver.run_all(asked, settings, results, forces=True)
     assert calls == ["first", "last"] * 2
+
+
+def test_a_part_of_a_study_does_not_finish_it(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = replace(make("study", lambda given: {"seeds": given.seeds}), is_study=True)
+    monkeypatch.setattr(driver, "EXPERIMENTS", {"study": study, "other": make("other", lambda given: {})})
+    monkeypatch.setattr(driver, "load_experiments", lambda: None)
+
+    def call(*options: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["bench", *options, "--quick", "--folder", str(tmp_path)])
+        driver.main()
+        return json.loads((tmp_path / "quick" / "figures.json").read_text())["seeds"]
+
+    assert [call("study", "--seeds", "3", "4"), call("study", "--seeds")] == [[3, 4], []]
+    assert call("study") is None  # Neither of them counts as the whole.
+    assert call("study", "--seeds", "5") == [5]
+    with pytest.raises(SystemExit, match="Found other; .* choose among the runs of a study"):
+        call("all", "--contenders", "a*")
 
 
 def test_contenders_take_turns_forwards_and_backwards() -> None:

@@ -215,11 +215,11 @@ def test_no_answer_wins_by_more_than_the_threshold(tokenizer: Any, threshold: fl
     logits = logits_of(
         windows, *((row, 0, 0, 10.0) for row in (0, 1, 3)), (2, 0, 0, 3.0), (0, FIRST + 7, FIRST + 7, 2.0)
     )
-    options = AnswerOptions(allows_no_answer=True, null_threshold=threshold)
+    options = AnswerOptions(version_2_with_negative=True, null_score_diff_threshold=threshold)
     (answer,) = find_answers(asked, windows, logits, options)
     assert (answer.text, answer.best_text, answer.null_score_difference) == (text, "w7", 2.0)
     assert answer.candidates[0] == {"text": "", "score": 6.0, "probability": answer.candidates[0]["probability"]}
-    (answer,) = find_answers(asked, windows, logits, AnswerOptions(null_threshold=threshold))
+    (answer,) = find_answers(asked, windows, logits, AnswerOptions(null_score_diff_threshold=threshold))
     assert answer.text == "w7"  # v1 gives an answer always
 
 
@@ -235,7 +235,9 @@ def test_a_context_without_words_has_no_answer(tokenizer: Any) -> None:
     asked = question(" ")
     windows = windows_of(asked, tokenizer)
     for allows_no_answer in (False, True):
-        (answer,) = find_answers(asked, windows, logits_of(windows), AnswerOptions(allows_no_answer=allows_no_answer))
+        (answer,) = find_answers(
+            asked, windows, logits_of(windows), AnswerOptions(version_2_with_negative=allows_no_answer)
+        )
         assert answer.text == ""
 
 
@@ -250,7 +252,7 @@ def test_answers_are_written_as_json(tmp_path: Path, tokenizer: Any) -> None:
     asked = question()
     windows = windows_of(asked, tokenizer)
     for allows_no_answer, files in ((False, 2), (True, 3)):
-        options = AnswerOptions(allows_no_answer=allows_no_answer, null_threshold=-1.0)
+        options = AnswerOptions(version_2_with_negative=allows_no_answer, null_score_diff_threshold=-1.0)
         answers = find_answers(asked, windows, logits_of(windows), options)
         folder = tmp_path / str(allows_no_answer)
         qa_answers.write_answers(answers, folder, "eval")
@@ -589,7 +591,7 @@ def test_run_qa_trains_evaluates_and_predicts_with_two_stages(tmp_path: Path) ->
     inputs = windows.select_columns(["input_ids", "token_type_ids", "attention_mask"])
     outputs = saved(**DataCollatorWithPadding(tokenizer)(inputs.to_list()))
     logits = (outputs.start_logits.detach().numpy(), outputs.end_logits.detach().numpy())
-    answers = find_answers(tested, windows, logits, data_args.answer_options)
+    answers = find_answers(tested, windows, logits, data_args)
     assert read["predict_predictions"] == {answer.name: answer.text for answer in answers}
 
 
@@ -610,7 +612,7 @@ def test_gold_answers_survive_windows_and_answers_from_logits(shared_data: Path,
     start_logits, end_logits = np.zeros((2, len(windows), data_args.max_seq_length), dtype=np.float32)
     start_logits[np.arange(len(windows)), labels["start_positions"][:]] = 1
     end_logits[np.arange(len(windows)), labels["end_positions"][:]] = 1
-    answers = find_answers(asked, windows, (start_logits, end_logits), data_args.answer_options)
+    answers = find_answers(asked, windows, (start_logits, end_logits), data_args)
     truths = {row["id"]: row["answers"]["text"][:1] for row in asked}
     texts = {answer.name: answer.text for answer in answers}
     lost = {name: (texts[name], *truths[name]) for name in truths if texts[name] != truths[name][0]}

@@ -8,39 +8,50 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import front_tasks
 import numpy as np
 import pytest
-import study_front
 import torch
-from front_picture import height_of, write_picture
-from front_report import (
-    DEFAULTS,
-    are_same,
-    at_equal_time,
-    curves_by_seed,
-    in_force,
-    make_report,
-    paired,
-    read_records,
-    seconds_to,
-)
-from front_spans import IGNORED, answer_sentence, answer_tags, best_span, span_f1, true_span
-from front_table import TITLES, as_markdown, points
-from front_tasks import SETTINGS
 from PIL import Image
-from study_front import (
-    FULL,
-    Contender,
-    arguments,
-    contenders,
-    is_chosen,
-    prepare_model,
-    settings_of,
-)
 from torch import nn
 from transformers import BertForTokenClassification
 
+from scripts.bench import front
+from scripts.bench.front.contenders import (
+    DEFAULTS,
+    FULL,
+    LORA,
+    SETTINGS,
+    Contender,
+    are_same,
+    cells_of,
+    contenders,
+    in_force,
+    read_records,
+    settings_of,
+)
+from scripts.bench.front.picture import height_of, write_picture
+from scripts.bench.front.report import (
+    TITLES,
+    as_markdown,
+    at_equal_time,
+    curves_by_seed,
+    front_report,
+    paired,
+    points,
+    seconds_to,
+)
+from scripts.bench.front.runs import arguments, prepare_model
+from scripts.bench.front.tasks import (
+    IGNORED,
+    TASKS,
+    answer_sentence,
+    answer_tags,
+    best_span,
+    read_images,
+    span_f1,
+    without_dropout,
+)
+from scripts.bench.measure import REPOSITORY, Settings
 from tests.tiny_bert import make_bert
 
 
@@ -90,7 +101,7 @@ def record(contender: str, seed: int, seconds: float, score: float, **settings: 
 
 
 def test_runs_with_other_settings_or_done_twice_are_left_out() -> None:
-    records = [record("a", 0, 1, 50, rate=2), record("a", 0, 2, 51), record("a", 0, 3, 52), record("b", 0, 1, 50)]
+    records = [record("a", 0, 1, 50, rate=2), record("a", 0, 2, 51), record("a", 0, 3, 52)]
     assert in_force(records, {"a": {"rate": 1}}) == {"a": {0: records[1]}}
 
 
@@ -102,7 +113,7 @@ def test_a_line_that_was_cut_off_is_no_run(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> dict[str, Any]:
+def report() -> dict[str, Any]:
     """Two seeds whose curves differ by 10 points; a third seed lacks a part of its curve."""
     short, longest = f"{FULL}1", f"{FULL}2"
     lines = [
@@ -111,9 +122,8 @@ def report(tmp_path: Path) -> dict[str, Any]:
         record("other", 0, 15, 71), record("other", 1, 15, 83), record("other", 2, 15, 99),
         record("other", 0, 1, 0, rate=3), record("quick", 0, 5, 50), record("long", 0, 30, 80.5),
     ]  # fmt: skip
-    (tmp_path / "sst2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = {name: {"rate": 1} for name in (short, longest, "other", "quick", "long", "never run")}
-    return make_report(tmp_path, {"sst2": settings, "squad": {}}, {"sst2": "accuracy", "squad": "f1"}, FULL)
+    return front_report({"sst2": in_force(lines, settings), "squad": {}})
 
 
 def test_contenders_are_compared_with_the_curve_of_their_own_seed(report: dict[str, Any]) -> None:
@@ -139,11 +149,12 @@ def test_contenders_are_compared_with_the_curve_of_their_own_seed(report: dict[s
 
 def test_a_length_that_most_seeds_lack_is_in_no_curve_and_a_seed_that_lacks_one_has_none() -> None:
     runs = {
-        "1": {0: record("1", 0, 10, 60)}, "2": {seed: record("2", seed, 20, 70 + seed) for seed in (0, 1)},
-        "3": {seed: record("3", seed, 30, 80 + seed) for seed in (0, 1, 2)}, "4": {1: record("4", 1, 40, 90)},
+        f"{FULL}1": {0: record("1", 0, 10, 60)}, f"{FULL}2": {s: record("2", s, 20, 70 + s) for s in (0, 1)},
+        f"{FULL}3": {s: record("3", s, 30, 80 + s) for s in (0, 1, 2)}, f"{FULL}4": {1: record("4", 1, 40, 90)},
+        "other": {seed: record("5", seed, 50, 99) for seed in range(9)},
     }  # fmt: skip
-    assert curves_by_seed(runs, ["1", "2", "3", "4"], "accuracy") == {0: [(20, 70), (30, 80)], 1: [(20, 71), (30, 81)]}
-    assert curves_by_seed({"1": {}}, ["1"], "accuracy") == curves_by_seed({}, [], "accuracy") == {}
+    assert curves_by_seed(runs, "accuracy") == {0: [(20, 70), (30, 80)], 1: [(20, 71), (30, 81)]}
+    assert curves_by_seed({f"{FULL}1": {}}, "accuracy") == curves_by_seed({}, "accuracy") == {}
 
 
 def test_the_table_has_a_row_for_every_contender(report: dict[str, Any]) -> None:
@@ -181,41 +192,61 @@ def test_a_point_lies_off_the_curve_by_its_difference(report: dict[str, Any]) ->
 # --- contenders
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [*SETTINGS, "views"])
 def test_every_contender_can_be_run(name: str, tmp_path: Path) -> None:
-    settings = SETTINGS[name]
-    assert contenders(settings)
-    for contender in contenders(settings).values():
-        args = arguments({}, settings, contender, 3, str(tmp_path))
-        assert (args.num_train_epochs, args.seed, args.pipeline_size) == (contender.num_epochs, 3, 1)
+    for cell in cells_of(name).values():
+        args = arguments(SETTINGS[cell.task], cell.contender, 3, str(tmp_path))
+        assert (args.num_train_epochs, args.seed, args.pipeline_size) == (cell.contender.num_epochs, 3, 1)
+        assert args.learning_rate == cell.settings["rate"]
 
 
-def test_contenders_are_chosen_by_name_or_pattern() -> None:
-    names = ["first 1/3 frozen", "first 1/3 frozen, twice the epochs", "LoRA"]
-    assert [is_chosen(name, None) for name in names] == [True, True, True]
-    assert [is_chosen(name, ["first 1/3 frozen"]) for name in names] == [True, False, False]
-    assert [is_chosen(name, ["first*", "LoRA"]) for name in names] == [True, True, True]
+@pytest.mark.parametrize(("folder", "groups"), [("front", list(SETTINGS)), ("views", ["views"])])
+def test_runs_that_were_finished_earlier_still_count(folder: str, groups: list[str]) -> None:
+    runs = front.finished(REPOSITORY / "benchmarks" / folder, groups)
+    for group in groups:
+        records = read_records(REPOSITORY / "benchmarks" / folder / f"{group}.jsonl")
+        counted = {(name, seed) for name, by_seed in runs[group].items() for seed in by_seed}
+        assert counted == {(record["contender"], record["seed"]) for record in records}
+    assert any(runs[groups[0]].values())
+
+
+def test_runs_are_chosen_by_names_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(front, "launch", lambda function, processes, *where, minutes: asked.append(where[3:]))
+    names = ["LoRA", "LoRA, half of the epochs"]
+    chosen = Settings(tmp_path, tmp_path, tmp_path, True, ["squad*"], [7, 8], ["LoRA*"])
+    assert front.front(chosen)["tasks"].keys() == SETTINGS.keys()
+    front.views(Settings(tmp_path, tmp_path, tmp_path, True))
+    front.views(Settings(tmp_path, tmp_path, tmp_path, True, seeds=[]))
+    assert asked == [(["squad", "squad_no_dropout"], [7, 8], names), (["views"], (0,), ["views: 1"])]
+    for option, found in (("tasks", "sst"), ("contenders", "lora")):
+        with pytest.raises(SystemExit, match=f"Found --{option} '{found}'; expected names or patterns of .*"):
+            front.front(Settings(tmp_path, tmp_path, tmp_path, True, **{option: [found]}))
 
 
 def test_prefixes_are_shares_of_the_layers() -> None:
     table = contenders(SETTINGS["cifar10"])
-    frozen = [table[f"first {share} frozen"].options["freeze_at"] for share in ("1/6", "1/3", "1/2", "2/3")]
-    assert frozen == ["0:2", "0:4", "0:6", "0:8"]
-    assert table["top 1/3 only, no cache"].num_top_layers == 4
+    frozen = [table[f"first {share} frozen"].options["freeze_at"] for share in ("1/3", "1/2", "2/3")]
+    assert frozen == ["0:4", "0:6", "0:8"]
+    assert table["top 2/3 only, no cache"].num_top_layers == 8
+
+
+def test_a_rate_may_be_a_multiple_of_that_of_full_fine_tuning() -> None:
+    cells = cells_of("sst2")
+    name = "first 1/2 frozen, half of the epochs"
+    assert cells[f"{name}, twice the rate"].settings == {**cells[name].settings, "rate": 2e-4}
 
 
 def test_results_of_contenders_that_are_gone_stay_in_the_report() -> None:
     record = {"contender": "saliency", "seed": 3, "settings": {"rate": 1}}
-    assert in_force([record], {}) == {}
-    assert in_force([record], {}, study_front.RETIRED) == {"saliency": {3: record}}
-    assert study_front.RETIRED.isdisjoint(contenders(SETTINGS["sst2"]))
+    assert in_force([record], {"other": {"rate": 2}}) == {"other": {}, "saliency": {3: record}}
 
 
 def test_settings_change_with_what_a_run_hangs_on() -> None:
-    task, contender = SETTINGS["sst2"], Contender("lora", 2, lora=study_front.LORA)
+    task, contender = SETTINGS["sst2"], Contender(2)
     settings = settings_of(task, contender)
     assert settings == json.loads(json.dumps(settings))
-    for other in (replace(task, num_training=7), replace(task, rates={"lora": 7.0}), replace(task, batch=7)):
+    for other in (replace(task, num_training=7), replace(task, rate=7.0), replace(task, batch=7)):
         assert settings_of(other, contender) != settings
     assert settings_of(task, replace(contender, num_epochs=3)) != settings
     assert settings_of(replace(task, num_epochs=7), contender) == settings
@@ -238,40 +269,29 @@ def tiny_bert() -> Any:
 
 
 def test_top_layers_only_leaves_the_rest_as_it_is() -> None:
-    model = prepare_model(tiny_bert(), Contender("top", 1, num_top_layers=1), 2)
+    model = prepare_model(tiny_bert(), Contender(1, num_top_layers=1), 2)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name.split(".")[3] for name in trained if ".layer." in name} == {"1"}
     assert {"classifier.weight", "classifier.bias"} <= trained
     assert not any("embeddings" in name for name in trained)
 
 
-class WithDropout(front_tasks.Task):
-    pool, arguments, given = None, {"a": 1}, {"b": 2}
-
-    def model(self) -> Any:
-        model = tiny_bert()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.5
-        return model.train()
-
-    def score(self, model: Any) -> dict[str, float]:
-        return {"parameters": model.num_parameters()}
-
-
-def test_a_task_without_dropout_is_the_same_else() -> None:
-    task, inputs = WithDropout(), torch.arange(8).reshape(2, 4)
-    without = front_tasks.WithoutDropout(task)
-    for one, is_repeatable in ((task, False), (without, True)):
-        model = one.model()
-        assert torch.equal(model(inputs).logits, model(inputs).logits) == is_repeatable
-        assert one.score(model) == {"parameters": model.num_parameters()}
-    assert (without.pool, without.arguments, without.given) == (None, {"a": 1}, {"b": 2})
-    assert set(front_tasks.TASKS) == set(SETTINGS) == set(TITLES)
+def test_a_task_without_dropout_has_the_same_model_else() -> None:
+    model, inputs = tiny_bert().train(), torch.arange(8).reshape(2, 4)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert not torch.equal(model(inputs).logits, model(inputs).logits)
+    model = without_dropout(model)
+    assert torch.equal(model(inputs).logits, model(inputs).logits)
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
+    assert {name.removesuffix("_no_dropout") for name in SETTINGS} == set(TASKS)
+    assert set(SETTINGS) == set(TITLES)
 
 
 def test_lora_sits_on_every_linear_layer_and_the_head_is_trained() -> None:
-    model = prepare_model(tiny_bert(), Contender("lora", 1, lora=study_front.LORA), 2)
+    model = prepare_model(tiny_bert(), Contender(1, lora=LORA), 2)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     # Two matrices for each of six linear layers of two layers; weight and bias of the head.
     assert sum("lora_" in name for name in trained) == 2 * 6 * 2
@@ -298,10 +318,10 @@ def test_a_context_is_cut_to_the_sentence_of_the_answer(answers: list[str], cont
 def test_answer_tokens_are_tagged_inside_of_the_context() -> None:
     starts = [-1, -1, -1, 0, 4, 9, 12, -1]
     none = IGNORED
-    assert answer_tags(starts, 4, 6) == [none, none, none, 0, 1, 2, 2, none]
-    assert answer_tags(starts, 3, 3) == [none, none, none, 1, 0, 0, 0, none]
+    assert answer_tags(starts, range(4, 7)) == [none, none, none, 0, 1, 2, 2, none]
+    assert answer_tags(starts, range(3, 4)) == [none, none, none, 1, 0, 0, 0, none]
     # Both on the first token, which is none of the context's: no answer.
-    assert answer_tags(starts, 0, 0) == [none, none, none, 0, 0, 0, 0, none]
+    assert answer_tags(starts, range(1)) == [none, none, none, 0, 0, 0, 0, none]
 
 
 def test_the_best_span_begins_where_an_answer_is_likeliest() -> None:
@@ -315,8 +335,7 @@ def test_the_best_span_begins_where_an_answer_is_likeliest() -> None:
 
 
 def test_spans_are_scored_by_their_tokens() -> None:
-    true = true_span([IGNORED, 0, 0, 1, 2, 2, 0, IGNORED])
-    assert true == range(3, 6)
+    true = range(3, 6)
     assert span_f1(true, true) == 1
     # Two of three tokens, with two others.
     assert span_f1(range(4, 8), true) == pytest.approx(2 * 2 / 7)
@@ -326,8 +345,8 @@ def test_spans_are_scored_by_their_tokens() -> None:
 def test_augmented_images_differ_from_access_to_access() -> None:
     image = Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3))
     rows = {"image": [image] * 8, "label": [0] * 8}
-    plain = front_tasks.ImageReader(augments=False)(rows)["pixel_values"]
+    plain = read_images(rows, augments=False)["pixel_values"]
     assert all(pixels.equal(plain[0]) for pixels in plain)
-    augmented = front_tasks.ImageReader(augments=True)(rows)["pixel_values"]
+    augmented = read_images(rows, augments=True)["pixel_values"]
     assert {pixels.shape for pixels in augmented} == {(3, 32, 32)}
     assert not all(pixels.equal(augmented[0]) for pixels in augmented)
