@@ -6,6 +6,7 @@ dropout, so that every layout gives Trainer's numbers. Only the time is measured
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +22,6 @@ from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.schedules.layout import Layout
 
 from .front.contenders import FULL, SETTINGS, contenders
-from .front.runs import arguments
-from .front.tasks import draw, make_task
 from .measure import REPOSITORY, Settings, alternate, experiment, launch, ratios, report, seconds_of, summary
 
 
@@ -58,13 +57,17 @@ TASKS = {"sst2_no_dropout": {**RUNS, **PAPERS}, "cifar10": RUNS}
 
 def compare(name: str, rounds: int, max_steps: int, data: str, models: str) -> dict[str, Any]:
     """Train every contender in turn on two processes: seconds by round, epochs, and the layouts of its transitions."""
+    # The scripts that tasks are made with are on the path of a launch only.
+    from .front.runs import arguments
+    from .front.tasks import draw, make_task
+
     task, settings = make_task(name, Path(data), Path(models)), SETTINGS[name]
     training, named, runs = draw(task.pool, SEED, settings.num_training), contenders(settings), TASKS[name]
     layouts: dict[str, list[str]] = {}
+    numbers = itertools.count()
 
     def train(title: str, most_steps: int) -> float:
-        run, folder = runs[title], Path(f"run {len(list(Path.cwd().glob('run *')))}").absolute()
-        dist.barrier()  # All ranks have counted the folders before one makes another.
+        run, folder = runs[title], Path(f"run-{next(numbers)}")
         changes = {"max_steps": most_steps, "pipeline_parallel_size": run.stages, **run.changes}
         changes["per_device_train_batch_size"] = settings.batch // dist.get_world_size()
         args = arguments(settings, named[run.of_study], SEED, str(folder), **task.arguments, **changes)
@@ -74,7 +77,6 @@ def compare(name: str, rounds: int, max_steps: int, data: str, models: str) -> d
             trainer = PipeTransformerTrainer(task.model(), args, train_dataset=training, **task.given)
             trainer.remove_callback(PrinterCallback)
             trainer.train()
-            trainer.end()
 
         seconds = seconds_of(whole_run)
         events = read_events(str(folder / EVENTS_FILE)) if (folder / EVENTS_FILE).exists() else []

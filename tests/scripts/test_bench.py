@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -97,11 +98,12 @@ def test_a_part_of_a_study_does_not_finish_it(
     study = replace(make("study", lambda given: {"seeds": given.seeds}), is_study=True)
     monkeypatch.setattr(driver, "EXPERIMENTS", {"study": study, "other": make("other", lambda given: {})})
     monkeypatch.setattr(driver, "load_experiments", lambda: None)
+    monkeypatch.setattr(driver, "REPOSITORY", tmp_path)
 
     def call(*options: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["bench", *options, "--quick", "--folder", str(tmp_path)])
+        monkeypatch.setattr(sys, "argv", ["bench", *options, "--quick"])
         driver.main()
-        return json.loads((tmp_path / "quick" / "figures.json").read_text())["seeds"]
+        return json.loads((tmp_path / "runs" / "bench" / "quick" / "figures.json").read_text())["seeds"]
 
     assert [call("study", "--seeds", "3", "4"), call("study", "--seeds")] == [[3, 4], []]
     assert call("study") is None  # Neither of them counts as the whole.
