@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -233,10 +234,9 @@ def launch_all(
     # The ranks find each other in a store of this process, as those of torchrun do: no port is free for long.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     deadline = time.monotonic() + 60 * minutes
-    paths = [str(REPOSITORY), str(REPOSITORY / "scripts"), os.environ.get("PYTHONPATH", "")]
     common = {
         "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WORLD_SIZE": str(processes),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "LOCAL_WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0", **environment,
     }  # fmt: skip
@@ -258,6 +258,7 @@ def _rank(rank: int, folder: str, function: Callable[..., Any], args: Sequence[A
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.chdir(folder)
+    sys.path.append(str(REPOSITORY / "scripts"))  # Tasks are made with the example scripts.
     torch.set_num_threads(1)
     set_start_method("fork", force=True)  # For workers of loaders, as in any other process.
     if int(os.environ["WORLD_SIZE"]) > 1:

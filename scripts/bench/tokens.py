@@ -14,7 +14,7 @@ from hf_pipetransformer.schedules.layout import Layout
 
 from .measure import Settings, alternate, experiment, launch, ratios, report, summary
 from .models import RandomModel, llama
-from .training import StepClock, train
+from .training import train
 
 
 SHAPES = ((2, 512), (2, 1024), (2, 2048), (4, 1024))
@@ -34,12 +34,10 @@ def compare(samples: int, length: int, rounds: int) -> dict[str, Any]:
     layouts: dict[str, Layout] = {}
 
     def step_seconds(name: str, options: dict[str, Any]) -> float:
-        given = {**model.task(NUM_STEPS + 1), "callbacks": [clock := StepClock()]}
-        # Nothing is reduced over replicas, so that the batch is that of the one pipeline.
         common = {"pipeline_parallel_size": "2", "pipeline_schedule": "token", "max_steps": NUM_STEPS}
-        trainer = train(given, samples, **{**common, "pipeline_gather_at_end": "never", **options})
+        trainer = train(model.task(NUM_STEPS + 1), samples, **{**common, "pipeline_gather_at_end": "never", **options})
         layouts[name] = trainer.layout
-        return statistics.median(clock.seconds[NUM_WARM:])
+        return statistics.median(trainer.clock.seconds[NUM_WARM:])
 
     turns = {name: partial(step_seconds, name, options) for name, options in CONTENDERS.items()}
     seconds = alternate(turns, rounds)
