@@ -169,7 +169,10 @@ class _Runner:
             return self._run(range(block), None).detach()
 
     def time(self, blocks: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> tuple[float, float]:
-        """Return the median seconds of the forward and of the backward of `blocks`, after one warm-up run."""
+        """Return the median seconds of the forward and of the backward of `blocks`, after one warm-up run.
+
+        Gradients add up, as they do over the micro-batches of a step.
+        """
         device, times = self.target.device, []
         for _ in range(self.num_repeats + 1):
             received = None if hidden is None else hidden.clone().requires_grad_(needs_input_gradient)
@@ -179,8 +182,8 @@ class _Runner:
             if output.requires_grad:
                 torch.autograd.backward(output, torch.ones_like(output))
             times.append((middle - start, settled_seconds(device) - middle))
-            for parameter in self.target.parameters:
-                parameter.grad = None
+        for parameter in self.target.parameters:
+            parameter.grad = None
         forward, backward = zip(*times[1:], strict=True)
         return statistics.median(forward), statistics.median(backward)
 
