@@ -200,7 +200,7 @@ class Job:
             freeze_min_active_layers=0, use_cpu=True, report_to=[],
         )  # fmt: skip
         length = self.steps_per_epoch * self.setting.epochs, self.steps_per_epoch
-        freezing, _ = freezing_of(Schedule(alpha), args, self.num_layers, 0, length)
+        freezing, *_ = freezing_of(Schedule(alpha), args, self.num_layers, 0, length)
         assert freezing is not None
         return freezing.spans
 
