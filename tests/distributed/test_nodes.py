@@ -44,6 +44,7 @@ def test_two_nodes_train_as_one_process(tmp_path: Path):
                 assert tensor_difference(ours.weights[name], weight) <= NODES.tolerance, name
 
 
+@pytest.mark.slow
 def test_output_folders_that_nodes_do_not_share_are_noticed_at_the_start(tmp_path: Path):
     launch_nodes(WORKER, arguments_of(resume_worker.run_all, tmp_path, {"acts": ["nodes"]}), 2, 1, timeout=150)
     for rank in range(2):
