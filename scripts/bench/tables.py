@@ -90,7 +90,8 @@ FILTERS: dict[str, Callable[..., Any]] = {
     # Figures in words: 1.7 points [1.4, 2.1].
     "gain": lambda found, form=".1f": difference(found, form).replace("+", "").replace(" [", " points ["),
     "percent": lambda value, form=".1f": f"{100 * value:{form}} %",
-    # A relative difference: 1.1e-7.
+    # The largest relative difference, and as text: 1.1e-7.
+    "off": lambda found, expected: max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)),
     "small": lambda value: f"{value:.1e}".replace("e-0", "e-") if value else "0",
 }  # fmt: skip
 
