@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ _CIFAR10, _DIGITS = (TaskSettings("accuracy", number, 5, 32, 12, 3e-4) for numbe
 SETTINGS = {
     "sst2": _SENTENCES, "sst2_no_dropout": _SENTENCES, "squad": _QUESTIONS, "squad_no_dropout": _QUESTIONS,
     "answers": _QUESTIONS, "answers_no_dropout": _QUESTIONS, "cifar10": _CIFAR10, "cifar10_augmented": _CIFAR10,
-    "entailment": _SENTENCES, "digits": _DIGITS,
+    "entailment": _SENTENCES, "digits": _DIGITS, "sst2_long": replace(_SENTENCES, num_training=20_000),
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ TITLES = {
     "cifar10_augmented": "CIFAR-10 with random crop and flip, accuracy",
     "entailment": "does a sentence answer a question of SQuAD, accuracy",
     "digits": "handwritten digits, accuracy",
+    "sst2_long": "20,000 phrases of SST-2, accuracy",
 }
 HEADER = (
     "| contender | score | seconds | points at equal time | as fast at equal score | points to the longest full run "

@@ -336,7 +336,7 @@ def digits(data: Path, models: Path) -> Task:
 
 
 TASKS: dict[str, Callable[[Path, Path], Task]] = {
-    "sst2": sst2, "squad": squad, "answers": answers, "entailment": entailment,
+    "sst2": sst2, "sst2_long": sst2, "squad": squad, "answers": answers, "entailment": entailment,
     "cifar10": cifar10, "cifar10_augmented": partial(cifar10, augments=True), "digits": digits,
 }  # fmt: skip
 """Made from the folders of data and models; text tasks also without dropout, see `make_task`."""
