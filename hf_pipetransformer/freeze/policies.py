@@ -141,6 +141,11 @@ class Fixed(FreezePolicy):
             return super().due_steps(clock)
         return (step for step in self.table if step < clock.max_steps)
 
+    def why_nothing_freezes(self, num_decisions: int, max_steps: int) -> str:
+        if num_decisions:
+            return "freeze_at asks for no more"
+        return f"no step of freeze_at falls into its {max_steps} steps"
+
     def describe(self) -> str:
         parts = []
         for step, layers in self._asked.items():
@@ -181,6 +186,9 @@ class Auto(FreezePolicy):
 
     def due_steps(self, clock: DecisionClock) -> Iterable[int]:
         return range(int(self.is_due(0, clock)))
+
+    def why_nothing_freezes(self, num_decisions: int, max_steps: int) -> str:
+        return f"freeze_policy='auto' freezes in runs of {self.epochs[0]} to {self.epochs[1]} epochs"
 
     def describe(self) -> str:
         return f"auto, half of the layers in runs of {self.epochs[0]} to {self.epochs[1]} epochs"
@@ -299,21 +307,10 @@ def describe_outlook(
 ) -> str:
     """Describe `coming`, from `outlook`, in a sentence; add one if stored activations can never be read."""
     if all(frozen <= num_frozen for _, frozen in coming):
-        why, watched = "all others must stay active", policy.num_watched
-        if not coming:
-            why = f"no decision falls into its {max_steps} steps"
-        elif len(coming) <= watched:
-            why = f"the policy needs {watched + 1} decisions, and {len(coming)} fall into its {max_steps} steps"
         what = "No layer freezes"
         if num_frozen:
             what = f"{num_frozen} of {num_layers} layers are frozen already, and no more freeze"
-        if isinstance(policy, Fixed):
-            why = "freeze_at asks for no more" if coming else f"no step of freeze_at falls into its {max_steps} steps"
-            return f"{what} in this run: {why}."
-        if isinstance(policy, Auto):
-            least, most = policy.epochs
-            return f"{what} in this run: freeze_policy='auto' freezes in runs of {least} to {most} epochs."
-        return f"{what} in this run: {why} (freeze_interval, freeze_warmup, freeze_min_active_layers)."
+        return f"{what} in this run: {policy.why_nothing_freezes(len(coming), max_steps)}."
     before = [num_frozen, *(frozen for _, frozen in coming)]
     unfreezing = [step for (step, frozen), earlier in zip(coming, before, strict=False) if frozen < earlier]
     shown = ", ".join(

@@ -195,6 +195,16 @@ class FreezePolicy(ABC):
         self.load_state(before)
         return found
 
+    def why_nothing_freezes(self, num_decisions: int, max_steps: int) -> str:
+        """Complete "No layer freezes in this run: ..." for a run with so many decisions, of which none freezes."""
+        why = "all others must stay active"
+        if not num_decisions:
+            why = f"no decision falls into its {max_steps} steps"
+        elif num_decisions <= self.num_watched:
+            needed = self.num_watched + 1
+            why = f"the policy needs {needed} decisions, and {num_decisions} fall into its {max_steps} steps"
+        return f"{why} (freeze_interval, freeze_warmup, freeze_min_active_layers)"
+
     def frozen_until(self, step: int, max_steps: int, num_frozen_by_user: int = 0) -> int:
         """Return the step before which layers frozen at `step` are unfrozen, or `max_steps` if they may stay frozen.
 
