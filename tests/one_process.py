@@ -7,13 +7,15 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from hf_pipetransformer.data.batches import split_batch
-from hf_pipetransformer.engine.engine import Engine, Local, StageLinks
+from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
+from hf_pipetransformer.engine.engine import Engine, Local, Run, StageLinks
 from hf_pipetransformer.engine.linear_layers import WeightGradients, linear_layers
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram
 from hf_pipetransformer.engine.timing import StepMeter
@@ -105,12 +107,26 @@ def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
         return [future.result(timeout=60) for future in [threads.submit(task) for task in tasks]]
 
 
-def run_table(table: Table, engines: Sequence[Engine], micro_batches: Sequence[Sequence[MicroBatch]]) -> list[Any]:
-    """What the last stage gave for each micro-batch; `micro_batches` as each rank has them."""
+def run_table(
+    table: Table,
+    engines: Sequence[Engine],
+    micro_batches: Sequence[Sequence[MicroBatch]],
+    at_end: Callable[[int], None] = lambda rank: None,
+) -> list[Any]:
+    """What the last stage gave for each micro-batch, given as each rank has them.
+
+    `at_end` is called for each rank after its last action.
+    """
+
+    def executed(rank: int, run: Run) -> list[Any]:
+        run.advance()
+        at_end(rank)
+        return run.drain()
+
     runs = [
-        engine.begin(actions, own).drain
-        for engine, actions, own in zip(engines, table, micro_batches, strict=True)
-    ]  # fmt: skip
+        partial(executed, rank, engine.begin(actions, own))
+        for rank, (engine, actions, own) in enumerate(zip(engines, table, micro_batches, strict=True))
+    ]
     return [result for results in together(runs) for result in results]
 
 
@@ -156,9 +172,11 @@ class ModelPipeline:
             view = self.views[placement.rank_of(stage)]
             blocks = range(boundaries[stage], boundaries[stage + 1])
             later = WeightGradients(linear_layers(view.model) if splits else [])
-            return wrap(ModelProgram(view, blocks, torch.float32, stage > first_active_stage, later), stage)
+            kept = self.embeddings if stage == 0 < placement.num_stages - 1 else None
+            return wrap(ModelProgram(view, blocks, torch.float32, stage > first_active_stage, later, kept), stage)
 
         self.structure = structure
+        self.embeddings = EmbeddingGradients(embeddings_of(self.models[0], self.views[0].structure.layers))
         self.engines = make_engines(placement, program_of)
         parts = split_batch(inputs, num_microbatches)
         size = len(inputs["labels"])
@@ -184,10 +202,14 @@ class ModelPipeline:
     def run(self, table: Table) -> torch.Tensor:
         """The loss."""
         try:
-            return torch.stack(run_table(table, self.engines, self.micro_batches)).sum()
+            return torch.stack(run_table(table, self.engines, self.micro_batches, self._at_end)).sum()
         finally:
             for view in self.views:
                 view.remove()
+
+    def _at_end(self, rank: int) -> None:
+        if rank == 0:
+            self.embeddings.add()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Summed over the ranks, without the factor of the loss."""

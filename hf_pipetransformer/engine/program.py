@@ -10,6 +10,7 @@ import torch
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.data.batches import CacheTags
+from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.linear_layers import WeightGradients
 from hf_pipetransformer.schedules import ActionList
 from hf_pipetransformer.splitters.view import StageView
@@ -132,6 +133,7 @@ class ModelProgram(StageProgram):
 
     `sends_gradient` is True if a stage below trains anything and so needs the gradient of this stage's input.
     `weight_gradients` is needed only for schedules that split the backward. Forwards share the casts of its `casts`.
+    `embeddings` keeps back gradients, which the caller adds after the last backward; not for a stage with the head.
     """
 
     def __init__(
@@ -141,18 +143,21 @@ class ModelProgram(StageProgram):
         dtype_out: torch.dtype,
         sends_gradient: bool,
         weight_gradients: WeightGradients | None = None,
+        embeddings: EmbeddingGradients | None = None,
     ) -> None:
         self.view = view
         self.blocks = blocks
         self.dtype_out = dtype_out
         self.sends_gradient = sends_gradient
         self.weight_gradients = weight_gradients or WeightGradients([])
+        self.embeddings = embeddings or EmbeddingGradients()
         self.has_head = blocks.stop == view.structure.num_blocks
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
     def begin(self, actions: ActionList) -> None:
         self._held.clear()
         self.weight_gradients.clear()
+        self.embeddings.clear()
 
     def extend(self, actions: ActionList) -> None:
         pass  # Nothing here depends on the action list.
@@ -172,7 +177,8 @@ class ModelProgram(StageProgram):
 
     def _run(self, micro_batch: MicroBatch) -> Any:
         # Called after `StageView.run` has installed its overrides, so that these leave those layers alone.
-        with self.weight_gradients.split_linears(), self.weight_gradients.casts.shared():
+        later = self.weight_gradients
+        with later.split_linears(), later.casts.shared(), self.embeddings.keeping():
             return micro_batch.forward(dict(micro_batch.inputs))
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -185,6 +191,7 @@ class ModelProgram(StageProgram):
                     torch.autograd.backward(output, gradient)
             elif micro_batch.weight:
                 (output * (micro_batch.weight * micro_batch.loss_scale)).backward()
+        self.embeddings.add_if_many()
         if received is None or not self.sends_gradient:
             return None
         # The stage below waits for a gradient even if none reached the input (a micro-batch with weight 0).

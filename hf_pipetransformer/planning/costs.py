@@ -55,6 +55,8 @@ class BlockCosts:
         working_bytes: bytes per sample that the block needs for a moment, in its forward or backward, besides those it
             keeps and the gradients of its weights; empty if unknown.
         slices: costs of token slices; None where sequences stay whole.
+        table: bytes of a table of embeddings whose gradient a first stage without the head makes after its backwards
+            (see `EmbeddingGradients`), and the samples of a batch up to which it does.
 
     Raises:
         ValueError: the fields differ in length.
@@ -73,11 +75,12 @@ class BlockCosts:
     boundary_bytes: tuple[float, ...] = ()
     working_bytes: tuple[float, ...] = ()
     slices: TokenCosts | None = None
+    table: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         may_be_empty = ("kept", "trained_bytes", "kept_bytes", "boundary_bytes", "working_bytes")
         empty = [name for name in may_be_empty if not getattr(self, name)]
-        others = ("shared", "kept_shared", "slices", *empty)
+        others = ("shared", "kept_shared", "slices", "table", *empty)
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name not in others}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"Block costs need one entry a block in every field, found {lengths}.")
@@ -396,7 +399,12 @@ def rank_memory(
             size = made[blocks[0]] * elements / costs.trained[blocks[0]]
             made[blocks[0]] -= size
             made[blocks[-1]] += size
-    found = _fullest(layout, in_each, microbatches, made, accumulation == 1, not any(sums))
+    late, (table_bytes, table_samples) = 0.0, costs.table
+    if layout.num_stages > 1 and 0 < samples_per_pipeline <= table_samples:
+        # With the float32 sum of a table in half precision.
+        late = made[0] and min(made[0], table_bytes * made[0] / costs.trained_sizes[0])
+    rows = late * samples / table_samples if late else 0.0
+    found = _fullest(layout, in_each, microbatches, made, accumulation == 1, not any(sums), (late, rows))
     if memory.recompute != "never" and costs.boundary_bytes:
         recomputed = _recomputed(layout, in_each, microbatches, memory.recompute)
         gradients = _by_rank(layout, _by_stage(layout, made))
@@ -444,11 +452,13 @@ def _fullest(
     gradients: Sequence[float],
     is_alone: bool,
     sums_in_place: bool,
+    kept_back: tuple[float, float],
 ) -> list[RankMemory]:
     """Return the activations and gradients of each rank at its fullest moment; `costs` has those of one micro-batch.
 
     `gradients` are bytes by block. `is_alone` says that a step has one batch, at whose begin there are none,
-    `sums_in_place` that gradients are summed in the precision of the weights.
+    `sums_in_place` that gradients are summed in the precision of the weights. `kept_back` are the bytes of block 0's
+    gradients that are made after the last backward, and those that are kept for them from each backward.
     """
     if layout.abilities.overlaps_steps:
         # Without a flush, forwards of later steps start before the backwards of these have ended.
@@ -477,8 +487,12 @@ def _fullest(
                     before = 0.0 if is_moved else moments[-1].gradients
                     moments.append(RankMemory(held + working[block], gradients=before))
                     held -= costs.activation_bytes[block]
-                    moments.append(RankMemory(held, gradients=before + gradients[block] * (block not in made)))
+                    late, rows = kept_back if block == 0 and is_alone else (0.0, 0.0)
+                    more = rows + (gradients[block] - late) * (block not in made)
+                    moments.append(RankMemory(held, gradients=before + more))
                     made |= {block} if not is_moved else set()
+        if is_alone and 0 in made:
+            moments.append(RankMemory(held, gradients=moments[-1].gradients + kept_back[0]))
         found.append(max(moments, key=lambda moment: moment.total))
     return found
 

@@ -152,6 +152,10 @@ class StageRunner:
                 run.advance(before=action)
                 self._reducer.arm(parameters)
         run.advance()
+        late = self.stage.embeddings
+        if is_last_batch:
+            self._reducer.arm(late.parameters)
+        late.add()
 
     def _reduce(self) -> None:
         meter = self.stage.settings.meter
@@ -283,10 +287,12 @@ class StageRunner:
         if actions is not self._actions_seen:
             stage = self.stage
             layout, users = stage.layout, stage.view.structure.blocks_of_parameter
+            late = stage.embeddings.parameters
             own = layout.places.stages_of(stage.groups.position)
             chunks = {
                 parameter: {own.index(user) for block in users[name] if (user := layout.stage_of(block)) in own}
                 for name, parameter in stage.store.held().items()
+                if parameter not in late
             }
             put_off = {p for layer in linear_layers(stage.view.model) for p in layer.parameters()}
             self._actions_seen, self._last_gradients = actions, last_gradients(actions, chunks, put_off)

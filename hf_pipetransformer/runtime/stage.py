@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
 from hf_pipetransformer.engine.timing import StepMeter
@@ -51,6 +52,7 @@ class Stage:
         store: the model's parameters. If the stage is spread it holds only this rank's.
         owners: positions in the pipeline of the ranks that use each parameter, by name, first user first.
         shared: parameters that this rank shares with other ranks of the pipeline.
+        embeddings: gradients of embeddings that the engine keeps back during a batch.
         reducer: gradient all-reduce over replicas; None outside training.
     """
 
@@ -62,6 +64,7 @@ class Stage:
     engine: Engine
     owners: dict[str, tuple[int, ...]]
     shared: list[SharedParameter]
+    embeddings: EmbeddingGradients
     reducer: GradientReducer | None
 
     def own_names(self) -> set[str]:

@@ -11,6 +11,7 @@ from torch import nn
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import digest_of
+from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
 from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
 from hf_pipetransformer.engine.linear_layers import SharedCasts, WeightGradients, linear_layers
 from hf_pipetransformer.engine.program import ModelProgram, StageProgram
@@ -53,9 +54,12 @@ def start_stage(
 def make_stage(view: StageView, store: ParameterStore, layout: Layout, settings: StageSettings) -> Stage:
     """Build this rank's stage under a layout; `store` may still hold the parameters of another one."""
     groups = settings.topology.groups(layout.places)
-    engine = make_engine(view, layout, groups, settings)
+    # A loss that calls autograd itself runs on the stage with the head, where nothing is kept back.
+    keeps = layout.num_stages > 1 and groups.is_first
+    embeddings = EmbeddingGradients(embeddings_of(view.model, view.structure.layers) if keeps else [])
+    engine = make_engine(view, layout, groups, settings, embeddings)
     owners = {name: layout.ranks_of(blocks) for name, blocks in settings.probe.structure.blocks_of_parameter.items()}
-    return Stage(layout, groups, settings, view, store, engine, owners, shared=[], reducer=None)
+    return Stage(layout, groups, settings, view, store, engine, owners, shared=[], embeddings=embeddings, reducer=None)
 
 
 def prepare_training(stage: Stage) -> None:
@@ -109,18 +113,27 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
                 tensor.data.copy_(value)
 
 
-def make_engine(view: StageView, layout: Layout, groups: PipelineGroups, settings: StageSettings) -> Engine:
-    """Build the engine of this rank's stages under a layout."""
+def make_engine(
+    view: StageView, layout: Layout, groups: PipelineGroups, settings: StageSettings, embeddings: EmbeddingGradients
+) -> Engine:
+    """Build the engine of this rank's stages under a layout; the first stage keeps gradients back in `embeddings`."""
     stages = layout.places.stages_of(groups.position)
     # Between two drains of an asynchronous schedule the weights change, and compiled layers hold their own casts.
     shares = settings.is_mixed and settings.compiled is None and not layout.abilities.overlaps_steps
     casts = SharedCasts(view.model if shares else None)
-    programs = [_program(view, layout, stage, settings, casts) for stage in stages]
+    programs = [_program(view, layout, stage, settings, casts, embeddings) for stage in stages]
     links = [_links(layout, groups, stage, settings) for stage in stages]
     return Engine(programs, links, settings.meter)
 
 
-def _program(view: StageView, layout: Layout, stage: int, settings: StageSettings, casts: SharedCasts) -> StageProgram:
+def _program(
+    view: StageView,
+    layout: Layout,
+    stage: int,
+    settings: StageSettings,
+    casts: SharedCasts,
+    embeddings: EmbeddingGradients,
+) -> StageProgram:
     blocks, entry_block, dtypes = layout.blocks_of(stage), layout.entry_block, settings.probe.boundary_dtypes
     dtype_out = dtypes[min(blocks[-1], len(dtypes) - 1)]
     splits = layout.abilities.splits_backward
@@ -128,7 +141,8 @@ def _program(view: StageView, layout: Layout, stage: int, settings: StageSetting
 
     def program(own: range) -> StageProgram:
         is_above_active = stage > layout.first_active_stage
-        bare = ModelProgram(view, own, dtype_out, is_above_active, WeightGradients(linears, casts))
+        later, kept = WeightGradients(linears, casts), embeddings if 0 in own else None
+        bare = ModelProgram(view, own, dtype_out, is_above_active, later, kept)
         plain: StageProgram = TokenSliceProgram(bare, layout.num_layers)
         if settings.recompute in ("never", "layers"):
             return plain

@@ -9,7 +9,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.planning.costs import BlockCosts
@@ -56,6 +57,7 @@ class BlockProfile:
         working_bytes: bytes needed for a moment besides those, gradients of weights not counted.
         boundary_bytes: bytes of the activation between two blocks.
         num_samples: number of samples in the batch that was measured.
+        table: see `BlockCosts`.
     """
 
     forward: list[float]
@@ -65,6 +67,7 @@ class BlockProfile:
     boundary_bytes: float = 0.0
     working_bytes: list[float] = field(default_factory=list)
     num_samples: int = 1
+    table: tuple[float, float] = (0.0, 0.0)
 
 
 # ---- blocks ----
@@ -117,6 +120,7 @@ def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int =
     size, num_blocks, cuts = batch_size(target.inputs), structure.num_blocks, structure.cut_positions()
     forward, backward, edge_backward, saved, working = ([0.0] * num_blocks for _ in range(5))
     profile = BlockProfile(forward, backward, edge_backward, saved, working_bytes=working, num_samples=size)
+    profile.table = kept_back(target, structure)
     runner = _Runner(target, structure, num_repeats)
     alone = blocks_run_alone(structure, middle_layer(target.twin, structure))
     try:
@@ -142,6 +146,17 @@ def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int =
     return profile
 
 
+def kept_back(target: ProbeTarget, structure: Structure) -> tuple[float, float]:
+    """Return `BlockCosts.table`: the largest one that ids are looked up in."""
+    ids = target.inputs[target.main_input]
+    tables = {each.weight: each for each in embeddings_of(target.model, structure.layers)}
+    kept = EmbeddingGradients(tables.values()).parameters
+    if not kept or ids.is_floating_point():
+        return 0.0, 0.0
+    largest = max(kept, key=torch.Tensor.numel)
+    return float(num_bytes(largest)), tables[largest].num_embeddings * batch_size(target.inputs) / ids.numel()
+
+
 def middle_layer(twin: Twin, structure: Structure) -> int:
     """Return the layer to measure, like the middle one of the trained layers, or of all if none is trained."""
     trained = _trained_layers(structure) or list(range(structure.num_layers))
@@ -161,6 +176,7 @@ class _Runner:
         self.target = target
         self.view = target.view(structure)
         self.num_repeats = num_repeats
+        self._kept = EmbeddingGradients(embeddings_of(target.model, structure.layers))
 
     def hidden_before(self, block: int) -> torch.Tensor | None:
         if block == 0:
@@ -171,7 +187,8 @@ class _Runner:
     def time(self, blocks: range, hidden: torch.Tensor | None, needs_input_gradient: bool) -> tuple[float, float]:
         """Return the median seconds of the forward and of the backward of `blocks`, after one warm-up run.
 
-        Gradients add up, as they do over the micro-batches of a step.
+        Gradients add up, as they do over the micro-batches of a step; those of embeddings are kept back, and what
+        adding them takes once a step is left out.
         """
         device, times = self.target.device, []
         for _ in range(self.num_repeats + 1):
@@ -182,6 +199,7 @@ class _Runner:
             if output.requires_grad:
                 torch.autograd.backward(output, torch.ones_like(output))
             times.append((middle - start, settled_seconds(device) - middle))
+            self._kept.clear()
         for parameter in self.target.parameters:
             parameter.grad = None
         forward, backward = zip(*times[1:], strict=True)
@@ -217,7 +235,9 @@ class _Runner:
         return max(0.0, live.most - saved)
 
     def _run(self, blocks: range, received: torch.Tensor | None) -> torch.Tensor:
-        return run_stage(self.view, blocks, received, lambda: self.target.loss(dict(self.target.inputs)))
+        is_first = blocks.start == 0 and blocks.stop < self.view.structure.num_blocks
+        with self._kept.keeping() if is_first else nullcontext():
+            return run_stage(self.view, blocks, received, lambda: self.target.loss(dict(self.target.inputs)))
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -314,6 +334,7 @@ def block_costs(
         activation_bytes=tuple(profile.activation_bytes),
         working_bytes=tuple(profile.working_bytes),
         boundary_bytes=(0.0, *[profile.boundary_bytes] * (structure.num_blocks - 1)),
+        table=(profile.table[0], profile.table[1]),
     )
 
 

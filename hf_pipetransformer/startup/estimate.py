@@ -27,7 +27,7 @@ from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import plan_in_4_bits
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, trace_structure
 from hf_pipetransformer.startup.check import run_stages
-from hf_pipetransformer.startup.costs import BlockProfile, block_costs, saved_activations
+from hf_pipetransformer.startup.costs import BlockProfile, block_costs, kept_back, saved_activations
 from hf_pipetransformer.startup.model import (
     ProbeTarget,
     cast_masters,
@@ -140,8 +140,9 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         activation = ActivationShape(target.main_input, tuple(batch[target.main_input].shape[1:]), sent[-2].shape[1:])
         boundary = float(sent[-2].numel() * sent[-2].element_size())
         saved, working = map(twin.of_all_blocks, saved_activations(target, structure))
+        table = kept_back(target, structure)
     forward = [each / machine.flops for each in flops]
-    profile = BlockProfile(forward, forward, forward, saved, boundary, working)
+    profile = BlockProfile(forward, forward, forward, saved, boundary, working, 1, table)
     blocks = _with_backwards(block_costs(model, structure, profile), args.pipeline_checkpoint != "never")
     per_step = args.train_samples_per_device * args.gradient_accumulation_steps
     overheads = Overheads(

@@ -859,6 +859,36 @@ def test_recomputation_takes_memory_for_what_it_keeps(schedule: str, recompute: 
     assert rank_bytes(layout, unknown, 4, memory=MemoryRules(recompute=recompute)) == rank_bytes(layout, costs, 4)
 
 
+@pytest.mark.parametrize(
+    ("table", "changes", "expected"),
+    [
+        # A third forward beside the activations of the second and all gradients: 40 bytes of block 0, 80 of block 1.
+        ((0.0, 0.0), {}, 2 * 300 + 120),
+        # At the fourth, 8 bytes of block 0 and for each of two backwards an eighth of the 32 of the table.
+        ((32.0, 8.0), {}, 2 * 300 + 80 + 8 + 2 * 4),
+        # With more samples than rows the table's gradient is there early.
+        ((32.0, 3.0), {}, 2 * 300 + 120),
+        ((32.0, 8.0), {"accumulation": 2}, 2 * 300 + 120),
+    ],
+)
+def test_the_gradient_of_a_table_comes_after_the_activations(
+    table: tuple[float, float], changes: dict[str, int], expected: float
+) -> None:
+    costs = replace(SMALL, activation_bytes=(100, 200, 0, 0), table=table)
+    layout = replace(SMALL_LAYOUT, num_microbatches=4, num_replicas=1)
+    first = rank_memory(layout, costs, 4, **changes)[0]
+    assert first.activations + first.gradients == expected
+    whole = Layout(1, 0, 1, 1, (0, 4), 4, "1f1b")
+    alone = [rank_bytes(whole, each, 4) for each in (costs, replace(costs, table=(0.0, 0.0)))]
+    assert alone[0] == alone[1], "a stage with the head keeps nothing back"
+
+
+def test_a_table_beside_few_activations_is_counted_at_the_end() -> None:
+    costs = replace(SMALL, activation_bytes=(0, 0, 0, 0), table=(32.0, 8.0))
+    first = rank_memory(replace(SMALL_LAYOUT, num_microbatches=4, num_replicas=1), costs, 4)[0]
+    assert first.gradients == 120 + 4 * 4
+
+
 def test_weights_of_half_precision_take_half_the_memory() -> None:
     frozen = replace(SMALL, kept=(10, 20, 30, 0), activation_bytes=(0,) * 4)
     half = replace(frozen, trained_bytes=(0, 0, 0, 160), kept_bytes=(20, 40, 60, 0))
