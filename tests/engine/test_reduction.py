@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.engine import reduction
+from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.reduction import GradientReducer, GradientSums, SharedParameter
 from tests.doubles.device import DEVICE, DeviceStandIn
 
@@ -137,3 +138,21 @@ def test_gradients_of_shared_weights_are_added_in_float32_too(launched: list[int
     reducer.finish(shared)
     assert launched == [3]
     assert (None if tied.grad is None else tied.grad.tolist()) == ([300, 300] if is_owner else None)
+
+
+def test_a_table_whose_gradient_was_kept_back_is_reduced_whole(launched: list[int]) -> None:
+    """Also where its own part of another gradient came before, as that of a head with the same weight does."""
+    table = nn.Embedding(10, 2)
+    kept = EmbeddingGradients([table])
+    reducer = GradientReducer([table.weight], object(), 1.0, "replicas")
+    for ids in ([1, 2], [2, 3]):
+        with kept.keeping():
+            rows = table(torch.tensor(ids))
+        (rows.sum() + table.weight.sum()).backward()
+    assert launched == []
+    reducer.arm(kept.parameters)
+    kept.add()
+    assert launched == [21], "by the hook, before `finish`"
+    reducer.finish()
+    counts = torch.tensor([2.0, 3, 4, 3, 2, 2, 2, 2, 2, 2])
+    assert torch.equal(table.weight.grad, counts[:, None].expand(-1, 2))
