@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from functools import partial
 from typing import Any
@@ -9,13 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, PrinterCallback
-
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from transformers import BertConfig, BertForSequenceClassification
 
 from . import models
 from .measure import Settings, alternate, experiment, launch, ratios, report, summary
-from .training import StepClock as Watch
+from .training import train
 
 
 SYNCHRONOUS = {"1f1b": (2, 4, 8, 16), "zb_h1": (4, 8, 16), "zb_v": (4, 8)}
@@ -26,16 +25,11 @@ SLEEP_PER_SAMPLE = 0.002
 """Seconds of an emulated layer's forward; its backward takes twice as long."""
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        time.sleep(SLEEP_PER_SAMPLE * len(hidden))
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        time.sleep(2 * SLEEP_PER_SAMPLE * len(gradients[0]))
-        return gradients[0]
+def sleep(module: nn.Module, given: Any, hidden: torch.Tensor) -> None:
+    """Take time in the forward and in the backward."""
+    time.sleep(SLEEP_PER_SAMPLE * len(hidden))
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: time.sleep(2 * SLEEP_PER_SAMPLE * len(gradient)))
 
 
 def emulated(num_samples: int) -> tuple[nn.Module, models.Tensors]:
@@ -44,42 +38,37 @@ def emulated(num_samples: int) -> tuple[nn.Module, models.Tensors]:
     sizes = {"hidden_size": 16, "num_hidden_layers": 8, "num_attention_heads": 2, "intermediate_size": 32}
     model = BertForSequenceClassification(BertConfig(vocab_size=1000, **sizes, **models.NO_DROPOUT))
     for layer in model.bert.encoder.layer:
-        layer.output.register_forward_hook(lambda module, given, hidden: _Sleep.apply(hidden))
+        layer.output.register_forward_hook(sleep)
     return model, inputs
 
 
 MAKE = {"vit": models.vit, "bert": partial(models.bert, vocab_size=30522, num_tokens=64), "emulated": emulated}
 
 
-def step_seconds(name: str, batch: int, steps: int, schedule: str, m: int, weights: str | None = None) -> float:
+def step_seconds(name: str, batch: int, steps: int, schedule: str, m: int, **options: Any) -> float:
     """Mean time of an optimizer step, on the slowest rank."""
-    world, watch = dist.get_world_size(), Watch()
     model, inputs = MAKE[name](batch * steps)
-    options = models.training_options(
-        max_steps=steps, per_device_train_batch_size=batch // world, learning_rate=1e-4, pipeline_parallel_size=world,
-        pipeline_parallel_num_microbatches=m, pipeline_schedule=schedule, freeze_policy="none",
-        **({} if weights is None else {"pipeline_weights": weights}),
+    trainer = train(
+        {"model": model, "train_dataset": models.rows_of(inputs)}, batch, max_steps=steps, learning_rate=1e-4,
+        pipeline_parallel_size=dist.get_world_size(), pipeline_parallel_num_microbatches=m,
+        pipeline_schedule=schedule, freeze_policy="none", **options,
     )  # fmt: skip
-    rows = models.rows_of(inputs)
-    trainer = PipeTransformerTrainer(model, PipeTransformerArguments(**options), train_dataset=rows, callbacks=[watch])
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    mean = torch.tensor((watch.ends[-1] - watch.ends[SKIPPED - 1]) / (steps - SKIPPED), dtype=torch.float64)
-    dist.all_reduce(mean, op=dist.ReduceOp.MAX)
-    return float(mean)
+    return max(trainer.topology.gather(statistics.mean(trainer.clock.seconds[SKIPPED - 1 :])))
 
 
 def compare(name: str, batch: int, steps: int, rounds: int) -> dict[str, Any]:
     """Every synchronous schedule once; then the best of them and the asynchronous ones by turns."""
-    world, tried = dist.get_world_size(), {}
-    for schedule, counts in SYNCHRONOUS.items() if name != "emulated" else (("1f1b", (4, 8, 16)),):
-        for m in counts:
-            if world <= m <= batch:
-                tried[f"{schedule}, M={m}"] = step_seconds(name, batch, max(8, steps // 2), schedule, m)
+    world = dist.get_world_size()
+    tried = {
+        f"{schedule}, M={m}": step_seconds(name, batch, max(8, steps // 2), schedule, m)
+        for schedule, counts in SYNCHRONOUS.items()
+        for m in counts
+        if world <= m <= batch and (schedule == "1f1b" or name != "emulated")
+    }
     best = min(tried, key=tried.__getitem__)
     schedule, m = best.split(", M=")
     runs = {best: partial(step_seconds, name, batch, steps, schedule, int(m))}
-    runs |= {kind: partial(step_seconds, name, batch, steps, "async_1f1b", 1, kind) for kind in KINDS}
+    runs |= {each: partial(step_seconds, name, batch, steps, "async_1f1b", 1, pipeline_weights=each) for each in KINDS}
     found = alternate(runs, rounds)
     result = {
         "steps": steps, "rounds": rounds, "synchronous, tried once (s a step)": tried, "best synchronous": best,

@@ -15,18 +15,14 @@ from PIL import Image
 from torch import nn
 from transformers import BertForTokenClassification
 
-from scripts.bench import front
+from scripts.bench import front, study
 from scripts.bench.front.contenders import (
-    DEFAULTS,
     FULL,
     LORA,
     SETTINGS,
     Contender,
-    are_same,
     cells_of,
     contenders,
-    in_force,
-    read_records,
     settings_of,
 )
 from scripts.bench.front.picture import height_of, write_picture
@@ -36,7 +32,6 @@ from scripts.bench.front.report import (
     at_equal_time,
     curves_by_seed,
     front_report,
-    paired,
     points,
     seconds_to,
 )
@@ -52,6 +47,7 @@ from scripts.bench.front.tasks import (
     without_dropout,
 )
 from scripts.bench.measure import REPOSITORY, Settings
+from scripts.bench.study import DEFAULTS, are_same, in_force, paired, read_records
 from tests.tiny_bert import make_bert
 
 
@@ -212,7 +208,7 @@ def test_runs_that_were_finished_earlier_still_count(folder: str, groups: list[s
 
 def test_runs_are_chosen_by_names_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(front, "launch", lambda function, processes, *where, minutes: asked.append(where[3:]))
+    monkeypatch.setattr(study, "launch", lambda function, processes, *where, minutes: asked.append(where[3:]))
     names = ["LoRA", "LoRA, half of the epochs"]
     chosen = Settings(tmp_path, tmp_path, tmp_path, True, ["squad*"], [7, 8], ["LoRA*"])
     assert front.front(chosen)["tasks"].keys() == SETTINGS.keys()

@@ -1,15 +1,15 @@
-"""What is compared: settings of the tasks, ways to train them, and which finished runs still count."""
+"""What is compared: settings of the tasks, and ways to train them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_pipetransformer import PipeTransformerArguments
+
+from ..study import DEFAULTS
 
 
 FULL = "full fine-tuning, epochs: "
@@ -17,12 +17,6 @@ VIEWS, FRESH, VIEWS_EPOCHS = "views", "fresh augmentation", 10
 LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0}
 LORA_RATE = 2e-3
 STORED = {"freeze_policy": "fixed", "activation_cache": "on"}
-DEFAULTS = "freeze_defaults"
-"""Among the settings of a run with a policy: the options of freezing that were left as they are."""
-Record = dict[str, Any]
-"""A finished run: a line of a file."""
-Runs = dict[str, dict[int, Record]]
-"""By contender and seed."""
 
 
 @dataclass(frozen=True)
@@ -137,42 +131,3 @@ def settings_of(task: TaskSettings, contender: Contender) -> dict[str, Any]:
         options = [option for option in fields(PipeTransformerArguments) if option.name.startswith("freeze_")]
         settings[DEFAULTS] = {o.name: o.default for o in options if o.name not in contender.options}
     return json.loads(json.dumps(settings))
-
-
-# ---- lines of finished runs ----
-
-
-def read_records(path: Path) -> list[Record]:
-    """Read a file; a last line that was cut off is left out."""
-    lines = path.read_text().split("\n") if path.exists() else [""]
-    return [json.loads(line) for line in lines[:-1] if line]
-
-
-def add_record(path: Path, record: Record) -> None:
-    """Add a line at once: several processes may write."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-    what = f"{path.stem}, seed {record['seed']}, {record['contender']}"
-    print(f"{what}: {record['scores']}, {record['seconds']:.0f} s", flush=True)
-
-
-def are_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    """Whether settings are the same; an option that one of them does not know yet has changed nothing."""
-    of_found, of_expected = found.get(DEFAULTS, {}), expected.get(DEFAULTS, {})
-    if any(of_found[name] != of_expected[name] for name in of_found.keys() & of_expected.keys()):
-        return False
-    return {**found, DEFAULTS: None} == {**expected, DEFAULTS: None}
-
-
-def in_force(records: Iterable[Record], settings: Mapping[str, dict[str, Any]]) -> Runs:
-    """Select the first run of each contender and seed with the settings (by contender) that the study has now.
-
-    Results of contenders that the study no longer has stay.
-    """
-    runs: Runs = {name: {} for name in settings}
-    for record in records:
-        name = record["contender"]
-        if name not in settings or are_same(record["settings"], settings[name]):
-            runs.setdefault(name, {}).setdefault(record["seed"], record)
-    return runs

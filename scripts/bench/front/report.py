@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..measure import interval_95
-from .contenders import FRESH, FULL, SETTINGS, VIEWS_EPOCHS, Record, Runs
+from ..study import Record, Runs, paired
+from .contenders import FRESH, FULL, SETTINGS, VIEWS_EPOCHS
 
 
 Curve = Sequence[tuple[float, float]]
@@ -65,16 +65,6 @@ def seconds_to(curve: Curve, score: float) -> float | None:
         if high >= score:
             return before + (after - before) * (score - low) / (high - low) if high > low else before
     return None
-
-
-def paired(differences: Mapping[int, float]) -> dict[str, Any]:
-    """Mean of differences by seed, and its 95 % interval where there are two or more."""
-    values = [differences[seed] for seed in sorted(differences)]
-    row: dict[str, Any] = {"seeds": sorted(differences), "points": [round(value, 3) for value in values]}
-    row["mean"] = round(statistics.mean(values), 3) if values else None
-    if len(values) > 1:
-        row["interval_95"] = [round(end, 3) for end in interval_95(values)]
-    return row
 
 
 def curves_by_seed(runs: Runs, metric: str) -> dict[int, Curve]:

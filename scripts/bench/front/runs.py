@@ -23,7 +23,8 @@ from transformers import PrinterCallback, TrainerCallback, set_seed
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
-from .contenders import STORED, Contender, Record, TaskSettings
+from ..study import Record
+from .contenders import STORED, Contender, TaskSettings
 from .tasks import Task, draw
 
 
