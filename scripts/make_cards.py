@@ -24,7 +24,7 @@ from bench.models import minilm_folder, passages, smollm2
 from hf_pipetransformer.report.card import FACTS_FILE, render
 
 
-OUTPUTS = Path("outputs")
+OUTPUTS, CARDS = Path("outputs"), Path("model_cards")
 MODELS, PASSAGES = OUTPUTS / "models", OUTPUTS / "data"
 MINILM, SMOLLM2 = MODELS / "all-MiniLM-L6-v2", MODELS / "SmolLM2-135M-Instruct"
 LAUNCH = ["torchrun", "--standalone", "--nproc_per_node", "2"]
@@ -108,27 +108,25 @@ def run(name: str, data: str, models: str) -> None:
             subprocess.run([str(bin_folder / command[0]), *command[1:]], check=True, env=environment)
 
 
-def write(name: str, folder: Path) -> None:
+def write(name: str) -> None:
     """Copy the facts of a run, and write its card."""
     facts = json.loads((OUTPUTS / "cards" / name / FACTS_FILE).read_text(encoding="utf-8"))
-    (folder / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    (folder / f"{name}.md").write_text(render(facts, f"{name}.json"), encoding="utf-8")
+    (CARDS / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (CARDS / f"{name}.md").write_text(render(facts, f"{name}.json"), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="../shared/data")
     parser.add_argument("--models", default="../shared/models")
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
-    parser.add_argument("--output", type=Path, default=Path("model_cards"))
     options = parser.parse_args()
-    for name in options.only:
+    for name in RUNS:
         if str(MINILM) in RUNS[name][1] and not MINILM.is_dir():
             shutil.copytree(minilm_folder(), MINILM)
         if str(SMOLLM2) in RUNS[name][1] and not SMOLLM2.is_dir():
             fetch_smollm2(options.data)
         run(name, options.data, options.models)
-        write(name, options.output)
+        write(name)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,11 @@ def check_questions(questions: Dataset, needs_answers: bool, allows_no_answer: b
             f"Found {len(unanswered)} questions without an answer, {unanswered[0]!r} first; expected one for each. "
             "For data like SQuAD v2 pass --version_2_with_negative."
         )
-    misplaced = [row["id"] for row in questions if _is_misplaced(row)]
+    misplaced = []
+    for row in questions:
+        texts = answer_texts(row["answers"])
+        if texts and not row["context"].startswith(texts[0], row["answers"]["answer_start"][0]):
+            misplaced.append(row["id"])
     if misplaced:
         logger.warning(
             "The answers of %d questions (%r first) do not stand at their answer_start: the wrong words are learnt.",
@@ -103,11 +107,6 @@ def check_questions(questions: Dataset, needs_answers: bool, allows_no_answer: b
 def answer_texts(answers: dict[str, Any] | None) -> list[str]:
     """The texts of a question's answers; empty if it has none."""
     return list(answers["text"]) if answers else []
-
-
-def _is_misplaced(row: dict[str, Any]) -> bool:
-    texts = answer_texts(row["answers"])
-    return bool(texts) and not row["context"].startswith(texts[0], row["answers"]["answer_start"][0])
 
 
 # ---- windows ----

@@ -20,14 +20,7 @@ from typing import Any
 import script_utils
 from datasets import DatasetDict
 from script_utils import ModelArguments, TextDataArguments
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    default_data_collator,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, default_data_collator
 from transformers.hf_argparser import HfArg
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
@@ -98,11 +91,9 @@ def main(argv: list[str] | None = None) -> None:
     model_args, data_args, args = script_utils.parse_arguments(
         ModelArguments, CausalDataArguments, PipeTransformerArguments, argv=argv
     )
-    set_seed(args.seed)
-
     with args.main_process_first(desc="loading data"):
         texts = script_utils.load_data(data_args, model_args.cache_dir)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **model_args.hub_options)
+    tokenizer = script_utils.load_tokenizer(model_args)
     model = script_utils.load_model(AutoModelForCausalLM, model_args)
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))
@@ -119,8 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )
-    if args.do_train:
-        script_utils.train(trainer)
+    script_utils.train(trainer)
     if args.do_eval:
         metrics = trainer.evaluate() | {"eval_samples": len(data["validation"])}
         loss = metrics["eval_loss"]

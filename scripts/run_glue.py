@@ -19,28 +19,18 @@ from datasets import Dataset, DatasetDict
 from scipy.stats import pearsonr, spearmanr
 from script_utils import HIDDEN_LABEL, LabelledDataArguments, Metric, ModelArguments, TextDataArguments
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 
 
-SENTENCE_COLUMNS = {
-    "cola": ("sentence",),
+SENTENCE_COLUMNS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("cola", "sst2"), ("sentence",)),
+    **dict.fromkeys(("mrpc", "rte", "stsb", "wnli"), ("sentence1", "sentence2")),
     "mnli": ("premise", "hypothesis"),
-    "mrpc": ("sentence1", "sentence2"),
     "qnli": ("question", "sentence"),
     "qqp": ("question1", "question2"),
-    "rte": ("sentence1", "sentence2"),
-    "sst2": ("sentence",),
-    "stsb": ("sentence1", "sentence2"),
-    "wnli": ("sentence1", "sentence2"),
 }
 
 
@@ -149,13 +139,11 @@ def main(argv: list[str] | None = None) -> None:
     model_args, data_args, args = script_utils.parse_arguments(
         ModelArguments, GlueDataArguments, PipeTransformerArguments, argv=argv
     )
-    set_seed(args.seed)
-
     with args.main_process_first(desc="loading data"):
         data = script_utils.load_data(data_args, model_args.cache_dir)
     names = label_names(data_args, data)
     config, ids = script_utils.load_config(model_args, names)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **model_args.hub_options)
+    tokenizer = script_utils.load_tokenizer(model_args)
     with args.main_process_first(desc="tokenizing"):
         data = tokenize(script_utils.select_samples(data, data_args, args), tokenizer, data_args, ids)
     evaluated = by_suffix(data, "validation")
@@ -172,8 +160,7 @@ def main(argv: list[str] | None = None) -> None:
             METRICS.get(data_args.task_name, metrics), names is None, data_args.metric_name, args.process_index
         ),
     )
-    if args.do_train:
-        script_utils.train(trainer)
+    script_utils.train(trainer)
     if args.do_eval:
         evaluate(trainer, evaluated)
     for suffix, split in by_suffix(data, "test").items():

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import script_utils
-import torch
 from augmentation import AUGMENTATIONS, augment, pixels_of, random_resized_crop
 from datasets import Dataset, DatasetDict, Image, load_dataset
 from PIL import Image as PillowImage
 from script_utils import LabelledDataArguments, ModelArguments
 from sklearn.metrics import accuracy_score
-from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedConfig, set_seed
+from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedConfig, default_data_collator
 from transformers.hf_argparser import HfArg
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -132,14 +131,6 @@ class ImageTransform:
         return {**batch, "pixel_values": list(self.processor(images, return_tensors="pt", **options)["pixel_values"])}
 
 
-def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Stack `pixel_values` `(batch, channels, height, width)` and `labels` `(batch,)`; predictions have no labels."""
-    batch = {"pixel_values": torch.stack([sample["pixel_values"] for sample in samples])}
-    if "label" in samples[0]:
-        batch["labels"] = torch.tensor([sample["label"] for sample in samples])
-    return batch
-
-
 def load_image_processor(model_args: ImageModelArguments, config: PreTrainedConfig) -> Any:
     """The model's image processor, changed as the options say; a plain one if the model comes without."""
     size = model_args.image_size
@@ -214,8 +205,6 @@ def main(argv: list[str] | None = None) -> None:
         ImageModelArguments, ImageDataArguments, PipeTransformerArguments, argv=argv
     )
     args.remove_unused_columns = False  # the transform needs the image column, which no model takes
-    set_seed(args.seed)
-
     with args.main_process_first(desc="loading images"):
         data = load_data(data_args, model_args)
     names = script_utils.class_names(data, data_args.label_column_name)
@@ -233,13 +222,12 @@ def main(argv: list[str] | None = None) -> None:
         train_dataset=data.get("train"),
         eval_dataset=data.get("validation"),
         processing_class=processor,
-        data_collator=collate,
+        data_collator=default_data_collator,
         compute_metrics=script_utils.metric_function(
             {"accuracy": accuracy_score}, False, data_args.metric_name, args.process_index
         ),
     )
-    if args.do_train:
-        script_utils.train(trainer)
+    script_utils.train(trainer)
     if args.do_eval:
         script_utils.report(trainer, "eval", trainer.evaluate() | {"eval_samples": len(data["validation"])})
     if args.do_predict:

@@ -23,12 +23,10 @@ from qa_utils import WindowMaker, answer_texts, check_questions, load_questions
 from script_utils import ModelArguments, TextDataArguments
 from transformers import (
     AutoModelForQuestionAnswering,
-    AutoTokenizer,
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedTokenizerBase,
     default_data_collator,
-    set_seed,
 )
 from transformers.hf_argparser import HfArg
 
@@ -111,8 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     model_args, data_args, args = script_utils.parse_arguments(
         ModelArguments, QuestionDataArguments, PipeTransformerArguments, argv=argv
     )
-    set_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **model_args.hub_options)
+    tokenizer = script_utils.load_tokenizer(model_args)
     with args.main_process_first(desc="cutting windows"):
         if data_args.files:
             questions = load_questions(data_args.files, model_args.cache_dir)
@@ -137,8 +134,7 @@ def main(argv: list[str] | None = None) -> None:
         post_process_function=answers_of(data_args, Path(args.output_dir) if args.process_index == 0 else None),
         compute_metrics=metric_function(data_args.version_2_with_negative, data_args.metric_name, args.process_index),
     )
-    if args.do_train:
-        script_utils.train(trainer)
+    script_utils.train(trainer)
     if args.do_eval:
         counts = {"eval_samples": len(questions["validation"]), "eval_windows": len(windows["validation"])}
         script_utils.report(trainer, "eval", trainer.evaluate() | counts)

@@ -12,7 +12,16 @@ from typing import Any, ClassVar
 import numpy as np
 import yaml
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
-from transformers import AutoConfig, EvalPrediction, HfArgumentParser, PreTrainedConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    EvalPrediction,
+    HfArgumentParser,
+    PreTrainedConfig,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.hf_argparser import HfArg
 
 from hf_pipetransformer.report.card import read_comparison
@@ -101,7 +110,7 @@ class TextDataArguments(DataArguments):
 
 
 def parse_arguments(*argument_classes: type, argv: list[str] | None = None) -> tuple[Any, ...]:
-    """Read the options from the command line, or from a YAML or JSON file whose values later options override.
+    """Read the options from the command line or a YAML or JSON file, whose values later options override, and seed.
 
     So `script.py --seed 1`, `script.py options.yaml` and `script.py options.yaml --seed 1` all work.
     """
@@ -112,6 +121,7 @@ def parse_arguments(*argument_classes: type, argv: list[str] | None = None) -> t
     for arguments in found:
         if getattr(arguments, "compare_with", None):
             read_comparison(Path(arguments.compare_with))  # Not only after the training
+    set_seed(found[-1].seed)
     return found
 
 
@@ -226,6 +236,11 @@ def without_hidden_labels(dataset: Dataset) -> Dataset:
 # ---- models ----
 
 
+def load_tokenizer(model_args: ModelArguments) -> Any:
+    """The tokenizer that comes with the model."""
+    return AutoTokenizer.from_pretrained(model_args.model_name_or_path, **model_args.hub_options)
+
+
 def class_ids(names: list[str], config: PreTrainedConfig) -> dict[str, int]:
     """Name -> id; a model that was trained on these very classes keeps its own order."""
     known = {str(name).lower(): number for name, number in config.label2id.items()}
@@ -295,7 +310,9 @@ def report(trainer: Trainer, split: str, metrics: dict[str, Any]) -> None:
 
 
 def train(trainer: Trainer) -> None:
-    """Train, then save the model, the trainer's state and the metrics."""
+    """Train if that is asked for; then save the model, the trainer's state and the metrics."""
+    if not trainer.args.do_train:
+        return
     result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()

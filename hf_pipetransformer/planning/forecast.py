@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -190,16 +190,25 @@ class Forecast:
 
     def seconds(self, spans: Sequence[Span]) -> float:
         """Return the seconds of a run with these spans, in which ever more layers freeze, transitions included."""
-        layout, share, total = self.layout, 0.0, 0.0
+        total, how = 0.0, (self.costs, self.overheads, self.samples_per_device, self.accumulation)
+        for layout, passes, moving in self.stretches(spans):
+            total += moving
+            total += seconds_left(layout, passes, *how)
+        return total
+
+    def stretches(self, spans: Sequence[Span]) -> Iterator[tuple[Layout, list[Pass], float]]:
+        """Yield the layout of each span, its passes, and the seconds of the transition to that layout."""
+        layout, share = self.layout, 0.0
         steps_left = sum(span.num_steps for span in spans)
         for span in spans:
             stored_level = layout.cache_level if share else 0
             freezes = span.num_frozen > layout.num_frozen_layers
             passes: tuple[Pass, ...] = (Pass(steps_left),)
+            moving = 0.0
             if freezes or (span is spans[0] and span.num_frozen):
                 level = self._level(span.num_frozen, stored_level, share, steps_left)
                 moved = self.plan(layout, span.num_frozen, level)
-                total += self._seconds_of_move(layout, moved)
+                moving = self._seconds_of_move(layout, moved)
                 layout = moved
             if self.storing is not None:
                 stored = Stored(stored_level, share, self.storing.fits_share)
@@ -213,10 +222,8 @@ class Forecast:
                 written = self.storing.fits_share * min(1.0, span.num_steps / writing)
                 kept = share if layout.cache_level == stored_level else 0.0
                 share = max(kept, written) if layout.cache_level else 0.0
-            how = self.costs, self.overheads, self.samples_per_device, self.accumulation
-            total += seconds_left(layout, _first(passes, span.num_steps), *how)
+            yield layout, _first(passes, span.num_steps), moving
             steps_left -= span.num_steps
-        return total
 
     def _level(self, num_frozen: int, stored_level: int, share: float, steps_left: int) -> int:
         if self.storing is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,22 +22,21 @@ from hf_pipetransformer.freeze.policies import Schedule, freezing_of
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
     Overheads,
-    Prediction,
     block_loads,
     gradient_bytes,
     predict_step,
     rank_memory,
 )
-from hf_pipetransformer.planning.forecast import MOVED_BYTES, Span, prefix_seconds
+from hf_pipetransformer.planning.forecast import MOVED_BYTES, Forecast, Storing, prefix_seconds, seconds_left
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory
 from hf_pipetransformer.planning.planner import MEMORY_RESERVE, PipelineShape, largest_rank_size, plan_layout
-from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache, passes_ahead
+from hf_pipetransformer.planning.storing import CacheCosts
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import first_above
 from hf_pipetransformer.startup.estimate import batch_on_meta, build_on_meta, estimate
 from hf_pipetransformer.startup.run_plan import Machine
 
-from .measure import REPOSITORY, Settings, experiment
+from .measure import Settings, experiment
 
 
 MACHINES: dict[str, dict[str, tuple[float, str]]] = json.loads(Path(__file__).with_name("machines.json").read_text())
@@ -101,6 +100,19 @@ class Parts:
     rule: str = "throughput"
 
 
+RULES = {"ours": Parts(), "ours, K by Eq. 2": Parts(rule="memory")}
+
+
+class Run(NamedTuple):
+    """Speed-up over the static pipeline, seconds, and the share of them that all-reduces take, hidden or not."""
+
+    speedup: float
+    seconds: float
+    communication: float
+    spans: list[tuple[int, ...]]
+    """Steps, F, K, R, M and cached layers."""
+
+
 @cache
 def planner_of(model_name: str) -> Any:
     """Return the library's planner of a model from its config alone, on devices that reach their peak."""
@@ -113,177 +125,99 @@ def planner_of(model_name: str) -> Any:
     return estimate(model, batch_on_meta(model, LENGTH), args, machine)
 
 
-@dataclass(frozen=True)
 class Job:
-    """A data set on the paper's cluster; `utilization` is the share of the peak that a device reaches."""
+    """A data set on the paper's cluster, of whose peak a device reaches `utilization`; at first K is `longest`."""
 
-    setting: Setting
-    utilization: float = CLUSTER["utilization"]
-    longest: int = LONGEST
+    def __init__(self, setting: Setting, utilization: float = CLUSTER["utilization"], longest: int = LONGEST) -> None:
+        planner = planner_of(setting.model)
+        self.setting, self.utilization, self.structure = setting, utilization, planner.probe.structure
+        self.costs: BlockCosts = planner.costs.blocks.scaled(1 / utilization, 1 / utilization)
+        self.batch = setting.batch * NUM_DEVICES // LONGEST
+        self.steps_per_epoch = -(-setting.samples // self.batch)
+        record = max(self.costs.boundary_bytes)
+        prefix = prefix_seconds(self.costs, self.structure.num_layers)
+        self.cache = CacheCosts(prefix, 0.0, record / CLUSTER["cache_read"], record / CLUSTER["cache_write"])
+        self.start = self.layout(longest, NUM_DEVICES // longest)
+        self.static_seconds = self.step_seconds(self.start) * self.steps_per_epoch * setting.epochs
 
-    @property
-    def planner(self) -> Any:
-        return planner_of(self.setting.model)
-
-    @cached_property
-    def costs(self) -> BlockCosts:
-        return self.planner.costs.blocks.scaled(1 / self.utilization, 1 / self.utilization)
-
-    @property
-    def num_layers(self) -> int:
-        return self.planner.probe.structure.num_layers
-
-    @property
-    def global_batch(self) -> int:
-        return self.setting.batch * NUM_DEVICES // LONGEST
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.setting.samples // self.global_batch)
-
-    def overheads(self, layout: Layout, samples: int) -> Overheads:
+    def overheads(self, layout: Layout) -> Overheads:
         """The rings of a pipeline's stages share the network; a message is of one micro-batch."""
-        boundary = max(self.costs.boundary_bytes)
+        samples = self.batch // layout.num_replicas / layout.num_microbatches
         return replace(
-            self.planner.costs.overheads,
-            hop=boundary * samples / layout.num_microbatches / CLUSTER["link"],
+            planner_of(self.setting.model).costs.overheads,
+            hop=max(self.costs.boundary_bytes) * samples / CLUSTER["link"],
             per_microbatch=CLUSTER["per_microbatch"],
             reduction_per_byte=layout.pipeline_size / CLUSTER["network"],
         )
 
-    def step(self, layout: Layout) -> Prediction:
-        samples = self.global_batch // layout.num_replicas
-        return predict_step(layout, self.costs, self.overheads(layout, samples), samples)
+    def step_seconds(self, layout: Layout) -> float:
+        return predict_step(layout, self.costs, self.overheads(layout), self.batch // layout.num_replicas).seconds
 
     def tuned(self, layout: Layout) -> Layout:
         """Give the layout the fastest number of micro-batches from K to 6K (section 3.2.3)."""
-        k, most = layout.pipeline_size, self.global_batch // layout.num_replicas
+        k, most = layout.pipeline_size, self.batch // layout.num_replicas
         tried = [replace(layout, num_microbatches=m) for m in (k, 2 * k, 3 * k, 4 * k, 6 * k) if m <= most]
-        return min(tried or [layout], key=lambda each: self.step(each).seconds)
+        return min(tried or [layout], key=self.step_seconds)
 
     def layout(self, k: int, replicas: int, frozen: int = 0, level: int = 0) -> Layout:
         """Return even stages."""
         loads = block_loads(self.costs, frozen, level)
         shape = PipelineShape(k, replicas, k, "gpipe")
-        return self.tuned(plan_layout(loads, self.planner.probe.structure.cut_positions(), shape, frozen, level))
+        return self.tuned(plan_layout(loads, self.structure.cut_positions(), shape, frozen, level))
 
-    @cached_property
-    def start(self) -> Layout:
-        return self.layout(self.longest, NUM_DEVICES // self.longest)
-
-    def following(self, current: Layout, frozen: int, level: int, parts: Parts) -> Layout:
+    def following(self, parts: Parts, current: Layout, frozen: int, level: int) -> Layout:
         """Return the layout after a freeze, as `plan_transition` chooses, with or without more replicas."""
         if not parts.is_elastic:
             return self.tuned(replace(current, num_frozen_layers=frozen, cache_level=level))
-        active = current.num_blocks - first_above(frozen)
-        sizes = [k for k in (8, 4, 2, 1) if k <= min(current.pipeline_size, active)]
-        replicas = self.start.num_replicas
-        found = {}
-        for k in sizes:
-            layout = self.layout(k, NUM_DEVICES // k if parts.more_replicas else replicas, frozen, level)
-            ranks = rank_memory(layout, self.costs, self.global_batch // layout.num_replicas)
-            fits = max(rank.total for rank in ranks) <= (1 - MEMORY_RESERVE) * CLUSTER["memory"]
-            found[k] = Candidate(layout, self.step(layout).seconds, fits)
+        active, found = current.num_blocks - first_above(frozen), {}
+        for k in (8, 4, 2, 1):
+            if k <= min(current.pipeline_size, active):
+                replicas = NUM_DEVICES // k if parts.more_replicas else self.start.num_replicas
+                layout = self.layout(k, replicas, frozen, level)
+                fullest = max(rank.total for rank in rank_memory(layout, self.costs, self.batch // replicas))
+                fits = fullest <= (1 - MEMORY_RESERVE) * CLUSTER["memory"]
+                found[k] = Candidate(layout, self.step_seconds(layout), fits)
         if parts.rule == "throughput":
             return choose_by_throughput(list(found.values())).layout
-        elements = self.costs.parameters
-        initial = largest_rank_size(elements, self.start)
-        chosen = compress_by_memory(
-            max(found), lambda k: largest_rank_size(elements, found[k].layout), initial, list(found)
-        )
-        return found[chosen].layout
+        sizes = {k: largest_rank_size(self.costs.parameters, each.layout) for k, each in found.items()}
+        initial = largest_rank_size(self.costs.parameters, self.start)
+        return found[compress_by_memory(max(found), sizes.__getitem__, initial, list(found))].layout
 
-    def spans(self, alpha: float, interval: str = "epoch") -> tuple[Span, ...]:
-        """Return the bound of Eq. 1 over the run, without a warm-up or a minimum of active layers."""
+    def run(self, alpha: float = 1 / 3, parts: Parts = RULES["ours"], interval: str = "epoch") -> Run:
+        """Forecast a run by the bound of Eq. 1, without a warm-up or a minimum of active layers."""
         args = PipeTransformerArguments(
             output_dir="planned", freeze_policy="schedule", freeze_interval=interval, freeze_warmup=0.0,
             freeze_min_active_layers=0, use_cpu=True, report_to=[],
         )  # fmt: skip
         length = self.steps_per_epoch * self.setting.epochs, self.steps_per_epoch
-        freezing, *_ = freezing_of(Schedule(alpha), args, self.num_layers, 0, length)
+        freezing, *_ = freezing_of(Schedule(alpha), args, self.structure.num_layers, 0, length)
         assert freezing is not None
-        return freezing.spans
-
-    def cache_costs(self) -> CacheCosts:
-        record = max(self.costs.boundary_bytes)
-        prefix = prefix_seconds(self.costs, self.num_layers)
-        return CacheCosts(prefix, 0.0, record / CLUSTER["cache_read"], record / CLUSTER["cache_write"])
-
-
-class Run(NamedTuple):
-    """Seconds of a run, those of its all-reduces (hidden or not), and (steps, F, K, R, M, cached layers) by span."""
-
-    seconds: float
-    communication: float
-    spans: list[tuple[int, int, int, int, int, int]]
+        # Weights move inside a node.
+        between = replace(self.overheads(self.start), reduction_per_byte=1 / CLUSTER["link"])
+        plan, storing = partial(self.following, parts), Storing(self.cache, parts.cache)
+        forecast = Forecast(self.start, self.costs, between, 1, 1, self.steps_per_epoch, plan, storing)
+        seconds, communication, shown = 0.0, 0.0, []
+        for span, (layout, passes, moving) in zip(freezing.spans, forecast.stretches(freezing.spans), strict=True):
+            k, replicas, overheads = layout.pipeline_size, layout.num_replicas, self.overheads(layout)
+            seconds += moving + seconds_left(layout, passes, self.costs, overheads, self.batch // replicas // k)
+            ring = 2 * (replicas - 1) / replicas * overheads.reduction_per_byte
+            communication += span.num_steps * ring * max(gradient_bytes(layout, self.costs))
+            shown.append((span.num_steps, span.num_frozen, k, replicas, layout.num_microbatches, layout.cache_level))
+        return Run(self.static_seconds / seconds, seconds, communication / seconds, shown)
 
 
-def simulate_run(job: Job, spans: Sequence[Span], parts: Parts) -> Run:
-    """Add up the steps of a run, as `Forecast.seconds` does, with the network that the stages of a layout share."""
-    layout, share, level = job.start, 0.0, 0
-    seconds = communication = 0.0
-    left, shown = sum(span.num_steps for span in spans), []
-    for span in spans:
-        stored, costs = Stored(level if share else 0, share), job.cache_costs()
-        if span.num_frozen > layout.num_frozen_layers:
-            decision = decide_cache(costs, span.num_frozen, stored, left / job.steps_per_epoch, parts.cache)
-            level = decision.level if decision.use else 0
-            before, layout = layout, job.following(layout, span.num_frozen, level, parts)
-            if (before.places, before.boundaries) != (layout.places, layout.boundaries):
-                seconds += move_seconds(job, layout)
-        steps = span.num_steps
-        ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
-        of_rank = max(gradient_bytes(layout, job.costs)) * job.overheads(layout, 1).reduction_per_byte * ring
-        communication += span.num_steps * of_rank
-        for each in passes_ahead(costs, level, stored, left, job.steps_per_epoch):
-            now = min(each.steps, steps)
-            reads = job.step(replace(layout, cache_level=each.level)).seconds if each.share else 0.0
-            computes = job.step(replace(layout, cache_level=0)).seconds
-            samples = job.global_batch // layout.num_replicas
-            records = samples * (each.record_seconds + (share * costs.read if level else 0.0))
-            seconds += now * (each.share * reads + (1 - each.share) * computes + max(0.0, records))
-            steps -= now
-        written = min(1.0, span.num_steps / job.steps_per_epoch)
-        share = max(share if level == stored.level else 0.0, written) if level else 0.0
-        left -= span.num_steps
-        shown.append((span.num_steps, layout.num_frozen_layers, *_shape(layout), level))
-    return Run(seconds, communication, shown)
-
-
-def _shape(layout: Layout) -> tuple[int, int, int]:
-    return layout.pipeline_size, layout.num_replicas, layout.num_microbatches
-
-
-def move_seconds(job: Job, layout: Layout) -> float:
-    """Return the seconds of a transition: weights and moments of the active blocks between devices of a node."""
-    return MOVED_BYTES * sum(job.costs.trained[layout.first_active_block :]) / CLUSTER["link"]
-
-
-def baseline_hours(job: Job) -> float:
-    """Hours of the static pipeline with nothing frozen."""
-    return job.step(job.start).seconds * job.steps_per_epoch * job.setting.epochs / 3600
-
-
-def fitted(setting: Setting, longest: int = LONGEST) -> Job:
+def fitted(setting: Setting) -> Job:
     """Return the job whose baseline takes the paper's time: bisection over the device's utilization."""
     low, high = 0.01, 1.0
     for _ in range(7):
         middle = (low * high) ** 0.5
-        low, high = (
-            (middle, high) if baseline_hours(Job(setting, middle, longest)) > setting.hours[0] else (low, middle)
-        )
-    return Job(setting, (low * high) ** 0.5, longest)
-
-
-def speedup(job: Job, alpha: float = 1 / 3, parts: Parts | None = None, interval: str = "epoch") -> float:
-    """Return how many times as fast as its static pipeline a run is."""
-    run = simulate_run(job, job.spans(alpha, interval), parts or Parts())
-    return 3600 * baseline_hours(job) / run.seconds
+        is_slow = Job(setting, middle).static_seconds > 3600 * setting.hours[0]
+        low, high = (middle, high) if is_slow else (low, middle)
+    return Job(setting, (low * high) ** 0.5)
 
 
 # ---- the paper's tables and figures: lists of rows, each a row of a table ----
 
-RULES = {"ours": Parts(), "ours, K by Eq. 2": Parts(rule="memory")}
 Rows = list[dict[str, Any]]
 
 
@@ -296,15 +230,13 @@ def against(paper: float | None, **ours: float) -> dict[str, Any]:
 def table_1(job_of: dict[str, Job], quick: bool) -> dict[str, Rows]:
     """Speed-ups and hours, the layouts of each epoch, and speed-ups if decisions come more often."""
     times, layouts, often = [], [], []
-    for name, setting in SETTINGS.items():
-        job = job_of[name]
-        runs = {kind: simulate_run(job, job.spans(1 / 3), parts) for kind, parts in RULES.items()}
-        whole = 3600 * baseline_hours(job)
+    for name, job in job_of.items():
+        setting, runs = job.setting, {kind: job.run(parts=parts) for kind, parts in RULES.items()}
         times.append({
-            "data set": name, **against(setting.speedup, **{kind: whole / run.seconds for kind, run in runs.items()}),
-            "at half of the peak": round(speedup(Job(setting)), 2),
+            "data set": name, **against(setting.speedup, **{kind: run.speedup for kind, run in runs.items()}),
+            "at half of the peak": round(Job(setting).run().speedup, 2),
             "share of the peak, fitted": round(job.utilization, 3),
-            "baseline, h": round(whole / 3600, 2), "ours, h": round(runs["ours"].seconds / 3600, 2),
+            "baseline, h": round(job.static_seconds / 3600, 2), "ours, h": round(runs["ours"].seconds / 3600, 2),
             "the paper's, h": setting.hours[1],
         })  # fmt: skip
         for kind, run in runs.items():
@@ -312,10 +244,8 @@ def table_1(job_of: dict[str, Job], quick: bool) -> dict[str, Rows]:
             layouts.append({"data set": name, "rule": kind, "layers frozen": frozen,
                             **dict(zip("KRM", shape, strict=True)), "layers stored": stored})  # fmt: skip
         shares = () if quick else (0.5, 0.25)
-        more = {f"every {each:g} epoch": speedup(job, interval=str(each / setting.epochs)) for each in shares}
-        often.append(
-            {"data set": name, **against(setting.speedup, **{"every epoch": whole / runs["ours"].seconds, **more})}
-        )
+        more = {f"every {each:g} epoch": job.run(interval=str(each / setting.epochs)).speedup for each in shares}
+        often.append({"data set": name, **against(setting.speedup, **{"every epoch": runs["ours"].speedup, **more})})
     return {"Table 1": times, "layouts": layouts, "intervals": often}
 
 
@@ -324,7 +254,7 @@ def figure_9(job: Job) -> Rows:
     rows = []
     for name, paper in PAPERS_PARTS.items():
         flags = "AutoPipe" in name, "AutoDP" in name, "auto" if "AutoCache" in name else "off"
-        found = {kind: speedup(job, parts=Parts(*flags, parts.rule)) for kind, parts in RULES.items()}
+        found = {kind: job.run(parts=Parts(*flags, parts.rule)).speedup for kind, parts in RULES.items()}
         rows.append({"mechanisms": name, **against(paper, **found)})
     return rows
 
@@ -333,12 +263,10 @@ def figure_10a(job: Job) -> Rows:
     """Alpha, and the share of layers and steps that is frozen."""
     rows = []
     for alpha, paper in {1 / 5: 2.04, 1 / 3: 2.83, 2 / 5: None, 1 / 2: None}.items():
-        spans = job.spans(alpha)
-        frozen = sum(span.num_steps * span.num_frozen for span in spans)
-        share = frozen / (sum(span.num_steps for span in spans) * job.num_layers)
-        rows.append(
-            {"alpha": round(alpha, 2), "share frozen": round(share, 3), **against(paper, ours=speedup(job, alpha))}
-        )
+        run = job.run(alpha)
+        steps = sum(num_steps for num_steps, *_ in run.spans) * job.structure.num_layers
+        share = sum(num_steps * frozen for num_steps, frozen, *_ in run.spans) / steps
+        rows.append({"alpha": round(alpha, 2), "share frozen": round(share, 3), **against(paper, ours=run.speedup)})
     return rows
 
 
@@ -347,10 +275,11 @@ def figure_10b(vit: Job) -> Rows:
     rows = []
     for k in (8, 4, 2):
         job = Job(vit.setting, vit.utilization, k)
-        seconds = {n: job.step(replace(job.start, num_microbatches=n * k)).seconds for n in (1, 2, 3, 4, 6)}
-        rates = {f"M = {n} K": round(job.global_batch / each, 1) for n, each in seconds.items()}
+        seconds = {n: job.step_seconds(replace(job.start, num_microbatches=n * k)) for n in (1, 2, 3, 4, 6)}
+        rates = {f"M = {n} K": round(job.batch / each, 1) for n, each in seconds.items()}
         rows.append({"K": k, **rates, "best M": k * min(seconds, key=lambda n: seconds[n]),
-                     "static run, h": round(baseline_hours(job), 2), "speed-up": round(speedup(job), 2)})  # fmt: skip
+                     "static run, h": round(job.static_seconds / 3600, 2),
+                     "speed-up": round(job.run().speedup, 2)})  # fmt: skip
     return rows
 
 
@@ -358,53 +287,36 @@ def figure_10c(jobs: Sequence[Job]) -> Rows:
     """Frozen layers from which reading a record is faster than computing it, by the rate of reading."""
     rows = []
     for job in jobs:
-        costs, paper = job.cache_costs(), PAPERS_CACHE_STARTS[job.setting.model]
-        size = costs.read * CLUSTER["cache_read"] / 1e9
+        prefix, paper = job.cache.prefix, PAPERS_CACHE_STARTS[job.setting.model]
+        size = max(job.costs.boundary_bytes) / 1e9
         starts = {
-            f"{rate} GB/s": next((f for f, own in enumerate(costs.prefix) if f and size / rate < own), None)
+            f"{rate} GB/s": next((f for f, own in enumerate(prefix) if f and size / rate < own), None)
             for rate in (0.05, 0.1, 0.25, 0.5, 2.5)
         }
-        implied = "{:.3f} to {:.3f}".format(*(size / costs.prefix[f] for f in (paper, paper - 1)))
+        implied = f"{size / prefix[paper]:.3f} to {size / prefix[paper - 1]:.3f}"
         rows.append({"model": job.setting.model, **starts, "the paper": paper, "GB/s that it implies": implied})
     return rows
 
 
 def table_2(job_of: dict[str, Job]) -> Rows:
     """Share of all-reduces in the time of a run."""
-    rows = []
-    for name, paper in PAPERS_COMMUNICATION.items():
-        job = job_of[name]
-        runs = {kind: simulate_run(job, job.spans(1 / 3), parts) for kind, parts in RULES.items()}
-        found = {kind: run.communication / run.seconds for kind, run in runs.items()}
-        rows.append({"data set": name, **against(paper, **found)})
-    return rows
+    return [
+        {
+            "data set": name,
+            **against(paper, **{kind: job_of[name].run(parts=parts).communication for kind, parts in RULES.items()}),
+        }
+        for name, paper in PAPERS_COMMUNICATION.items()
+    ]
 
 
-def table_4() -> Rows:
+def table_4(jobs: Sequence[Job]) -> Rows:
     """Seconds of a transition; ours is the most, all weights and moments of the model."""
-    ours = {
-        f"ours, {job.setting.model}": round(move_seconds(job, job.start), 3) for job in map(Job, SETTINGS.values())
-    }
+    moved = {f"ours, {job.setting.model}": MOVED_BYTES * sum(job.costs.trained) for job in jobs}
+    ours = {name: round(size / CLUSTER["link"], 3) for name, size in moved.items()}
     return [
         {"K": name, "the paper": whole, "without CUDA contexts": round(whole - contexts, 1), **ours}
         for name, (whole, contexts) in PAPERS_TRANSITIONS.items()
     ]
-
-
-def pipeoptim() -> dict[str, Rows]:
-    """Table VI and Figure 8 of PipeOptim, of what `async_simulation.json` has."""
-    found = json.loads((REPOSITORY / "benchmarks" / "async_simulation.json").read_text(encoding="utf-8"))
-    epochs = [
-        {"model": model, "approach": name, **against(each["the paper's"], ours=each["time over PipeOptim's"])}
-        for model, kinds in found["Table VI, an epoch"].items()
-        for name, each in kinds.items()
-    ]
-    orders = {case: each for case, each in found["Figure 8, BERT-48"].items() if isinstance(each, dict)}
-    pairs = [
-        {"case": case, "pairs in the paper's order": each["pairs in the paper's order"]}
-        for case, each in orders.items()
-    ]
-    return {"Table VI": epochs, "Figure 8": pairs}
 
 
 @experiment("papers.json", minutes=3, quick_minutes=1, processes=1)
@@ -413,7 +325,7 @@ def papers(settings: Settings) -> dict[str, Any]:
     from . import terapipe
 
     job_of = {name: fitted(setting) for name, setting in SETTINGS.items()}
-    vit = job_of["ImageNet"]
+    vit, bert = job_of["ImageNet"], job_of["SQuAD 1.1"]
     machines = [
         {"paper": paper, "what": name.replace("_", " "), "value": value, "source": source}
         for paper, values in MACHINES.items()
@@ -421,7 +333,6 @@ def papers(settings: Settings) -> dict[str, Any]:
     ]
     return {
         "machines": machines, **table_1(job_of, settings.quick), "Figure 9": figure_9(vit),
-        "Figure 10a": figure_10a(vit), "Figure 10b": figure_10b(vit),
-        "Figure 10c": figure_10c([vit, job_of["SQuAD 1.1"]]), "Table 2": table_2(job_of), "Table 4": table_4(),
-        **terapipe.figures(settings.quick), **pipeoptim(),
+        "Figure 10a": figure_10a(vit), "Figure 10b": figure_10b(vit), "Figure 10c": figure_10c([vit, bert]),
+        "Table 2": table_2(job_of), "Table 4": table_4([vit, bert]), **terapipe.figures(settings.quick),
     }  # fmt: skip

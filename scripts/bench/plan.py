@@ -49,9 +49,9 @@ MODELS = {
 # ---- in the processes of a launch
 
 
-def run(name: str, num_stages: int, clock: StepClock, **options: Any) -> None:
-    """Train once, or print the plan of it."""
-    model = MODELS[name]
+def run(name: str, num_stages: int, memory: PeakMemory | None = None, **options: Any) -> list[float]:
+    """Train once, or print the plan of it; return the seconds of the steps, the loader's part included."""
+    model, clock = MODELS[name], StepClock(memory)
     with contextlib.suppress(SystemExit):  # A plan ends the script.
         train(
             {**model.task(NUM_STEPS + 1), "callbacks": [clock]}, model.batch, pipeline_parallel_size=num_stages,
@@ -59,27 +59,27 @@ def run(name: str, num_stages: int, clock: StepClock, **options: Any) -> None:
             pipeline_parallel_num_microbatches="auto" if num_stages == 1 else 4,
             **{"output_dir": "output", "max_steps": NUM_STEPS, **options},
         )  # fmt: skip
+    return clock.seconds
 
 
 def planned(name: str, num_stages: int) -> dict[str, Any]:
     """The plan of `--plan_only` on rank 0, which writes it."""
     with contextlib.redirect_stdout(io.StringIO()):
-        run(name, num_stages, StepClock(), plan_only=True)
+        run(name, num_stages, plan_only=True)
     return json.loads(Path("output", "plan.json").read_text()) if os.environ["RANK"] == "0" else {}
 
 
 def step_seconds(name: str, num_stages: int) -> float:
-    """Time steps, the loader's part included."""
-    run(name, num_stages, clock := StepClock())
-    return statistics.median(clock.seconds[SKIPPED:])
+    """Median of the steps after the first ones."""
+    return statistics.median(run(name, num_stages)[SKIPPED:])
 
 
 def bytes_used(name: str, num_stages: int) -> int:
     """Measure memory, of a process that has trained before: libraries allocate some things once."""
-    run(name, num_stages, StepClock(), max_steps=2)
+    run(name, num_stages, max_steps=2)
     gc.collect()
     memory = PeakMemory("made")
-    run(name, num_stages, StepClock(memory), max_steps=4)
+    run(name, num_stages, memory, max_steps=4)
     memory.end()
     return memory.peaks["training"]
 

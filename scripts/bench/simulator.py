@@ -6,7 +6,6 @@ blocks are apart from those that know rates or the shape of a schedule alone.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
 from functools import partial
@@ -16,8 +15,9 @@ from hf_pipetransformer.planning.simulator import simulate_equal
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.placement import Placement
 
-from .measure import REPOSITORY, Settings, alternate, experiment, launch, report
+from .measure import Settings, alternate, experiment, launch, report
 from .models import MODELS, rows_of
+from .tables import content, matching
 from .training import StepClock, train
 
 
@@ -41,23 +41,16 @@ class Pair(NamedTuple):
 # ---- from files ----
 
 
-def content(name: str) -> Any:
-    """Read a file of benchmarks/."""
-    return json.loads((REPOSITORY / "benchmarks" / name).read_text(encoding="utf-8"))
-
-
 def planned() -> Iterator[Pair]:
     """Plans before the first step, from measured blocks and from the config: seconds of steps, bytes of ranks."""
     kinds = {"--plan_only": "a plan with measured blocks", "from the config": "a plan from the config and rates"}
-    for model, found in content("plan.json").items():
-        for key, value in found.items():
-            what, _, source = key.partition(", ")
-            if what == "seconds of a step":
-                yield Pair(f"step: {kinds[source]}", model, value["predicted"], value["measured"])
-            elif what == "bytes of each rank":
-                for rank, each in enumerate(value):
-                    name = f"{model}, rank {rank}"
-                    yield Pair(f"memory: {kinds[source]}", name, each["predicted"], each["measured"])
+    for model, found in matching(content("plan.json")):
+        for source, kind in kinds.items():
+            step = found[f"seconds of a step, {source}"]
+            yield Pair(f"step: {kind}", model, step["predicted"], step["measured"])
+        for source, kind in kinds.items():
+            for rank, each in enumerate(found[f"bytes of each rank, {source}"]):
+                yield Pair(f"memory: {kind}", f"{model}, rank {rank}", each["predicted"], each["measured"])
 
 
 def after_transitions() -> Iterator[Pair]:
@@ -85,44 +78,36 @@ def caching(batches: int = 8, batch: int = 16) -> Iterator[Pair]:
         yield Pair("epochs: the cache's decision", name, predicted, on)
 
 
+def computing(schedule: str, size: int, m: int) -> float:
+    """Share of the time that equal stages compute."""
+    kind = find_schedule(schedule)
+    return 1 - simulate_equal(kind, Placement(size, kind.abilities.min_chunks, kind.placement), m).bubble
+
+
 def of_schedules() -> Iterator[Pair]:
     """Tables with equal stages alone: share of the time that ranks compute, and speed-up over one process."""
     both = content("schedules.json")
-    for shape in (key for key in both["measured"] if key.startswith("K=")):
+    for shape, found in matching(both["measured"], "K=*"):
         for schedule in ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v"):
-            predicted = both["simulated"][shape][schedule]["hop 0.0"]["ours"]
-            measured = both["measured"][shape][schedule]["ours"]["median"]
-            yield Pair("schedule alone: sleeping stages, K=4", f"{schedule}, {shape}", predicted, measured)
+            predicted, measured = both["simulated"][shape][schedule]["hop 0.0"]["ours"], found[schedule]["ours"]
+            yield Pair("schedule alone: sleeping stages, K=4", f"{schedule}, {shape}", predicted, measured["median"])
     for file in ("pipeline_core.json", "zb_h1.json"):
         for model, shapes in content(file)["schedules"].items():
-            for key, found in shapes.items():
-                if not key.startswith("M="):
-                    continue
-                for name, rate in found["speed-up over one process"].items():
-                    library, schedule = name.split()
-                    if library == "ours":
-                        shape = Placement(2), int(key[2:])
-                        predicted = 2 * (1 - simulate_equal(find_schedule(schedule), *shape).bubble)
-                        yield Pair(
-                            "schedule alone: computing stages, K=2",
-                            f"{file}, {model}, {schedule}, {key}", predicted, rate["median"],
-                        )  # fmt: skip
+            for key, found in matching(shapes, "M=*"):
+                for name, rate in matching(found["speed-up over one process"], "ours *"):
+                    schedule = name.removeprefix("ours ")
+                    where, predicted = f"{file}, {model}, {schedule}, {key}", 2 * computing(schedule, 2, int(key[2:]))
+                    yield Pair("schedule alone: computing stages, K=2", where, predicted, rate["median"])
 
 
 def asynchronous() -> Iterator[Pair]:
     """The gain of overlapping steps over the best synchronous schedule, from the bubble of equal stages alone."""
-    for case, found in content("async.json").items():
-        if case == "machine":
-            continue
+    for case, found in matching(content("async.json")):
         schedule, _, m = found["best synchronous"].partition(", M=")
-        kind = find_schedule(schedule)
-        size = int(case.split("K=")[1].split(",")[0])
-        chunks = kind.abilities.min_chunks
-        predicted = 1 / (1 - simulate_equal(kind, Placement(size, chunks, kind.placement), int(m)).bubble)
+        predicted = 1 / computing(schedule, int(case.split("K=")[1].split(",")[0]), int(m))
         for weights, rate in found["faster than the best synchronous"].items():
-            yield Pair(
-                "schedule alone: asynchronous over synchronous", f"{case}, {weights}", predicted, rate["median"]
-            )
+            kind = "schedule alone: asynchronous over synchronous"
+            yield Pair(kind, f"{case}, {weights}", predicted, rate["median"])
 
 
 SOURCES = (planned, after_transitions, weight_gradients, caching, of_schedules, asynchronous)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hf_pipetransformer.planning.simulator import Durations, simulate
-from hf_pipetransformer.planning.slice_costs import Times, plan_slices
+from hf_pipetransformer.planning.slice_costs import plan_slices
 from hf_pipetransformer.schedules import find_schedule
 
 from .papers import against, machine_of
@@ -81,39 +81,30 @@ def slice_seconds(setting: Setting, sequences: int, tokens: Any, context: Any) -
     return setting.layers / setting.stages * (3 * forward + 2 * reduced) + 2 * hop
 
 
-def times_of(setting: Setting, sequences: int) -> Times:
-    """Return the times of all slices of a batch slice, as `plan_slices` takes them."""
-    granules = np.arange(setting.length // GRANULE) * GRANULE
-    tokens, context = np.meshgrid(granules + GRANULE, granules, indexing="ij")
-    times: Times = slice_seconds(setting, sequences, tokens, context)[None]
-    return times
-
-
 def simulated(setting: Setting, num_microbatches: int, lengths: list[int]) -> float:
     """Return the seconds of a step by the schedule's table, with the reduction over replicas."""
     size, starts = setting.samples // num_microbatches, np.cumsum([0, *lengths[:-1]])
     seconds = slice_seconds(setting, size, np.array(lengths), starts).tolist()
     table = find_schedule("token").table(setting.stages, num_microbatches, num_token_slices=len(lengths))
     forward, backward = (1 / 3,) * setting.stages, (2 / 3,) * setting.stages
-    return (
-        simulate(table, Durations(forward, backward, factors=tuple(seconds * num_microbatches))).end
-        + setting.reduction
-    )
+    durations = Durations(forward, backward, factors=tuple(seconds * num_microbatches))
+    return simulate(table, durations).end + setting.reduction
 
 
 def compare(setting: Setting) -> tuple[float, float, tuple[int, list[int]]]:
     """Return the seconds of the best step without and with token slices, and its batch slices and token slices."""
-    samples = setting.samples
+    samples, granules = setting.samples, np.arange(setting.length // GRANULE) * GRANULE
+    tokens, context = np.meshgrid(granules + GRANULE, granules, indexing="ij")
     counts = [n for n in range(1, samples + 1) if samples % n == 0 and (n & (n - 1) == 0 or n == samples)]
     plans = {}
     for count in counts:
-        (_, granules), *_ = plan_slices(
-            times_of(setting, samples // count), 1 + (setting.stages - 1) / count, 1
-        ).slices
-        lengths = [GRANULE * each for each in granules]
+        times = slice_seconds(setting, samples // count, tokens, context)[None]
+        (_, found), *_ = plan_slices(times, 1 + (setting.stages - 1) / count, 1).slices
+        lengths = [GRANULE * each for each in found]
         plans[simulated(setting, count, lengths)] = count, lengths
     whole = min(simulated(setting, count, [setting.length]) for count in counts)
-    return whole, min(plans), plans[min(plans)]
+    sliced, plan = min(plans.items())
+    return whole, sliced, plan
 
 
 def fitted_seconds() -> float:

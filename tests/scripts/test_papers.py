@@ -1,17 +1,15 @@
-"""The papers' tables: simulated speed-ups within bounds counted here, the loop over a run, the page, and errors."""
+"""The papers' tables: simulated speed-ups within bounds counted here, the page, and errors."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from bench import simulator, tables, terapipe
-from bench.papers import CLUSTER, REPOSITORY, SETTINGS, Job, Parts, baseline_hours, fitted, simulate_run, speedup
-
-from hf_pipetransformer.planning.forecast import Forecast, Storing
+from bench.measure import REPOSITORY
+from bench.papers import SETTINGS, Job, Parts, fitted
 
 
 CIFAR = SETTINGS["CIFAR-100"]
@@ -31,7 +29,7 @@ def forwards(frozen: int, computed: int) -> int:
 )
 def test_a_run_is_as_fast_as_the_count_of_forwards_and_the_bubble_allow(cache: str, computed: list[int]) -> None:
     job = Job(CIFAR)
-    found = speedup(job, parts=Parts(cache=cache))
+    found = job.run(parts=Parts(cache=cache)).speedup
     count = EPOCHS * forwards(0, 0) / sum(map(forwards, FROZEN, computed))
     k, m = job.start.pipeline_size, job.start.num_microbatches
     # Stages of a static pipeline have whole sublayers: the slowest of eight may have half a layer more than the mean.
@@ -42,7 +40,7 @@ def test_a_run_is_as_fast_as_the_count_of_forwards_and_the_bubble_allow(cache: s
 def test_every_mechanism_adds_to_the_speed() -> None:
     job = Job(CIFAR)
     freeze, replicas, all_of_them = (
-        speedup(job, parts=parts) for parts in (Parts(False, False, "off"), Parts(cache="off"), Parts())
+        job.run(parts=parts).speedup for parts in (Parts(False, False, "off"), Parts(cache="off"), Parts())
     )
     assert 1 < freeze < replicas < all_of_them
     # Without stages to pack, backwards are what freezing saves: at most two of three parts of the run.
@@ -51,26 +49,8 @@ def test_every_mechanism_adds_to_the_speed() -> None:
 
 def test_a_fitted_device_takes_the_papers_time_for_the_baseline() -> None:
     job = fitted(CIFAR)
-    assert baseline_hours(job) == pytest.approx(CIFAR.hours[0], rel=0.05)
+    assert job.static_seconds == pytest.approx(3600 * CIFAR.hours[0], rel=0.05)
     assert 0 < job.utilization < 1
-
-
-class OfOneNetwork(Job):
-    """All links alike, as a `Forecast` assumes."""
-
-    def overheads(self, layout: Any, samples: int) -> Any:
-        return replace(self.planner.costs.overheads, reduction_per_byte=1 / CLUSTER["link"])
-
-
-def test_the_loop_over_a_run_is_the_forecast_of_the_library() -> None:
-    job = OfOneNetwork(CIFAR)
-    spans, parts = job.spans(1 / 3), Parts()
-    forecast = Forecast(
-        job.start, job.costs, job.overheads(job.start, 1), job.global_batch // 16, 1, job.steps_per_epoch,
-        lambda layout, frozen, level: job.following(layout, frozen, level, parts),
-        Storing(job.cache_costs(), "auto"),
-    )  # fmt: skip
-    assert simulate_run(job, spans, parts).seconds == pytest.approx(forecast.seconds(spans), rel=1e-9)
 
 
 def test_slices_gain_at_most_the_bubble_of_whole_sequences() -> None:

@@ -26,6 +26,7 @@ from transformers import (
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
+    default_data_collator,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -382,7 +383,7 @@ def test_folders_of_images_become_pixels_and_class_ids(tmp_path: Path, pictures:
     prepared = run_image_classification.prepare(
         data, data_args, ids, ViTImageProcessorPil(size={"height": 4, "width": 4})
     )
-    batch = run_image_classification.collate([prepared["train"][row] for row in range(9)])
+    batch = default_data_collator([prepared["train"][row] for row in range(9)])
     assert batch["pixel_values"].shape == (9, 3, 4, 4)
     brightest_channel = batch["pixel_values"].mean(dim=(2, 3)).argmax(dim=1)
     assert torch.equal(2 - brightest_channel, batch["labels"])
@@ -458,16 +459,12 @@ def test_parquet_files_with_the_columns_of_cifar_become_pixels_and_class_ids(tmp
     ids = script_utils.class_ids(names, ViTConfig())
     processor = ViTImageProcessorPil(size={"height": 4, "width": 4})
     prepared = run_image_classification.prepare(data, data_args, ids, processor)
-    batch = run_image_classification.collate([prepared["validation"][row] for row in range(4)])
+    batch = default_data_collator([prepared["validation"][row] for row in range(4)])
     assert batch["labels"].tolist() == [ids[name] for name in ("red", "green", "green", "red")]
     assert torch.equal(batch["pixel_values"].mean(dim=(2, 3)).argmax(dim=1), torch.tensor([0, 1, 1, 0]))
     unnamed = run_image_classification.ImageDataArguments(train_file="x", label_column_name=label)
     with pytest.raises(ValueError, match="expected `image`. Name yours with --image_column_name"):
         run_image_classification.prepare(data, unnamed, ids, processor)
-
-
-def test_samples_without_labels_are_collated_for_prediction() -> None:
-    assert list(run_image_classification.collate([{"pixel_values": torch.zeros(3, 2, 2)}])) == ["pixel_values"]
 
 
 # --- whole runs on two processes
