@@ -33,7 +33,7 @@ class EmbeddingGradients:
     @property
     def parameters(self) -> set[nn.Parameter]:
         """Return the tables whose gradient is complete only after `add`."""
-        return {module.weight for module in self._modules if _is_kept(module.weight)}
+        return {table for module in self._modules for table in module.parameters() if _is_kept(table)}
 
     def clear(self) -> None:
         """Drop all that is kept."""
