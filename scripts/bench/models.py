@@ -124,32 +124,38 @@ def passages(file: Path | str, count: int) -> Any:
     return Dataset.from_dict({"text": texts[:count]})
 
 
-def sst2(data: Path | str, num_sentences: int) -> dict[str, Any]:
-    """MiniLM with its tokenizer, training sentences of SST-2 and all 872 validation sentences, dropout 0."""
+def sst2(data: Path | str, num_sentences: int, is_drawn: bool = False, **options: Any) -> dict[str, Any]:
+    """MiniLM with its tokenizer, training sentences of SST-2 and all 872 validation sentences, dropout 0.
+
+    Args:
+        is_drawn: training sentences are not the first ones but drawn, the same each time.
+        options: of the model, as in the next function.
+    """
     from datasets import load_dataset
 
     transformers.set_seed(0)
     folder, kind = minilm_folder(), transformers.AutoModelForSequenceClassification
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = kind.from_pretrained(folder, num_labels=2, **NO_DROPOUT)
+    model = kind.from_pretrained(folder, num_labels=2, **NO_DROPOUT, **options)
     files = {"train": f"{data}/sst2_train.parquet", "dev": f"{data}/sst2_dev.parquet"}
     splits = load_dataset("parquet", data_files=files)
+    order = torch.randperm(len(splits["train"]), generator=torch.Generator().manual_seed(0)).tolist()
+    splits["train"] = splits["train"].select((order if is_drawn else range(len(order)))[:num_sentences])
     splits = splits.map(lambda rows: tokenizer(rows["sentence"], truncation=True, max_length=128), batched=True)
-    training = splits["train"].select(range(num_sentences))
     return {
-        "model": model, "train_dataset": training, "eval_dataset": splits["dev"], "processing_class": tokenizer,
+        "model": model, "train_dataset": splits["train"], "eval_dataset": splits["dev"], "processing_class": tokenizer,
     }  # fmt: skip
 
 
 def cifar10_images(
-    data: Path | str, models: Path | str, num_images: int, num_test_images: int
+    data: Path | str, models: Path | str, num_images: int, num_test_images: int, **options: Any
 ) -> tuple[Any, Any, Any]:
     """The pretrained ViT, training and test images; an image is decoded each time it is read."""
     from datasets import load_dataset
 
     transformers.set_seed(0)
     model = transformers.AutoModelForImageClassification.from_pretrained(
-        Path(models) / "vit-12x192-patch4-32px", num_labels=10, ignore_mismatched_sizes=True, **NO_DROPOUT
+        Path(models) / "vit-12x192-patch4-32px", num_labels=10, ignore_mismatched_sizes=True, **NO_DROPOUT, **options
     )
     files = {"train": f"{data}/cifar10_train_20000.parquet", "test": f"{data}/cifar10_test_4000.parquet"}
     splits = load_dataset("parquet", data_files=files)
