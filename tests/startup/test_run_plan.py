@@ -44,6 +44,8 @@ IMAGENET = [
 HALF_FROZEN = "first 1/2 frozen, half of the epochs"
 """A contender of the study of accuracy against time."""
 SMALL = ["--processes", "2", "--device_memory", "4", "--sequence_length", "64", "--samples", "6400"]
+SHORT = [*SMALL, "--samples", "1600"]
+"""Three epochs of 100 steps each."""
 
 
 class Planner:
@@ -161,9 +163,10 @@ def test_7b_on_4_devices_of_24_gb_names_bytes_and_what_helps(plan: Planner) -> N
     found = plan.json("llama_7b", *options, "--per_device_train_batch_size", "1")
     # In bfloat16: weights, gradients, two moments. The gradients' float32 sums would not fit.
     assert [each["pipeline_size"] for each in found["options"] if each["fits"]] == [4]
-    assert [sum(sizes(found, part)) / found["num_parameters"] for part in ("weights", "gradients", "optimizer")] == [
-        2, 2, 4,
-    ]  # fmt: skip
+    assert [sum(sizes(found, part)) / found["num_parameters"] for part in ("weights", "optimizer")] == [2, 4]
+    # At the fullest moment of the first stage the gradient of its word embeddings is not there yet, only some rows.
+    table = 2 * 32_000 * 4096
+    assert 0.9 * table < 2 * found["num_parameters"] - sum(sizes(found, "gradients")) < table
     plan.text("llama_7b", *options, "--per_device_train_batch_size", "16")
     assert plan.status == 1
 
@@ -213,8 +216,9 @@ def test_nothing_is_said_of_freezing_that_is_not_known(plan: Planner) -> None:
     assert "Without --samples" not in text and "Frozen" not in text
     text = plan.text("minilm", *SMALL, "--freeze_policy", "fixed", "--freeze_at", "10:3,20:0")
     assert "The policy may unfreeze layers: what it saves is not predicted." in text
-    text = plan.text("minilm", *SMALL)
+    text = plan.text("minilm", *SHORT)
     assert "Nothing freezes with these options" in text and "No gain" not in text and MEASURED in text
+    assert "Measured" not in plan.text("minilm", *SMALL), "1,200 steps"
     text = plan.text("minilm", *SMALL, "--freeze_policy", "gradient_norm")
     assert "at most" in text and "Predicted time: at least" in text
 
@@ -223,9 +227,9 @@ def test_the_verdict_on_a_short_run_says_what_was_measured_of_half_of_its_layers
     """In others, and of other layers, nothing is claimed; the sentence's figures are those of the committed study."""
     half = ["--freeze_layers", "1/2"]
     for options in (half, ["--freeze_policy", "auto"]):
-        assert plan.json("minilm", *SMALL, *options)["verdicts"][-1].endswith(MEASURED), options
+        assert plan.json("minilm", *SHORT, *options)["verdicts"][-1].endswith(MEASURED), options
     for options in (["--num_train_epochs", "4", *half], ["--freeze_layers", "1/3"]):
-        assert "Measured" not in plan.text("minilm", *SMALL, *options), options
+        assert "Measured" not in plan.text("minilm", *SHORT, *options), options
     study = json.loads((Path(__file__).resolve().parents[2] / "benchmarks" / "front.json").read_text())["tasks"]
     rows = {name: row for name, task in study.items() for row in task["rows"] if row["contender"] == HALF_FROZEN}
     found = {name: row["against_full_at_equal_time"] for name, row in rows.items()}
