@@ -54,8 +54,9 @@ def start_stage(
 def make_stage(view: StageView, store: ParameterStore, layout: Layout, settings: StageSettings) -> Stage:
     """Build this rank's stage under a layout; `store` may still hold the parameters of another one."""
     groups = settings.topology.groups(layout.places)
-    # A loss that calls autograd itself runs on the stage with the head, where nothing is kept back.
-    keeps = layout.num_stages > 1 and groups.is_first
+    # A loss that calls autograd itself runs on the stage with the head, where nothing is kept back. Steps that overlap
+    # mostly have one micro-batch, and those of more give the bits of one process that delays its updates.
+    keeps = layout.num_stages > 1 and groups.is_first and not layout.abilities.overlaps_steps
     embeddings = EmbeddingGradients(embeddings_of(view.model, view.structure.layers) if keeps else [])
     engine = make_engine(view, layout, groups, settings, embeddings)
     owners = {name: layout.ranks_of(blocks) for name, blocks in settings.probe.structure.blocks_of_parameter.items()}
