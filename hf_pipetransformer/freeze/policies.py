@@ -201,7 +201,7 @@ class Auto(FreezePolicy):
 MEASURED = (
     "Measured in runs of 2 or 3 epochs and some hundred steps with half of the layers frozen from the start and "
     "stored (freeze_policy='auto'): 0.6 to 8.5 points above full fine-tuning of equal time in all 7 settings that it "
-    "was chosen on; -0.6 [-4.5, 3.4] and 0.9 [-4.1, 5.8] on 2 others (docs/recipes/prefix.md)."
+    "was chosen on; 1.1 [-2.2, 4.5] and 1.4 [-1.7, 4.6] on 2 others (docs/recipes/prefix.md)."
 )
 
 
