@@ -64,7 +64,8 @@ demo: $(DEMO_INSTALLED)
 
 # What starts several processes leaves cores half idle: the tests run in two halves, and the other half prints when it is
 # done. Whatever is not named here runs in the other half.
-LAUNCHING := $(filter-out tests/distributed/test_equality.py,$(wildcard tests/distributed/test_*.py)) tests/scripts/test_scripts.py
+LAUNCHING := $(filter-out tests/distributed/test_equality.py,$(wildcard tests/distributed/test_*.py)) \
+	tests/scripts/test_scripts.py $(wildcard tests/conformance/test_*.py)
 
 test: $(INSTALLED)
 	@log=$$(mktemp); \
