@@ -7,9 +7,8 @@ every micro-batch. Here only the gradients of the rows that were looked up are k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,12 +16,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from hf_pipetransformer.engine.linear_layers import replaced_forwards
+
 
 class EmbeddingGradients:
     """Gradients of looked-up rows of some embeddings, kept until `add`.
 
     Only for stages that the engine alone runs backward through: a loss that calls autograd itself would miss them.
-    Kept rows are never more than the table has, so that memory does not grow with the batch.
+    As soon as kept rows are more than the table has, they are added: memory does not grow with the batch.
     """
 
     def __init__(self, modules: Iterable[nn.Embedding] = ()) -> None:
@@ -39,21 +40,9 @@ class EmbeddingGradients:
         """Drop all that is kept."""
         self._kept.clear()
 
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def keeping(self) -> AbstractContextManager[None]:
         """Make forwards inside keep the gradients of the rows that they look up."""
-        if not torch.is_grad_enabled():
-            yield
-            return
-        # Leave modules that are already overridden, for example by a library that patches the model.
-        own = [module for module in self._modules if _is_kept(module.weight) and "forward" not in vars(module)]
-        for module in own:
-            vars(module)["forward"] = partial(self._forward, module)
-        try:
-            yield
-        finally:
-            for module in own:
-                del vars(module)["forward"]
+        return replaced_forwards([each for each in self._modules if _is_kept(each.weight)], self._forward)
 
     def add_if_many(self) -> None:
         """Add to `.grad` what is kept of tables with fewer rows than that; call it after a backward."""

@@ -9,8 +9,8 @@ no stage waits for weight gradients. Other layers (norms, embeddings, convolutio
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,22 @@ from hf_pipetransformer.comm.errors import PipelineError
 
 
 _CAST_BY_AUTOCAST = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@contextmanager
+def replaced_forwards(modules: Iterable[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Call `forward(module, ...)` instead of the modules' own forwards inside, where gradients are computed.
+
+    Modules that are already overridden, for example by the stage view, are left alone.
+    """
+    own = [each for each in modules if "forward" not in vars(each)] if torch.is_grad_enabled() else []
+    for module in own:
+        vars(module)["forward"] = partial(forward, module)
+    try:
+        yield
+    finally:
+        for module in own:
+            del vars(module)["forward"]
 
 
 class SharedCasts:
@@ -52,18 +68,9 @@ class SharedCasts:
                 self._casts[key] = weight.to(dtype)
         return self._casts[key]
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self) -> AbstractContextManager[None]:
         """Make forwards inside use the shared casts wherever autograd would save a cast."""
-        # Leave layers that are already overridden, for example by the stage view.
-        own = [each for each in self._layers if "forward" not in vars(each)] if torch.is_grad_enabled() else []
-        for layer in own:
-            vars(layer)["forward"] = partial(self._forward, layer)
-        try:
-            yield
-        finally:
-            for layer in own:
-                del vars(layer)["forward"]
+        return replaced_forwards(self._layers, self._forward)
 
     def _forward(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         forward, weight = type(layer).forward, layer._parameters["weight"]
@@ -124,21 +131,9 @@ class WeightGradients:
         self._put_off.clear()
         self.casts.clear()
 
-    @contextmanager
-    def split_linears(self) -> Iterator[None]:
+    def split_linears(self) -> AbstractContextManager[None]:
         """Make forwards inside defer their weight gradients. Their backwards must then run inside `put_off`."""
-        if not torch.is_grad_enabled():
-            yield
-            return
-        # Leave layers that are already overridden, for example by the stage view.
-        split = [layer for layer in self.layers if "forward" not in vars(layer)]
-        for layer in split:
-            vars(layer)["forward"] = partial(_split_linear, self, layer)
-        try:
-            yield
-        finally:
-            for layer in split:
-                del vars(layer)["forward"]
+        return replaced_forwards(self.layers, partial(_split_linear, self))
 
     @contextmanager
     def put_off(self, index: int) -> Iterator[None]:
