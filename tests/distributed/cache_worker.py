@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from transformers import TrainerCallback, set_seed
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache import cache
 from hf_pipetransformer.cache.folder import StoreFolder
+from hf_pipetransformer.startup import costs
 from tests.distributed.scenarios import RANK, WORLD_SIZE, note, scenario
 from tests.distributed.transition_observer import encoder_parts
 from tests.models import build_model, collate, make_rows
@@ -265,14 +267,22 @@ def weights_change_after_the_fetch_of_images(scenario: Scenario) -> None:
 
 
 def weights_change_on_the_later_stage(scenario: Scenario) -> None:
-    """Blocks of both stages lie below the cached entry; the first one reads, and did not see the change."""
+    """Blocks of both stages lie below the cached entry; the first one reads, and did not see the change.
+
+    Measured times would decide where the second stage begins, and so what it changes: both runs are given equal ones.
+    """
+    changed: list[list[str]] = []
 
     def scale(model: Any, **_kwargs: Any) -> None:
         if RANK == 1:
+            here = {id(parameter) for parameter in frozen_here(model)}
+            changed.append([name for name, parameter in model.named_parameters() if id(parameter) in here])
             scale_in_place(model)
 
     options = {"freeze_at": "2:4"}
-    scenario.both(lambda: Setting(options, callbacks=[At(DISTURBED_AT, scale, before=True)]))
+    with mock.patch.object(costs._Runner, "time", lambda *_args, **_kwargs: (1.0, 2.0)):
+        scenario.both(lambda: Setting(options, callbacks=[At(DISTURBED_AT, scale, before=True)]))
+    scenario.runs["with"]["changed"], scenario.runs["without"]["changed"] = changed or [[], []]
 
 
 def weights_change_within_an_accumulation(scenario: Scenario) -> None:

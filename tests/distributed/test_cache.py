@@ -183,6 +183,8 @@ def test_weights_change_after_the_fetch_of_images(outcome: Outcome):
 
 
 def test_weights_change_on_the_later_stage(outcome: Outcome):
+    first, later = (rank["runs"]["with"]["changed"] for rank in outcome.ranks)
+    assert later and not first and later == outcome.ranks[1]["runs"]["without"]["changed"]
     assert_equal_runs(outcome)
     assert_served(outcome)
     assert warnings_of(outcome, "with", "changed from outside")
