@@ -1,4 +1,4 @@
-"""Cost model of a layout: seconds and bytes of an optimizer step, computed from the costs of each block. Pure."""
+"""Cost model of a layout: seconds of an optimizer step, computed from the costs of each block. Pure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from itertools import pairwise
 
 from hf_pipetransformer.planning.simulator import Durations, Timeline, simulate, steady_seconds
 from hf_pipetransformer.planning.slice_costs import TokenCosts
-from hf_pipetransformer.schedules import FORWARD_ONLY, GRADIENTS_ARE_WHOLE, Op, Table, find_schedule
+from hf_pipetransformer.schedules import FORWARD_ONLY, Table, find_schedule
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import first_above, mlp_of, slice_bounds
-from hf_pipetransformer.schedules.weight_kinds import copies_beside, find_weights
+from hf_pipetransformer.schedules.placement import first_above, slice_bounds
 
 
 WEIGHT_BYTES = 4
 """Bytes of a weight's element unless given otherwise: fp32."""
-
-BLOCKWISE = 4 / 256
-"""Bytes per element of the scales of an optimizer state in 8 or 4 bits: one float32 for 256 elements."""
 
 WEIGHT_SHARE = 0.5
 """Share of a block's backward for the gradients of its weights: one of the two equal products of a linear layer."""
@@ -111,44 +107,6 @@ class BlockCosts:
             backward=tuple(backward * seconds for seconds in self.backward),
             edge_backward=tuple(backward * seconds for seconds in self.edge_backward),
         )
-
-
-_NUM_STATES = {"ademamix": 3, "grokadamw": 3, "adafactor": 0, "adagrad": 1, "lion": 1, "rmsprop": 1, "sgd": 1}
-"""States per weight by a part of the optimizer's name; two, as of Adam, for all others. SGD has one at most, and
-Adafactor's rows and columns are not counted."""
-
-
-@dataclass(frozen=True)
-class MemoryRules:
-    """Settings of a run, besides its layout, that its memory depends on.
-
-    Args:
-        optim: Trainer's name of the optimizer.
-        recompute: a value of `pipeline_checkpoint`.
-        casts: True if autocast keeps a copy of the float32 weights in 16 bits.
-        sums: True if the gradients of half-precision weights are added in float32.
-    """
-
-    optim: str = "adamw_torch"
-    recompute: str = "never"
-    casts: bool = False
-    sums: bool = False
-
-    def state_bytes(self, elements: float, weight_bytes: float) -> float:
-        """Return the bytes of the optimizer's state for `elements` trained weights that take `weight_bytes`.
-
-        bitsandbytes keeps the states of embeddings and small tensors in float32, which is not counted.
-        """
-        name = self.optim
-        if "8bit" in name:
-            size = (1 + BLOCKWISE) * elements
-        elif "4bit" in name:
-            size = (0.5 + BLOCKWISE) * elements
-        elif "32bit" in name or name in ("ademamix", "rmsprop_bnb"):
-            size = 4 * elements
-        else:
-            size = weight_bytes  # torch makes states like the weights.
-        return size * next((count for part, count in _NUM_STATES.items() if part in name), 2)
 
 
 @dataclass(frozen=True)
@@ -263,7 +221,7 @@ def predict_step(
     """
     microbatches, durations = _durations(layout, costs, overheads, samples_per_pipeline)
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
-    hidden = _by_rank(layout, [overheads.hidden_reduction * each for each in durations.backward])
+    hidden = by_rank(layout, [overheads.hidden_reduction * each for each in durations.backward])
     exposed = zip(gradient_bytes(layout, costs), hidden, strict=True)
     reductions = [max(0.0, overheads.reduction_per_byte * size * ring - beside) for size, beside in exposed]
     updates = [overheads.optimizer_per_parameter * count for count in trained_elements(layout, costs)]
@@ -323,7 +281,7 @@ def _durations(
     inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
 
     def seconds(of_blocks: Sequence[float]) -> tuple[float, ...]:
-        return tuple(samples * each + overheads.per_microbatch for each in _by_stage(layout, of_blocks))
+        return tuple(samples * each + overheads.per_microbatch for each in by_stage(layout, of_blocks))
 
     forwards, shares = seconds(block_forwards(costs, layout.cache_level)), _shares(layout, costs, samples)
     parts = (forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
@@ -333,208 +291,17 @@ def _durations(
 
 def trained_elements(layout: Layout, costs: BlockCosts) -> list[float]:
     """Return the elements that each rank of a pipeline trains; those of several blocks count at the first."""
-    return _by_rank(layout, _by_stage(layout, _active(layout, costs.trained)))
+    return by_rank(layout, by_stage(layout, of_active(layout, costs.trained)))
 
 
 def stage_elements(layout: Layout, costs: BlockCosts) -> list[float]:
     """Return the elements of each rank of a pipeline, trained or not; those of several blocks count at the first."""
-    return _by_rank(layout, _by_stage(layout, costs.parameters))
+    return by_rank(layout, by_stage(layout, costs.parameters))
 
 
 def gradient_bytes(layout: Layout, costs: BlockCosts) -> list[float]:
     """Return the bytes of the gradients of each rank of a pipeline, in the dtypes of the weights."""
-    return _by_rank(layout, _by_stage(layout, _active(layout, costs.trained_sizes)))
-
-
-@dataclass
-class RankMemory:
-    """Bytes that a rank holds at the fullest moment of a step, by what they hold.
-
-    `copies` are casts and other versions of weights; `gradients` include float32 sums and the buffers of reductions.
-    `communicators` are those of NCCL, which only the plan of a whole run counts.
-    """
-
-    activations: float
-    weights: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    copies: float = 0.0
-    communicators: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(getattr(self, part.name) for part in fields(self))
-
-
-def rank_memory(
-    layout: Layout,
-    costs: BlockCosts,
-    samples_per_pipeline: int,
-    accumulation: int = 1,
-    weights: str = "pipeoptim",
-    memory: MemoryRules | None = None,
-) -> list[RankMemory]:
-    """Return what each rank of a pipeline needs for training.
-
-    Backwards free activations while they make gradients, so that the fullest moment may have all activations and no
-    gradients. With replicas, reduced gradients lie in flat buffers, into which the last backward of a step moves those
-    of each block; earlier ones leave theirs beside the buffers. A rank that uses a parameter but is not its first user
-    has a copy and a gradient, without optimizer state. If steps overlap, stages keep several versions of the weights
-    they train, by `weights` (a value of `pipeline_weights`). A pipeline's batch has `samples_per_pipeline` samples.
-    """
-    memory = memory or MemoryRules()
-    microbatches = max(1, min(layout.num_microbatches, samples_per_pipeline))
-    samples = samples_per_pipeline / microbatches
-    in_each = replace(
-        costs,
-        activation_bytes=_times(samples, costs.activation_bytes),
-        boundary_bytes=_times(samples, costs.boundary_bytes),
-        working_bytes=_times(samples, costs.working_bytes),
-    )
-    sums = _times(memory.sums, sum_bytes(costs))
-    made = _active(layout, [sum(both) for both in zip(costs.trained_sizes, sums, strict=True)])
-    for blocks, elements in costs.shared:
-        if len(layout.ranks_of(blocks)) == 1 and costs.trained[blocks[0]]:
-            # The gradient of a weight that several blocks share is there from the first backward of one of them on.
-            size = made[blocks[0]] * elements / costs.trained[blocks[0]]
-            made[blocks[0]] -= size
-            made[blocks[-1]] += size
-    late, (table_bytes, table_samples) = 0.0, costs.table
-    if layout.num_stages > 1 and 0 < samples_per_pipeline <= table_samples:
-        # With the float32 sum of a table in half precision.
-        late = made[0] and min(made[0], table_bytes * made[0] / costs.trained_sizes[0])
-    rows = late * samples / table_samples if late else 0.0
-    found = _fullest(layout, in_each, microbatches, made, accumulation == 1, not any(sums), (late, rows))
-    if memory.recompute != "never" and costs.boundary_bytes:
-        recomputed = _recomputed(layout, in_each, microbatches, memory.recompute)
-        gradients = _by_rank(layout, _by_stage(layout, made))
-        whole = [RankMemory(each, gradients=more) for each, more in zip(recomputed, gradients, strict=True)]
-        found = [min(pair, key=lambda rank: rank.total) for pair in zip(found, whole, strict=True)]
-    trained, active = trained_elements(layout, costs), gradient_bytes(layout, costs)
-    reduced = active.copy()
-    sizes = [sum(both) for both in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]
-    casts = _by_rank(layout, _by_stage(layout, _active(layout, _cast_bytes(costs))))
-    for rank, size in enumerate(_by_rank(layout, _by_stage(layout, sizes))):
-        found[rank].weights = size
-        found[rank].optimizer = memory.state_bytes(trained[rank], active[rank])
-        found[rank].copies = memory.casts * casts[rank]
-    shared = [
-        *((entry, True, costs.trained_sizes, costs.trained) for entry in costs.shared),
-        *((entry, False, costs.kept_sizes, costs.kept_elements) for entry in costs.kept_shared),
-    ]
-    for (blocks, elements), is_trained, size_of, count_of in shared:
-        first, *others = layout.ranks_of(blocks)
-        is_trained = is_trained and blocks[0] >= layout.first_active_block
-        # Only the number of elements is known here: assume the average element size of the first block.
-        copy = elements * size_of[blocks[0]] / count_of[blocks[0]] if others else 0.0
-        for rank in others:
-            found[rank].weights += copy
-            found[rank].gradients += copy if is_trained else 0.0
-        if others and is_trained:
-            # A shared parameter has an all-reduce outside the flat buffers.
-            reduced[first] -= copy
-    if layout.abilities.overlaps_steps:
-        kind, num_stages = find_weights(weights), layout.num_stages
-        for stage, own in enumerate(active):
-            versions = kind.copies(stage, num_stages, accumulation * microbatches)
-            beside = copies_beside(kind.direction, memory.optim) if kind.predicts(stage, num_stages) else 0
-            found[stage].copies += own * (versions - 1 + beside)
-    if layout.num_replicas > 1:
-        for rank, size in enumerate(reduced):
-            found[rank].gradients += size
-    return found
-
-
-def _fullest(
-    layout: Layout,
-    costs: BlockCosts,
-    microbatches: int,
-    gradients: Sequence[float],
-    is_alone: bool,
-    sums_in_place: bool,
-    kept_back: tuple[float, float],
-) -> list[RankMemory]:
-    """Return the activations and gradients of each rank at its fullest moment; `costs` has those of one micro-batch.
-
-    `gradients` are bytes by block. `is_alone` says that a step has one batch, at whose begin there are none,
-    `sums_in_place` that gradients are summed in the precision of the weights. `kept_back` are the bytes of block 0's
-    gradients that are made after the last backward, and those that are kept for them from each backward.
-    """
-    if layout.abilities.overlaps_steps:
-        # Without a flush, forwards of later steps start before the backwards of these have ended.
-        microbatches, is_alone = max(microbatches, layout.pipeline_size), False
-    shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
-    table, found = find_schedule(layout.schedule).table(*shape), list[RankMemory]()
-    is_moved = is_alone and sums_in_place and microbatches == 1 and layout.num_replicas > 1
-    working = costs.working_bytes or (0.0,) * len(gradients)
-    for rank, actions in enumerate(table):
-        stages = layout.places.stages_of(rank)
-        own = [layout.blocks_of(stage) for stage in stages]
-        blocks = [[block for block in each if block >= layout.first_active_block] for each in own]
-        made: set[int] = set() if is_alone else {block for each in blocks for block in each}
-        held = 0.0
-        moments = [RankMemory(0.0, gradients=sum(gradients[block] for block in made))]
-        for op, _, chunk in actions:
-            if op is Op.FORWARD:
-                for block in own[chunk]:
-                    held += costs.activation_bytes[block] if block in blocks[chunk] else 0.0
-                    moments.append(RankMemory(held + working[block], gradients=moments[-1].gradients))
-            elif op is Op.BACKWARD_INPUT:
-                most = max((working[block] for block in blocks[chunk]), default=0.0)
-                moments.append(RankMemory(held + most, gradients=moments[-1].gradients))
-            elif op in GRADIENTS_ARE_WHOLE:
-                for block in reversed(blocks[chunk]):
-                    before = 0.0 if is_moved else moments[-1].gradients
-                    moments.append(RankMemory(held + working[block], gradients=before))
-                    held -= costs.activation_bytes[block]
-                    late, rows = kept_back if block == 0 and is_alone else (0.0, 0.0)
-                    more = rows + (gradients[block] - late) * (block not in made)
-                    moments.append(RankMemory(held, gradients=before + more))
-                    made |= {block} if not is_moved else set()
-        if is_alone and 0 in made:
-            moments.append(RankMemory(held, gradients=moments[-1].gradients + kept_back[0]))
-        found.append(max(moments, key=lambda moment: moment.total))
-    return found
-
-
-def _recomputed(layout: Layout, costs: BlockCosts, microbatches: int, recompute: str) -> list[float]:
-    """Return the most bytes of activations that each rank holds if it recomputes; `costs` are of one micro-batch."""
-    shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
-    peaks, sizes = find_schedule(layout.schedule).peaks, _active(layout, costs.activation_bytes)
-    whole, working = _by_stage(layout, sizes), costs.working_bytes or (0.0,) * len(sizes)
-    # Every micro-batch in flight keeps inputs. Besides, one is recomputed at a time, and one may be left whole.
-    inputs, at_once = [], []
-    for stage, size in enumerate(whole):
-        own = [block for block in layout.blocks_of(stage) if block >= layout.first_active_block]
-        layers = [block for block in own if 0 < block < len(sizes) - 1]
-        if recompute == "layers":
-            # A stage's part of a layer is recomputed as one. Embeddings and head are not.
-            parts = [[b for b in layers if mlp_of(layer) - b in (0, 1)] for layer in range(layout.num_layers)]
-            kept = sum(sizes[block] for block in own if block not in layers)
-            inputs.append(kept + sum(costs.boundary_bytes[part[0]] for part in parts if part))
-            at_once.append(max(sum(sizes[block] + working[block] for block in part) for part in parts))
-        else:
-            inputs.append(costs.boundary_bytes[own[0]] if own else 0.0)
-            most = max((working[block] for block in own), default=0.0)
-            at_once.append(size * (2 if recompute == "except_last" else 1) + most)
-    largest = [max(at_once[stage] for stage in layout.places.stages_of(rank)) for rank in range(layout.pipeline_size)]
-    return [sum(both) for both in zip(peaks(inputs, *shape), largest, strict=True)]
-
-
-def _cast_bytes(costs: BlockCosts) -> list[float]:
-    """Return the bytes of 16-bit copies of the float32 weights of each block."""
-    kinds = ((costs.trained, costs.trained_sizes), (costs.kept_elements, costs.kept_sizes))
-    whole = [[size if size == 4 * count else 0 for count, size in zip(*kind, strict=True)] for kind in kinds]
-    return [sum(both) / 2 for both in zip(*whole, strict=True)]
-
-
-def sum_bytes(costs: BlockCosts) -> list[float]:
-    """Return the bytes of float32 sums of the gradients of each block's half-precision weights."""
-    return [4.0 * count * (size < 4 * count) for count, size in zip(costs.trained, costs.trained_sizes, strict=True)]
-
-
-def _times(factor: float, values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(factor * value for value in values)
+    return by_rank(layout, by_stage(layout, of_active(layout, costs.trained_sizes)))
 
 
 def _shares(layout: Layout, costs: BlockCosts, samples: float) -> tuple[float, ...]:
@@ -544,15 +311,17 @@ def _shares(layout: Layout, costs: BlockCosts, samples: float) -> tuple[float, .
     return tuple(costs.slices.shares(samples, [stop - start for start, stop in pairwise(bounds)]))
 
 
-def _active(layout: Layout, values: Sequence[float]) -> list[float]:
-    """Return `values` with zeros for the frozen blocks."""
+def of_active(layout: Layout, values: Sequence[float]) -> list[float]:
+    """Return `values`, one for each block, with zeros for the frozen ones."""
     first = layout.first_active_block
     return [0.0] * first + list(values[first:])
 
 
-def _by_stage(layout: Layout, values: Sequence[float]) -> list[float]:
+def by_stage(layout: Layout, values: Sequence[float]) -> list[float]:
+    """Return the sums over each stage's blocks."""
     return [sum(values[block] for block in layout.blocks_of(stage)) for stage in range(layout.num_stages)]
 
 
-def _by_rank(layout: Layout, values: Sequence[float]) -> list[float]:
+def by_rank(layout: Layout, values: Sequence[float]) -> list[float]:
+    """Return the sums over the stages of each rank of a pipeline."""
     return [sum(values[stage] for stage in layout.places.stages_of(rank)) for rank in range(layout.pipeline_size)]

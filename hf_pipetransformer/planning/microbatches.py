@@ -8,14 +8,13 @@ from dataclasses import replace
 
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
-    MemoryRules,
     Overheads,
     block_backwards,
     block_forwards,
     gradient_bytes,
-    rank_memory,
     trained_elements,
 )
+from hf_pipetransformer.planning.memory import MemoryRules, rank_memory
 from hf_pipetransformer.planning.planner import MEMORY_RESERVE
 from hf_pipetransformer.schedules.layout import Layout
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from hf_pipetransformer.planning.costs import (
     WORK_OVERHEADS,
     BlockCosts,
-    MemoryRules,
     Overheads,
     Prediction,
     block_loads,
     costs_by_work,
     predict_step,
-    rank_memory,
 )
+from hf_pipetransformer.planning.memory import MemoryRules, rank_memory
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.token_plans import cut_layout
 from hf_pipetransformer.schedules import Abilities, find_schedule

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hf_pipetransformer.planning.costs import RankMemory, stage_elements, trained_elements
+from hf_pipetransformer.planning.costs import stage_elements, trained_elements
+from hf_pipetransformer.planning.memory import RankMemory
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_of

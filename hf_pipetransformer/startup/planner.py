@@ -18,15 +18,13 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import (
     UPDATE_WORK,
     BlockCosts,
-    MemoryRules,
     Overheads,
     block_loads,
     costs_by_work,
     predict_step,
-    rank_memory,
-    sum_bytes,
 )
 from hf_pipetransformer.planning.forecast import Forecast, Storing
+from hf_pipetransformer.planning.memory import MemoryRules, rank_memory, sum_bytes
 from hf_pipetransformer.planning.planner import (
     MEMORY_RESERVE,
     PipelineShape,

@@ -19,15 +19,9 @@ from transformers import BertConfig, PreTrainedConfig, ViTConfig
 
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.freeze.policies import Schedule, freezing_of
-from hf_pipetransformer.planning.costs import (
-    BlockCosts,
-    Overheads,
-    block_loads,
-    gradient_bytes,
-    predict_step,
-    rank_memory,
-)
+from hf_pipetransformer.planning.costs import BlockCosts, Overheads, block_loads, gradient_bytes, predict_step
 from hf_pipetransformer.planning.forecast import MOVED_BYTES, Forecast, Storing, prefix_seconds, seconds_left
+from hf_pipetransformer.planning.memory import rank_memory
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory
 from hf_pipetransformer.planning.planner import MEMORY_RESERVE, PipelineShape, largest_rank_size, plan_layout
 from hf_pipetransformer.planning.storing import CacheCosts

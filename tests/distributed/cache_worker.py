@@ -280,7 +280,7 @@ def weights_change_on_the_later_stage(scenario: Scenario) -> None:
             scale_in_place(model)
 
     options = {"freeze_at": "2:4"}
-    with mock.patch.object(costs._Runner, "time", lambda *_args, **_kwargs: (1.0, 2.0)):
+    with mock.patch.object(costs._Runner, "time", return_value=(1.0, 2.0)):
         scenario.both(lambda: Setting(options, callbacks=[At(DISTURBED_AT, scale, before=True)]))
     scenario.runs["with"]["changed"], scenario.runs["without"]["changed"] = changed or [[], []]
 

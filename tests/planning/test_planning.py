@@ -14,14 +14,8 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import (
-    BlockCosts,
-    MemoryRules,
-    Overheads,
-    block_loads,
-    predict_step,
-    rank_memory,
-)
+from hf_pipetransformer.planning.costs import BlockCosts, Overheads, block_loads, predict_step
+from hf_pipetransformer.planning.memory import MemoryRules, rank_memory
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.planner import (

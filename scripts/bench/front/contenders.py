@@ -45,7 +45,8 @@ _CIFAR10, _DIGITS = (TaskSettings("accuracy", number, 5, 32, 12, 3e-4) for numbe
 SETTINGS = {
     "sst2": _SENTENCES, "sst2_no_dropout": _SENTENCES, "squad": _QUESTIONS, "squad_no_dropout": _QUESTIONS,
     "answers": _QUESTIONS, "answers_no_dropout": _QUESTIONS, "cifar10": _CIFAR10, "cifar10_augmented": _CIFAR10,
-    "entailment": _SENTENCES, "digits": _DIGITS, "sst2_long": replace(_SENTENCES, num_training=20_000),
+    "entailment": _SENTENCES, "digits": _DIGITS, "sst2_middle": replace(_SENTENCES, num_training=6_400),
+    "squad_middle": replace(_QUESTIONS, num_training=3_200), "sst2_long": replace(_SENTENCES, num_training=20_000),
 }  # fmt: skip
 
 

@@ -26,6 +26,8 @@ TITLES = {
     "cifar10_augmented": "CIFAR-10 with random crop and flip, accuracy",
     "entailment": "does a sentence answer a question of SQuAD, accuracy",
     "digits": "handwritten digits, accuracy",
+    "sst2_middle": "6,400 phrases of SST-2, accuracy",
+    "squad_middle": "3,200 questions of SQuAD, F1",
     "sst2_long": "20,000 phrases of SST-2, accuracy",
 }
 HEADER = (

@@ -336,7 +336,8 @@ def digits(data: Path, models: Path) -> Task:
 
 
 TASKS: dict[str, Callable[[Path, Path], Task]] = {
-    "sst2": sst2, "sst2_long": sst2, "squad": squad, "answers": answers, "entailment": entailment,
-    "cifar10": cifar10, "cifar10_augmented": partial(cifar10, augments=True), "digits": digits,
+    "sst2": sst2, "sst2_middle": sst2, "sst2_long": sst2, "squad": squad, "squad_middle": squad, "answers": answers,
+    "entailment": entailment, "cifar10": cifar10, "cifar10_augmented": partial(cifar10, augments=True),
+    "digits": digits,
 }  # fmt: skip
 """Made from the folders of data and models; text tasks also without dropout, see `make_task`."""
