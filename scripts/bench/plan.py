@@ -4,7 +4,8 @@ Three models with random weights are trained on two processes, as two replicas (
 planned twice: by `--plan_only`, which measures the blocks at its start, and by `hf-pipetransformer plan` from its
 config, with the rates of this machine: products and copies that are timed here, and the all-reduce that `--plan_only`
 measured. Plans and runs take turns. Memory is the peak of a process's anonymous memory while it trains, beyond what it
-had before the model was made and after it was trained once.
+had before the model was made and after it was trained once; plans and runs of it have `full_determinism`, under which
+operations are counted to place stages: measured times may place those of a run elsewhere than those of its plan.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from .training import StepClock, train
 
 
 NUM_STEPS, SKIPPED = 12, 3
+SAME_STAGES = {"full_determinism": True}
 MODELS = {
     "MiniLM": RandomModel(partial(bert, vocab_size=30522), 32, 6), "ViT": RandomModel(vit, 64, 12),
     "Llama": RandomModel(llama, 16, 8),
@@ -62,10 +64,10 @@ def run(name: str, num_stages: int, memory: PeakMemory | None = None, **options:
     return clock.seconds
 
 
-def planned(name: str, num_stages: int) -> dict[str, Any]:
+def planned(name: str, num_stages: int, **options: Any) -> dict[str, Any]:
     """The plan of `--plan_only` on rank 0, which writes it."""
     with contextlib.redirect_stdout(io.StringIO()):
-        run(name, num_stages, plan_only=True)
+        run(name, num_stages, plan_only=True, **options)
     return json.loads(Path("output", "plan.json").read_text()) if os.environ["RANK"] == "0" else {}
 
 
@@ -76,10 +78,10 @@ def step_seconds(name: str, num_stages: int) -> float:
 
 def bytes_used(name: str, num_stages: int) -> int:
     """Measure memory, of a process that has trained before: libraries allocate some things once."""
-    run(name, num_stages, max_steps=2)
+    run(name, num_stages, max_steps=2, **SAME_STAGES)
     gc.collect()
     memory = PeakMemory("made")
-    run(name, num_stages, memory, max_steps=4)
+    run(name, num_stages, memory, max_steps=4, **SAME_STAGES)
     memory.end()
     return memory.peaks["training"]
 
@@ -122,20 +124,25 @@ def measured(name: str, num_stages: int, rounds: int, found_rates: dict[str, flo
     turns = alternate({call.__name__: run for call, run in calls.items()}, rounds)
     plans, steps = [ranks[0] for ranks in turns["planned"]], [max(ranks) for ranks in turns["step_seconds"]]
     used = launch_all(bytes_used, 2, name, num_stages, environment=RETURNS_FREED)
+    again = launch_all(partial(planned, **SAME_STAGES), 2, name, num_stages)[0]["chosen"]
     per_byte = statistics.median(each["overheads"]["reduction_per_byte"] for each in plans)
     model, _ = MODELS[name].make(1)
-    from_config = plan_of(model, {
+    options = {
         "processes": 2, "device_memory": 8, "sequence_length": 128, "communicator_gb": 0,
         "device_tflops": found_rates["TFLOP/s"], "memory_bandwidth": found_rates["GB/s of memory"],
         "bandwidth": 1e-9 / per_byte, "per_device_train_batch_size": MODELS[name].batch // 2,
         "pipeline_parallel_size": num_stages,
         **({"pipeline_parallel_num_microbatches": 4} if num_stages > 1 else {}),
-    })  # fmt: skip
+    }  # fmt: skip
+    of_config, of_config_again = plan_of(model, options), plan_of(model, options | SAME_STAGES)
     found: dict[str, Any] = {"rates": found_rates}
-    for way, chosen in {"--plan_only": [each["chosen"] for each in plans], "from the config": [from_config]}.items():
+    for way, chosen, same in (
+        ("--plan_only", [each["chosen"] for each in plans], again),
+        ("from the config", [of_config], of_config_again),
+    ):
         found[f"seconds of a step, {way}"] = beside([each["step_seconds"] for each in chosen], steps)
         # Every replica has the memory of the one rank of its pipeline.
-        totals = [rank["total"] for rank in chosen[0]["memory"]] * (3 - num_stages)
+        totals = [rank["total"] for rank in same["memory"]] * (3 - num_stages)
         found[f"bytes of each rank, {way}"] = [beside([a], [b]) for a, b in zip(totals, used, strict=True)]
     return found
 
