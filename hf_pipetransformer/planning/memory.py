@@ -19,6 +19,9 @@ from hf_pipetransformer.schedules.placement import mlp_of
 from hf_pipetransformer.schedules.weight_kinds import copies_beside, find_weights
 
 
+MEMORY_RESERVE = 0.1
+"""Share of a device's memory that a plan leaves free."""
+
 BLOCKWISE = 4 / 256
 """Bytes per element of the scales of an optimizer state in 8 or 4 bits: one float32 for 256 elements."""
 

@@ -14,8 +14,7 @@ from hf_pipetransformer.planning.costs import (
     gradient_bytes,
     trained_elements,
 )
-from hf_pipetransformer.planning.memory import MemoryRules, rank_memory
-from hf_pipetransformer.planning.planner import MEMORY_RESERVE
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 from hf_pipetransformer.schedules.layout import Layout
 
 

@@ -14,7 +14,7 @@ from hf_pipetransformer.planning.costs import (
     costs_by_work,
     predict_step,
 )
-from hf_pipetransformer.planning.memory import MemoryRules, rank_memory
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.token_plans import cut_layout
 from hf_pipetransformer.schedules import Abilities, find_schedule
@@ -22,9 +22,6 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Plans, first_above, num_layers, pipeline_sizes
 from hf_pipetransformer.schedules.weight_kinds import find_weights
 
-
-MEMORY_RESERVE = 0.1
-"""Share of a device's memory that a plan leaves free."""
 
 SAMPLES_PER_MICROBATCH = 4
 """Least samples of a micro-batch chosen by rule: below it, launch costs outweigh the smaller bubble."""

@@ -24,9 +24,8 @@ from hf_pipetransformer.planning.costs import (
     predict_step,
 )
 from hf_pipetransformer.planning.forecast import Forecast, Storing
-from hf_pipetransformer.planning.memory import MemoryRules, rank_memory, sum_bytes
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory, sum_bytes
 from hf_pipetransformer.planning.planner import (
-    MEMORY_RESERVE,
     PipelineShape,
     PlanInputs,
     PlanRules,

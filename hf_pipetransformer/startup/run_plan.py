@@ -16,8 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads, predict_step, predict_timeline
 from hf_pipetransformer.planning.forecast import Course, Duration, Storing, prefix_seconds
-from hf_pipetransformer.planning.memory import RankMemory, rank_memory
-from hf_pipetransformer.planning.planner import MEMORY_RESERVE
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory
 from hf_pipetransformer.planning.simulator import Timeline
 from hf_pipetransformer.planning.storing import CacheCosts, Caching, why_not_over_nodes
 from hf_pipetransformer.schedules import SCHEDULE_NAMES

@@ -15,11 +15,10 @@ import pytest
 
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads, block_loads, predict_step
-from hf_pipetransformer.planning.memory import MemoryRules, rank_memory
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.planner import (
-    MEMORY_RESERVE,
     PipelineShape,
     Plan,
     PlanInputs,
