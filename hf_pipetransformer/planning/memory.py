@@ -110,12 +110,7 @@ def rank_memory(
     )
     sums = _times(memory.sums, sum_bytes(costs))
     made = of_active(layout, [sum(both) for both in zip(costs.trained_sizes, sums, strict=True)])
-    for blocks, elements in costs.shared:
-        if len(layout.ranks_of(blocks)) == 1 and costs.trained[blocks[0]]:
-            # The gradient of a weight that several blocks share is there from the first backward of one of them on.
-            size = made[blocks[0]] * elements / costs.trained[blocks[0]]
-            made[blocks[0]] -= size
-            made[blocks[-1]] += size
+    _move_shared(made, layout, costs)
     late, (table_bytes, table_samples) = 0.0, costs.table
     if layout.num_stages > 1 and 0 < samples_per_pipeline <= table_samples:
         # With the float32 sum of a table in half precision.
@@ -135,6 +130,30 @@ def rank_memory(
         found[rank].weights = size
         found[rank].optimizer = memory.state_bytes(trained[rank], active[rank])
         found[rank].copies = memory.casts * casts[rank]
+    _add_shared(found, reduced, layout, costs)
+    if layout.abilities.overlaps_steps:
+        kind, num_stages = find_weights(weights), layout.num_stages
+        for stage, own in enumerate(active):
+            versions = kind.copies(stage, num_stages, accumulation * microbatches)
+            beside = copies_beside(kind.direction, memory.optim) if kind.predicts(stage, num_stages) else 0
+            found[stage].copies += own * (versions - 1 + beside)
+    if layout.num_replicas > 1:
+        for rank, size in enumerate(reduced):
+            found[rank].gradients += size
+    return found
+
+
+def _move_shared(gradients: list[float], layout: Layout, costs: BlockCosts) -> None:
+    """Move the gradient of a weight that several blocks of one rank share to the block whose backward is the first."""
+    for blocks, elements in costs.shared:
+        if len(layout.ranks_of(blocks)) == 1 and costs.trained[blocks[0]]:
+            size = gradients[blocks[0]] * elements / costs.trained[blocks[0]]
+            gradients[blocks[0]] -= size
+            gradients[blocks[-1]] += size
+
+
+def _add_shared(found: Sequence[RankMemory], reduced: list[float], layout: Layout, costs: BlockCosts) -> None:
+    """Add the copies of parameters that several ranks use, and take them out of the `reduced` bytes by rank."""
     shared = [
         *((entry, True, costs.trained_sizes, costs.trained) for entry in costs.shared),
         *((entry, False, costs.kept_sizes, costs.kept_elements) for entry in costs.kept_shared),
@@ -150,16 +169,6 @@ def rank_memory(
         if others and is_trained:
             # A shared parameter has an all-reduce outside the flat buffers.
             reduced[first] -= copy
-    if layout.abilities.overlaps_steps:
-        kind, num_stages = find_weights(weights), layout.num_stages
-        for stage, own in enumerate(active):
-            versions = kind.copies(stage, num_stages, accumulation * microbatches)
-            beside = copies_beside(kind.direction, memory.optim) if kind.predicts(stage, num_stages) else 0
-            found[stage].copies += own * (versions - 1 + beside)
-    if layout.num_replicas > 1:
-        for rank, size in enumerate(reduced):
-            found[rank].gradients += size
-    return found
 
 
 def _fullest(
