@@ -239,7 +239,7 @@ class PipeTransformerArguments(TrainingArguments):
         "How layers are frozen during training, from the bottom up: not at all (`none`), by gradient norms "
         "(`gradient_norm`, Eq. 1 of the PipeTransformer paper), by the upper bound of Eq. 1 alone (`schedule`), as "
         "listed in `freeze_at` (`fixed`), or half of them from the first step if the run has 2 or 3 epochs and at "
-        "most 400 steps (`auto`). Pass `policy=` to the trainer for a policy of your own. See "
+        "most 200 steps (`auto`). Pass `policy=` to the trainer for a policy of your own. See "
         "docs/how_it_works.md, Your own freeze policy.",
         choices=FREEZE_POLICIES,
     )
