@@ -210,11 +210,11 @@ def test_runs_are_chosen_by_names_and_patterns(tmp_path: Path, monkeypatch: pyte
     asked: list[Any] = []
     monkeypatch.setattr(study, "launch", lambda function, processes, *where, minutes: asked.append(where[3:]))
     names = ["LoRA", "LoRA, half of the epochs"]
-    chosen = Settings(tmp_path, tmp_path, tmp_path, True, ["squad*"], [7, 8], ["LoRA*"])
+    chosen = Settings(tmp_path, tmp_path, tmp_path, True, ["answers*"], [7, 8], ["LoRA*"])
     assert front.front(chosen)["tasks"].keys() == SETTINGS.keys()
     front.views(Settings(tmp_path, tmp_path, tmp_path, True))
     front.views(Settings(tmp_path, tmp_path, tmp_path, True, seeds=[]))
-    assert asked == [(["squad", "squad_no_dropout"], [7, 8], names), (["views"], (0,), ["views: 1"])]
+    assert asked == [(["answers", "answers_no_dropout"], [7, 8], names), (["views"], (0,), ["views: 1"])]
     for option, found in (("tasks", "sst"), ("contenders", "lora")):
         with pytest.raises(SystemExit, match=f"Found --{option} '{found}'; expected names or patterns of .*"):
             front.front(Settings(tmp_path, tmp_path, tmp_path, True, **{option: [found]}))
