@@ -26,7 +26,7 @@ from .report import as_markdown, front_report, views_report
 
 @experiment("front.json", minutes=1500, quick_minutes=2, processes=1, is_study=True)
 def front(settings: Settings) -> dict[str, Any]:
-    """Accuracy against time on thirteen tasks, all contenders."""
+    """Accuracy against time on all tasks, all contenders."""
     runs = _runs(settings, "front", list(SETTINGS), ["cifar10"], ["first 1/2 frozen, half of the epochs"])
     report = front_report(runs)
     pages = settings.of(REPOSITORY / "docs", settings.folder)
