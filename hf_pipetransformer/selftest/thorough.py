@@ -73,7 +73,8 @@ GROUPS = {
 def run_checks(checks: Mapping[str, Callable[[], Figures]], output: Path | None) -> None:
     """Run every check and write a line for each; in one process a failed one does not keep the others from running.
 
-    Of two processes one that fails ends the launch, and so the other, which may be waiting for it.
+    Of several processes one that fails ends the launch, and so the others, which may be waiting for it; `run_group`
+    starts them again behind the check that failed.
     """
     for name, check in checks.items():
         start = time.perf_counter()
@@ -84,8 +85,7 @@ def run_checks(checks: Mapping[str, Callable[[], Figures]], output: Path | None)
             line = {"check": name, "passed": False, "error": f"{type(error).__name__}: {error}"}
         line["took_s"] = round(time.perf_counter() - start, 2)
         if output is not None:
-            with output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            add_line(output, line)
         if not line["passed"] and "RANK" in os.environ:
             sys.exit(1)
 
@@ -110,33 +110,49 @@ def environment(device: str, **changes: str) -> dict[str, str]:
 def run_group(
     group: str, folder: Path, device: str, seconds: float, backend: str = "gloo", precisions: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Run a group of checks in processes of their own; return a result for each, also those that were not reached."""
+    """Run a group of checks in processes of their own; return a result for each, also those that were not reached.
+
+    Every launch leaves out what has a line already: checks begin in the order of their names.
+    """
     precisions = precisions or ("fp32", "bf16")
     options = [group, str(folder), "--device", device, "--backend", backend, "--precisions", *precisions]
     size, changes = GROUPS[group].num_processes, dict(GROUPS[group].environment)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)] if size > 1 else []
     if size == 1 and device == "cuda":
         changes["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    log = folder / f"{group}-{backend}.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *launcher, "-m", CHECKS, *options],
-            env=environment(device, **changes), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        reason = "ended without a result"
-        try:
-            process.wait(max(1.0, seconds))
-        except subprocess.TimeoutExpired:
-            reason = "not reached in time"
-            end(process)
-    lines = folder / f"{group}-{backend}.jsonl"
-    found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    names = GROUPS[group].checks(folder, device, precisions, backend)
-    missing = [name for name in names if name not in {line["check"] for line in found}]
-    found += [{"check": name, "passed": False, "error": reason} for name in missing]
+    log, lines = folder / f"{group}-{backend}.log", folder / f"{group}-{backend}.jsonl"
+    names = list(GROUPS[group].checks(folder, device, precisions, backend))
+    deadline = time.monotonic() + seconds
+    reason, found = "ended without a result", read_lines(lines)
+    while len(found) < len(names) and reason != "not reached in time":
+        with log.open("a") as file:
+            process = subprocess.Popen(
+                [sys.executable, *launcher, "-m", CHECKS, *options],
+                env=environment(device, **changes), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                process.wait(max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                reason = "not reached in time"
+                end(process)
+        ended, found = found, read_lines(lines)
+        if len(found) < len(names) and (found == ended or found[-1]["passed"]):
+            # Its process could not write why. The next launch goes on behind it.
+            add_line(lines, {"check": names[len(found)], "passed": False, "error": reason})
+            found = read_lines(lines)
+    found += [{"check": name, "passed": False, "error": reason} for name in names[len(found) :]]
     if not all(line["passed"] for line in found):
         print(log.read_text()[-20_000:])
     return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add_line(path: Path, line: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def end(process: subprocess.Popen[Any]) -> None:
@@ -223,7 +239,9 @@ def main() -> None:
     output = options.folder / f"{options.group}-{options.backend}.jsonl"
     group = GROUPS[options.group]
     checks = group.checks(options.folder, options.device, options.precisions, options.backend)
-    checks = {name: check for name, check in checks.items() if options.only in name}
+    # No rank can be behind its first check before all have read this.
+    done = {line["check"] for line in read_lines(output)}
+    checks = {name: check for name, check in checks.items() if options.only in name and name not in done}
     run_checks(checks, output if os.environ.get("RANK", "0") == "0" else None)
     if group.num_processes > 1:
         if options.group != "shortage":

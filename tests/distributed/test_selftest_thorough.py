@@ -56,6 +56,24 @@ def test_checks_that_are_not_reached_have_failed(tmp_path: Path) -> None:
     assert not any(check["passed"] for check in found)
 
 
+def test_a_launch_leaves_out_what_has_a_result(tmp_path: Path) -> None:
+    *others, last = one_process.alone(tmp_path, "cpu", ("fp32", "bf16"))
+    for name in others:
+        thorough.add_line(tmp_path / "alone-gloo.jsonl", {"check": name, "passed": False, "error": "planted"})
+    found = thorough.run_group("alone", tmp_path, "cpu", seconds=60)
+    assert [check["check"] for check in found if check["passed"]] == [last]
+    assert {check["error"] for check in found[:-1]} == {"planted"}
+
+
+def test_checks_behind_one_that_ended_its_process_are_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ends.py").write_text(f"open({str(tmp_path / 'launches')!r}, 'a').write('.')\nraise SystemExit(1)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(thorough, "CHECKS", "ends")
+    found = thorough.run_group("alone", tmp_path, "cpu", seconds=60)
+    assert {check["error"] for check in found} == {"ended without a result"}
+    assert len((tmp_path / "launches").read_text()) == len(found)
+
+
 def test_workers_of_a_launch_end_with_it(tmp_path: Path) -> None:
     """torchrun starts each in a session of its own, which a signal to the launch's group does not reach."""
     worker = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "

@@ -1,0 +1,275 @@
+"""On one GPU: a step's time and memory beside plain `Trainer` and beside plans, and the memory of two stages.
+
+Four models with random weights are trained in bf16 by `Trainer`, by ours in one process, and by ours with half of the
+layers frozen, computed again or read from the store. Contenders take turns in one process. A step is an epoch over
+its steps, from one synchronization with the GPU to the next; the first epoch, which loads kernels and fills the
+store, is left out. Memory is the peak of the allocator after the first step. Two stages share the GPU and exchange
+activations through host memory: their memory is that of two GPUs, their time is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import Trainer, TrainerCallback
+
+from .measure import Settings, alternate, experiment, launch, launch_all, ratios, report, seconds_of, summary
+from .models import NO_DROPOUT, Tensors, rows_of
+from .plan import beside, plan_of
+from .training import Timed, make_trainer
+
+
+NUM_EPOCHS = 3
+HALF = {"freeze_policy": "fixed", "freeze_at": "0:1/2"}
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "Trainer": {},
+    "ours": {"freeze_policy": "none", "activation_cache": "off"},
+    "half frozen": {**HALF, "activation_cache": "off"},
+    "half frozen, stored": {**HALF, "activation_cache": "on"},
+}
+
+
+def sentences(num_tokens: int, num_samples: int) -> Tensors:
+    """Words without padding, of two classes."""
+    words = torch.randint(5, 30522, (num_samples, num_tokens))
+    return {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.randint(2, (num_samples,))}
+
+
+def images(num_samples: int) -> Tensors:
+    """Pixels of ten classes."""
+    return {"pixel_values": torch.randn(num_samples, 3, 224, 224), "labels": torch.randint(10, (num_samples,))}
+
+
+def blocks(num_samples: int) -> Tensors:
+    """Blocks of 512 tokens."""
+    words = torch.randint(5, 32000, (num_samples, 512))
+    return {"input_ids": words, "labels": words}
+
+
+class Subject(NamedTuple):
+    """A model's class and configuration, its inputs, batch and steps of an epoch, and the tokens of a sample."""
+
+    kind: Any
+    config: Any
+    inputs: Callable[[int], Tensors]
+    batch: int
+    num_steps: int
+    num_tokens: int
+
+    def task(self) -> dict[str, Any]:
+        """What a trainer is given; weights are drawn on the GPU, as a CPU takes long for them."""
+        transformers.set_seed(0)
+        with torch.device(device()):
+            model = self.kind(self.config)
+        return {"model": model.cpu(), "train_dataset": rows_of(self.inputs(self.batch * self.num_steps))}
+
+
+BERT, VIT, LLAMA = (
+    transformers.BertForSequenceClassification, transformers.ViTForImageClassification, transformers.LlamaForCausalLM,
+)  # fmt: skip
+MINILM = transformers.BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536, **NO_DROPOUT)
+TINY_LLAMA = transformers.LlamaConfig(
+    hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4,
+)  # fmt: skip
+LARGEST = "Llama of 1.1e9 parameters, 8 blocks of 512 tokens"
+SUBJECTS = {
+    "MiniLM (BERT 6 x 384), 32 sentences of 64 tokens": Subject(BERT, MINILM, partial(sentences, 64), 32, 48, 64),
+    "BERT-base, 32 sentences of 128 tokens":
+        Subject(BERT, transformers.BertConfig(**NO_DROPOUT), partial(sentences, 128), 32, 32, 128),
+    "ViT-base, 32 images of 224 px":
+        Subject(VIT, transformers.ViTConfig(num_labels=10, **NO_DROPOUT), images, 32, 16, 197),
+    LARGEST: Subject(LLAMA, TINY_LLAMA, blocks, 8, 8, 512),
+}  # fmt: skip
+
+
+def device() -> str:
+    """The GPU, or the CPU of a quick look without one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def synchronize() -> None:
+    """Wait for the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Watch(TrainerCallback):
+    """Seconds of each epoch and of what comes before the first step; the allocator's peak after the first step."""
+
+    def __init__(self) -> None:
+        self.epochs: list[float] = []
+        self.created = self.begun = time.perf_counter()
+        self.before = 0.0
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        synchronize()
+        self.begun = time.perf_counter()
+        self.before = self.before or self.begun - self.created
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        synchronize()
+        self.epochs.append(time.perf_counter() - self.begun)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1 and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+
+# ---- in the processes of a launch
+
+
+def trainer_of(subject: Subject, contender: str, **options: Any) -> Any:
+    """A trainer of one contender, which has not trained yet."""
+    common = {
+        "use_cpu": device() == "cpu", "bf16": True, "num_train_epochs": NUM_EPOCHS, "dataloader_pin_memory": True,
+        "learning_rate": 1e-5,
+    }  # fmt: skip
+    kind = Trainer if contender == "Trainer" else Timed
+    return make_trainer(subject.task(), subject.batch, kind, **{**common, **CONTENDERS[contender], **options})
+
+
+def run(subject: Subject, contender: str, **options: Any) -> dict[str, float]:
+    """Train once: seconds of a step and before the first one, and GiB of the allocator."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trainer, watch = trainer_of(subject, contender, **options), Watch()
+    trainer.add_callback(watch)
+    trainer.train()
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    step = statistics.mean(watch.epochs[1:]) / subject.num_steps
+    return {"step": step, "start": watch.before, "bytes": peak}
+
+
+def plan_here(subject: Subject) -> dict[str, Any]:
+    """What `--plan_only` writes for ours."""
+    trainer = trainer_of(subject, "ours", plan_only=True)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        trainer.train()
+    return json.loads(Path(trainer.args.output_dir, "plan.json").read_text())["chosen"]
+
+
+def num_waits(subject: Subject, contender: str) -> float:
+    """How often a step of the second epoch waits for the GPU."""
+    trainer = trainer_of(subject, contender)
+
+    class Count(TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.epoch and state.epoch >= 1:
+                torch.cuda.set_sync_debug_mode("warn")
+
+    trainer.add_callback(Count())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.train()
+    torch.cuda.set_sync_debug_mode("default")
+    waits = [each for each in found if "synchronizing" in str(each.message)]
+    places: dict[str, int] = {}
+    for each in waits:
+        place = "/".join(Path(each.filename).parts[-2:]) + f":{each.lineno}"
+        places[place] = places.get(place, 0) + 1
+    num_steps = (NUM_EPOCHS - 1) * subject.num_steps
+    report(f"waits of {contender}", {place: count / num_steps for place, count in places.items()})
+    return len(waits) / num_steps
+
+
+def rates(subject: Subject) -> dict[str, float]:
+    """TFLOP/s of a product as large as a layer's, in bf16, and GB/s of copies: medians of eleven."""
+    width, inner = subject.config.hidden_size, subject.config.intermediate_size
+    rows = subject.batch * subject.num_tokens
+    left, right = (
+        torch.randn(*size, device=device(), dtype=torch.bfloat16) for size in ((rows, width), (width, inner))
+    )
+    large = torch.randn(2**25, device=device())
+
+    def seconds(call: Callable[[], Any]) -> float:
+        def several() -> None:
+            for _ in range(20):
+                call()
+            synchronize()
+
+        return statistics.median(seconds_of(several) for _ in range(11)) / 20
+
+    seconds(lambda: left @ right)
+    return {
+        "TFLOP/s": 2 * rows * width * inner / seconds(lambda: left @ right) / 1e12,
+        "GB/s of memory": 2 * large.nbytes / seconds(large.clone) / 1e9,
+    }
+
+
+def compare(subject: Subject, rounds: int) -> dict[str, Any]:
+    """All contenders by turns, and what plans said of ours."""
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[variable]  # Trainer would wrap the model for processes that are not there.
+    run(subject, "Trainer")  # Libraries load kernels and allocate once.
+    plans = [plan_here(subject) for _ in range(rounds)]
+    runs = alternate({contender: partial(run, subject, contender) for contender in CONTENDERS}, rounds)
+    found: dict[str, Any] = {}
+    for contender, results in runs.items():
+        steps = [each["step"] for each in results]
+        found[contender] = {
+            "ms of a step": summary([1e3 * step for step in steps], 2),
+            "step over Trainer's": summary(ratios(steps, [each["step"] for each in runs["Trainer"]]), 3),
+            "seconds before the first step": summary([each["start"] for each in results], 2),
+            "GiB at most": round(max(each["bytes"] for each in results) / 2**30, 3),
+        }
+        if torch.cuda.is_available():
+            found[contender]["waits for the GPU in a step"] = round(num_waits(subject, contender), 2)
+    ours, of_device = runs["ours"], rates(subject)
+    options = {
+        "processes": 1, "device_memory": 80, "sequence_length": subject.num_tokens, "communicator_gb": 0, "bf16": True,
+        "device_tflops": of_device["TFLOP/s"], "memory_bandwidth": of_device["GB/s of memory"],
+        "per_device_train_batch_size": subject.batch, "pipeline_parallel_size": 1,
+    }  # fmt: skip
+    of_config = plan_of(subject.kind(subject.config), options)
+    found["rates"] = of_device
+    for way, chosen in (("--plan_only", plans), ("from the config", [of_config])):
+        steps = [each["step_seconds"] for each in chosen]
+        found[f"seconds of a step, {way}"] = beside(steps, [each["step"] for each in ours])
+        if torch.cuda.is_available():
+            found[f"bytes, {way}"] = beside([chosen[0]["memory"][0]["total"]], [each["bytes"] for each in ours])
+    return found
+
+
+def stage_bytes(subject: Subject) -> int:
+    """Peak of the allocator, of a process with one of two stages."""
+    options = {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 4, "ddp_backend": "gloo"}
+    trainer = trainer_of(subject, "ours", num_train_epochs=1, **options)
+    trainer.add_callback(Watch())
+    trainer.train()
+    return torch.cuda.max_memory_allocated()
+
+
+# ---- in the driver
+
+
+@experiment("gpu.json", minutes=6, quick_minutes=3, processes=1)
+def gpu(settings: Settings) -> dict[str, Any]:
+    """One GPU: steps and memory of four models beside `Trainer` and plans, and the memory of two stages."""
+    if not torch.cuda.is_available() and not settings.quick:
+        raise SystemExit("No GPU: nothing was measured. --quick runs the smallest model on the CPU.")
+    environment = {"ACCELERATE_USE_CPU": str(device() == "cpu").lower()}
+    results: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        results["gpu"] = {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    quick = {name: subject._replace(num_steps=1, batch=2) for name, subject in list(SUBJECTS.items())[:1]}
+    for name, subject in settings.of(SUBJECTS, quick).items():
+        results[name] = launch(compare, 1, subject, settings.of(5, 1), environment=environment)
+        report(name, results[name])
+    if torch.cuda.is_available():
+        found = launch_all(stage_bytes, 2, SUBJECTS[LARGEST], environment=environment)
+        results[f"GiB at most of two stages, {LARGEST}"] = [round(each / 2**30, 3) for each in found]
+    return results
