@@ -115,7 +115,8 @@ class Overheads:
 
     Args:
         hop: seconds of a message between neighboring stages on a node.
-        per_microbatch: fixed seconds of each forward and each backward of a stage.
+        per_forward: seconds of each forward of a stage besides those of its blocks.
+        per_backward: likewise of each backward.
         reduction_per_byte: seconds per byte of gradient of the all-reduce over 2 replicas, as far as the backward does
             not hide it; over R replicas a ring takes `2 (R - 1) / R` times that.
         optimizer_per_parameter: seconds per trained parameter.
@@ -128,7 +129,8 @@ class Overheads:
     """
 
     hop: float = 0.0
-    per_microbatch: float = 0.0
+    per_forward: float = 0.0
+    per_backward: float = 0.0
     reduction_per_byte: float = 0.0
     optimizer_per_parameter: float = 0.0
     per_step: float = 0.0
@@ -280,10 +282,11 @@ def _durations(
     weights = [min(whole, WEIGHT_SHARE * full) for whole, full in zip(backwards, costs.backward, strict=True)]
     inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
 
-    def seconds(of_blocks: Sequence[float]) -> tuple[float, ...]:
-        return tuple(samples * each + overheads.per_microbatch for each in by_stage(layout, of_blocks))
+    def seconds(of_blocks: Sequence[float], fixed: float = overheads.per_backward) -> tuple[float, ...]:
+        return tuple(samples * each + fixed for each in by_stage(layout, of_blocks))
 
-    forwards, shares = seconds(block_forwards(costs, layout.cache_level)), _shares(layout, costs, samples)
+    forwards = seconds(block_forwards(costs, layout.cache_level), overheads.per_forward)
+    shares = _shares(layout, costs, samples)
     parts = (forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
     hops = overheads.hops(layout, costs, samples / max(1, len(shares)))
     return microbatches, Durations(*parts, factors=shares * microbatches, hops=hops)

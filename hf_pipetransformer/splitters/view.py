@@ -63,7 +63,8 @@ class StageView:
         """True while `run` executes the model."""
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._forwards: dict[range, list[tuple[nn.Module, Callable[..., Any]]]] = {}
-        self.blocks = range(0)
+        self.blocks: range | None = None
+        """Blocks that the model is restricted to; an empty range passes the received activation through."""
         self.methods: dict[str, Callable[..., Any]] = {}
         """Methods that the transformers model has while it is installed, by the names of those that they replace."""
         self._own_methods: dict[str, Any] = {}
@@ -155,7 +156,7 @@ class StageView:
             if own is not None:
                 module.forward = own
         self._overridden.clear()
-        self.blocks = range(0)
+        self.blocks = None
         self.received = None
 
     def _forwards_of(self, blocks: range) -> list[tuple[nn.Module, Callable[..., Any]]]:
@@ -188,7 +189,7 @@ class StageView:
     def _layer_forward(self, index: int, layer: nn.Module, blocks: range) -> Callable[..., Any] | None:
         """Return the forward of `layer` on a stage with `blocks`; None if its own forward will do."""
         attention, mlp = attention_of(index), mlp_of(index)
-        last = blocks[-1]
+        last = blocks[-1] if blocks else 0
         exits_before = last == 0 and index == 0
         exits_after = last in (attention, mlp)
         is_own = attention in blocks or mlp in blocks

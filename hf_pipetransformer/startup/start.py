@@ -301,5 +301,11 @@ def _measure_costs(
             return measure_slices(batch, structure, rule, target.twin.share_of(seconds)).as_event()
 
         blocks = replace(blocks, slices=TokenCosts(**inspection.on_first_rank(measure_token_slices)))
-    overheads = Overheads(node_size=topology.local_world_size, has_reference=target.has_reference, **asdict(times))
+    overheads = Overheads(
+        node_size=topology.local_world_size,
+        has_reference=target.has_reference,
+        per_forward=profile.passing[0],
+        per_backward=profile.passing[1],
+        **asdict(times),
+    )
     return MeasuredCosts(blocks, overheads, profile.num_samples)

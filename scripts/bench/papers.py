@@ -140,7 +140,8 @@ class Job:
         return replace(
             planner_of(self.setting.model).costs.overheads,
             hop=max(self.costs.boundary_bytes) * samples / CLUSTER["link"],
-            per_microbatch=CLUSTER["per_microbatch"],
+            per_forward=CLUSTER["per_pass"],
+            per_backward=CLUSTER["per_pass"],
             reduction_per_byte=layout.pipeline_size / CLUSTER["network"],
         )
 

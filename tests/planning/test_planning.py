@@ -137,7 +137,7 @@ def test_block_costs_of_different_lengths_are_refused() -> None:
 
 
 def test_a_step_worked_by_hand() -> None:
-    overheads = Overheads(per_microbatch=1, reduction_per_byte=0.5, optimizer_per_parameter=0.1, per_step=5)
+    overheads = Overheads(per_forward=1, per_backward=1, reduction_per_byte=0.5, optimizer_per_parameter=0.1, per_step=5)
     # Two samples a micro-batch: forwards 2 * (3, 4) + 1, backwards 2 * (1 + 4, 6 + 2) + 1.
     # Stage 0: F0 0-7, F1 7-14, B0 33-44, B1 59-70. Stage 1: F0 7-16, B0 16-33, F1 33-42, B1 42-59.
     found = predict_step(SMALL_LAYOUT, SMALL, overheads, samples_per_pipeline=4, accumulation=3)
@@ -150,7 +150,7 @@ def test_a_step_worked_by_hand() -> None:
 
 
 def test_a_step_with_a_reference_runs_all_micro_batches_forward_first() -> None:
-    overheads = Overheads(per_microbatch=1, has_reference=True)
+    overheads = Overheads(per_forward=1, per_backward=1, has_reference=True)
     # Stage 0: F0 0-7, F1 7-14. Stage 1: F0 7-16, F1 16-25. Then the passes of the training, 70 seconds as above.
     found = predict_step(SMALL_LAYOUT, SMALL, overheads, samples_per_pipeline=4, accumulation=3)
     assert found.pipeline == 3 * (25 + 70)
@@ -165,14 +165,14 @@ def test_a_step_with_a_reference_runs_all_micro_batches_forward_first() -> None:
 
 def test_a_reduction_may_run_beside_the_backward_of_the_last_micro_batch() -> None:
     # On the second stage, which has more parameters, that backward takes 17; see above.
-    beside = Overheads(per_microbatch=1, reduction_per_byte=0.5, hidden_reduction=1)
+    beside = Overheads(per_forward=1, per_backward=1, reduction_per_byte=0.5, hidden_reduction=1)
     assert predict_step(SMALL_LAYOUT, SMALL, beside, samples_per_pipeline=4).reduction == (30 + 40) * 4 * 0.5 - 17
     fast = replace(beside, reduction_per_byte=0.01)
     assert predict_step(SMALL_LAYOUT, SMALL, fast, samples_per_pipeline=4).reduction == 0
 
 
 def test_a_step_with_a_frozen_stage_worked_by_hand() -> None:
-    overheads = Overheads(hop=2, per_microbatch=1, reduction_per_byte=0.5)
+    overheads = Overheads(hop=2, per_forward=1, per_backward=1, reduction_per_byte=0.5)
     layout = replace(SMALL_LAYOUT, num_frozen_layers=1, num_replicas=4)
     # The MLP on stage 1 is frozen too. Stage 1: F0 9-18, B0 18-21, F1 21-30, B1 30-33.
     found = predict_step(layout, SMALL, overheads, samples_per_pipeline=4)
@@ -627,7 +627,7 @@ ASYNC = replace(SMALL_LAYOUT, schedule="async_1f1b", num_microbatches=1, num_rep
 
 
 def test_an_asynchronous_step_takes_what_the_slowest_stage_does_with_its_update() -> None:
-    overheads = Overheads(per_microbatch=1, reduction_per_byte=0.5, optimizer_per_parameter=0.1, per_step=5)
+    overheads = Overheads(per_forward=1, per_backward=1, reduction_per_byte=0.5, optimizer_per_parameter=0.1, per_step=5)
     # A sample a batch: stage 0 takes 3 + 5 + 2, stage 1 takes 4 + 8 + 2 and has the longer update.
     found = predict_step(ASYNC, SMALL, overheads, samples_per_pipeline=1)
     assert found.pipeline == pytest.approx(4 + 8 + 2 + 70 * 0.1)
@@ -641,7 +641,7 @@ def test_an_asynchronous_step_takes_what_the_slowest_stage_does_with_its_update(
 
 
 def test_a_frozen_stage_of_an_asynchronous_pipeline_only_runs_forwards() -> None:
-    found = predict_step(replace(ASYNC, num_frozen_layers=1), SMALL, Overheads(per_microbatch=1), 1)
+    found = predict_step(replace(ASYNC, num_frozen_layers=1), SMALL, Overheads(per_forward=1, per_backward=1), 1)
     assert found.rank_seconds == (4, 4 + 1 + 2)
     assert found.seconds == 7
 

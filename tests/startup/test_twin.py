@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe, Structure
+from hf_pipetransformer.startup import costs
 from hf_pipetransformer.startup.check import depends_on_padding, probe_model
 from hf_pipetransformer.startup.costs import profile_blocks, trained_as_given
 from hf_pipetransformer.startup.model import MOST_GRADIENTS, ProbeTarget, in_full_precision, undisturbed
@@ -150,6 +151,28 @@ def test_blocks_are_timed_with_the_sums_of_their_gradients() -> None:
         with trained_as_given(model, structure):
             profile_blocks(target, structure, num_repeats=2)
     assert True in added and all(parameter.grad is None for parameter in model.parameters()), added
+
+
+@pytest.mark.parametrize("model_name", ["bert_sequence", "modernbert_masked", "vit"])
+def test_what_the_model_does_around_its_blocks_is_none_of_theirs(
+    model_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU masks and launches took as long as a block: plans of steps were twice what the steps took."""
+    model, clock = deep(model_name), [0.0]
+    monkeypatch.setattr(costs, "settled_seconds", lambda _device: clock[0])
+    with as_twin(model, find_splitter(model)) as twin:
+        target = target_of(model, model_name, twin)
+        structure = probe_model(target).structure
+
+        def compute(inputs: Any, num_items: int) -> torch.Tensor:
+            clock[0] += 1.0
+            return target.compute(inputs, num_items)
+
+        with trained_as_given(model, structure):
+            profile = profile_blocks(replace(target, compute=compute), structure, num_repeats=1)
+    assert profile.passing == (1.0, 0.0)
+    assert profile.forward == pytest.approx([0.1 / batch_size(target.inputs)] * structure.num_blocks)
+    assert profile.backward == [0.0] * structure.num_blocks
 
 
 def test_layers_that_pass_on_their_input_are_neither_copied_nor_differentiated() -> None:
