@@ -75,6 +75,7 @@ def _add_plan(commands: Any) -> None:
     of_model.add_argument("--memory_bandwidth", type=float, default=1000.0, help="GB/s of a device's memory, 1000")
     of_model.add_argument("--disk_bandwidth", type=float, default=1.0, help="GB/s of the cache's disk, 1")
     of_model.add_argument("--reading_ms", type=float, default=0.0, help="ms to read and collate a sample, 0")
+    of_model.add_argument("--launch_us", type=float, default=25.0, help="us in which an operation is launched, 25")
     of_model.add_argument("--communicator_gb", type=float, default=0.3, help="GB that each communicator takes, 0.3")
     drawing = planning.add_argument_group("without a model: equal stages, a forward through all of a rank takes 1")
     drawing.add_argument("--stages", type=int, help="ranks of the pipeline K (required)")
@@ -197,6 +198,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         1e9 * options.communicator_gb,
         options.reading_ms / 1e3,
         node_bandwidth=1e9 * (options.node_bandwidth or 0.0),
+        launch=options.launch_us / 1e6,
     )
 
 
@@ -220,7 +222,7 @@ def _course(
         f"{options.device_tflops:g} TFLOP/s of a device and {options.memory_bandwidth:g} GB/s of its memory",
         f"{options.bandwidth:g} GB/s between two{far}, reductions beside the backward of the last micro-batch",
         f"{options.communicator_gb:g} GB for each communicator",
-        f"{options.reading_ms:g} ms to read a sample",
+        f"{options.reading_ms:g} ms to read a sample, {options.launch_us:g} us to launch an operation",
     )
     if not length[0]:
         note = "Without --samples or --max_steps the length of the run is unknown, and what freezing saves."

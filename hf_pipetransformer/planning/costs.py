@@ -51,6 +51,8 @@ class BlockCosts:
         working_bytes: bytes per sample that the block needs for a moment, in its forward or backward, besides those it
             keeps and the gradients of its weights; empty if unknown.
         slices: costs of token slices; None where sequences stay whole.
+        launch: seconds in which Python launches the operations of the block's forward on a device: a pass takes at
+            least as long, with however few samples; empty if unknown.
         table: bytes of a table of embeddings whose gradient a first stage without the head makes after its backwards
             (see `EmbeddingGradients`), and the samples of a batch up to which it does.
 
@@ -72,9 +74,10 @@ class BlockCosts:
     working_bytes: tuple[float, ...] = ()
     slices: TokenCosts | None = None
     table: tuple[float, float] = (0.0, 0.0)
+    launch: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        may_be_empty = ("kept", "trained_bytes", "kept_bytes", "boundary_bytes", "working_bytes")
+        may_be_empty = ("kept", "trained_bytes", "kept_bytes", "boundary_bytes", "working_bytes", "launch")
         empty = [name for name in may_be_empty if not getattr(self, name)]
         others = ("shared", "kept_shared", "slices", "table", *empty)
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name not in others}
@@ -182,7 +185,7 @@ def costs_by_work(costs: BlockCosts, work: Sequence[float]) -> BlockCosts:
     """Return the costs in operations instead of seconds: a backward takes two forwards, for weights alone one."""
     forward = tuple(work)
     backward = tuple(2 * each for each in forward)
-    return replace(costs, forward=forward, backward=backward, edge_backward=forward, slices=None)
+    return replace(costs, forward=forward, backward=backward, edge_backward=forward, slices=None, launch=())
 
 
 def block_backwards(costs: BlockCosts, num_frozen_layers: int) -> list[float]:
@@ -282,12 +285,19 @@ def _durations(
     weights = [min(whole, WEIGHT_SHARE * full) for whole, full in zip(backwards, costs.backward, strict=True)]
     inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
 
-    def seconds(of_blocks: Sequence[float], fixed: float = overheads.per_backward) -> tuple[float, ...]:
-        return tuple(samples * each + fixed for each in by_stage(layout, of_blocks))
+    def seconds(of_blocks: Sequence[float], launches: float, fixed: float) -> tuple[float, ...]:
+        """Return the seconds of each stage's pass; `launches` is the share of a whole pass that is launched."""
+        least = costs.launch or (0.0,) * len(of_blocks)
+        blocks = [max(samples * a, launches * b) if a else 0.0 for a, b in zip(of_blocks, least, strict=True)]
+        return tuple(each + fixed for each in by_stage(layout, blocks))
 
-    forwards = seconds(block_forwards(costs, layout.cache_level), overheads.per_forward)
+    def backward_seconds(of_blocks: Sequence[float], launches: float = 1.0) -> tuple[float, ...]:
+        return seconds(of_blocks, launches, overheads.per_backward)
+
+    forwards = seconds(block_forwards(costs, layout.cache_level), 1.0, overheads.per_forward)
+    split = backward_seconds(inputs, 1 - WEIGHT_SHARE), backward_seconds(weights, WEIGHT_SHARE)
     shares = _shares(layout, costs, samples)
-    parts = (forwards, seconds(backwards), overheads.hop, seconds(inputs), seconds(weights))
+    parts = (forwards, backward_seconds(backwards), overheads.hop, *split)
     hops = overheads.hops(layout, costs, samples / max(1, len(shares)))
     return microbatches, Durations(*parts, factors=shares * microbatches, hops=hops)
 

@@ -63,8 +63,7 @@ class StageView:
         """True while `run` executes the model."""
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._forwards: dict[range, list[tuple[nn.Module, Callable[..., Any]]]] = {}
-        self.blocks: range | None = None
-        """Blocks that the model is restricted to; an empty range passes the received activation through."""
+        self.blocks = range(0)
         self.methods: dict[str, Callable[..., Any]] = {}
         """Methods that the transformers model has while it is installed, by the names of those that they replace."""
         self._own_methods: dict[str, Any] = {}
@@ -123,8 +122,8 @@ class StageView:
             self.received = None
 
     def narrow(self, blocks: range) -> None:
-        """Restrict the model to `blocks` until `widen`."""
-        if blocks == self.blocks:
+        """Restrict the model to `blocks` until `widen`; an empty range passes the received activation through."""
+        if blocks == self.blocks and (blocks or self._overridden):
             return
         self._restore()
         self.blocks = blocks
@@ -156,7 +155,7 @@ class StageView:
             if own is not None:
                 module.forward = own
         self._overridden.clear()
-        self.blocks = None
+        self.blocks = range(0)
         self.received = None
 
     def _forwards_of(self, blocks: range) -> list[tuple[nn.Module, Callable[..., Any]]]:

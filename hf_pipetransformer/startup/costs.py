@@ -8,11 +8,11 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import psutil
@@ -217,10 +217,12 @@ class _Runner:
         forward, backward = zip(*times[1:], strict=True)
         return statistics.median(forward), statistics.median(backward)
 
-    def saved_bytes(self, blocks: range, hidden: torch.Tensor | None) -> float:
+    def saved_bytes(self, blocks: range, hidden: torch.Tensor | None, copies: Iterable[torch.Tensor] = ()) -> float:
         """Return the bytes saved for the backward, each storage counted once, weights not counted."""
         # Kept, so that no other storage gets the identity of one that was freed; meta tensors have no address.
-        weights = {id(each): each for each in (p.untyped_storage() for p in self.target.model.parameters())}
+        weights = {
+            id(each): each for each in (p.untyped_storage() for p in chain(self.target.model.parameters(), copies))
+        }
         storages: dict[int, torch.UntypedStorage] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -258,19 +260,23 @@ class _LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0.0
+        self.num_operations = 0
+        """How many operations made a tensor that is no view."""
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # An output that shares the storage of an input is a view.
         given = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
-        output = func(*args, **(kwargs or {}))
+        output, makes = func(*args, **(kwargs or {})), False
         for each in tree_leaves(output):
             storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
             if storage is not None and id(storage) not in given and id(storage) not in self._known:
                 size, key = storage.nbytes(), id(storage)
                 self._known[key] = weakref.ref(storage, partial(self._drop, key, size))
                 self.now += size
+                makes = True
         self.most = max(self.most, self.now)
+        self.num_operations += makes
         return output
 
     def _drop(self, key: int, size: int, _: Any) -> None:
@@ -278,12 +284,17 @@ class _LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def saved_activations(target: ProbeTarget, structure: Structure) -> tuple[list[float], list[float]]:
+def saved_activations(
+    target: ProbeTarget, structure: Structure, copies: Iterable[torch.Tensor] = ()
+) -> tuple[list[float], list[float]]:
     """Return the bytes per sample that each block keeps for its backward, and its working bytes, without timing it.
 
     They are 0 for a block that does not compute.
 
     Stages that hold several blocks count at the first.
+
+    Args:
+        copies: tensors that do not count, like the weights.
     """
     saved, working = [0.0] * structure.num_blocks, [0.0] * structure.num_blocks
     size = batch_size(target.inputs)
@@ -291,11 +302,30 @@ def saved_activations(target: ProbeTarget, structure: Structure) -> tuple[list[f
     try:
         for start, end in pairwise(target.twin.cut_positions(structure)):
             blocks, hidden = range(start, end), runner.hidden_before(start)
-            whole = runner.saved_bytes(blocks, hidden)
+            whole = runner.saved_bytes(blocks, hidden, copies)
             saved[start], working[start] = whole / size, runner.working_bytes(blocks, hidden, whole) / size
     finally:
         runner.view.remove()
     return saved, working
+
+
+def num_launches(target: ProbeTarget, structure: Structure, num_casts: Callable[[], int]) -> list[int]:
+    """Return the operations of each block's forward that make tensors; stages of several blocks count at the first.
+
+    Args:
+        num_casts: returns how many weights autocast has cast since the beginning, which are operations too.
+    """
+    found = [0] * structure.num_blocks
+    runner = _Runner(target, structure, num_repeats=0)
+    try:
+        for start, end in pairwise(target.twin.cut_positions(structure)):
+            hidden, before = runner.hidden_before(start), num_casts()
+            with _LiveBytes() as live:
+                runner._run(range(start, end), hidden)
+            found[start] = live.num_operations + num_casts() - before
+    finally:
+        runner.view.remove()
+    return found
 
 
 def _trained_layers(structure: Structure) -> list[int]:

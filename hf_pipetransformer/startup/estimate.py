@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel
 
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
@@ -27,7 +28,7 @@ from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import plan_in_4_bits
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, trace_structure
 from hf_pipetransformer.startup.check import run_stages
-from hf_pipetransformer.startup.costs import BlockProfile, block_costs, kept_back, saved_activations
+from hf_pipetransformer.startup.costs import BlockProfile, block_costs, kept_back, num_launches, saved_activations
 from hf_pipetransformer.startup.model import (
     ProbeTarget,
     cast_masters,
@@ -111,15 +112,54 @@ def batch_on_meta(model: Any, length: int) -> dict[str, torch.Tensor]:
     return {name: tokens, "labels": labels if is_of_sequences else tokens}
 
 
-class _FlashAttention(TorchFunctionMode):
-    """Attention as devices compute it: on meta tensors, torch would keep the whole matrix of attention weights."""
+_IN_LOW_PRECISION = {
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d",
+    "conv3d", "conv_transpose2d", "scaled_dot_product_attention",
+}  # fmt: skip
+_IN_FLOAT32 = {
+    "layer_norm", "group_norm", "rms_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "exp",
+    "log", "pow", "__pow__", "rsqrt", "cumsum", "sum", "prod", "norm",
+}  # fmt: skip
+"""Functions that autocast runs in another precision: those that models call, of PyTorch's lists for CUDA."""
+
+
+class _OnDevice(TorchFunctionMode):
+    """What devices compute, on meta tensors: attention without a matrix of its weights, and autocast to `lower`.
+
+    Autocast itself leaves meta tensors as they are.
+    """
+
+    def __init__(self, lower: torch.dtype | None) -> None:
+        super().__init__()
+        self.lower = lower
+        self.copies: dict[int, nn.Parameter] = {}
+        """Weights in `lower`, by the identity of the weights: their memory is planned apart."""
+        self.num_casts = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = getattr(func, "__name__", ""), (args, kwargs or {})
+        if self.lower is not None:
+            if name in _IN_LOW_PRECISION:
+                given = tree_map_only(torch.Tensor, self._lowered, given)
+            elif name in _IN_FLOAT32:
+                given = tree_map_only(torch.Tensor, self._raised, given)
+        args, kwargs = given
         if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        query, key, value = args
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+            return func(*args, **kwargs)
+        return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
+
+    def _lowered(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is not torch.float32 or self.lower is None:
+            return tensor
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.to(self.lower)
+        self.num_casts += 1
+        if id(tensor) not in self.copies:
+            self.copies[id(tensor)] = nn.Parameter(tensor.detach().to(self.lower), tensor.requires_grad)
+        return self.copies[id(tensor)]
+
+    def _raised(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype is self.lower else tensor
 
 
 def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArguments, machine: Machine) -> RunPlanner:
@@ -127,7 +167,8 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
     if args.pipeline_master_dtype:
         cast_masters(model, master_names(model))
     splitter = find_splitter(model)
-    with as_twin(model, splitter) as twin, _FlashAttention():
+    lower = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    with as_twin(model, splitter) as twin, _OnDevice(lower) as device:
         target = ProbeTarget(model, splitter, dict(batch), lambda given, _: model(**given).loss, lambda _: 1, twin)
         structure = trace_structure(model, splitter, lambda: target.loss(target.inputs), target.is_text)
         with torch.no_grad():
@@ -139,11 +180,13 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         ]
         activation = ActivationShape(target.main_input, tuple(batch[target.main_input].shape[1:]), sent[-2].shape[1:])
         boundary = float(sent[-2].numel() * sent[-2].element_size())
-        saved, working = map(twin.of_all_blocks, saved_activations(target, structure))
+        saved, working = map(twin.of_all_blocks, saved_activations(target, structure, device.copies.values()))
+        launches = twin.of_all_blocks(num_launches(target, structure, lambda: device.num_casts))
         table = kept_back(target, structure)
     forward = [each / machine.flops for each in flops]
     profile = BlockProfile(forward, forward, forward, saved, boundary, working, 1, table)
     blocks = _with_backwards(block_costs(model, structure, profile), args.pipeline_checkpoint != "never")
+    blocks = replace(blocks, launch=tuple(machine.launch * each for each in launches))
     per_step = args.train_samples_per_device * args.gradient_accumulation_steps
     overheads = Overheads(
         hop=boundary * samples_per_microbatch(args) / machine.bandwidth,

@@ -31,6 +31,9 @@ from hf_pipetransformer.startup.planner import RunPlanner
 COMMUNICATOR_BYTES = 3e8
 """Assumed memory of a NCCL communicator on each of its devices."""
 
+LAUNCH_SECONDS = 2.5e-5
+"""Assumed time of an operation, below which PyTorch's eager mode cannot keep a GPU busy."""
+
 WINDOW_BYTES = 2**25
 """Bytes of other stages' weights that a rank holds at a time where weights are placed or saved."""
 
@@ -40,7 +43,7 @@ class Machine:
     """Devices that a run is planned for: how many, bytes of each, operations and bytes per second between two.
 
     `node_bandwidth` is the bytes per second between two of different nodes; 0 if that is `bandwidth` too. `reading` is
-    the seconds to read and collate a sample. `is_host` says that devices are the host's own processors, so that their
+    the seconds to read and collate a sample, `launch` those in which Python launches an operation. `is_host` says that devices are the host's own processors, so that their
     memory is the host's.
     """
 
@@ -54,6 +57,7 @@ class Machine:
     reading: float = 0.0
     is_host: bool = False
     node_bandwidth: float = 0.0
+    launch: float = LAUNCH_SECONDS
 
     # What a planner asks a run's `Topology` for.
     @property

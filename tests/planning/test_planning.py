@@ -137,7 +137,9 @@ def test_block_costs_of_different_lengths_are_refused() -> None:
 
 
 def test_a_step_worked_by_hand() -> None:
-    overheads = Overheads(per_forward=1, per_backward=1, reduction_per_byte=0.5, optimizer_per_parameter=0.1, per_step=5)
+    overheads = Overheads(
+        per_forward=1, per_backward=1, reduction_per_byte=0.5, optimizer_per_parameter=0.1, per_step=5
+    )
     # Two samples a micro-batch: forwards 2 * (3, 4) + 1, backwards 2 * (1 + 4, 6 + 2) + 1.
     # Stage 0: F0 0-7, F1 7-14, B0 33-44, B1 59-70. Stage 1: F0 7-16, B0 16-33, F1 33-42, B1 42-59.
     found = predict_step(SMALL_LAYOUT, SMALL, overheads, samples_per_pipeline=4, accumulation=3)
@@ -627,7 +629,9 @@ ASYNC = replace(SMALL_LAYOUT, schedule="async_1f1b", num_microbatches=1, num_rep
 
 
 def test_an_asynchronous_step_takes_what_the_slowest_stage_does_with_its_update() -> None:
-    overheads = Overheads(per_forward=1, per_backward=1, reduction_per_byte=0.5, optimizer_per_parameter=0.1, per_step=5)
+    overheads = Overheads(
+        per_forward=1, per_backward=1, reduction_per_byte=0.5, optimizer_per_parameter=0.1, per_step=5
+    )
     # A sample a batch: stage 0 takes 3 + 5 + 2, stage 1 takes 4 + 8 + 2 and has the longer update.
     found = predict_step(ASYNC, SMALL, overheads, samples_per_pipeline=1)
     assert found.pipeline == pytest.approx(4 + 8 + 2 + 70 * 0.1)
