@@ -38,6 +38,7 @@ from hf_pipetransformer.engine.program import Forward, MicroBatch, Place, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.planning.planner import evaluation_microbatches
+from hf_pipetransformer.runtime.ownership import ParameterSlots
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.runtime.window import Batch, Window
 from hf_pipetransformer.schedules import FORWARD_ONLY, SENDS, Action, ActionList, Schedule, find_schedule
@@ -353,12 +354,13 @@ class GradientNorms:
             name: (block_of(blocks[0]) - 1) % (stage.layout.num_layers + 2)
             for name, blocks in stage.view.structure.blocks_of_parameter.items()
         }
+        self._slots = ParameterSlots(stage.store.model)
         self._places: tuple[int, ...] = ()
         self._mask = torch.zeros(0, 0, dtype=torch.bool)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return this rank's parameters with a gradient. A shared one has its gradient on its first user only."""
-        return [p for p in self.stage.store.held().values() if p.grad is not None]
+        return [p for _, p in self._slots.named() if p.grad is not None]
 
     def squares(self) -> torch.Tensor:
         """Return squared L2 norms of the reduced gradients of the whole model, `(num_layers + 2,)`, float64.
@@ -379,13 +381,16 @@ class GradientNorms:
         """Return `squares` of this rank's stages only."""
         num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
         squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
-        held = self.stage.store.held().items()
-        trained = {name: p.grad for name, p in held if p.requires_grad or p.grad is not None}
+        named = self._slots.named()
+        trained = {name: p.grad for name, p in named if not p.is_meta and (p.requires_grad or p.grad is not None)}
         gradients = [gradient for gradient in trained.values() if gradient is not None]
         if gradients:
-            found, none = iter(torch._foreach_norm(gradients)), squares.new_zeros(())
+            known = torch._foreach_norm(gradients)
+            if len({each.dtype for each in known}) > 1:  # Otherwise one launch on a GPU converts all of them.
+                known = tuple(each.double() for each in known)
+            found, none = iter(known), known[0].new_zeros(())
             # Parameters without gradient count as zeros. Without them the cached mask would change from step to step.
-            norms = torch.stack([none if each is None else next(found).double() for each in trained.values()])
+            norms = torch.stack([none if each is None else next(found) for each in trained.values()]).double()
             parts = self._parts(tuple(self._layer_of[name] for name in trained))
             # Not index_add_, which is nondeterministic on a GPU: replicas must get bitwise equal results.
             squares = torch.where(parts, norms.square(), 0.0).sum(dim=1)

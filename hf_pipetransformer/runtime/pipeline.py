@@ -14,6 +14,7 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.rng import SharedRngState
 from hf_pipetransformer.runtime.execution import StageRunner
 from hf_pipetransformer.runtime.gathering import HOST, whole_on_every_rank
+from hf_pipetransformer.runtime.ownership import ParameterSlots
 from hf_pipetransformer.runtime.stage import Stage, StageSettings
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.adapters import bare_model
@@ -35,6 +36,14 @@ class PipelineShell(nn.Module):
         self._is_mixed = is_mixed
         self.runner: StageRunner | None = None
         """Runner of the stages; None if there is only one stage."""
+        self._slots = ParameterSlots(model)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, without the walk through the modules that a GPU would wait for after each step."""
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+        for _, parameter in self._slots.named() if set_to_none else ():
+            parameter.grad = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         runner = self.runner

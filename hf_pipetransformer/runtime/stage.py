@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -66,6 +66,8 @@ class Stage:
     shared: list[SharedParameter]
     embeddings: EmbeddingGradients
     reducer: GradientReducer | None
+    _modes: tuple[Layout, list[tuple[nn.Module, bool]]] | None = field(default=None, init=False)
+    """All modules and the mode in which `set_modes` has put them, under a layout."""
 
     def own_names(self) -> set[str]:
         return {name for name, ranks in self.owners.items() if self.groups.position in ranks}
@@ -91,11 +93,16 @@ class Stage:
 
         Blocks that the user froze keep dropout, as in Trainer, unless their activations are cached.
         """
+        # Comparing takes microseconds, setting takes milliseconds in which a GPU may wait.
+        known = self._modes
+        if known and known[0] == self.layout and all(module.training is mode for module, mode in known[1]):
+            return
         self.view.model.train()
         for block, modules in self._frozen_blocks():
             if block in self._cached_blocks() or block in self._trainable_blocks:
                 for module in modules:
                     put_in_evaluation_mode(module)
+        self._modes = self.layout, [(module, module.training) for module in self.view.model.modules()]
 
     def stores_what_the_user_froze(self) -> bool:
         """Return True if blocks that the user froze are in evaluation mode because their activations are cached."""

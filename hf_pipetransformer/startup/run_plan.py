@@ -43,8 +43,8 @@ class Machine:
     """Devices that a run is planned for: how many, bytes of each, operations and bytes per second between two.
 
     `node_bandwidth` is the bytes per second between two of different nodes; 0 if that is `bandwidth` too. `reading` is
-    the seconds to read and collate a sample, `launch` those in which Python launches an operation. `is_host` says that devices are the host's own processors, so that their
-    memory is the host's.
+    the seconds to read and collate a sample, `launch` those in which Python launches an operation. `is_host` says that
+    devices are the host's own processors, so that their memory is the host's.
     """
 
     num_devices: int

@@ -140,7 +140,14 @@ class TrainingOverrides(_Trainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate on one rank per pipeline, and 0 on the others."""
-        return int(super().floating_point_ops(inputs)) if self.pipeline_run.trainings.counts_inputs else 0
+        trainings = self.pipeline_run.trainings
+        if not trainings.counts_inputs:
+            return 0
+        # It follows from shapes, and counting the model's parameters takes milliseconds in which a GPU may wait.
+        shapes = tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+        if shapes not in trainings.operations:
+            trainings.operations[shapes] = int(super().floating_point_ops(inputs))
+        return trainings.operations[shapes]
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         with self.pipeline_run.trainings.counting_tokens() as counts_here:

@@ -85,6 +85,8 @@ class Trainings:
         self.weights = WeightLoading(self.context)
         self.ending = Ending(starter)
         self._in_loop = ExitStack()
+        self.operations: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
+        """Trainer's estimate of a batch's floating-point operations, by the shapes of its inputs."""
 
     @property
     def training(self) -> Training:

@@ -1,5 +1,7 @@
 """On one GPU: a step's time and memory beside plain `Trainer` and beside plans, and the memory of two stages.
 
+    python -m scripts.bench 'gpu-*'
+
 Four models with random weights are trained in bf16 by `Trainer`, by ours in one process, and by ours with half of the
 layers frozen, computed again or read from the store. Contenders take turns in one process. A step is an epoch over
 its steps, from one synchronization with the GPU to the next; the first epoch, which loads kernels and fills the
@@ -16,7 +18,6 @@ import json
 import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -27,13 +28,13 @@ import torch
 import transformers
 from transformers import Trainer, TrainerCallback
 
-from .measure import Settings, alternate, experiment, launch, launch_all, ratios, report, seconds_of, summary
+from .measure import Settings, alternate, experiment, launch_all, ratios, report, seconds_of, summary
 from .models import NO_DROPOUT, Tensors, rows_of
 from .plan import beside, plan_of
 from .training import Timed, make_trainer
 
 
-NUM_EPOCHS = 3
+NUM_EPOCHS = 4
 HALF = {"freeze_policy": "fixed", "freeze_at": "0:1/2"}
 CONTENDERS: dict[str, dict[str, Any]] = {
     "Trainer": {},
@@ -93,15 +94,12 @@ MINILM = transformers.BertConfig(hidden_size=384, num_hidden_layers=6, intermedi
 TINY_LLAMA = transformers.LlamaConfig(
     hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=32,
 )  # fmt: skip
-LARGEST = "Llama of 1.3e9 parameters, 8 blocks of 512 tokens"
 SUBJECTS = {
-    "MiniLM (BERT 6 x 384), 32 sentences of 64 tokens": Subject(BERT, MINILM, partial(sentences, 64), 32, 32, 64),
-    "BERT-base, 32 sentences of 128 tokens":
-        Subject(BERT, transformers.BertConfig(**NO_DROPOUT), partial(sentences, 128), 32, 16, 128),
-    "ViT-base, 32 images of 224 px":
-        Subject(VIT, transformers.ViTConfig(num_labels=10, **NO_DROPOUT), images, 32, 12, 197),
-    LARGEST: Subject(LLAMA, TINY_LLAMA, blocks, 8, 6, 512),
-}  # fmt: skip
+    "minilm": Subject(BERT, MINILM, partial(sentences, 64), 32, 16, 64),
+    "bert": Subject(BERT, transformers.BertConfig(**NO_DROPOUT), partial(sentences, 128), 32, 12, 128),
+    "vit": Subject(VIT, transformers.ViTConfig(num_labels=10, **NO_DROPOUT), images, 32, 8, 197),
+    "llama": Subject(LLAMA, TINY_LLAMA, blocks, 8, 5, 512),
+}
 
 
 def device() -> str:
@@ -171,31 +169,6 @@ def plan_here(subject: Subject) -> dict[str, Any]:
     return json.loads(Path(trainer.args.output_dir, "plan.json").read_text())["chosen"]
 
 
-def num_waits(subject: Subject, contender: str) -> float:
-    """How often a step of the second epoch waits for the GPU."""
-    subject = subject._replace(num_steps=4)
-    trainer = trainer_of(subject, contender)
-
-    class Count(TrainerCallback):
-        def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.epoch and state.epoch >= 1:
-                torch.cuda.set_sync_debug_mode("warn")
-
-    trainer.add_callback(Count())
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        trainer.train()
-    torch.cuda.set_sync_debug_mode("default")
-    waits = [each for each in found if "synchronizing" in str(each.message)]
-    places: dict[str, int] = {}
-    for each in waits:
-        place = "/".join(Path(each.filename).parts[-2:]) + f":{each.lineno}"
-        places[place] = places.get(place, 0) + 1
-    num_steps = (NUM_EPOCHS - 1) * subject.num_steps
-    report(f"waits of {contender}", {place: count / num_steps for place, count in places.items()})
-    return len(waits) / num_steps
-
-
 def rates(subject: Subject) -> dict[str, float]:
     """TFLOP/s of a product as large as a layer's, in bf16, and GB/s of copies: medians of eleven."""
     width, inner = subject.config.hidden_size, subject.config.intermediate_size
@@ -224,8 +197,8 @@ def compare(subject: Subject, rounds: int) -> dict[str, Any]:
     """All contenders by turns, and what plans said of ours."""
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         del os.environ[variable]  # Trainer would wrap the model for processes that are not there.
-    run(subject, "Trainer")  # Libraries load kernels and allocate once.
-    plans = [plan_here(subject) for _ in range(rounds)]
+    run(subject, "Trainer", num_train_epochs=2)  # Libraries load kernels and allocate once.
+    plans = [plan_here(subject)]
     runs = alternate({contender: partial(run, subject, contender) for contender in CONTENDERS}, rounds)
     seconds = {contender: [step for each in results for step in each["steps"]] for contender, results in runs.items()}
     found: dict[str, Any] = {}
@@ -237,8 +210,6 @@ def compare(subject: Subject, rounds: int) -> dict[str, Any]:
             "seconds before the first step": summary([each["start"] for each in results], 2),
             "GiB at most": round(max(each["bytes"] for each in results) / 2**30, 3),
         }
-        if torch.cuda.is_available():
-            found[contender]["waits for the GPU in a step"] = round(num_waits(subject, contender), 2)
     ours, of_device = runs["ours"], rates(subject)
     options = {
         "processes": 1, "device_memory": 80, "sequence_length": subject.num_tokens, "communicator_gb": 0, "bf16": True,
@@ -261,26 +232,59 @@ def stage_bytes(subject: Subject) -> int:
     trainer = trainer_of(subject, "ours", num_train_epochs=1, **options)
     trainer.add_callback(Watch())
     trainer.train()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 # ---- in the driver
 
 
-@experiment("gpu.json", minutes=6, quick_minutes=3, processes=1)
-def gpu(settings: Settings) -> dict[str, Any]:
-    """One GPU: steps and memory of four models beside `Trainer` and plans, and the memory of two stages."""
-    if not torch.cuda.is_available() and not settings.quick:
-        raise SystemExit("No GPU: nothing was measured. --quick runs the smallest model on the CPU.")
-    environment = {"ACCELERATE_USE_CPU": str(device() == "cpu").lower()}
-    results: dict[str, Any] = {}
-    if torch.cuda.is_available():
-        results["gpu"] = {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    quick = {name: subject._replace(num_steps=1, batch=2) for name, subject in list(SUBJECTS.items())[:1]}
-    for name, subject in settings.of(SUBJECTS, quick).items():
-        results[name] = launch(compare, 1, subject, settings.of(3, 1), environment=environment)
-        report(name, results[name])
-    if torch.cuda.is_available():
-        found = launch_all(stage_bytes, 2, SUBJECTS[LARGEST], environment=environment)
-        results[f"GiB at most of two stages, {LARGEST}"] = [round(each / 2**30, 3) for each in found]
-    return results
+def on_gpu(settings: Settings, call: Callable[..., Any], processes: int, name: str, *args: Any) -> list[Any]:
+    """What the processes return, of the GPU or, of a quick look, of the CPU in its place with hardly any work."""
+    subject = SUBJECTS[name]
+    if not torch.cuda.is_available():
+        if not settings.quick:
+            raise SystemExit("No GPU: nothing was measured. --quick runs two narrow layers on the CPU.")
+        narrow = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 12, "num_key_value_heads": 12}
+        subject.config.update({"num_hidden_layers": 2, **narrow})
+        subject = subject._replace(num_steps=1, batch=2)
+    environment = {"ACCELERATE_USE_CPU": str(not torch.cuda.is_available()).lower()}
+    return launch_all(call, processes, subject, *args, environment=environment)
+
+
+def measured(settings: Settings, name: str) -> dict[str, Any]:
+    """One model, with the name of the GPU."""
+    gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if torch.cuda.is_available() else {}
+    [found] = on_gpu(settings, compare, 1, name, settings.of(2, 1))
+    report(name, found)
+    return gpu | found
+
+
+@experiment("gpu.json", section="minilm", minutes=1, quick_minutes=0.5, processes=1)
+def gpu_minilm(settings: Settings) -> dict[str, Any]:
+    """MiniLM (BERT 6 x 384), 32 sentences of 64 tokens, on one GPU."""
+    return measured(settings, "minilm")
+
+
+@experiment("gpu.json", section="bert", minutes=1, quick_minutes=0.5, processes=1)
+def gpu_bert(settings: Settings) -> dict[str, Any]:
+    """BERT-base, 32 sentences of 128 tokens, on one GPU."""
+    return measured(settings, "bert")
+
+
+@experiment("gpu.json", section="vit", minutes=1, quick_minutes=0.5, processes=1)
+def gpu_vit(settings: Settings) -> dict[str, Any]:
+    """ViT-base, 32 images of 224 px, on one GPU."""
+    return measured(settings, "vit")
+
+
+@experiment("gpu.json", section="llama", minutes=1, quick_minutes=1, processes=1)
+def gpu_llama(settings: Settings) -> dict[str, Any]:
+    """Llama of 1.3e9 parameters, 8 blocks of 512 tokens, on one GPU."""
+    return measured(settings, "llama")
+
+
+@experiment("gpu.json", section="stages", minutes=0.5, quick_minutes=1)
+def gpu_stages(settings: Settings) -> dict[str, Any]:
+    """Memory of two stages of that Llama, which share the GPU."""
+    found = on_gpu(settings, stage_bytes, 2, "llama")
+    return {"GiB at most of each process": [round(each / 2**30, 3) for each in found]}

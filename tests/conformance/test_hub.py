@@ -13,7 +13,7 @@ from tests.models import has_zero_gradient
 RUNS = [Run(strategy, {"strategy": strategy}, (2, 1)) for strategy in ("every_save", "checkpoint", "end")]
 
 # What the pipeline writes of its own, beside the files of Trainer.
-OWN_FILES = {"pipetransformer_events.jsonl"}
+OWN_FILES = {"pipetransformer_events.jsonl", "model_card.json"}
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
