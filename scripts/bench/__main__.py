@@ -27,6 +27,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .measure import EXPERIMENTS, REPOSITORY, Experiment, Settings, versions, write_json
 
 
@@ -74,6 +76,9 @@ def run_all(experiments: Sequence[Experiment], settings: Settings, results: Path
         title, before = f"{each.name} ({number} of {len(experiments)})", state.get(each.name, {})
         if not forces and before.get("versions") == versions() and (results / each.result).exists():
             print(f"=== {title}: finished {before['finished']}; --force measures it again", flush=True)
+            continue
+        if each.needs_gpu and not settings.quick and not torch.cuda.is_available():
+            print(f"=== {title}: left out, it needs a GPU", flush=True)
             continue
         print(f"=== {title}, about {each.minutes_of(settings.quick):g} minutes: {each.summary}", flush=True)
         start = time.monotonic()

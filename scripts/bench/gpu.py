@@ -238,12 +238,10 @@ def stage_bytes(subject: Subject) -> int:
 # ---- in the driver
 
 
-def on_gpu(settings: Settings, call: Callable[..., Any], processes: int, name: str, *args: Any) -> list[Any]:
-    """What the processes return, of the GPU or, of a quick look, of the CPU in its place with hardly any work."""
+def on_gpu(call: Callable[..., Any], processes: int, name: str, *args: Any) -> list[Any]:
+    """What the processes return, on the GPU or, for a quick look, on the CPU with hardly any work."""
     subject = SUBJECTS[name]
     if not torch.cuda.is_available():
-        if not settings.quick:
-            raise SystemExit("No GPU: nothing was measured. --quick runs two narrow layers on the CPU.")
         narrow = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 12, "num_key_value_heads": 12}
         subject.config.update({"num_hidden_layers": 2, **narrow})
         subject = subject._replace(num_steps=1, batch=2)
@@ -254,37 +252,37 @@ def on_gpu(settings: Settings, call: Callable[..., Any], processes: int, name: s
 def measured(settings: Settings, name: str) -> dict[str, Any]:
     """One model, with the name of the GPU."""
     gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if torch.cuda.is_available() else {}
-    [found] = on_gpu(settings, compare, 1, name, settings.of(2, 1))
+    [found] = on_gpu(compare, 1, name, settings.of(2, 1))
     report(name, found)
     return gpu | found
 
 
-@experiment("gpu.json", section="minilm", minutes=1, quick_minutes=0.5, processes=1)
+@experiment("gpu.json", section="minilm", minutes=1, quick_minutes=0.5, processes=1, needs_gpu=True)
 def gpu_minilm(settings: Settings) -> dict[str, Any]:
     """MiniLM (BERT 6 x 384), 32 sentences of 64 tokens, on one GPU."""
     return measured(settings, "minilm")
 
 
-@experiment("gpu.json", section="bert", minutes=1, quick_minutes=0.5, processes=1)
+@experiment("gpu.json", section="bert", minutes=1, quick_minutes=0.5, processes=1, needs_gpu=True)
 def gpu_bert(settings: Settings) -> dict[str, Any]:
     """BERT-base, 32 sentences of 128 tokens, on one GPU."""
     return measured(settings, "bert")
 
 
-@experiment("gpu.json", section="vit", minutes=1, quick_minutes=0.5, processes=1)
+@experiment("gpu.json", section="vit", minutes=1, quick_minutes=0.5, processes=1, needs_gpu=True)
 def gpu_vit(settings: Settings) -> dict[str, Any]:
     """ViT-base, 32 images of 224 px, on one GPU."""
     return measured(settings, "vit")
 
 
-@experiment("gpu.json", section="llama", minutes=1, quick_minutes=1, processes=1)
+@experiment("gpu.json", section="llama", minutes=1, quick_minutes=0.5, processes=1, needs_gpu=True)
 def gpu_llama(settings: Settings) -> dict[str, Any]:
     """Llama of 1.3e9 parameters, 8 blocks of 512 tokens, on one GPU."""
     return measured(settings, "llama")
 
 
-@experiment("gpu.json", section="stages", minutes=0.5, quick_minutes=1)
-def gpu_stages(settings: Settings) -> dict[str, Any]:
+@experiment("gpu.json", section="stages", minutes=1, quick_minutes=0.5, needs_gpu=True)
+def gpu_stages(_settings: Settings) -> dict[str, Any]:
     """Memory of two stages of that Llama, which share the GPU."""
-    found = on_gpu(settings, stage_bytes, 2, "llama")
+    found = on_gpu(stage_bytes, 2, "llama")
     return {"GiB at most of each process": [round(each / 2**30, 3) for each in found]}

@@ -87,7 +87,8 @@ class Experiment:
     """A function that measures, the file of benchmarks/ and the key there that its figures go to, and what it takes.
 
     Without a section the file is its own. Minutes are those of the machine of the committed figures (2 cores). A study
-    is made of runs that `Settings` choose among; finished ones are kept.
+    is made of runs that `Settings` choose among; finished ones are kept. What needs a GPU runs without only for a
+    quick look.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Experiment:
     quick_minutes: float
     processes: int
     is_study: bool = False
+    needs_gpu: bool = False
 
     @property
     def summary(self) -> str:
@@ -123,14 +125,15 @@ EXPERIMENTS: dict[str, Experiment] = {}
 
 def experiment(
     result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2,
-    is_study: bool = False,
+    is_study: bool = False, needs_gpu: bool = False,
 ) -> Callable[[Measure], Measure]:  # fmt: skip
     """Register a function under its name with hyphens."""
 
     def register(measure: Measure) -> Measure:
         key = measure.__name__.replace("_", "-")
         assert key not in EXPERIMENTS, f"two experiments are called {key}"
-        EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes, is_study)
+        more = minutes, quick_minutes, processes, is_study, needs_gpu
+        EXPERIMENTS[key] = Experiment(key, measure, result, section, *more)
         return measure
 
     return register

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import BertForSequenceClassification, MixtralConfig, MixtralForCausalLM, ViTForImageClassification
 
 from hf_pipetransformer.runtime import gathering
 from hf_pipetransformer.runtime.gathering import Room, least_room
-from hf_pipetransformer.runtime.ownership import ParameterStore
+from hf_pipetransformer.runtime.ownership import ParameterSlots, ParameterStore
+from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.state import weights
 from hf_pipetransformer.training.evaluation import _installed
 from tests.doubles.device import DEVICE, HOST, DeviceStandIn
@@ -122,3 +124,34 @@ def test_what_fits_is_decided_by_the_node_with_the_least_room(monkeypatch: pytes
     answers[1][0] = 60
     assert least_room(30, topology) == Room(90, 90)
     assert asked == [[30, 100, 0]] * 2
+
+
+@pytest.mark.parametrize("name", ["bert_masked", "vit"])
+def test_slots_name_the_parameters_as_the_model_does_also_once_they_are_replaced(name: str) -> None:
+    model = build_model(name)
+    store, slots = ParameterStore(model), ParameterSlots(model)
+
+    def ids(named: Any) -> list[tuple[str, int]]:
+        return [(each, id(parameter)) for each, parameter in named]
+
+    assert ids(slots.named()) == ids(model.named_parameters())
+    kept = {each for each in store.named() if "layer" in each}
+    weights = {each: parameter.detach().clone() for each, parameter in store.named().items()}
+    store.release(kept)
+    assert {each for each, parameter in slots.named() if parameter.is_meta} == set(store.named()) - kept
+    assert ids(slots.named()) == ids(model.named_parameters())
+    store.fill(weights)
+    assert ids(slots.named()) == ids(model.named_parameters())
+
+
+def test_all_gradients_are_dropped_without_a_walk_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("bert_masked")
+    shell = PipelineShell(model, nullcontext, is_mixed=False)
+    model(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]])).loss.backward()
+    with monkeypatch.context() as only:
+        only.setattr(nn.Module, "named_modules", lambda *_: pytest.fail("walked"))
+        shell.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]])).loss.backward()
+    shell.zero_grad(set_to_none=False)
+    assert not any(torch.any(p.grad) for p in model.parameters() if p.grad is not None)

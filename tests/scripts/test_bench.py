@@ -92,6 +92,24 @@ def test_finished_experiments_are_skipped_and_a_failure_stops_no_other(
     assert calls == ["first", "last"] * 2
 
 
+@pytest.mark.parametrize(
+    ("quick", "has_gpu", "expected"), [(False, False, []), (False, True, [1]), (True, False, [1])]
+)
+def test_what_needs_a_gpu_is_left_out_where_there_is_none_but_for_a_quick_look(
+    settings: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quick: bool,
+    has_gpu: bool,
+    expected: list[int],
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    calls: list[int] = []
+    asked = replace(make("gpu", lambda given: calls.append(1) or {}), needs_gpu=True)  # type: ignore[func-returns-value]
+    assert driver.run_all([asked], replace(settings, quick=quick), tmp_path, forces=False) == []
+    assert calls == expected
+
+
 def test_a_part_of_a_study_does_not_finish_it(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
