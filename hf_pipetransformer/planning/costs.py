@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
@@ -51,8 +51,8 @@ class BlockCosts:
         working_bytes: bytes per sample that the block needs for a moment, in its forward or backward, besides those it
             keeps and the gradients of its weights; empty if unknown.
         slices: costs of token slices; None where sequences stay whole.
-        launch: seconds in which Python launches the operations of the block's forward on a device: a pass takes at
-            least as long, with however few samples; empty if unknown.
+        launch: seconds in which Python launches the operations of the block's forward on a device, and of its whole
+            backward: a pass takes at least as long, with however few samples; empty if unknown.
         table: bytes of a table of embeddings whose gradient a first stage without the head makes after its backwards
             (see `EmbeddingGradients`), and the samples of a batch up to which it does.
 
@@ -74,7 +74,7 @@ class BlockCosts:
     working_bytes: tuple[float, ...] = ()
     slices: TokenCosts | None = None
     table: tuple[float, float] = (0.0, 0.0)
-    launch: tuple[float, ...] = ()
+    launch: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         may_be_empty = ("kept", "trained_bytes", "kept_bytes", "boundary_bytes", "working_bytes", "launch")
@@ -285,19 +285,30 @@ def _durations(
     weights = [min(whole, WEIGHT_SHARE * full) for whole, full in zip(backwards, costs.backward, strict=True)]
     inputs = [whole - weight for whole, weight in zip(backwards, weights, strict=True)]
 
-    def seconds(of_blocks: Sequence[float], launches: float, fixed: float) -> tuple[float, ...]:
-        """Return the seconds of each stage's pass; `launches` is the share of a whole pass that is launched."""
-        least = costs.launch or (0.0,) * len(of_blocks)
-        blocks = [max(samples * a, launches * b) if a else 0.0 for a, b in zip(of_blocks, least, strict=True)]
+    launches = costs.launch or ((0.0, 0.0),) * len(backwards)
+    # Of the operations of a backward without recomputation, which are as many as the forward's.
+    of_weights = [WEIGHT_SHARE * forward for forward, _ in launches]
+
+    def seconds(of_blocks: Sequence[float], least: Iterable[float], first: int, fixed: float) -> tuple[float, ...]:
+        """Return the seconds of each stage's pass, of which blocks from `first` on run."""
+        pairs = enumerate(zip(of_blocks, least, strict=True))
+        blocks = [max(samples * each, launch) if block >= first else 0.0 for block, (each, launch) in pairs]
         return tuple(each + fixed for each in by_stage(layout, blocks))
 
-    def backward_seconds(of_blocks: Sequence[float], launches: float = 1.0) -> tuple[float, ...]:
-        return seconds(of_blocks, launches, overheads.per_backward)
-
-    forwards = seconds(block_forwards(costs, layout.cache_level), 1.0, overheads.per_forward)
-    split = backward_seconds(inputs, 1 - WEIGHT_SHARE), backward_seconds(weights, WEIGHT_SHARE)
+    stored, active = first_above(layout.cache_level), layout.first_active_block
+    forwards = seconds(
+        block_forwards(costs, layout.cache_level), (each for each, _ in launches), stored, overheads.per_forward
+    )
+    parts = (
+        forwards,
+        seconds(backwards, (each for _, each in launches), active, overheads.per_backward),
+        overheads.hop,
+        seconds(
+            inputs, (b - w for (_, b), w in zip(launches, of_weights, strict=True)), active, overheads.per_backward
+        ),
+        seconds(weights, of_weights, active, 0.0),  # The products that the other part has put off.
+    )
     shares = _shares(layout, costs, samples)
-    parts = (forwards, backward_seconds(backwards), overheads.hop, *split)
     hops = overheads.hops(layout, costs, samples / max(1, len(shares)))
     return microbatches, Durations(*parts, factors=shares * microbatches, hops=hops)
 

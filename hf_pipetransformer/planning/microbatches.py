@@ -41,6 +41,8 @@ def calibrate(
         measured = sum(reports[rank][part] for rank in ranks)
         modelled = sum(reports[rank]["samples"] * _sum(blocks, layout, rank) for rank in ranks)
         factors[part] = measured / modelled if measured and modelled else 1.0
+    # The factors contain what was planned around the blocks, and more.
+    overheads = replace(overheads, per_forward=0.0, per_backward=0.0)
     scaled = costs.scaled(factors["forward"], factors["backward"])
     by_position = trained_elements(layout, costs)
     trained = [by_position[rank % layout.pipeline_size] for rank in range(len(reports))]

@@ -36,13 +36,16 @@ class PipelineShell(nn.Module):
         self._is_mixed = is_mixed
         self.runner: StageRunner | None = None
         """Runner of the stages; None if there is only one stage."""
-        self._slots = ParameterSlots(model)
+        self._slots: ParameterSlots | None = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, without the walk through the modules that a GPU would wait for after each step."""
         if not set_to_none:
             super().zero_grad(set_to_none)
-        for _, parameter in self._slots.named() if set_to_none else ():
+            return
+        # Some models build parts of themselves in their first forward, which an inspection runs before this.
+        self._slots = self._slots or ParameterSlots(self.module)
+        for _, parameter in self._slots.named():
             parameter.grad = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -70,16 +70,22 @@ GROUPS = {
 """In the order in which they run."""
 
 
-def run_checks(checks: Mapping[str, Callable[[], Figures]], output: Path | None) -> None:
+def run_checks(
+    checks: Mapping[str, Callable[[], Figures]], output: Path | None, agree: Callable[[], None] = lambda: None
+) -> None:
     """Run every check and write a line for each; in one process a failed one does not keep the others from running.
 
     Of several processes one that fails ends the launch, and so the others, which may be waiting for it; `run_group`
     starts them again behind the check that failed.
+
+    Args:
+        agree: waits until the check has passed on every rank, before rank 0 writes that it has.
     """
     for name, check in checks.items():
         start = time.perf_counter()
         try:
             line = {"check": name, "passed": True, **check()}
+            agree()
         except Exception as error:
             traceback.print_exc()
             line = {"check": name, "passed": False, "error": f"{type(error).__name__}: {error}"}
@@ -242,10 +248,11 @@ def main() -> None:
     # No rank can be behind its first check before all have read this.
     done = {line["check"] for line in read_lines(output)}
     checks = {name: check for name, check in checks.items() if options.only in name and name not in done}
-    run_checks(checks, output if os.environ.get("RANK", "0") == "0" else None)
+    # A rank that has failed is gone, and the launcher ends those that wait for it.
+    agrees = group.num_processes > 1 and options.group != "shortage"
+    own = output if os.environ.get("RANK", "0") == "0" else None
+    run_checks(checks, own, torch.distributed.barrier if agrees else lambda: None)
     if group.num_processes > 1:
-        if options.group != "shortage":
-            torch.distributed.barrier()
         sys.stdout.flush()
         os._exit(0)  # The groups of a run that failed cannot be destroyed, and those of others may wait for a thread.
 

@@ -309,23 +309,30 @@ def saved_activations(
     return saved, working
 
 
-def num_launches(target: ProbeTarget, structure: Structure, num_casts: Callable[[], int]) -> list[int]:
-    """Return the operations of each block's forward that make tensors; stages of several blocks count at the first.
+def num_launches(target: ProbeTarget, structure: Structure, num_casts: Callable[[], int]) -> tuple[int, list[int]]:
+    """Return the operations that make tensors: those around the blocks of a forward, and those of each block.
+
+    Stages of several blocks count at the first.
 
     Args:
         num_casts: returns how many weights autocast has cast since the beginning, which are operations too.
     """
     found = [0] * structure.num_blocks
     runner = _Runner(target, structure, num_repeats=0)
+
+    def count(blocks: range) -> int:
+        hidden, before = runner.hidden_before(blocks.start), num_casts()
+        with _LiveBytes() as live:
+            runner._run(blocks, hidden)
+        return live.num_operations + num_casts() - before
+
     try:
+        around = count(range(1, 1))
         for start, end in pairwise(target.twin.cut_positions(structure)):
-            hidden, before = runner.hidden_before(start), num_casts()
-            with _LiveBytes() as live:
-                runner._run(range(start, end), hidden)
-            found[start] = live.num_operations + num_casts() - before
+            found[start] = max(0, count(range(start, end)) - around)
     finally:
         runner.view.remove()
-    return found
+    return around, found
 
 
 def _trained_layers(structure: Structure) -> list[int]:

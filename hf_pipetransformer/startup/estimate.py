@@ -114,11 +114,11 @@ def batch_on_meta(model: Any, length: int) -> dict[str, torch.Tensor]:
 
 _IN_LOW_PRECISION = {
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d",
-    "conv3d", "conv_transpose2d", "scaled_dot_product_attention",
+    "conv3d", "conv_transpose2d", "scaled_dot_product_attention", "mv", "prelu",
 }  # fmt: skip
 _IN_FLOAT32 = {
-    "layer_norm", "group_norm", "rms_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "exp",
-    "log", "pow", "__pow__", "rsqrt", "cumsum", "sum", "prod", "norm",
+    "layer_norm", "group_norm", "rms_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss",
+    "binary_cross_entropy_with_logits", "exp", "log", "pow", "__pow__", "rsqrt", "cumsum", "sum", "prod", "norm",
 }  # fmt: skip
 """Functions that autocast runs in another precision: those that models call, of PyTorch's lists for CUDA."""
 
@@ -132,8 +132,8 @@ class _OnDevice(TorchFunctionMode):
     def __init__(self, lower: torch.dtype | None) -> None:
         super().__init__()
         self.lower = lower
-        self.copies: dict[int, nn.Parameter] = {}
-        """Weights in `lower`, by the identity of the weights: their memory is planned apart."""
+        self.copies: dict[nn.Parameter, nn.Parameter] = {}
+        """Weights in `lower`, by the weights themselves: their memory is planned apart."""
         self.num_casts = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,9 +154,9 @@ class _OnDevice(TorchFunctionMode):
         if not isinstance(tensor, nn.Parameter):
             return tensor.to(self.lower)
         self.num_casts += 1
-        if id(tensor) not in self.copies:
-            self.copies[id(tensor)] = nn.Parameter(tensor.detach().to(self.lower), tensor.requires_grad)
-        return self.copies[id(tensor)]
+        if tensor not in self.copies:
+            self.copies[tensor] = nn.Parameter(tensor.detach().to(self.lower), tensor.requires_grad)
+        return self.copies[tensor]
 
     def _raised(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype is self.lower else tensor
@@ -181,15 +181,18 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         activation = ActivationShape(target.main_input, tuple(batch[target.main_input].shape[1:]), sent[-2].shape[1:])
         boundary = float(sent[-2].numel() * sent[-2].element_size())
         saved, working = map(twin.of_all_blocks, saved_activations(target, structure, device.copies.values()))
-        launches = twin.of_all_blocks(num_launches(target, structure, lambda: device.num_casts))
+        around, own = num_launches(target, structure, lambda: device.num_casts)
+        launches = twin.of_all_blocks(own)
         table = kept_back(target, structure)
     forward = [each / machine.flops for each in flops]
     profile = BlockProfile(forward, forward, forward, saved, boundary, working, 1, table)
-    blocks = _with_backwards(block_costs(model, structure, profile), args.pipeline_checkpoint != "never")
-    blocks = replace(blocks, launch=tuple(machine.launch * each for each in launches))
+    recomputes = args.pipeline_checkpoint != "never"
+    launch = tuple((machine.launch * each, (1 + recomputes) * machine.launch * each) for each in launches)
+    blocks = replace(_with_backwards(block_costs(model, structure, profile), recomputes), launch=launch)
     per_step = args.train_samples_per_device * args.gradient_accumulation_steps
     overheads = Overheads(
         hop=boundary * samples_per_microbatch(args) / machine.bandwidth,
+        per_forward=machine.launch * around,
         # The replicas of a stage are on all nodes.
         reduction_per_byte=1 / min(machine.bandwidth, machine.node_bandwidth or machine.bandwidth),
         optimizer_per_parameter=UPDATE_BYTES / machine.memory_bandwidth,

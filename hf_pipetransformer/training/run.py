@@ -182,6 +182,7 @@ class Trainings:
         starter, trainer, topology = self.starter, self.context.trainer, self.context.topology
         resumption = self.resumption
         self.ending.begin(None)
+        self.operations.clear()  # The model may be another one now.
         request = request_of(loader)
         if request is None:
             check_undivided(loader, "get_train_dataloader", trainer.args.pipeline_size or 1)

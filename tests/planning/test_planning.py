@@ -163,6 +163,29 @@ def test_a_step_with_a_reference_runs_all_micro_batches_forward_first() -> None:
     alone = replace(SMALL_LAYOUT, num_stages=1, num_replicas=1, boundaries=(0, 4))
     costs, kept = calibrate(SMALL, overheads, alone, reports)
     assert costs.forward == SMALL.forward and kept.has_reference
+    # What was planned around the blocks is in the measured times, and so in the scaled ones.
+    assert (kept.per_forward, kept.per_backward) == (0, 0)
+
+
+def test_a_pass_is_no_shorter_than_its_launches() -> None:
+    """Also one of blocks without products, such as embeddings; what is frozen or stored launches nothing."""
+    one = replace(SMALL_LAYOUT, num_stages=1, num_replicas=1, num_microbatches=1, boundaries=(0, 4))
+    costs = replace(SMALL, forward=(0, 2, 3, 1), launch=((5.0, 9.0), (1.0, 2.0), (4.0, 5.0), (1.0, 1.0)))
+    found = predict_step(one, costs, Overheads(per_forward=0.5, per_backward=0.25), samples_per_pipeline=1)
+    assert found.pipeline == (5 + 2 + 4 + 1) + 0.5 + (9 + 4 + 6 + 2) + 0.25
+    stored = replace(one, num_frozen_layers=1, cache_level=1)
+    assert predict_step(stored, costs, Overheads(), samples_per_pipeline=1).pipeline == 1 + 1
+
+
+def test_the_two_parts_of_a_backward_launch_together_what_a_whole_one_does() -> None:
+    one = replace(SMALL_LAYOUT, num_stages=1, num_replicas=1, num_microbatches=2, boundaries=(0, 4))
+    launches = ((5.0, 9.0), (1e3, 2e3), (4e3, 5e3), (1e3, 1e3))
+    costs = replace(SMALL, launch=launches)
+    whole, split = (
+        predict_step(replace(one, schedule=name), costs, Overheads(per_backward=0.25), 2).pipeline
+        for name in ("1f1b", "zb_h1")
+    )
+    assert whole == split
 
 
 def test_a_reduction_may_run_beside_the_backward_of_the_last_micro_batch() -> None:

@@ -16,6 +16,8 @@ from hf_pipetransformer.planning.forecast import length_of_run
 from hf_pipetransformer.report.charts import MISSING_LIBRARY
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.startup.costs import _LiveBytes
+from hf_pipetransformer.startup.estimate import _OnDevice, batch_on_meta, build_on_meta
 from hf_pipetransformer.startup.plan_words import blocks_in_words
 from hf_pipetransformer.startup.run_plan import communicators
 
@@ -140,10 +142,23 @@ def test_a_pass_takes_as_long_as_its_operations_are_launched(plan: Planner) -> N
     # A layer has 12 operations, embeddings and head have a few; a backward takes as long as a forward.
     assert 2 * 6 * 12 * 20e-6 < some < 2 * (6 * 12 + 20) * 20e-6
     slow = [*SMALL, "--pipeline_parallel_size", "1", "--device_tflops", "0.001"]
-    assert (
-        plan.json("minilm", *slow, "--launch_us", "20")["chosen"]
-        == plan.json("minilm", *slow, "--launch_us", "0")["chosen"]
-    )
+    found = [plan.json("minilm", *slow, "--launch_us", each)["chosen"]["step_seconds"] for each in ("20", "0")]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama_7b", "minilm", "vit"])
+def test_blocks_and_what_is_around_them_launch_what_a_whole_forward_launches(plan: Planner, name: str) -> None:
+    """A Llama's masks and positions were counted with each half of each layer."""
+    found = plan.json(name, *SMALL, "--launch_us", "1")
+    blocks, around = found["blocks"]["launch"], found["overheads"]["per_forward"]
+    model = build_on_meta(str(plan.folder / name), None)
+    batch = batch_on_meta(model, 64)
+    with _OnDevice(None), _LiveBytes() as live:
+        model(**batch)
+    assert sum(forward for forward, _ in blocks) + around == pytest.approx(1e-6 * live.num_operations, abs=1e-9)
+    assert blocks[0][0] > 0 and all(backward == forward for forward, backward in blocks)
+    again = plan.json(name, *SMALL, "--launch_us", "1", "--activation_checkpointing", "true")["blocks"]["launch"]
+    assert again == [[forward, 2 * forward] for forward, _ in blocks]
 
 
 def test_70b_on_8_devices_of_80_gb_fits_with_adapters_only(plan: Planner) -> None:
