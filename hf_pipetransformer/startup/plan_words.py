@@ -179,7 +179,8 @@ def _sources(plan: RunPlan) -> str:
 
 def verdicts(plan: RunPlan) -> list[str]:
     """Return what to conclude from the plan, a sentence or two each."""
-    return [*filter(None, [_whether_it_fits(plan), _whether_to_split(plan), _whether_to_freeze(plan)])]
+    found = _whether_it_fits(plan), _whether_to_split(plan), _whether_launches_decide(plan), _whether_to_freeze(plan)
+    return [*filter(None, found)]
 
 
 def _whether_it_fits(plan: RunPlan) -> str:
@@ -213,6 +214,16 @@ def _whether_to_split(plan: RunPlan) -> str:
     share = fastest.step_seconds / alone.step_seconds
     text = f"K={size} is predicted to take {share:.2f} of the time of K=1, although the model fits on one device."
     return text if plan.course.measured else f"{text} Assumed rates say so: compare both with --plan_only first."
+
+
+def _whether_launches_decide(plan: RunPlan) -> str:
+    if plan.computing_seconds >= HALF * plan.chosen.step_seconds:
+        return ""
+    share = plan.computing_seconds / plan.chosen.step_seconds
+    return (
+        f"Devices wait for Python to launch their operations, which they compute in {share:.2f} of a step's time: "
+        "larger batches would take hardly longer, and freezing saves little."
+    )
 
 
 def _whether_to_freeze(plan: RunPlan) -> str:

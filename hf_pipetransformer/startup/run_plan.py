@@ -93,6 +93,7 @@ class RunPlan:
     `blocks` and `overheads` are the costs behind the times. `trainer` is Trainer's own data parallelism beside the
     options; `schedules` are the layouts of all schedules that the options allow on several stages, fastest first;
     `refused` says why the others are not among them. `host` has the host memory of the fullest rank by phase.
+    `computing_seconds` are those of the chosen step if launching operations took no time.
     """
 
     model: str
@@ -112,6 +113,7 @@ class RunPlan:
     caching: Caching | None
     duration: Duration
     timeline: Timeline
+    computing_seconds: float
 
     @property
     def budget(self) -> float:
@@ -146,7 +148,8 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) 
     costs = _costs(planner, chosen.layout)
     forecast = planner.forecast(chosen.layout, *costs, course.steps_per_epoch, storing)
     step = args.train_samples_per_device * chosen.layout.pipeline_size
-    timeline = predict_timeline(chosen.layout, *costs, step, args.gradient_accumulation_steps)
+    more = step, args.gradient_accumulation_steps
+    at_once = replace(costs[0], launch=()), replace(costs[1], per_forward=0.0, per_backward=0.0)
     return RunPlan(
         model=type(bare_model(model)).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -164,7 +167,8 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) 
         refused=refused,
         caching=_decided(caching, storing, course, planner.costs.blocks),
         duration=forecast.duration(course),
-        timeline=timeline,
+        timeline=predict_timeline(chosen.layout, *costs, *more),
+        computing_seconds=predict_step(chosen.layout, *at_once, *more).seconds,
     )
 
 

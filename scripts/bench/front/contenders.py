@@ -92,6 +92,7 @@ def contenders(task: TaskSettings) -> dict[str, Contender]:
     middle = round(task.num_layers / 2)
     options = {**STORED, "freeze_at": f"0:{middle}"}
     table["first 1/2 frozen, half of the epochs, twice the rate"] = Contender(half, options, rate_factor=2)
+    table["everything, half of the epochs, twice the rate"] = Contender(half, rate_factor=2)
     unfreezing = {**STORED, "freeze_at": f"0:{middle},{math.ceil(task.num_training / task.batch)}:0"}
     table["first 1/2 frozen for an epoch, then one of all"] = Contender(2, unfreezing)
     table["top 2/3 only, no cache"] = Contender(longest, num_top_layers=round(2 / 3 * task.num_layers))
