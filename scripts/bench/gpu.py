@@ -249,12 +249,16 @@ def on_gpu(call: Callable[..., Any], processes: int, name: str, *args: Any) -> l
     return launch_all(call, processes, subject, *args, environment=environment)
 
 
+def named_gpu() -> dict[str, Any]:
+    """Its name and the version of CUDA, empty without one."""
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if torch.cuda.is_available() else {}
+
+
 def measured(settings: Settings, name: str) -> dict[str, Any]:
     """One model, with the name of the GPU."""
-    gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if torch.cuda.is_available() else {}
     [found] = on_gpu(compare, 1, name, settings.of(2, 1))
     report(name, found)
-    return gpu | found
+    return named_gpu() | found
 
 
 @experiment("gpu.json", section="minilm", minutes=1, quick_minutes=0.5, processes=1, needs_gpu=True)
@@ -285,4 +289,4 @@ def gpu_llama(settings: Settings) -> dict[str, Any]:
 def gpu_stages(_settings: Settings) -> dict[str, Any]:
     """Memory of two stages of that Llama, which share the GPU."""
     found = on_gpu(stage_bytes, 2, "llama")
-    return {"GiB at most of each process": [round(each / 2**30, 3) for each in found]}
+    return named_gpu() | {"GiB at most of each process": [round(each / 2**30, 3) for each in found]}
