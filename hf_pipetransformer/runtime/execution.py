@@ -38,7 +38,6 @@ from hf_pipetransformer.engine.program import Forward, MicroBatch, Place, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.planning.planner import evaluation_microbatches
-from hf_pipetransformer.runtime.ownership import ParameterSlots
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.runtime.window import Batch, Window
 from hf_pipetransformer.schedules import FORWARD_ONLY, SENDS, Action, ActionList, Schedule, find_schedule
@@ -354,13 +353,12 @@ class GradientNorms:
             name: (block_of(blocks[0]) - 1) % (stage.layout.num_layers + 2)
             for name, blocks in stage.view.structure.blocks_of_parameter.items()
         }
-        self._slots = ParameterSlots(stage.store.model)
         self._places: tuple[int, ...] = ()
         self._mask = torch.zeros(0, 0, dtype=torch.bool)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return this rank's parameters with a gradient. A shared one has its gradient on its first user only."""
-        return [p for _, p in self._slots.named() if p.grad is not None]
+        return [p for p in self.stage.store.held().values() if p.grad is not None]
 
     def squares(self) -> torch.Tensor:
         """Return squared L2 norms of the reduced gradients of the whole model, `(num_layers + 2,)`, float64.
@@ -381,8 +379,8 @@ class GradientNorms:
         """Return `squares` of this rank's stages only."""
         num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
         squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
-        named = self._slots.named()
-        trained = {name: p.grad for name, p in named if not p.is_meta and (p.requires_grad or p.grad is not None)}
+        held = self.stage.store.held().items()
+        trained = {name: p.grad for name, p in held if p.requires_grad or p.grad is not None}
         gradients = [gradient for gradient in trained.values() if gradient is not None]
         if gradients:
             known = torch._foreach_norm(gradients)

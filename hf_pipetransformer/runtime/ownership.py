@@ -54,6 +54,7 @@ class ParameterStore:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._slots = ParameterSlots(model)
         self.trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self.frozen: frozenset[str] = frozenset()
         self.is_divided = False
@@ -61,7 +62,7 @@ class ParameterStore:
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return all parameters by first name, held or not."""
-        return dict(self.model.named_parameters())
+        return dict(self._slots.named())
 
     def held(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named().items() if not p.is_meta}

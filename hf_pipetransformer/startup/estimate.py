@@ -124,7 +124,7 @@ _IN_FLOAT32 = {
 
 
 class _OnDevice(TorchFunctionMode):
-    """What devices compute, on meta tensors: attention without a matrix of its weights, and autocast to `lower`.
+    """Emulation of devices on meta tensors: attention without a matrix of its weights, and autocast to `lower`.
 
     Autocast itself leaves meta tensors as they are.
     """

@@ -217,7 +217,8 @@ def _whether_to_split(plan: RunPlan) -> str:
 
 
 def _whether_launches_decide(plan: RunPlan) -> str:
-    if plan.computing_seconds >= HALF * plan.chosen.step_seconds:
+    # Measured times contain launches, and none are assumed beside them.
+    if not plan.blocks.launch or plan.computing_seconds >= HALF * plan.chosen.step_seconds:
         return ""
     share = plan.computing_seconds / plan.chosen.step_seconds
     return (
