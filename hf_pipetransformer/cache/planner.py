@@ -56,6 +56,7 @@ class CachePlanner:
         size: bytes that a store of all samples takes on this node, and the limit.
         write: writes an event to the journal.
         num_slots: the number of records per random sample, see `data.augmentation`; 0 if samples are not random.
+        is_apart: True if records are read and written beside the device's computation, see `CacheCosts`.
     """
 
     mode: str
@@ -65,6 +66,7 @@ class CachePlanner:
     steps_per_epoch: int
     write: Callable[..., None]
     num_slots: int = 0
+    is_apart: bool = False
     _cache: ActivationCache | None = field(default=None, init=False)
     _samples: Array = field(default_factory=lambda: np.arange(0), init=False)
     _speed: StorageSpeed | None = field(default=None, init=False)
@@ -100,7 +102,7 @@ class CachePlanner:
         costs, stored = self._measured(prefix_seconds, stored_level)
         self._costs = costs
         epochs_left = (max_steps - step) / self.steps_per_epoch
-        decision = self._cheapest(costs, stored, num_frozen, epochs_left, active_seconds)
+        decision = self._cheapest(costs.beside(active_seconds), stored, num_frozen, epochs_left, active_seconds)
         self.write(
             "cache",
             what="decision",
@@ -165,16 +167,24 @@ class CachePlanner:
     ) -> tuple[int, tuple[Pass, ...]]:
         """Return the level that `decide` would choose and the passes that would follow, without deciding anything."""
         costs, stored = self._measured(prefix_seconds, stored_level)
+        costs = costs.beside(active_seconds)
         epochs_left = (max_steps - step) / self.steps_per_epoch
         decision = self._cheapest(costs, stored, num_frozen, epochs_left, active_seconds)
         level, slots = decision.level if decision.use else 0, self._slots(decision.fresh_share)
         return level, passes_ahead(costs, level, stored, max_steps - step, self.steps_per_epoch, slots)
 
     def going_on(
-        self, prefix_seconds: Sequence[float], stored_level: int, step: int, max_steps: int, fresh_share: float = 0.0
+        self,
+        prefix_seconds: Sequence[float],
+        stored_level: int,
+        step: int,
+        max_steps: int,
+        fresh_share: float = 0.0,
+        active_seconds: float = 0.0,
     ) -> tuple[Pass, ...]:
         """Return the passes that follow if nothing is decided: the cache level stays, and so does `fresh_share`."""
         costs, stored = self._measured(prefix_seconds, stored_level)
+        costs = costs.beside(active_seconds)
         level, slots = 0 if self.mode == "off" else stored_level, self._slots(fresh_share)
         return passes_ahead(costs, level, stored, max_steps - step, self.steps_per_epoch, slots)
 
@@ -199,7 +209,8 @@ class CachePlanner:
         except (OSError, ValueError, StoreDamagedError) as error:
             self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
             logger.warning(f"The activation cache stays off: {error}")
-        costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, self._speed.read, self._speed.write)
+        speed = self._speed.read, self._speed.write
+        costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, *speed, self.is_apart)
         return costs, Stored(stored_level, share, self.size.share)
 
     def pays_for_evaluation(self, level: int, passes_left: float, fits_share: float) -> bool:

@@ -56,6 +56,7 @@ class TrainingCache:
             steps_per_epoch=steps_per_epoch,
             write=inputs.context.journal.write,
             num_slots=0 if loader.slots is None else source.num_slots,
+            is_apart=is_apart(inputs.args.device),
         )
         self._opened: ActivationCache | None = None
         self._weights: FrozenWeights | None = None

@@ -21,7 +21,7 @@ from hf_pipetransformer.freeze.policy import (
     decide,
 )
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import block_backwards, block_forwards
+from hf_pipetransformer.planning.costs import active_seconds
 from hf_pipetransformer.planning.forecast import seconds_left
 from hf_pipetransformer.planning.microbatches import Report, calibrate
 from hf_pipetransformer.planning.planner import Plan, PlanInputs, plan_transition
@@ -170,9 +170,10 @@ class Decisions:
         if self.cache is None:
             return 0, (Pass(last - step),)
         prefix = self._prefix_seconds(num_frozen)
+        active = self._active_seconds(num_frozen, layout)
         if num_frozen == layout.num_frozen_layers:
-            return now, self.cache.going_on(prefix, now, step, last, layout.fresh_share)
-        return self.cache.foresee(prefix, num_frozen, now, step, last, self._active_seconds(num_frozen))
+            return now, self.cache.going_on(prefix, now, step, last, layout.fresh_share, active)
+        return self.cache.foresee(prefix, num_frozen, now, step, last, active)
 
     def _plan(self, num_frozen: int, layout: Layout, step: int) -> Plan:
         if self.cache is not None and self._may_span_nodes(layout):
@@ -214,12 +215,11 @@ class Decisions:
     ) -> tuple[list[float], int, int, int, int, float]:
         """Return the arguments of `CachePlanner.decide`."""
         until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
-        prefix, active = self._prefix_seconds(num_frozen), self._active_seconds(num_frozen)
+        prefix, active = self._prefix_seconds(num_frozen), self._active_seconds(num_frozen, layout)
         return prefix, num_frozen, layout.cache_level, step, until, active
 
-    def _active_seconds(self, num_frozen: int) -> float:
-        costs, _ = self._calibrated
-        return sum(block_forwards(costs, num_frozen)) + sum(block_backwards(costs, num_frozen))
+    def _active_seconds(self, num_frozen: int, layout: Layout) -> float:
+        return active_seconds(self._calibrated[0], num_frozen, layout.pipeline_size)
 
     def _prefix_seconds(self, num_frozen: int) -> list[float]:
         """Return the forward seconds per sample of embeddings and layers, by number of layers."""

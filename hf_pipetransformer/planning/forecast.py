@@ -12,8 +12,7 @@ from hf_pipetransformer.planning.costs import (
     BlockCosts,
     Overheads,
     Prediction,
-    block_backwards,
-    block_forwards,
+    active_seconds,
     predict_step,
     trained_elements,
 )
@@ -142,19 +141,21 @@ class Storing:
     fits_share: float = 1.0
     num_slots: int = 0
 
-    def slots(self, blocks: BlockCosts, num_frozen: int) -> SlotCosts:
-        active = sum(block_forwards(blocks, num_frozen)) + sum(block_backwards(blocks, num_frozen))
-        new = fresh_share(self.costs, num_frozen, active) if self.num_slots else 0.0
-        return SlotCosts(max(1, self.num_slots), new)
+    def beside(self, blocks: BlockCosts, num_frozen: int, pipeline_size: int) -> tuple[CacheCosts, SlotCosts]:
+        """Return the costs beside the computation of a pipeline, and those of augmentation slots."""
+        active = active_seconds(blocks, num_frozen, pipeline_size)
+        costs = self.costs.beside(active)
+        new = fresh_share(costs, num_frozen, active) if self.num_slots else 0.0
+        return costs, SlotCosts(max(1, self.num_slots), new)
 
-    def decision(self, course: Course, blocks: BlockCosts) -> CacheDecision:
+    def decision(self, course: Course, blocks: BlockCosts, pipeline_size: int) -> CacheDecision:
         """Return the first decision of a run to store something, or else the first one at which layers freeze."""
         decisions, left = [], course.num_steps
         for span in () if course.freezing is None else course.freezing.spans:
             if span.num_frozen:
-                slots = self.slots(blocks, span.num_frozen)
+                costs, slots = self.beside(blocks, span.num_frozen, pipeline_size)
                 stored, epochs = Stored(fits_share=self.fits_share), left / course.steps_per_epoch
-                decisions.append(decide_cache(self.costs, span.num_frozen, stored, epochs, self.mode, slots))
+                decisions.append(decide_cache(costs, span.num_frozen, stored, epochs, self.mode, slots))
             left -= span.num_steps
         return next((each for each in decisions if each.use), decisions[0])
 
@@ -213,10 +214,9 @@ class Forecast:
             if self.storing is not None:
                 stored = Stored(stored_level, share, self.storing.fits_share)
                 # The overheads were measured at the start, when all samples were read from the data set.
-                saved = self.storing.costs.input - reading_seconds(self.storing.costs, share)
-                slots = self.storing.slots(self.costs, span.num_frozen)
-                level = layout.cache_level
-                ahead = passes_ahead(self.storing.costs, level, stored, steps_left, self.steps_per_epoch, slots)
+                costs, slots = self.storing.beside(self.costs, span.num_frozen, layout.pipeline_size)
+                saved = costs.input - reading_seconds(costs, share)
+                ahead = passes_ahead(costs, layout.cache_level, stored, steps_left, self.steps_per_epoch, slots)
                 passes = tuple(replace(each, record_seconds=each.record_seconds - saved) for each in ahead)
                 writing = slots.num_slots * self.steps_per_epoch
                 written = self.storing.fits_share * min(1.0, span.num_steps / writing)
@@ -230,8 +230,8 @@ class Forecast:
             return 0
         epochs_left = steps_left / self.steps_per_epoch
         stored = Stored(stored_level, share, self.storing.fits_share)
-        slots = self.storing.slots(self.costs, num_frozen)
-        decision = decide_cache(self.storing.costs, num_frozen, stored, epochs_left, self.storing.mode, slots)
+        costs, slots = self.storing.beside(self.costs, num_frozen, self.layout.pipeline_size)
+        decision = decide_cache(costs, num_frozen, stored, epochs_left, self.storing.mode, slots)
         return decision.level if decision.use else 0
 
     def _seconds_of_move(self, old: Layout, new: Layout) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 MODES = ("auto", "on", "off")
@@ -24,12 +24,24 @@ class CacheCosts:
     Args:
         prefix: `prefix[f]` is the forward of the embeddings and `layers[0:f]`; `prefix[0]` is the embeddings alone.
         input: reading, decoding, tokenizing and collating a sample, minus what DataLoader workers hide.
+        is_apart: True if the device leaves the host's cores free: threads read the records of the next batch and write
+            those of the last one while it computes.
     """
 
     prefix: tuple[float, ...]
     input: float
     read: float
     write: float
+    is_apart: bool = False
+
+    def beside(self, active: float) -> CacheCosts:
+        """Return the costs with what is left of `read` and `write` beside `active` seconds of computation a sample.
+
+        On a CPU nothing is hidden: what reads and writes takes a core from what computes.
+        """
+        if not self.is_apart:
+            return self
+        return replace(self, read=max(0.0, self.read - active), write=max(0.0, self.write - active))
 
 
 @dataclass(frozen=True)

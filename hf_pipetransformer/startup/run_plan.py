@@ -144,7 +144,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) 
     schedules, refused = _other_schedules(model, planner, machine, sizes)
     weights = [num_bytes(parameter) for parameter in model.parameters()]
     caching = _caching(planner, chosen.layout, machine, course)
-    storing = _storing(planner, chosen.layout, course, caching)
+    storing = _storing(planner, chosen.layout, machine, course, caching)
     costs = _costs(planner, chosen.layout)
     forecast = planner.forecast(chosen.layout, *costs, course.steps_per_epoch, storing)
     step = args.train_samples_per_device * chosen.layout.pipeline_size
@@ -165,7 +165,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) 
         host=_host_memory(chosen, planner, machine, weights),
         schedules=schedules,
         refused=refused,
-        caching=_decided(caching, storing, course, planner.costs.blocks),
+        caching=_decided(caching, storing, course, planner.costs.blocks, chosen.layout.pipeline_size),
         duration=forecast.duration(course),
         timeline=predict_timeline(chosen.layout, *costs, *more),
         computing_seconds=predict_step(chosen.layout, *at_once, *more).seconds,
@@ -309,20 +309,24 @@ def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: Cour
     return Caching(needed, storage.allowed_bytes, 0.0 if why else share, why)
 
 
-def _storing(planner: RunPlanner, layout: Layout, course: Course, caching: Caching | None) -> Storing | None:
+def _storing(
+    planner: RunPlanner, layout: Layout, machine: Machine, course: Course, caching: Caching | None
+) -> Storing | None:
     """Return what a forecast needs to know of the cache; None if nothing can be stored."""
     storage, args = course.storage, planner.args
     if storage is None or caching is None or caching.why_off is not None:
         return None
     local = max(1, planner.costs.overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
     prefix = prefix_seconds(planner.costs.blocks, layout.num_layers)
-    costs = CacheCosts(prefix, storage.input, local * storage.read, local * storage.write)
+    costs = CacheCosts(prefix, storage.input, local * storage.read, local * storage.write, not machine.is_host)
     return Storing(costs, args.activation_cache, caching.share, args.activation_cache_views)
 
 
-def _decided(caching: Caching | None, storing: Storing | None, course: Course, blocks: BlockCosts) -> Caching | None:
+def _decided(
+    caching: Caching | None, storing: Storing | None, course: Course, blocks: BlockCosts, pipeline_size: int
+) -> Caching | None:
     """Add what the run would decide when layers freeze."""
     if caching is None or storing is None or course.freezing is None:
         return caching
-    decision = storing.decision(course, blocks)
+    decision = storing.decision(course, blocks, pipeline_size)
     return replace(caching, is_used=decision.use, reason=decision.reason)

@@ -17,6 +17,7 @@ import ctypes
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -259,6 +260,8 @@ def _rank(rank: int, folder: str, function: Callable[..., Any], args: Sequence[A
     """Call the function in one of the processes."""
     from accelerate import PartialState
 
+    # torch ends the ranks of a driver that was killed by SIGINT, which what starts in the background ignores.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.chdir(folder)
     sys.path.append(str(REPOSITORY / "scripts"))  # Tasks are made with the example scripts.

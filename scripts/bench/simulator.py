@@ -6,6 +6,7 @@ blocks are apart from those that know rates or the shape of a schedule alone.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterator
 from functools import partial
@@ -15,8 +16,9 @@ from hf_pipetransformer.planning.simulator import simulate_equal
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.placement import Placement
 
+from .async_throughput import emulated
 from .measure import Settings, alternate, experiment, launch, report
-from .models import MODELS, rows_of
+from .models import MODELS, RandomModel, rows_of
 from .tables import content, matching
 from .training import StepClock, train
 
@@ -147,20 +149,24 @@ def simulator_files(settings: Settings) -> dict[str, Any]:
 # ---- measured ----
 
 
+SLEEPING = "sleeping layers, K=4"
+TRAINED = {**MODELS, SLEEPING: RandomModel(emulated, 16, 8)}
 CASES = [("gpipe", 4), ("1f1b", 4), ("1f1b", 8), ("zb_h1", 4), ("zb_v", 4), ("interleaved_1f1b", 4), ("async_1f1b", 2)]
+OF_SLEEPING = [("gpipe", 8), ("1f1b", 4), ("1f1b", 8), ("1f1b", 16), ("interleaved_1f1b", 8), ("async_1f1b", 4)]
+"""Without zero bubbles: the gradients of a layer's weights are no part of its sleep."""
 NUM_STEPS, NUM_WARM = 8, 2
 
 
 def train_one(model_name: str, schedule: str, m: int) -> tuple[float, float]:
     """Return the step that a run predicts at its start, and the median of its steps, in seconds; zeros off rank 0."""
-    make, batch, _ = MODELS[model_name]
+    make, batch, _ = TRAINED[model_name]
     model, inputs = make(batch * NUM_STEPS)  # One epoch: an asynchronous schedule drains at its end.
     clock = StepClock()
     trainer = train(
         {"model": model, "train_dataset": rows_of(inputs), "callbacks": [clock]}, batch, max_steps=NUM_STEPS,
         freeze_policy="none",
-        pipeline_parallel_size="2", pipeline_schedule=schedule, pipeline_parallel_num_microbatches=str(m),
-        pipeline_gather_at_end="never",
+        pipeline_parallel_size=os.environ["WORLD_SIZE"], pipeline_schedule=schedule,
+        pipeline_parallel_num_microbatches=str(m), pipeline_gather_at_end="never",
     )  # fmt: skip
     measured = statistics.median(clock.seconds[NUM_WARM:])
     predicted = [event["predicted_step_s"] for event in trainer.events if "predicted_step_s" in event]
@@ -178,9 +184,15 @@ def measured_pairs(rounds: int, cases: list[tuple[str, str, int]]) -> list[list[
     ]
 
 
-@experiment("simulator.json", section="measured", minutes=8, quick_minutes=1.5)
+@experiment("simulator.json", section="measured", minutes=8, quick_minutes=1.5, processes=4)
 def simulator(settings: Settings) -> dict[str, Any]:
-    """Steps of two stages under each schedule beside what the run predicts at its start, for two models."""
-    cases = [(name, *case) for name in MODELS for case in CASES]
-    rows = launch(measured_pairs, 2, settings.of(2, 1), settings.of(cases, cases[1::5]), minutes=25)
+    """Steps of two and four stages under each schedule beside what the run predicts at its start."""
+    cases = {2: [(name, *case) for name in MODELS for case in CASES], 4: [(SLEEPING, *case) for case in OF_SLEEPING]}
+    rows = [
+        row
+        for num_stages, of_size in cases.items()
+        for row in launch(
+            measured_pairs, num_stages, settings.of(2, 1), settings.of(of_size, of_size[1::5]), minutes=25
+        )
+    ]
     return summarized([Pair(*row) for row in rows])

@@ -174,6 +174,52 @@ def test_costs_are_those_of_a_simulation(costs, store, epochs, fits):
         assert cost == pytest.approx(simulate(costs, choice, *store, epochs, fits), rel=1e-9, abs=1e-9)
 
 
+# ---- beside a device that leaves the host free ----
+
+
+def pass_of_a_device(read: float, active: float, num_batches: int) -> float:
+    """Seconds of a pass that computes a batch while a thread reads the next one, walking through its batches."""
+    device = reader = 0.0
+    for _ in range(num_batches):
+        reader += read
+        # The batch is taken once it is read and the device is free; from then on the thread reads the next one.
+        device = reader = max(device, reader)
+        device += active
+    return device
+
+
+@given(seconds, seconds, seconds, st.integers(1, 40))
+def test_what_reading_costs_beside_a_device_is_what_a_pass_takes_longer(read, write, active, num_batches):
+    costs = CacheCosts((1.0, 2.0), 0.5, read, write, is_apart=True).beside(active)
+    # But for the first batch, for which there is nothing to read it beside.
+    more = pass_of_a_device(read, active, num_batches) - num_batches * active - min(read, active)
+    assert more == pytest.approx(num_batches * costs.read, abs=1e-9)
+    assert costs.write == max(0.0, write - active)
+    assert (costs.prefix, costs.input) == ((1.0, 2.0), 0.5)
+    on_cpu = CacheCosts((1.0, 2.0), 0.5, read, write)
+    assert on_cpu.beside(active) == on_cpu, "what reads takes a core from what computes"
+
+
+@pytest.mark.parametrize(("is_apart", "active", "level"), [(True, 6.0, 1), (True, 1.0, 0), (False, 6.0, 0)])
+def test_records_that_are_read_while_a_device_computes_are_stored(is_apart, active, level):
+    """A record takes 4 s to read, the prefix 2: it pays where the layers above take longer than reading."""
+    written = []
+
+    def write(kind, **fields):
+        written.append(fields)
+
+    speed, size = StorageSpeed(4.0, 5.0), StoreSize(1.0, 0.0, 2.0)
+    planner = CachePlanner("auto", 0.0, lambda: speed, size, 10, write, is_apart=is_apart)
+    decision = planner.decide([1.0, 2.0], 1, 0, 0, 40, active)
+    assert decision.use == bool(level) and decision.level == level
+    assert (written[0]["read_s"], written[0]["write_s"]) == (4.0, 5.0), "as measured"
+    foreseen, passes = planner.foresee([1.0, 2.0], 1, 0, 0, 40, active)
+    assert foreseen == level
+    if level:
+        assert [each.record_seconds for each in passes] == [0.0, 0.0]
+        assert planner.going_on([1.0, 2.0], 1, 0, 40, active_seconds=active) == passes
+
+
 def told(caplog: pytest.LogCaptureFixture, size: StoreSize, mode: str = "on") -> list[tuple[str, str]]:
     """What a planner logs when it decides twice on caching: level and text."""
     planner = CachePlanner(mode, 0.0, lambda: StorageSpeed(0.01, 0.02), size, 10, lambda *_, **__: None)

@@ -54,6 +54,15 @@ def test_rows_are_written_in_the_first_epoch_and_read_after_it() -> None:
     assert forecast(STORING).seconds([Span(10, 0), Span(15, 1)]) == 10 * 17.5 + 10 * 13.5 + 5 * 8
 
 
+@pytest.mark.parametrize(("read", "more"), [(6.0, 0.0), (8.0, 0.0), (9.5, 1.5)])
+def test_rows_are_read_beside_a_device(read: float, more: float) -> None:
+    """Above a layer 3 blocks, the head is one of them, compute 3 forwards and backwards of 1 + 2 + 2: 8 seconds."""
+    costs = CacheCosts(prefix=(1.0, 3.0, 5.0), input=0.5, read=read, write=6.0, is_apart=True)
+    found = forecast(Storing(costs, "on")).seconds([Span(36, 1)])
+    # The row is written beside them, too, and the half second of reading samples is saved.
+    assert found == 10 * 11.5 + 26 * (8 + more)
+
+
 def test_rows_of_fewer_layers_serve_while_those_of_more_are_written() -> None:
     # From the level 1 on: 3 forwards, the backward of the head (1), half a second less, 2 for writing; then 1 + 1.
     expected = 10 * 13.5 + 10 * 8 + 10 * (3 + 1 + 2) + 5 * 2

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from bench import __main__ as driver
 from bench.measure import (
     EXPERIMENTS,
+    REPOSITORY,
     Experiment,
     Settings,
     alternate,
@@ -34,6 +38,12 @@ def fail_on_rank_1() -> None:
     """Run on for long on rank 0."""
     if os.environ["RANK"] == "1":
         raise ValueError("rank 1 ends")
+    time.sleep(600)
+
+
+def say_and_sleep(file: str) -> None:
+    """Say which process this is, and run on for long."""
+    Path(file).write_text(str(os.getpid()))
     time.sleep(600)
 
 
@@ -154,3 +164,33 @@ def test_a_launch_returns_what_every_rank_returned_and_ends_when_one_fails() -> 
     with pytest.raises(TimeoutError, match=r"sleep has not ended after 0.01 minutes"):
         launch_all(time.sleep, 1, 600, minutes=0.01)
     assert time.monotonic() - start < 100
+
+
+@pytest.mark.distributed
+def test_processes_of_a_launch_end_when_their_driver_is_killed_in_the_background(tmp_path: Path) -> None:
+    """A shell without job control starts what is in the background with SIGINT ignored, which children inherit."""
+    file = tmp_path / "pid"
+    (tmp_path / "drive.py").write_text(
+        "from bench.measure import launch_all\n"
+        "from tests.scripts.test_bench import say_and_sleep\n"
+        "if __name__ == '__main__':\n"
+        f"    launch_all(say_and_sleep, 1, {str(file)!r})\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, tmp_path / "drive.py"], start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "scripts"), str(REPOSITORY)])},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )  # fmt: skip
+    deadline = time.monotonic() + 100
+    while not file.exists() or not file.read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    worker = psutil.Process(int(file.read_text()))
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs([worker], timeout=10)
+    try:
+        assert alive == []
+    finally:
+        for each in alive:
+            each.kill()
