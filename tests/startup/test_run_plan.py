@@ -252,6 +252,14 @@ def test_a_cache_that_would_not_pay_is_said_to_stay_empty(plan: Planner) -> None
     assert "fit into the activation cache" not in found["verdicts"][-1]
 
 
+def test_records_that_are_read_while_the_device_computes_take_no_time(plan: Planner) -> None:
+    """At 1 GB/s a record takes twice as long as the frozen layers, and half as long as the layers above."""
+    options = [*IMAGENET, "--processes", "1", "--activation_cache_max_gb", "500", "--reading_ms", "0"]
+    slow, fast = (plan.json("vit", *options, "--disk_bandwidth", each) for each in ("1", "100"))
+    assert slow["caching"]["is_used"]
+    assert slow["duration"]["seconds"] == pytest.approx(fast["duration"]["seconds"])
+
+
 def test_what_freezes_too_late_gains_nothing_in_two_epochs(plan: Planner) -> None:
     options = [*SMALL, "--num_train_epochs", "2", "--freeze_policy", "fixed", "--freeze_at", "795:3"]
     found = plan.json("minilm", *options)
