@@ -130,7 +130,8 @@ class Job:
         self.steps_per_epoch = -(-setting.samples // self.batch)
         record = max(self.costs.boundary_bytes)
         prefix = prefix_seconds(self.costs, self.structure.num_layers)
-        self.cache = CacheCosts(prefix, 0.0, record / CLUSTER["cache_read"], record / CLUSTER["cache_write"])
+        rates = CLUSTER["cache_read"], CLUSTER["cache_write"]
+        self.cache = CacheCosts(prefix, 0.0, *(record / rate for rate in rates), is_apart=True)
         self.start = self.layout(longest, NUM_DEVICES // longest)
         self.static_seconds = self.step_seconds(self.start) * self.steps_per_epoch * setting.epochs
 
