@@ -133,7 +133,14 @@ def _derive_front(found: Any) -> None:
                 rows[f"{name}, {row['contender']}"] = row
 
 
-DERIVED = {"async_study.json": _derive_study, "front.json": _derive_front}
+def _derive_simulator(found: Any) -> None:
+    """Add the errors of what other files hold."""
+    from .simulator import of_files  # It reads them by this module.
+
+    found["from files"] = {"errors": of_files()}
+
+
+DERIVED = {"async_study.json": _derive_study, "front.json": _derive_front, "simulator.json": _derive_simulator}
 
 
 # ---- pages

@@ -298,6 +298,15 @@ def test_the_verdict_on_a_short_run_says_what_was_measured_of_half_of_its_layers
     points = [each["mean"] for each in found.values()]
     low, high = min(points), max(points)
     assert f"{low:.1f} to {high:.1f} points above full fine-tuning of equal time in all {len(points)} sett" in MEASURED
+    faster = f"{HALF_FROZEN}, twice the rate"
+    points = [
+        row["against_full_at_equal_time"]["mean"]
+        for name in found
+        for row in study[name]["rows"]
+        if row["contender"] == faster
+    ]
+    assert len(points) == len(found)
+    assert f"{min(points):.1f} to {max(points):.1f} with twice the learning rate" in MEASURED
     told = " and ".join("{:.1f} [{:.1f}, {:.1f}]".format(each["mean"], *each["interval_95"]) for each in others)
     assert f"{told} on 2 others" in MEASURED
     assert max(each["interval_95"][1] for each in longer) < 0
