@@ -207,7 +207,7 @@ class Forecast:
             passes: tuple[Pass, ...] = (Pass(steps_left),)
             moving = 0.0
             if freezes or (span is spans[0] and span.num_frozen):
-                level = self._level(span.num_frozen, stored_level, share, steps_left)
+                level = self._level(layout, span.num_frozen, stored_level, share, steps_left)
                 moved = self.plan(layout, span.num_frozen, level)
                 moving = self._seconds_of_move(layout, moved)
                 layout = moved
@@ -225,12 +225,13 @@ class Forecast:
             yield layout, _first(passes, span.num_steps), moving
             steps_left -= span.num_steps
 
-    def _level(self, num_frozen: int, stored_level: int, share: float, steps_left: int) -> int:
+    def _level(self, layout: Layout, num_frozen: int, stored_level: int, share: float, steps_left: int) -> int:
+        """Return the layers whose output a run on `layout` would store from now on."""
         if self.storing is None:
             return 0
         epochs_left = steps_left / self.steps_per_epoch
         stored = Stored(stored_level, share, self.storing.fits_share)
-        costs, slots = self.storing.beside(self.costs, num_frozen, self.layout.pipeline_size)
+        costs, slots = self.storing.beside(self.costs, num_frozen, layout.pipeline_size)
         decision = decide_cache(costs, num_frozen, stored, epochs_left, self.storing.mode, slots)
         return decision.level if decision.use else 0
 
