@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,9 +17,11 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.chain import _context
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores
 from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.training import setup as beginning
@@ -79,6 +82,38 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[TrainingCache]:
 
     monkeypatch.setattr(beginning, "begin_cache", begin_and_note)
     return made
+
+
+def test_records_of_a_batch_are_read_while_the_one_before_it_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading waits here until that computation has begun: if it waited for the records, neither would go on."""
+    trainer = trainer_of(tmp_path)
+    begun, asked, waited = threading.Condition(), [0], []
+    num_forwards = [0]
+    prefetch, read = ActivationCache.prefetch, ActivationStore.read
+
+    def count(*_: Any) -> None:
+        with begun:
+            num_forwards[0] += 1
+            begun.notify_all()
+
+    def note_and_prefetch(cache: ActivationCache, samples: list[int]) -> None:
+        asked[0] = num_forwards[0]
+        prefetch(cache, samples)
+
+    def wait_and_read(store: ActivationStore, *args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            with begun:
+                waited.append(begun.wait_for(lambda: num_forwards[0] > asked[0], timeout=20))
+        return read(store, *args)
+
+    trainer.model.classifier.register_forward_pre_hook(count)
+    monkeypatch.setattr(ActivationCache, "prefetch", note_and_prefetch)
+    monkeypatch.setattr(ActivationStore, "read", wait_and_read)
+    trainer.train()
+    # Three epochs read what the first one stored, of three batches the second and the third ahead.
+    assert waited == [True] * 6
 
 
 class ChangesUnwatched(TrainerCallback):
