@@ -200,7 +200,7 @@ def test_what_reading_costs_beside_a_device_is_what_a_pass_takes_longer(read, wr
     assert on_cpu.beside(active) == on_cpu, "what reads takes a core from what computes"
 
 
-@pytest.mark.parametrize(("is_apart", "active", "level"), [(True, 6.0, 1), (True, 1.0, 0), (False, 6.0, 0)])
+@pytest.mark.parametrize(("is_apart", "active", "level"), [(True, 9.0, 1), (True, 1.0, 0), (False, 9.0, 0)])
 def test_records_that_are_read_while_a_device_computes_are_stored(is_apart, active, level):
     """A record takes 4 s to read, the prefix 2: it pays where the layers above take longer than reading."""
     written = []
@@ -213,6 +213,8 @@ def test_records_that_are_read_while_a_device_computes_are_stored(is_apart, acti
     decision = planner.decide([1.0, 2.0], 1, 0, 0, 40, active)
     assert decision.use == bool(level) and decision.level == level
     assert (written[0]["read_s"], written[0]["write_s"]) == (4.0, 5.0), "as measured"
+    # Of an evaluation the forward above takes 3 s or less, so that a record takes 1 s of its own or more.
+    assert planner.pays_for_evaluation(1, passes_left=20, fits_share=1.0) == bool(level)
     foreseen, passes = planner.foresee([1.0, 2.0], 1, 0, 0, 40, active)
     assert foreseen == level
     if level:
