@@ -55,6 +55,9 @@ _ERROR_SECONDS = 0.5
 _LATE_SECONDS = 10.0
 """Seconds after which the message no longer waits for the end of the process, which may hang; also for each file."""
 
+_NO_SIGNAL = 0
+"""A byte that is no number of a signal."""
+
 
 def install(output_dir: str | None) -> None:
     """Say a last message if this process ends by an error that nobody handles. May be called again.
@@ -96,10 +99,16 @@ def training(output_dir: str, is_resumed: bool) -> Iterator[None]:
                 if not _is_of_this_launch(path):
                     os.remove(path)
     words.num_trainings += 1
+    # Trainer's checkpoint upon a signal has a handler of its own until the end of the training.
+    was_others = words.is_others
+    words.is_others = signal.getsignal(signal.SIGTERM) is not _leave_it_to_the_thread
     try:
         yield
     finally:
         words.num_trainings -= 1
+        if words.is_others:
+            words.read_signals()
+        words.is_others = was_others
 
 
 def note_cause(cause: str, details: str = "") -> None:
@@ -190,10 +199,15 @@ class LastWords:
     """Set once the cause is known, or an error has reached the end of the script."""
     is_ending: bool = False
     """True once SIGTERM has come."""
+    is_others: bool = False
+    """True while SIGTERM is left to a handler that was there when a training began."""
     _has_error: threading.Event = field(default_factory=threading.Event)
     """Set once an error has reached the end of the script."""
     _is_settled: threading.Event = field(default_factory=threading.Event)
     """Set once that error is dealt with."""
+    _wake: int | None = None
+    """Where the numbers of signals are written; None if nobody reads them."""
+    _has_read: threading.Event = field(default_factory=threading.Event)
     # Not that of the moment: torch's hook replaces it while it calls this one.
     _stream: Any = field(default_factory=lambda: sys.stderr or sys.__stderr__)
     _pid: int = field(default_factory=os.getpid)
@@ -220,6 +234,7 @@ class LastWords:
             os.close(awake)
             os.close(wake)
             return
+        self._wake = wake
         signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
         os.register_at_fork(before=_hold_signal, after_in_parent=_let_signal_come, after_in_child=_as_by_default)
         threading.Thread(target=self._wait_for_the_end, args=(awake,), name="last-words", daemon=True).start()
@@ -273,13 +288,24 @@ class LastWords:
             if self.is_ending:
                 _die_of(signal.SIGTERM)
 
+    def read_signals(self) -> None:
+        """Wait until the thread has read all signals that came before: it may be late."""
+        if self._wake is not None and os.getpid() == self._pid:
+            self._has_read.clear()
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._wake, bytes([_NO_SIGNAL]))
+                self._has_read.wait(_LATE_SECONDS)
+
     def _wait_for_the_end(self, awake: int) -> None:
         while numbers := os.read(awake, 64):
-            if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread:
+            is_ours = signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread and not self.is_others
+            if signal.SIGTERM in numbers and is_ours:
                 self.is_ending = True
                 with contextlib.suppress(Exception):
                     self._end()
                 _die_of(signal.SIGTERM)
+            if _NO_SIGNAL in numbers:
+                self._has_read.set()
 
     def _end(self) -> None:
         """Say the last message of a process that is told to end: most often another rank has failed."""

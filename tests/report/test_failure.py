@@ -91,6 +91,31 @@ def test_debugging_shows_all_tracebacks(tmp_path: Path) -> None:
     assert lines[0].startswith("Traceback")
 
 
+def test_a_signal_that_a_handler_of_the_training_took_does_not_end_the_process_late(tmp_path: Path) -> None:
+    """Trainer's checkpoint upon a signal gives the handler back at the end; the thread may read the signal later."""
+    end = """
+taken, get = [], signal.getsignal
+def late(number):
+    if threading.current_thread().name == 'last-words':
+        time.sleep(0.5)
+    return get(number)
+before = signal.signal(signal.SIGTERM, lambda *_: taken.append(1))
+signal.getsignal = late
+with failure.training(sys.argv[1], False):
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not taken:
+        time.sleep(0.001)
+    signal.signal(signal.SIGTERM, before)
+time.sleep(1)
+print('it went on', file=sys.stderr, flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(30)
+"""
+    code, lines = run(tmp_path, end, before="import threading\n")
+    assert "it went on" in lines
+    assert code == -signal.SIGTERM, "the next one is no training's"
+
+
 def test_ctrl_c_is_told_by_the_status_still(tmp_path: Path) -> None:
     code, lines = run(tmp_path, "os.kill(os.getpid(), signal.SIGINT); time.sleep(30)")
     assert code == -signal.SIGINT
