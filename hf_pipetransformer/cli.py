@@ -188,6 +188,9 @@ def _machine(options: argparse.Namespace) -> Machine:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise ValueError(f"--{name} {value:g}: expected a positive number.")
+    for name in ("launch_us", "reading_ms", "communicator_gb"):
+        if (value := getattr(options, name)) < 0:
+            raise ValueError(f"--{name} {value:g}: expected 0 or more.")
     return Machine(
         options.processes,
         1e9 * options.device_memory,

@@ -224,13 +224,18 @@ class ActivationCache:
         return float(np.isin(ids, list(self._level_of_id)).mean())
 
     def prefetch(self, samples: list[int]) -> None:
-        """Start reading the next batch's records if all its samples are stored; the result may go unused."""
+        """Start reading the next batch's records, as far as there are any; the result may go unused.
+
+        If the longest sample has none, the records are padded too short, and `complete` reads them again.
+        """
         self._ahead = None
         index = np.asarray(samples, dtype=np.int64)
         entries = self._entries(index)
-        if not len(index) or not self._levels_of(index, entries).all():
+        hit = self._levels_of(index, entries) > 0
+        if not hit.any():
             return
-        longest = int(entries[field_column(LENGTH_FIELD)].max()) if self.source.is_text else 0
+        index = index[hit]
+        longest = int(entries[hit][field_column(LENGTH_FIELD)].max()) if self.source.is_text else 0
         length = self.source.padded_length(longest)
         self._ahead = index, length, self._reader.submit(self._read_ahead, index, length)
 

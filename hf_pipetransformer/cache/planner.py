@@ -25,12 +25,16 @@ from hf_pipetransformer.planning.storing import (
     decide_cache,
     fresh_share,
     passes_ahead,
+    reading_seconds,
 )
 from hf_pipetransformer.report import announce, in_bytes, logger
 
 
 MEASURED_RECORDS = 32
-"""Number of records written and read to measure the storage speed."""
+"""Most records that are written and read at once to measure the storage speed."""
+LOOKUPS = 3
+"""How often the places of a batch's records are looked up besides the reading itself: when samples are asked for, when
+the next batch is, and when a batch is put together."""
 WORTHWHILE_SHARE = 0.5
 """A store for a smaller share of the samples than this is warned of."""
 
@@ -90,6 +94,7 @@ class CachePlanner:
         step: int,
         max_steps: int,
         active_seconds: float = 0.0,
+        pipeline_size: int = 1,
     ) -> CacheDecision:
         """Choose the cache level from `step` (optimizer steps done so far) on, and log the choice.
 
@@ -97,13 +102,14 @@ class CachePlanner:
             prefix_seconds: item `f` is the forward time of the embeddings and `f` blocks, in seconds per sample.
             stored_level: the number of blocks that stored records cover now; 0 if nothing is stored.
             max_steps: last step of the run, or step at which blocks are unfrozen.
-            active_seconds: seconds per sample that a step spends above the frozen blocks.
+            active_seconds: forward and backward above the frozen blocks, in seconds per sample on one device.
+            pipeline_size: stages among which a run that stores would divide the computation.
         """
         costs, stored = self._measured(prefix_seconds, stored_level)
         # Nothing runs backward in an evaluation; in training that takes twice as long as the forward.
-        self._of_evaluation = costs.beside(active_seconds / 3)
+        self._of_evaluation = costs.beside(active_seconds / 3, pipeline_size)
         epochs_left = (max_steps - step) / self.steps_per_epoch
-        decision = self._cheapest(costs.beside(active_seconds), stored, num_frozen, epochs_left, active_seconds)
+        decision = self._cheapest(costs.beside(active_seconds, pipeline_size), stored, num_frozen, epochs_left)
         self.write(
             "cache",
             what="decision",
@@ -165,14 +171,20 @@ class CachePlanner:
         step: int,
         max_steps: int,
         active_seconds: float = 0.0,
+        pipeline_size: int = 1,
+        present: tuple[float, int] | None = None,
     ) -> tuple[int, tuple[Pass, ...]]:
-        """Return the level that `decide` would choose and the passes that would follow, without deciding anything."""
-        costs, stored = self._measured(prefix_seconds, stored_level)
-        costs = costs.beside(active_seconds)
+        """Return the level that `decide` would choose and the passes that would follow, without deciding anything.
+
+        `present` are `active_seconds` and `pipeline_size` of the steps that were measured, if they are others.
+        """
+        measured, stored = self._measured(prefix_seconds, stored_level)
+        costs = measured.beside(active_seconds, pipeline_size)
         epochs_left = (max_steps - step) / self.steps_per_epoch
-        decision = self._cheapest(costs, stored, num_frozen, epochs_left, active_seconds)
+        decision = self._cheapest(costs, stored, num_frozen, epochs_left)
         level, slots = decision.level if decision.use else 0, self._slots(decision.fresh_share)
-        return level, passes_ahead(costs, level, stored, max_steps - step, self.steps_per_epoch, slots)
+        now = reading_seconds(measured.beside(*present) if present else costs, stored.share if stored_level else 0.0)
+        return level, passes_ahead(costs, level, stored, max_steps - step, self.steps_per_epoch, slots, now)
 
     def going_on(
         self,
@@ -182,20 +194,19 @@ class CachePlanner:
         max_steps: int,
         fresh_share: float = 0.0,
         active_seconds: float = 0.0,
+        pipeline_size: int = 1,
     ) -> tuple[Pass, ...]:
         """Return the passes that follow if nothing is decided: the cache level stays, and so does `fresh_share`."""
         costs, stored = self._measured(prefix_seconds, stored_level)
-        costs = costs.beside(active_seconds)
+        costs = costs.beside(active_seconds, pipeline_size)
         level, slots = 0 if self.mode == "off" else stored_level, self._slots(fresh_share)
         return passes_ahead(costs, level, stored, max_steps - step, self.steps_per_epoch, slots)
 
     def _slots(self, fresh_share: float) -> SlotCosts:
         return SlotCosts(max(1, self.num_slots), fresh_share)
 
-    def _cheapest(
-        self, costs: CacheCosts, stored: Stored, num_frozen: int, epochs_left: float, active_seconds: float
-    ) -> CacheDecision:
-        fresh = fresh_share(costs, num_frozen, active_seconds) if self.num_slots else 0.0
+    def _cheapest(self, costs: CacheCosts, stored: Stored, num_frozen: int, epochs_left: float) -> CacheDecision:
+        fresh = fresh_share(costs, num_frozen) if self.num_slots else 0.0
         return decide_cache(costs, num_frozen, stored, epochs_left, self.mode, self._slots(fresh))
 
     def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, Stored]:
@@ -227,10 +238,20 @@ class CachePlanner:
         return decide_cache(self._of_evaluation, level, Stored(fits_share=fits_share), passes_left, self.mode).use
 
 
-def measure_storage(base: Path, record_format: RecordFormat, length: int) -> StorageSpeed:
-    """Measure writing and reading records of `length` tokens in the store's folder; raises like `StoreFolder.take`."""
+def measure_storage(
+    base: Path, record_format: RecordFormat, length: int, batch_size: int = MEASURED_RECORDS, num_samples: int = 0
+) -> StorageSpeed:
+    """Measure writing and reading records of `length` tokens in the store's folder; raises like `StoreFolder.take`.
+
+    Args:
+        batch_size: samples that are read at once: a batch's fixed time weighs more, the fewer they are.
+        num_samples: of the data set, whose size tells how an index is read; as few as needed by default.
+    """
     folder = StoreFolder.take(base, f"measured-{uuid.uuid4().hex}")
-    num_records, samples = MEASURED_RECORDS, np.arange(MEASURED_RECORDS)
+    num_records = max(1, min(batch_size, MEASURED_RECORDS, num_samples or MEASURED_RECORDS))
+    num_samples = max(num_samples, num_records)
+    # Spread and reversed: training does not read records in file order either.
+    samples = np.linspace(num_samples - 1, 0, num_records).astype(np.int64)
     # Zeros, not random numbers: the run's RNG state must not advance.
     activation = torch.zeros(num_records, length, record_format.hidden_size)
     fields = {
@@ -238,13 +259,25 @@ def measure_storage(base: Path, record_format: RecordFormat, length: int) -> Sto
         **{name: torch.zeros(num_records, *s, dtype=d) for name, (d, s) in record_format.sample_fields.items()},
     }
     records = activation, np.full(num_records, length), fields, np.zeros(num_records, dtype=np.uint64)
+
+    def look_up() -> None:
+        for _ in range(LOOKUPS):
+            store.entries(samples)
+
+    def read() -> None:
+        look_up()
+        store.read(samples, length)
+
+    def write() -> None:
+        look_up()
+        store.write(samples, store.weights_id("measured"), *records)
+
     try:
-        store = ActivationStore.create(folder.folder, num_records, record_format, 2**40)
+        store = ActivationStore.create(folder.folder, num_samples, record_format, 2**45)
         # Two writes: the first also creates the shards, which a run does only occasionally.
-        write = timeit(lambda: store.write(samples, store.weights_id("measured"), *records), number=2) / 2
-        # Reversed: training does not read records in file order either.
-        read = min(repeat(lambda: store.read(samples[::-1], length), number=1, repeat=3))
+        write_seconds = timeit(write, number=2) / 2
+        read_seconds = min(repeat(read, number=1, repeat=3))
         store.close()
     finally:
         folder.remove()
-    return StorageSpeed(read / num_records, write / num_records)
+    return StorageSpeed(read_seconds / num_records, write_seconds / num_records)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 from hf_pipetransformer.cache.planner import CachePlanner
@@ -22,13 +21,12 @@ from hf_pipetransformer.freeze.policy import (
 )
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import active_seconds
-from hf_pipetransformer.planning.forecast import seconds_left
+from hf_pipetransformer.planning.forecast import prefix_seconds, seconds_left
 from hf_pipetransformer.planning.microbatches import Report, calibrate
 from hf_pipetransformer.planning.planner import Plan, PlanInputs, plan_transition
 from hf_pipetransformer.planning.storing import Pass, why_not_over_nodes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import attention_of
 
 
 Write = Callable[..., None]
@@ -169,11 +167,12 @@ class Decisions:
         now, last = layout.cache_level, self.clock.max_steps
         if self.cache is None:
             return 0, (Pass(last - step),)
-        prefix = self._prefix_seconds(num_frozen)
-        active = self._active_seconds(num_frozen, layout)
+        costs, present = self._calibrated[0], (self._active_seconds(layout.num_frozen_layers), layout.pipeline_size)
+        prefix = prefix_seconds(costs, num_frozen)
         if num_frozen == layout.num_frozen_layers:
-            return now, self.cache.going_on(prefix, now, step, last, layout.fresh_share, active)
-        return self.cache.foresee(prefix, num_frozen, now, step, last, active)
+            return now, self.cache.going_on(prefix, now, step, last, layout.fresh_share, *present)
+        coming = self._active_seconds(num_frozen), self._stages_if_stored(num_frozen, layout)
+        return self.cache.foresee(prefix, num_frozen, now, step, last, *coming, present)
 
     def _plan(self, num_frozen: int, layout: Layout, step: int) -> Plan:
         if self.cache is not None and self._may_span_nodes(layout):
@@ -212,20 +211,18 @@ class Decisions:
 
     def _cache_inputs(
         self, num_frozen: int, layout: Layout, step: int
-    ) -> tuple[list[float], int, int, int, int, float]:
+    ) -> tuple[Sequence[float], int, int, int, int, float, int]:
         """Return the arguments of `CachePlanner.decide`."""
         until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
-        prefix, active = self._prefix_seconds(num_frozen), self._active_seconds(num_frozen, layout)
-        return prefix, num_frozen, layout.cache_level, step, until, active
+        prefix, active = prefix_seconds(self._calibrated[0], num_frozen), self._active_seconds(num_frozen)
+        return prefix, num_frozen, layout.cache_level, step, until, active, self._stages_if_stored(num_frozen, layout)
 
-    def _active_seconds(self, num_frozen: int, layout: Layout) -> float:
-        return active_seconds(self._calibrated[0], num_frozen, layout.pipeline_size)
+    def _active_seconds(self, num_frozen: int) -> float:
+        return active_seconds(self._calibrated[0], num_frozen)
 
-    def _prefix_seconds(self, num_frozen: int) -> list[float]:
-        """Return the forward seconds per sample of embeddings and layers, by number of layers."""
-        costs, _ = self._calibrated
-        sums = [0.0, *accumulate(costs.forward)]
-        return [sums[attention_of(level)] for level in range(num_frozen + 1)]
+    def _stages_if_stored(self, num_frozen: int, layout: Layout) -> int:
+        """Return the stages of the layout that follows if the output of all frozen layers is stored."""
+        return self._plan_with(num_frozen, layout, num_frozen).layout.pipeline_size
 
     def _frozen_in_use(self, old: Layout, new: Layout) -> list[str]:
         """Return the parameters that freeze with the prefix although blocks above it use them too."""

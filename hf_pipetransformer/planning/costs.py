@@ -200,10 +200,9 @@ def block_forwards(costs: BlockCosts, cache_level: int) -> list[float]:
     return [0.0] * first + list(costs.forward[first:])
 
 
-def active_seconds(costs: BlockCosts, num_frozen_layers: int, pipeline_size: int) -> float:
-    """Return the seconds per sample that a pipeline of equal stages computes above the frozen layers."""
-    forwards, backwards = block_forwards(costs, num_frozen_layers), block_backwards(costs, num_frozen_layers)
-    return (sum(forwards) + sum(backwards)) / pipeline_size
+def active_seconds(costs: BlockCosts, num_frozen_layers: int) -> float:
+    """Return the seconds per sample of forward and backward above the frozen layers."""
+    return sum(block_forwards(costs, num_frozen_layers)) + sum(block_backwards(costs, num_frozen_layers))
 
 
 def block_loads(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
@@ -26,7 +26,6 @@ from hf_pipetransformer.planning.storing import (
     decide_cache,
     fresh_share,
     passes_ahead,
-    reading_seconds,
 )
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of
@@ -142,22 +141,23 @@ class Storing:
     num_slots: int = 0
 
     def beside(self, blocks: BlockCosts, num_frozen: int, pipeline_size: int) -> tuple[CacheCosts, SlotCosts]:
-        """Return the costs beside the computation of a pipeline, and those of augmentation slots."""
-        active = active_seconds(blocks, num_frozen, pipeline_size)
-        costs = self.costs.beside(active)
-        new = fresh_share(costs, num_frozen, active) if self.num_slots else 0.0
+        """Return the costs in a pipeline, beside what it computes, and those of augmentation slots."""
+        costs = self.costs.beside(active_seconds(blocks, num_frozen), pipeline_size)
+        new = fresh_share(costs, num_frozen) if self.num_slots else 0.0
         return costs, SlotCosts(max(1, self.num_slots), new)
 
-    def decision(self, course: Course, blocks: BlockCosts, pipeline_size: int) -> CacheDecision:
-        """Return the first decision of a run to store something, or else the first one at which layers freeze."""
-        decisions, left = [], course.num_steps
-        for span in () if course.freezing is None else course.freezing.spans:
-            if span.num_frozen:
-                costs, slots = self.beside(blocks, span.num_frozen, pipeline_size)
-                stored, epochs = Stored(fits_share=self.fits_share), left / course.steps_per_epoch
-                decisions.append(decide_cache(costs, span.num_frozen, stored, epochs, self.mode, slots))
-            left -= span.num_steps
-        return next((each for each in decisions if each.use), decisions[0])
+
+class Stretch(NamedTuple):
+    """A span of a run: its layout, its passes, the seconds of the transition to that layout, and what was decided.
+
+    Attributes:
+        decision: on storing; None where nothing was decided.
+    """
+
+    layout: Layout
+    passes: list[Pass]
+    moving: float
+    decision: CacheDecision | None
 
 
 @dataclass(frozen=True)
@@ -192,22 +192,27 @@ class Forecast:
     def seconds(self, spans: Sequence[Span]) -> float:
         """Return the seconds of a run with these spans, in which ever more layers freeze, transitions included."""
         total, how = 0.0, (self.costs, self.overheads, self.samples_per_device, self.accumulation)
-        for layout, passes, moving in self.stretches(spans):
-            total += moving
-            total += seconds_left(layout, passes, *how)
+        for each in self.stretches(spans):
+            total += each.moving + seconds_left(each.layout, each.passes, *how)
         return total
 
-    def stretches(self, spans: Sequence[Span]) -> Iterator[tuple[Layout, list[Pass], float]]:
-        """Yield the layout of each span, its passes, and the seconds of the transition to that layout."""
+    def decision(self, spans: Sequence[Span]) -> CacheDecision | None:
+        """Return the first decision of a run to store something, or else its first one; None if it decides nothing."""
+        found = [each.decision for each in self.stretches(spans) if each.decision is not None]
+        return next((each for each in found if each.use), found[0] if found else None)
+
+    def stretches(self, spans: Sequence[Span]) -> Iterator[Stretch]:
+        """Yield the parts of a run: one for each span."""
         layout, share = self.layout, 0.0
         steps_left = sum(span.num_steps for span in spans)
         for span in spans:
             stored_level = layout.cache_level if share else 0
             freezes = span.num_frozen > layout.num_frozen_layers
             passes: tuple[Pass, ...] = (Pass(steps_left),)
-            moving = 0.0
+            moving, decision = 0.0, None
             if freezes or (span is spans[0] and span.num_frozen):
-                level = self._level(layout, span.num_frozen, stored_level, share, steps_left)
+                decision = self._decide(layout, span.num_frozen, stored_level, share, steps_left)
+                level = decision.level if decision is not None and decision.use else 0
                 moved = self.plan(layout, span.num_frozen, level)
                 moving = self._seconds_of_move(layout, moved)
                 layout = moved
@@ -215,25 +220,26 @@ class Forecast:
                 stored = Stored(stored_level, share, self.storing.fits_share)
                 # The overheads were measured at the start, when all samples were read from the data set.
                 costs, slots = self.storing.beside(self.costs, span.num_frozen, layout.pipeline_size)
-                saved = costs.input - reading_seconds(costs, share)
-                ahead = passes_ahead(costs, layout.cache_level, stored, steps_left, self.steps_per_epoch, slots)
-                passes = tuple(replace(each, record_seconds=each.record_seconds - saved) for each in ahead)
+                steps = steps_left, self.steps_per_epoch
+                passes = passes_ahead(costs, layout.cache_level, stored, *steps, slots, now=costs.input)
                 writing = slots.num_slots * self.steps_per_epoch
                 written = self.storing.fits_share * min(1.0, span.num_steps / writing)
                 kept = share if layout.cache_level == stored_level else 0.0
                 share = max(kept, written) if layout.cache_level else 0.0
-            yield layout, _first(passes, span.num_steps), moving
+            yield Stretch(layout, _first(passes, span.num_steps), moving, decision)
             steps_left -= span.num_steps
 
-    def _level(self, layout: Layout, num_frozen: int, stored_level: int, share: float, steps_left: int) -> int:
-        """Return the layers whose output a run on `layout` would store from now on."""
+    def _decide(
+        self, layout: Layout, num_frozen: int, stored_level: int, share: float, steps_left: int
+    ) -> CacheDecision | None:
+        """Decide on storing as a run on `layout` would, by the stages that it would have if it stored everything."""
         if self.storing is None:
-            return 0
+            return None
         epochs_left = steps_left / self.steps_per_epoch
         stored = Stored(stored_level, share, self.storing.fits_share)
-        costs, slots = self.storing.beside(self.costs, num_frozen, layout.pipeline_size)
-        decision = decide_cache(costs, num_frozen, stored, epochs_left, self.storing.mode, slots)
-        return decision.level if decision.use else 0
+        stages = self.plan(layout, num_frozen, num_frozen).pipeline_size
+        costs, slots = self.storing.beside(self.costs, num_frozen, stages)
+        return decide_cache(costs, num_frozen, stored, epochs_left, self.storing.mode, slots)
 
     def _seconds_of_move(self, old: Layout, new: Layout) -> float:
         """Return the seconds to move weights and optimizer state; 0 if no rank gets other blocks."""

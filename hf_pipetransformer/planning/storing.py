@@ -26,6 +26,7 @@ class CacheCosts:
         input: reading, decoding, tokenizing and collating a sample, minus what DataLoader workers hide.
         is_apart: True if the device leaves the host's cores free: threads read the records of the next batch and write
             those of the last one while it computes.
+        active: computation above the frozen blocks, forward and backward.
     """
 
     prefix: tuple[float, ...]
@@ -33,15 +34,26 @@ class CacheCosts:
     read: float
     write: float
     is_apart: bool = False
+    active: float = 0.0
 
-    def beside(self, active: float) -> CacheCosts:
-        """Return the costs with what is left of `read` and `write` beside `active` seconds of computation a sample.
+    def beside(self, active: float, pipeline_size: int = 1) -> CacheCosts:
+        """Return the costs in a pipeline of so many equal stages, which computes `active` on one device.
+
+        The stages share the computation, but one of them reads all records.
+        """
+        prefix = tuple(seconds / pipeline_size for seconds in self.prefix)
+        return replace(self, prefix=prefix, active=active / pipeline_size)
+
+    def reading(self, computed: float = 0.0) -> float:
+        """Return what a record that is read adds to a step, which computes `computed` besides the active blocks.
 
         On a CPU nothing is hidden: what reads and writes takes a core from what computes.
         """
-        if not self.is_apart:
-            return self
-        return replace(self, read=max(0.0, self.read - active), write=max(0.0, self.write - active))
+        return max(0.0, self.read - self.active - computed) if self.is_apart else self.read
+
+    def writing(self, computed: float = 0.0) -> float:
+        """Return what a record that is written adds, like `reading`."""
+        return max(0.0, self.write - self.active - computed) if self.is_apart else self.write
 
 
 @dataclass(frozen=True)
@@ -137,13 +149,11 @@ FRESH_BUDGET = 0.1
 """Fresh augmentations may add this fraction to a pass that reads all records and trains the blocks above."""
 
 
-def fresh_share(costs: CacheCosts, num_frozen: int, active: float) -> float:
-    """Return the share of the samples, 0 to 1 in steps of 0.001, that each pass may augment again by `FRESH_BUDGET`.
-
-    `active` is the time in seconds per sample that a pass spends above the frozen blocks.
-    """
-    extra = costs.input + costs.prefix[num_frozen] + costs.write - costs.read
-    budget = FRESH_BUDGET * (costs.read + active)
+def fresh_share(costs: CacheCosts, num_frozen: int) -> float:
+    """Return the share of the samples, 0 to 1 by 0.001, that each pass may augment again by `FRESH_BUDGET`."""
+    prefix = costs.prefix[num_frozen]
+    extra = costs.input + prefix + costs.writing(prefix) - costs.reading()
+    budget = FRESH_BUDGET * (costs.reading() + costs.active)
     return 1.0 if extra <= budget else math.floor(1000 * budget / extra) / 1000
 
 
@@ -171,6 +181,7 @@ def decide_cache(
         write     V (s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write))
                   + p (E - V) ((1 - n) read + n (input + prefix[F] + write)) + (1 - p) E (input + prefix[F])
 
+    Where records are read and written beside the computation of a device, `read` and `write` are what is left of them.
     Writing is an option only if E > V. A record already at level F is not written again. On a tie, the choice that
     stores less wins. PipeTransformer (section 3.4) profiles recomputing against loading; the sum over the remaining
     epochs adds the cost of writing and how often it pays off.
@@ -201,21 +212,24 @@ def decide_cache(
 
 def _costs(costs: CacheCosts, num_frozen: int, stored: Stored, epochs: float, slots: SlotCosts) -> dict[str, float]:
     """Return the seconds per sample of each possible choice, ordered by how much it stores."""
-    computed, share = costs.input + costs.prefix[num_frozen], stored.share
+    prefix, share = costs.prefix[num_frozen], stored.share
+    computed = costs.input + prefix
     found = {"compute": epochs * computed}
     if num_frozen == 0:
         return found
     # Noise can make a longer prefix measure faster than a shorter one.
-    advanced = costs.read + max(costs.prefix[num_frozen] - costs.prefix[stored.level], 0.0)
+    missing = max(prefix - costs.prefix[stored.level], 0.0)
+    advanced = costs.reading(missing) + missing
     if share > 0:
         found["keep"] = epochs * (share * advanced + (1 - share) * computed)
     passes, new = slots.num_slots, slots.fresh_share
     if epochs > passes:
         # Records that are stored already fit.
         fits = max(stored.fits_share, share)
-        rewritten = 0.0 if stored.level == num_frozen else costs.write
-        first = share * (advanced + rewritten) + (fits - share) * (computed + costs.write)
-        later = (1 - new) * costs.read + new * (computed + costs.write)
+        rewritten = 0.0 if stored.level == num_frozen else costs.writing(missing)
+        anew = computed + costs.writing(prefix)
+        first = share * (advanced + rewritten) + (fits - share) * anew
+        later = (1 - new) * costs.reading() + new * anew
         found["write"] = passes * first + fits * (epochs - passes) * later + (1 - fits) * epochs * computed
     return found
 
@@ -264,6 +278,7 @@ def passes_ahead(
     steps_left: int,
     steps_per_epoch: int,
     slots: SlotCosts = ONE_SLOT,
+    now: float | None = None,
 ) -> tuple[Pass, ...]:
     """Predict the passes to come: those that write records of `level` (one per slot), then those that read them.
 
@@ -271,23 +286,29 @@ def passes_ahead(
         level: the number of blocks whose output is stored from now on; 0 for none.
         stored: the present records, which cover at most `level` blocks.
         steps_left: optimizer steps.
+        now: seconds per sample that the measured step spends on reading; those of these costs by default.
     """
     share = stored.share if stored.level else 0.0
-    now = reading_seconds(costs, share)
+    now = reading_seconds(costs, share) if now is None else now
     if not level:
         return (Pass(steps_left, record_seconds=costs.input - now),)
-    fits = max(stored.fits_share, share)
-    written = fits - share if stored.level == level else fits
+    fits, prefix = max(stored.fits_share, share), costs.prefix[level]
+    missing = max(prefix - costs.prefix[stored.level], 0.0) if share else prefix
+    rewritten = 0.0 if stored.level == level else share * costs.writing(missing)
+    written = rewritten + (fits - share) * costs.writing(prefix)
     first = min(steps_left, slots.num_slots * steps_per_epoch)
-    found = [
-        Pass(first, stored.level if share else 0, share, reading_seconds(costs, share) + written * costs.write - now)
-    ]
+    reading = reading_seconds(costs, share, missing)
+    found = [Pass(first, stored.level if share else 0, share, reading + written - now)]
     if steps_left > first:
         read, new = fits * (1 - slots.fresh_share), fits * slots.fresh_share
-        found.append(Pass(steps_left - first, level, read, reading_seconds(costs, read) + new * costs.write - now))
+        later = reading_seconds(costs, read) + new * costs.writing(prefix)
+        found.append(Pass(steps_left - first, level, read, later - now))
     return tuple(found)
 
 
-def reading_seconds(costs: CacheCosts, share: float) -> float:
-    """Return the seconds per sample spent reading if `share` of the samples come from the store."""
-    return share * costs.read + (1 - share) * costs.input
+def reading_seconds(costs: CacheCosts, share: float, computed: float = 0.0) -> float:
+    """Return the seconds per sample spent reading if `share` of the samples come from the store.
+
+    `computed` is what the frozen blocks above their records compute.
+    """
+    return share * costs.reading(computed) + (1 - share) * costs.input

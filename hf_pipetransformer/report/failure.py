@@ -55,8 +55,8 @@ _ERROR_SECONDS = 0.5
 _LATE_SECONDS = 10.0
 """Seconds after which the message no longer waits for the end of the process, which may hang; also for each file."""
 
-_NO_SIGNAL = 0
-"""A byte that is no number of a signal."""
+_NO_SIGNAL, _TAKEN = 0, 255
+"""Bytes that are no numbers of signals; the second one says that this library's handler ran."""
 
 
 def install(output_dir: str | None) -> None:
@@ -290,16 +290,22 @@ class LastWords:
 
     def read_signals(self) -> None:
         """Wait until the thread has read all signals that came before: it may be late."""
-        if self._wake is not None and os.getpid() == self._pid:
-            self._has_read.clear()
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._wake, bytes([_NO_SIGNAL]))
-                self._has_read.wait(_LATE_SECONDS)
+        self._has_read.clear()
+        if self.tell(_NO_SIGNAL):
+            self._has_read.wait(_LATE_SECONDS)
+
+    def tell(self, number: int) -> bool:
+        """Write a byte to the thread; return False if nobody reads it."""
+        if self._wake is None or os.getpid() != self._pid:
+            return False
+        with contextlib.suppress(BlockingIOError):
+            return bool(os.write(self._wake, bytes([number])))
+        return False
 
     def _wait_for_the_end(self, awake: int) -> None:
         while numbers := os.read(awake, 64):
             is_ours = signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread and not self.is_others
-            if signal.SIGTERM in numbers and is_ours:
+            if _TAKEN in numbers or (signal.SIGTERM in numbers and is_ours):
                 self.is_ending = True
                 with contextlib.suppress(Exception):
                     self._end()
@@ -450,7 +456,8 @@ def _is_ipython() -> bool:
 
 
 def _leave_it_to_the_thread(_number: int, _frame: Any) -> None:
-    pass
+    if _last_words is not None and _last_words.is_others:
+        _last_words.tell(_TAKEN)  # The training's own handler is gone, before the training is.
 
 
 def _hold_signal() -> None:

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads, predict_step, predict_timeline
-from hf_pipetransformer.planning.forecast import Course, Duration, Storing, prefix_seconds
+from hf_pipetransformer.planning.forecast import Course, Duration, Forecast, Storing, prefix_seconds
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory
 from hf_pipetransformer.planning.simulator import Timeline
 from hf_pipetransformer.planning.storing import CacheCosts, Caching, why_not_over_nodes
@@ -71,7 +71,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Option:
-    """One possible layout: the memory of its ranks, the share of time that devices wait, and a step's seconds."""
+    """One possible layout: the memory of its ranks, the bubble, and a step's seconds.
+
+    The bubble is the share of time in which no pass runs; in a pass a device may still wait for Python.
+    """
 
     layout: Layout
     memory: tuple[RankMemory, ...]
@@ -165,7 +168,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) 
         host=_host_memory(chosen, planner, machine, weights),
         schedules=schedules,
         refused=refused,
-        caching=_decided(caching, storing, course, planner.costs.blocks, chosen.layout.pipeline_size),
+        caching=_decided(caching, forecast, course),
         duration=forecast.duration(course),
         timeline=predict_timeline(chosen.layout, *costs, *more),
         computing_seconds=predict_step(chosen.layout, *at_once, *more).seconds,
@@ -322,11 +325,9 @@ def _storing(
     return Storing(costs, args.activation_cache, caching.share, args.activation_cache_views)
 
 
-def _decided(
-    caching: Caching | None, storing: Storing | None, course: Course, blocks: BlockCosts, pipeline_size: int
-) -> Caching | None:
+def _decided(caching: Caching | None, forecast: Forecast, course: Course) -> Caching | None:
     """Add what the run would decide when layers freeze."""
-    if caching is None or storing is None or course.freezing is None:
+    decision = None if course.freezing is None else forecast.decision(course.freezing.spans)
+    if caching is None or decision is None:
         return caching
-    decision = storing.decision(course, blocks, pipeline_size)
     return replace(caching, is_used=decision.use, reason=decision.reason)

@@ -193,7 +193,7 @@ class Job:
         plan, storing = partial(self.following, parts), Storing(self.cache, parts.cache)
         forecast = Forecast(self.start, self.costs, between, 1, 1, self.steps_per_epoch, plan, storing)
         seconds, communication, shown = 0.0, 0.0, []
-        for span, (layout, passes, moving) in zip(freezing.spans, forecast.stretches(freezing.spans), strict=True):
+        for span, (layout, passes, moving, _) in zip(freezing.spans, forecast.stretches(freezing.spans), strict=True):
             k, replicas, overheads = layout.pipeline_size, layout.num_replicas, self.overheads(layout)
             seconds += moving + seconds_left(layout, passes, self.costs, overheads, self.batch // replicas // k)
             ring = 2 * (replicas - 1) / replicas * overheads.reduction_per_byte

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
-from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache
+from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache, passes_ahead
 
 
 # Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.
@@ -190,14 +193,42 @@ def pass_of_a_device(read: float, active: float, num_batches: int) -> float:
 
 @given(seconds, seconds, seconds, st.integers(1, 40))
 def test_what_reading_costs_beside_a_device_is_what_a_pass_takes_longer(read, write, active, num_batches):
-    costs = CacheCosts((1.0, 2.0), 0.5, read, write, is_apart=True).beside(active)
+    measured = CacheCosts((1.0, 2.0), 0.5, read, write, is_apart=True)
+    costs = measured.beside(active)
     # But for the first batch, for which there is nothing to read it beside.
     more = pass_of_a_device(read, active, num_batches) - num_batches * active - min(read, active)
-    assert more == pytest.approx(num_batches * costs.read, abs=1e-9)
-    assert costs.write == max(0.0, write - active)
-    assert (costs.prefix, costs.input) == ((1.0, 2.0), 0.5)
-    on_cpu = CacheCosts((1.0, 2.0), 0.5, read, write)
-    assert on_cpu.beside(active) == on_cpu, "what reads takes a core from what computes"
+    assert more == pytest.approx(num_batches * costs.reading(), abs=1e-9)
+    assert costs.writing(1.0) == max(0.0, write - active - 1.0)
+    on_cpu = replace(measured, is_apart=False).beside(active)
+    assert (on_cpu.reading(1.0), on_cpu.writing(1.0)) == (read, write), "what reads takes a core from what computes"
+
+
+def test_a_record_is_written_while_the_frozen_layers_compute_too():
+    """Computing takes 2 x 4. Storing takes 4 once, if the 5 of a record are hidden behind 4 and 1 of computation."""
+    costs = CacheCosts((0.0, 4.0), 0.0, read=1.0, write=5.0, is_apart=True).beside(1.0)
+    decision = decide_cache(costs, 1, Stored(), 2.0, "auto")
+    assert decision.costs == {"compute": 8.0, "write": 4.0} and decision.write
+    # Each batch of the first pass occupies the device for 5 s, and writing the last one for as long.
+    assert [each.record_seconds for each in passes_ahead(costs, 1, Stored(), 20, 10)] == [0.0, 0.0]
+
+
+def test_stages_share_the_computation_but_one_of_them_reads():
+    """On one device the frozen layer takes 2 s and a record 1; of four stages the layer takes half a second each."""
+    costs = CacheCosts((0.0, 2.0), 0.0, read=1.0, write=0.0)
+    assert decide_cache(costs.beside(4.0), 1, Stored(), 10.0, "auto").use
+    decision = decide_cache(costs.beside(4.0, 4), 1, Stored(), 10.0, "auto")
+    assert decision.costs["compute"] == 10 * 0.5 and not decision.use
+    apart = replace(costs, is_apart=True)
+    assert apart.beside(4.0, 2).reading() == 0.0 and apart.beside(2.0, 4).reading() == 0.5
+
+
+def test_what_is_measured_now_is_not_what_follows():
+    """All is stored, a record takes 4 s: nothing beside 5 s of computation now, 2 s beside 2 when more has frozen."""
+    speed, size = StorageSpeed(4.0, 0.0), StoreSize(1.0, 0.0, 2.0)
+    planner = CachePlanner("on", 0.0, lambda: speed, size, 10, lambda *_, **__: None, is_apart=True)
+    planner.follow(SimpleNamespace(store=SimpleNamespace(dropped=None), stored_share=lambda _: 1.0), [0])
+    _, passes = planner.foresee([0.0, 1.0, 2.0], 2, 1, 0, 40, 2.0, 1, present=(5.0, 1))
+    assert passes[-1].record_seconds == 2.0
 
 
 @pytest.mark.parametrize(("is_apart", "active", "level"), [(True, 9.0, 1), (True, 1.0, 0), (False, 9.0, 0)])

@@ -117,6 +117,26 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
     return hits
 
 
+def test_the_records_of_a_batch_are_read_ahead_though_some_of_its_samples_have_none(tmp_path: Path) -> None:
+    _, store = take_store(tmp_path, "key", NUM_SAMPLES, RECORD_FORMAT, 10**7)
+    cache = ActivationCache(store, SOURCE)
+    cache.use_weights(["", "1", "2"])
+    stored, samples = [5, 3], [5, 4, 3, 2]
+    inputs, tags = detach_tags(cache.complete(stored, stored, read(stored), lambda length: length))
+    activation = activation_of(read(stored)).float() * inputs["attention_mask"][:, :, None]
+    cache.writer.write(MicroBatch(0, inputs, 1.0, tuple(activation.shape), lambda _: None, tags=tags), activation)
+    cache.prefetch(samples)
+    assert cache._ahead is not None and cache._ahead[0].tolist() == stored
+    missing = cache.select(samples)
+    whole, tags = detach_tags(cache.complete(samples, missing, read(missing), lambda length: length))
+    assert missing == [4, 2] and tags is not None and tags.hidden is not None
+    assert tags.num_layers.tolist() == [2, 0, 2, 0]
+    length = min(tags.hidden.shape[1], activation.shape[1])
+    assert torch.equal(tags.hidden[[0, 2], :length], activation[:, :length])
+    assert all(torch.equal(whole[name], values) for name, values in read(samples).items())
+    cache.close()
+
+
 def change_file(path: Path, chance: random.Random, other: Path) -> None:
     """Do to a file what disks, programs and people do."""
     content = bytearray(path.read_bytes())

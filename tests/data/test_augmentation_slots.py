@@ -173,9 +173,9 @@ def test_a_collator_draws_for_each_sample_apart(make: Callable[[], Any]) -> None
 def test_new_draws_cost_no_more_than_the_budget() -> None:
     costs = decision.CacheCosts(prefix=(0.1, 1.0, 2.0), input=0.5, read=0.1, write=0.2)
     # A new draw costs 2.7 less 0.1 s, a pass that reads all 0.1 and 10 s.
-    assert decision.fresh_share(costs, 2, 10.0) == 0.388
-    assert decision.fresh_share(costs, 2, 0.0) == 0.003
-    assert decision.fresh_share(costs, 2, 1e6) == 1.0
+    assert decision.fresh_share(costs.beside(10.0), 2) == 0.388
+    assert decision.fresh_share(costs.beside(0.0), 2) == 0.003
+    assert decision.fresh_share(costs.beside(1e6), 2) == 1.0
 
 
 def test_views_cost_a_writing_pass_each() -> None:

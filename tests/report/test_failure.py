@@ -116,6 +116,19 @@ time.sleep(30)
     assert code == -signal.SIGTERM, "the next one is no training's"
 
 
+def test_a_signal_after_the_trainings_own_handler_has_gone_ends_the_process(tmp_path: Path) -> None:
+    """A callback at the end of the training may take long, and be told to end."""
+    end = """
+before = signal.signal(signal.SIGTERM, lambda *_: print('taken', file=sys.stderr))
+with failure.training(sys.argv[1], False):
+    signal.signal(signal.SIGTERM, before)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+"""
+    code, lines = run(tmp_path, end)
+    assert code == -signal.SIGTERM and "taken" not in lines
+
+
 def test_ctrl_c_is_told_by_the_status_still(tmp_path: Path) -> None:
     code, lines = run(tmp_path, "os.kill(os.getpid(), signal.SIGINT); time.sleep(30)")
     assert code == -signal.SIGINT

@@ -410,6 +410,7 @@ def test_a_picture_without_the_chart_library_is_refused_in_a_sentence(
         (["folder", "--stages", "2"], "--stages: these draw equal stages without a model"),
         (["folder"], "needs --processes and --device_memory"),
         (["folder", "--processes", "2", "--device_memory", "0"], "--device_memory 0: expected a positive number"),
+        (["folder", "--processes", "2", "--device_memory", "9", "--launch_us", "-1"], "--launch_us -1: expected 0 or"),
         (["folder", "--processes", "2", "--device_memory", "8", "--freeze_policy", "fixed"], "needs freeze_at"),
     ],
 )
