@@ -145,7 +145,8 @@ class Decisions:
 
     def _calibrate(self, layout: Layout, reports: Sequence[Report]) -> None:
         if any(reports):
-            self._calibrated = calibrate(self.inputs.blocks, self.inputs.overheads, layout, reports)
+            measured = layout, reports, self.args.gradient_accumulation_steps
+            self._calibrated = calibrate(self.inputs.blocks, self.inputs.overheads, *measured)
 
     def _predicted_seconds(self, layout: Layout, step: int) -> tuple[float, ...]:
         kept = self.args.freeze_min_active_layers if self.policy.keeps_minimum else 0

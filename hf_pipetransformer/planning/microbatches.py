@@ -23,27 +23,39 @@ Report = Mapping[str, float]
 
 
 def calibrate(
-    costs: BlockCosts, overheads: Overheads, layout: Layout, reports: Sequence[Report]
+    costs: BlockCosts, overheads: Overheads, layout: Layout, reports: Sequence[Report], accumulation: int = 1
 ) -> tuple[BlockCosts, Overheads]:
     """Scale block costs to match measured times, and attribute the rest of the step to the overheads.
 
-    Forwards and backwards have one factor each over all ranks: the blocks' shares come from the profile, the scale
-    from real steps. Overheads stay where this layout does not measure them (the reduction without replicas). `reports`
-    are by rank, empty if a rank did not measure.
+    Forwards and backwards have one factor each over all ranks, for blocks and for what a pass takes besides them: the
+    shares come from the profile, the scale from real steps. Overheads stay where this layout does not measure them
+    (the reduction without replicas).
+
+    Args:
+        reports: by rank, empty if a rank did not measure.
+        accumulation: batches of an optimizer step.
     """
     ranks = [rank for rank, report in enumerate(reports) if report]
     if not ranks:
         return costs, overheads
-    forwards = [(1 + overheads.has_reference) * each for each in block_forwards(costs, layout.cache_level)]
-    backwards = block_backwards(costs, layout.num_frozen_layers)
-    factors = {}
-    for part, blocks in (("forward", forwards), ("backward", backwards)):
+    forwards, backwards = block_forwards(costs, layout.cache_level), block_backwards(costs, layout.num_frozen_layers)
+
+    def factor(part: str, blocks: Sequence[float], per_pass: float, first: int) -> float:
+        """Return the measured seconds over those of blocks and of passes of stages with blocks from `first` on."""
+        modelled = 0.0
+        for rank in ranks:
+            samples = reports[rank]["samples"]
+            passes = min(accumulation * layout.num_microbatches, samples) * _num_chunks(layout, rank, first)
+            modelled += samples * _sum(blocks, layout, rank) + passes * per_pass
         measured = sum(reports[rank][part] for rank in ranks)
-        modelled = sum(reports[rank]["samples"] * _sum(blocks, layout, rank) for rank in ranks)
-        factors[part] = measured / modelled if measured and modelled else 1.0
-    # The factors contain what was planned around the blocks, and more.
-    overheads = replace(overheads, per_forward=0.0, per_backward=0.0)
-    scaled = costs.scaled(factors["forward"], factors["backward"])
+        return measured / modelled if measured and modelled else 1.0
+
+    forward = factor("forward", forwards, overheads.per_forward, 0) / (1 + overheads.has_reference)
+    backward = factor("backward", backwards, overheads.per_backward, layout.first_active_block)
+    scaled = costs.scaled(forward, backward)
+    overheads = replace(
+        overheads, per_forward=forward * overheads.per_forward, per_backward=backward * overheads.per_backward
+    )
     by_position = trained_elements(layout, costs)
     trained = [by_position[rank % layout.pipeline_size] for rank in range(len(reports))]
     largest = max(ranks, key=trained.__getitem__)
@@ -62,6 +74,11 @@ def _other(layout: Layout, report: Report) -> float:
     # A pipeline of one rank does nothing but compute.
     inside = report["forward"] + report["backward"] if layout.pipeline_size == 1 else report["pipeline"]
     return max(0.0, report["total"] - inside - report["reduction"] - report["optimizer"])
+
+
+def _num_chunks(layout: Layout, rank: int, first: int) -> int:
+    """Return how many stages of a rank have blocks from `first` on."""
+    return sum(part.stop > first for part in layout.blocks_of_rank(rank % layout.pipeline_size))
 
 
 def _sum(values: Sequence[float], layout: Layout, rank: int) -> float:

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads, block_loads, predict_step
+from hf_pipetransformer.planning.costs import (
+    BlockCosts,
+    Overheads,
+    block_backwards,
+    block_loads,
+    by_stage,
+    predict_step,
+)
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
@@ -158,13 +165,29 @@ def test_a_step_with_a_reference_runs_all_micro_batches_forward_first() -> None:
     assert found.pipeline == 3 * (25 + 70)
     assert found.rank_seconds == (3 * 2 * (7 + 7 + 11), 3 * 2 * (9 + 9 + 17))
     # Its forwards are among those that a run measures.
-    reports = [{"samples": 4, "forward": 4 * 2 * 7.0, "backward": 4 * 13.0, "total": 0, "pipeline": 0,
-                "reduction": 0, "optimizer": 0}]  # fmt: skip
+    reports = [{"samples": 4, "forward": 2 * (4 * 7.0 + 2 * 1), "backward": 4 * 13.0 + 2 * 1, "total": 0,
+                "pipeline": 0, "reduction": 0, "optimizer": 0}]  # fmt: skip
     alone = replace(SMALL_LAYOUT, num_stages=1, num_replicas=1, boundaries=(0, 4))
     costs, kept = calibrate(SMALL, overheads, alone, reports)
-    assert costs.forward == SMALL.forward and kept.has_reference
-    # What was planned around the blocks is in the measured times, and so in the scaled ones.
-    assert (kept.per_forward, kept.per_backward) == (0, 0)
+    assert costs == SMALL and kept.has_reference
+    assert (kept.per_forward, kept.per_backward) == (1, 1)
+
+
+def test_what_a_pass_takes_besides_its_blocks_stays_when_there_are_fewer_passes() -> None:
+    """Calibrated on two stages and many micro-batches, twice as slow as planned, for one stage and one pass."""
+    planned = Overheads(per_forward=1.0, per_backward=2.0)
+    true_costs, true = SMALL.scaled(2, 2), Overheads(per_forward=2.0, per_backward=4.0)
+    many = replace(SMALL_LAYOUT, num_microbatches=4, num_replicas=1)
+    passes = 3 * 4  # Three batches of four micro-batches of one sample.
+    reports = [
+        {"samples": passes, "forward": passes * (forward + 2.0), "backward": passes * (backward + 4.0), "total": 0.0,
+         "pipeline": 0.0, "reduction": 0.0, "optimizer": 0.0}
+        for forward, backward in zip(by_stage(many, true_costs.forward),
+                                     by_stage(many, block_backwards(true_costs, 0)), strict=True)
+    ]  # fmt: skip
+    one = replace(many, num_stages=1, boundaries=(0, 4), num_microbatches=1)
+    found = predict_step(one, *calibrate(SMALL, planned, many, reports, accumulation=3), samples_per_pipeline=4)
+    assert found.pipeline == pytest.approx(predict_step(one, true_costs, true, samples_per_pipeline=4).pipeline)
 
 
 def test_a_pass_is_no_shorter_than_its_launches() -> None:
