@@ -60,7 +60,8 @@ class CachePlanner:
         size: bytes that a store of all samples takes on this node, and the limit.
         write: writes an event to the journal.
         num_slots: the number of records per random sample, see `data.augmentation`; 0 if samples are not random.
-        is_apart: True if records are read and written beside the device's computation, see `CacheCosts`.
+        is_apart: True if records are read and written beside the device's computation, see `CacheCosts`; `num_at_once`
+            likewise.
     """
 
     mode: str
@@ -71,6 +72,7 @@ class CachePlanner:
     write: Callable[..., None]
     num_slots: int = 0
     is_apart: bool = False
+    num_at_once: int = 1
     _cache: ActivationCache | None = field(default=None, init=False)
     _samples: Array = field(default_factory=lambda: np.arange(0), init=False)
     _speed: StorageSpeed | None = field(default=None, init=False)
@@ -222,7 +224,7 @@ class CachePlanner:
             self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
             logger.warning(f"The activation cache stays off: {error}")
         speed = self._speed.read, self._speed.write
-        costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, *speed, self.is_apart)
+        costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, *speed, self.is_apart, self.num_at_once)
         return costs, Stored(stored_level, share, self.size.share)
 
     def pays_for_evaluation(self, level: int, passes_left: float, fits_share: float) -> bool:

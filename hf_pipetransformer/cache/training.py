@@ -59,6 +59,7 @@ class TrainingCache:
             write=inputs.context.journal.write,
             num_slots=0 if loader.slots is None else source.num_slots,
             is_apart=is_apart(inputs.args.device),
+            num_at_once=inputs.args.gradient_accumulation_steps,
         )
         self._opened: ActivationCache | None = None
         self._weights: FrozenWeights | None = None

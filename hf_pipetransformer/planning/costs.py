@@ -188,6 +188,22 @@ def costs_by_work(costs: BlockCosts, work: Sequence[float]) -> BlockCosts:
     return replace(costs, forward=forward, backward=backward, edge_backward=forward, slices=None, launch=())
 
 
+def with_launches(costs: BlockCosts, layout: Layout, samples_per_device: int) -> BlockCosts:
+    """Return the costs in which no block takes less time than its launches, with the layout's micro-batches."""
+    if not costs.launch:
+        return costs
+    samples = max(1.0, samples_per_device * layout.pipeline_size / layout.num_microbatches)
+    forwards, backwards = zip(
+        *((forward / samples, backward / samples) for forward, backward in costs.launch), strict=True
+    )
+    return replace(
+        costs,
+        forward=tuple(map(max, costs.forward, forwards)),
+        backward=tuple(map(max, costs.backward, backwards)),
+        edge_backward=tuple(map(max, costs.edge_backward, backwards)),
+    )
+
+
 def block_backwards(costs: BlockCosts, num_frozen_layers: int) -> list[float]:
     """Return each block's backward in seconds per sample; zero below the first active block."""
     first = first_above(num_frozen_layers)

@@ -15,6 +15,7 @@ from hf_pipetransformer.planning.costs import (
     active_seconds,
     predict_step,
     trained_elements,
+    with_launches,
 )
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
@@ -219,7 +220,8 @@ class Forecast:
             if self.storing is not None:
                 stored = Stored(stored_level, share, self.storing.fits_share)
                 # The overheads were measured at the start, when all samples were read from the data set.
-                costs, slots = self.storing.beside(self.costs, span.num_frozen, layout.pipeline_size)
+                blocks = with_launches(self.costs, layout, self.samples_per_device)
+                costs, slots = self.storing.beside(blocks, span.num_frozen, layout.pipeline_size)
                 steps = steps_left, self.steps_per_epoch
                 passes = passes_ahead(costs, layout.cache_level, stored, *steps, slots, now=costs.input)
                 writing = slots.num_slots * self.steps_per_epoch
@@ -238,7 +240,8 @@ class Forecast:
         epochs_left = steps_left / self.steps_per_epoch
         stored = Stored(stored_level, share, self.storing.fits_share)
         stages = self.plan(layout, num_frozen, num_frozen).pipeline_size
-        costs, slots = self.storing.beside(self.costs, num_frozen, stages)
+        blocks = with_launches(self.costs, layout, self.samples_per_device)
+        costs, slots = self.storing.beside(blocks, num_frozen, stages)
         return decide_cache(costs, num_frozen, stored, epochs_left, self.storing.mode, slots)
 
     def _seconds_of_move(self, old: Layout, new: Layout) -> float:

@@ -26,6 +26,8 @@ class CacheCosts:
         input: reading, decoding, tokenizing and collating a sample, minus what DataLoader workers hide.
         is_apart: True if the device leaves the host's cores free: threads read the records of the next batch and write
             those of the last one while it computes.
+        num_at_once: batches that a step takes one after the other before it computes, of which only the first one has
+            been read ahead: those whose gradients it accumulates.
         active: computation above the frozen blocks, forward and backward.
     """
 
@@ -34,6 +36,7 @@ class CacheCosts:
     read: float
     write: float
     is_apart: bool = False
+    num_at_once: int = 1
     active: float = 0.0
 
     def beside(self, active: float, pipeline_size: int = 1) -> CacheCosts:
@@ -49,7 +52,9 @@ class CacheCosts:
 
         On a CPU nothing is hidden: what reads and writes takes a core from what computes.
         """
-        return max(0.0, self.read - self.active - computed) if self.is_apart else self.read
+        if not self.is_apart:
+            return self.read
+        return self.read - min(self.read / self.num_at_once, self.active + computed)
 
     def writing(self, computed: float = 0.0) -> float:
         """Return what a record that is written adds, like `reading`."""

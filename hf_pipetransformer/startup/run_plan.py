@@ -14,7 +14,13 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_pipetransformer.options.combinations import check_combinations
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads, predict_step, predict_timeline
+from hf_pipetransformer.planning.costs import (
+    BlockCosts,
+    Overheads,
+    predict_step,
+    predict_timeline,
+    with_launches,
+)
 from hf_pipetransformer.planning.forecast import Course, Duration, Forecast, Storing, prefix_seconds
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory
 from hf_pipetransformer.planning.simulator import Timeline
@@ -320,8 +326,10 @@ def _storing(
     if storage is None or caching is None or caching.why_off is not None:
         return None
     local = max(1, planner.costs.overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
-    prefix = prefix_seconds(planner.costs.blocks, layout.num_layers)
-    costs = CacheCosts(prefix, storage.input, local * storage.read, local * storage.write, not machine.is_host)
+    blocks = with_launches(planner.costs.blocks, layout, args.train_samples_per_device)
+    prefix = prefix_seconds(blocks, layout.num_layers)
+    times = storage.input, local * storage.read, local * storage.write
+    costs = CacheCosts(prefix, *times, not machine.is_host, args.gradient_accumulation_steps)
     return Storing(costs, args.activation_cache, caching.share, args.activation_cache_views)
 
 

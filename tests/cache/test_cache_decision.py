@@ -180,24 +180,23 @@ def test_costs_are_those_of_a_simulation(costs, store, epochs, fits):
 # ---- beside a device that leaves the host free ----
 
 
-def pass_of_a_device(read: float, active: float, num_batches: int) -> float:
-    """Seconds of a pass that computes a batch while a thread reads the next one, walking through its batches."""
+def pass_of_a_device(read: float, active: float, num_steps: int, num_at_once: int) -> float:
+    """Seconds of a pass whose steps take so many batches, walking through them: a thread reads one batch ahead."""
     device = reader = 0.0
-    for _ in range(num_batches):
-        reader += read
-        # The batch is taken once it is read and the device is free; from then on the thread reads the next one.
-        device = reader = max(device, reader)
-        device += active
+    for _ in range(num_steps):
+        # They are taken once all are read and the device is free; from then on the thread reads the next one.
+        device = reader = max(device, reader + read) + (num_at_once - 1) * read
+        device += num_at_once * active
     return device
 
 
-@given(seconds, seconds, seconds, st.integers(1, 40))
-def test_what_reading_costs_beside_a_device_is_what_a_pass_takes_longer(read, write, active, num_batches):
-    measured = CacheCosts((1.0, 2.0), 0.5, read, write, is_apart=True)
-    costs = measured.beside(active)
+@given(seconds, seconds, seconds, st.integers(1, 40), st.integers(1, 4))
+def test_what_reading_costs_beside_a_device_is_what_a_pass_takes_longer(read, write, active, num_steps, num_at_once):
+    measured = CacheCosts((1.0, 2.0), 0.5, read, write, is_apart=True, num_at_once=num_at_once)
+    costs, num_batches = measured.beside(active), num_steps * num_at_once
     # But for the first batch, for which there is nothing to read it beside.
-    more = pass_of_a_device(read, active, num_batches) - num_batches * active - min(read, active)
-    assert more == pytest.approx(num_batches * costs.reading(), abs=1e-9)
+    more = pass_of_a_device(read, active, num_steps, num_at_once) - num_batches * active
+    assert more - min(read, num_at_once * active) == pytest.approx(num_batches * costs.reading(), abs=1e-9)
     assert costs.writing(1.0) == max(0.0, write - active - 1.0)
     on_cpu = replace(measured, is_apart=False).beside(active)
     assert (on_cpu.reading(1.0), on_cpu.writing(1.0)) == (read, write), "what reads takes a core from what computes"

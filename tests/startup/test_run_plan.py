@@ -252,6 +252,15 @@ def test_a_cache_that_would_not_pay_is_said_to_stay_empty(plan: Planner) -> None
     assert "fit into the activation cache" not in found["verdicts"][-1]
 
 
+def test_layers_that_wait_for_python_are_worth_storing(plan: Planner) -> None:
+    """A record takes longer to read than a fast device computes, but not than Python launches what it computes."""
+    options = [*IMAGENET, "--processes", "1", "--activation_cache_max_gb", "500", "--reading_ms", "0"]
+    options += ["--per_device_train_batch_size", "1", "--device_tflops", "1e5", "--disk_bandwidth", "1"]
+    idle, waiting = (plan.json("vit", *options, "--launch_us", each)["caching"] for each in ("0", "25"))
+    assert not idle["is_used"] and "recomputing" in idle["reason"]
+    assert waiting["is_used"]
+
+
 def test_records_that_are_read_while_the_device_computes_take_no_time(plan: Planner) -> None:
     """At 1 GB/s a record takes twice as long as the frozen layers, and half as long as the layers above."""
     options = [*IMAGENET, "--processes", "1", "--activation_cache_max_gb", "500", "--reading_ms", "0"]
