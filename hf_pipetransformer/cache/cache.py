@@ -226,7 +226,7 @@ class ActivationCache:
     def prefetch(self, samples: list[int]) -> None:
         """Start reading the next batch's records, as far as there are any; the result may go unused.
 
-        If the longest sample has none, the records are padded too short, and `complete` reads them again.
+        Not if samples without a record, whose lengths are not known, decide to what length the others are padded.
         """
         self._ahead = None
         index = np.asarray(samples, dtype=np.int64)
@@ -237,6 +237,8 @@ class ActivationCache:
         index = index[hit]
         longest = int(entries[hit][field_column(LENGTH_FIELD)].max()) if self.source.is_text else 0
         length = self.source.padded_length(longest)
+        if not hit.all() and length != self.source.padded_length(1):
+            return
         self._ahead = index, length, self._reader.submit(self._read_ahead, index, length)
 
     def _read_ahead(self, index: Indices, length: int) -> Records:

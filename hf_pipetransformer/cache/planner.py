@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from timeit import repeat, timeit
 
@@ -32,6 +32,8 @@ from hf_pipetransformer.report import announce, in_bytes, logger
 
 MEASURED_RECORDS = 32
 """Most records that are written and read at once to measure the storage speed."""
+LARGE_INDEX = 16 * MEASURED_RECORDS
+"""Entries of an index that stand for any larger one."""
 LOOKUPS = 3
 """How often the places of a batch's records are looked up besides the reading itself: when samples are asked for, when
 the next batch is, and when a batch is put together."""
@@ -109,7 +111,7 @@ class CachePlanner:
         """
         costs, stored = self._measured(prefix_seconds, stored_level)
         # Nothing runs backward in an evaluation; in training that takes twice as long as the forward.
-        self._of_evaluation = costs.beside(active_seconds / 3, pipeline_size)
+        self._of_evaluation = replace(costs, num_at_once=1).beside(active_seconds / 3, pipeline_size)
         epochs_left = (max_steps - step) / self.steps_per_epoch
         decision = self._cheapest(costs.beside(active_seconds, pipeline_size), stored, num_frozen, epochs_left)
         self.write(
@@ -130,6 +132,8 @@ class CachePlanner:
             allowed_bytes=self.size.allowed,
             num_slots=self.num_slots,
             active_s=active_seconds,
+            pipeline_size=pipeline_size,
+            num_at_once=self.num_at_once,
             fresh_share=decision.fresh_share,
         )
         does = f"stored after {decision.level} layers" if decision.use else "not stored"
@@ -247,11 +251,11 @@ def measure_storage(
 
     Args:
         batch_size: samples that are read at once: a batch's fixed time weighs more, the fewer they are.
-        num_samples: of the data set, whose size tells how an index is read; as few as needed by default.
+        num_samples: of the data set; an index is read entry by entry if it has many more than a batch.
     """
     folder = StoreFolder.take(base, f"measured-{uuid.uuid4().hex}")
     num_records = max(1, min(batch_size, MEASURED_RECORDS, num_samples or MEASURED_RECORDS))
-    num_samples = max(num_samples, num_records)
+    num_samples = max(min(num_samples, LARGE_INDEX), num_records)
     # Spread and reversed: training does not read records in file order either.
     samples = np.linspace(num_samples - 1, 0, num_records).astype(np.int64)
     # Zeros, not random numbers: the run's RNG state must not advance.

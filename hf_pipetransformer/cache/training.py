@@ -52,7 +52,12 @@ class TrainingCache:
             # DataLoader workers hide the time to read samples.
             input_seconds=0.0 if inputs.args.dataloader_num_workers else source.report.seconds_per_sample,
             measure=lambda: measure_storage(
-                inputs.base, record_format, source.record_length, inputs.args.train_batch_size, len(loader.dataset)
+                inputs.base,
+                record_format,
+                source.record_length,
+                # Stage 0 reads for the whole pipeline.
+                inputs.args.train_samples_per_device * pipeline.layout.pipeline_size,
+                len(loader.dataset),
             ),
             size=self._store_size(loader, source.num_slots),
             steps_per_epoch=steps_per_epoch,

@@ -239,9 +239,9 @@ class Forecast:
             return None
         epochs_left = steps_left / self.steps_per_epoch
         stored = Stored(stored_level, share, self.storing.fits_share)
-        stages = self.plan(layout, num_frozen, num_frozen).pipeline_size
-        blocks = with_launches(self.costs, layout, self.samples_per_device)
-        costs, slots = self.storing.beside(blocks, num_frozen, stages)
+        coming = self.plan(layout, num_frozen, num_frozen)
+        blocks = with_launches(self.costs, coming, self.samples_per_device)
+        costs, slots = self.storing.beside(blocks, num_frozen, coming.pipeline_size)
         return decide_cache(costs, num_frozen, stored, epochs_left, self.storing.mode, slots)
 
     def _seconds_of_move(self, old: Layout, new: Layout) -> float:

@@ -40,17 +40,17 @@ def calibrate(
         return costs, overheads
     forwards, backwards = block_forwards(costs, layout.cache_level), block_backwards(costs, layout.num_frozen_layers)
 
-    def factor(part: str, blocks: Sequence[float], per_pass: float, first: int) -> float:
+    def factor(part: str, blocks: Sequence[float], per_pass: float, first: int, times: int = 1) -> float:
         """Return the measured seconds over those of blocks and of passes of stages with blocks from `first` on."""
         modelled = 0.0
         for rank in ranks:
             samples = reports[rank]["samples"]
             passes = min(accumulation * layout.num_microbatches, samples) * _num_chunks(layout, rank, first)
-            modelled += samples * _sum(blocks, layout, rank) + passes * per_pass
+            modelled += times * (samples * _sum(blocks, layout, rank) + passes * per_pass)
         measured = sum(reports[rank][part] for rank in ranks)
         return measured / modelled if measured and modelled else 1.0
 
-    forward = factor("forward", forwards, overheads.per_forward, 0) / (1 + overheads.has_reference)
+    forward = factor("forward", forwards, overheads.per_forward, 0, 1 + overheads.has_reference)
     backward = factor("backward", backwards, overheads.per_backward, layout.first_active_block)
     scaled = costs.scaled(forward, backward)
     overheads = replace(

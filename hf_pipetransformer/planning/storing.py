@@ -289,7 +289,7 @@ def passes_ahead(
 
     Args:
         level: the number of blocks whose output is stored from now on; 0 for none.
-        stored: the present records, which cover at most `level` blocks.
+        stored: the present records; those of more than `level` blocks, which unfreeze, are not read again.
         steps_left: optimizer steps.
         now: seconds per sample that the measured step spends on reading; those of these costs by default.
     """
@@ -297,6 +297,8 @@ def passes_ahead(
     now = reading_seconds(costs, share) if now is None else now
     if not level:
         return (Pass(steps_left, record_seconds=costs.input - now),)
+    if stored.level > level:
+        stored, share = Stored(fits_share=stored.fits_share), 0.0
     fits, prefix = max(stored.fits_share, share), costs.prefix[level]
     missing = max(prefix - costs.prefix[stored.level], 0.0) if share else prefix
     rewritten = 0.0 if stored.level == level else share * costs.writing(missing)

@@ -456,8 +456,10 @@ def _is_ipython() -> bool:
 
 
 def _leave_it_to_the_thread(_number: int, _frame: Any) -> None:
-    if _last_words is not None and _last_words.is_others:
-        _last_words.tell(_TAKEN)  # The training's own handler is gone, before the training is.
+    # Not if the training's own handler calls this one: only once it is gone, before the training is.
+    is_back = signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread
+    if is_back and _last_words is not None and _last_words.is_others:
+        _last_words.tell(_TAKEN)
 
 
 def _hold_signal() -> None:

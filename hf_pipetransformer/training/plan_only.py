@@ -86,7 +86,7 @@ def _plan(starter: Starter, start_up: StartUp, batches: FirstBatches, length: tu
     freezing, note, evidence = freezing_of(starter.policy, args, num_layers, plans.num_frozen_by_user, length)
     storage = None
     if freezing is not None:
-        storage = _storage(args, start_up, report)
+        storage = _storage(args, start_up, report, num_samples or 0)
         measured += ["the cache's disk"] if storage.why_off is None else []
     assumed = (f"{COMMUNICATOR_BYTES / 1e9:g} GB for each communicator",) if machine.communicator_bytes else ()
     course = Course(*length, num_samples, freezing, storage, note, tuple(measured), assumed, evidence)
@@ -100,7 +100,7 @@ def _plan(starter: Starter, start_up: StartUp, batches: FirstBatches, length: tu
     return plan_run(trainer.model, planner, machine, course)
 
 
-def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputReport) -> Storage:
+def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputReport, num_samples: int) -> Storage:
     """Measure the disk of the activation cache, as far as samples can be stored."""
     activation, why = start_up.probe.activation, report.reason
     if args.activation_cache_views and report.is_random:
@@ -113,7 +113,7 @@ def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputRep
     try:
         record = RecordFormat(size, dtype, report.token_fields, report.sample_fields)
         if why is None:
-            speed = measure_storage(base, record, length)
+            speed = measure_storage(base, record, length, args.train_samples_per_device, num_samples)
     except (OSError, ValueError) as error:
         return Storage(why_off=why or str(error))
     allowed = safe_max_bytes(base) if limit is None else limit * 1e9

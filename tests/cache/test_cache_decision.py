@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
-from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache, passes_ahead
+from hf_pipetransformer.planning.storing import CacheCosts, Pass, Stored, decide_cache, passes_ahead
 
 
 # Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.
@@ -228,6 +228,22 @@ def test_what_is_measured_now_is_not_what_follows():
     planner.follow(SimpleNamespace(store=SimpleNamespace(dropped=None), stored_share=lambda _: 1.0), [0])
     _, passes = planner.foresee([0.0, 1.0, 2.0], 2, 1, 0, 40, 2.0, 1, present=(5.0, 1))
     assert passes[-1].record_seconds == 2.0
+
+
+def test_records_of_layers_that_unfreeze_are_not_read_again():
+    costs = CacheCosts((0.0, 1.0, 2.0), 1.0, read=0.5, write=0.25)
+    assert passes_ahead(costs, 2, Stored(5, 1.0), 30, 10, now=0.5) == (
+        Pass(10, record_seconds=1.0 + 0.25 - 0.5),
+        Pass(20, 2, 1.0, 0.0),
+    )
+
+
+def test_an_evaluation_takes_one_batch_after_the_other_whatever_a_step_accumulates():
+    """A record takes 4 s to read, its layers 2, the forward above 3: 1 s is left, or 3.5 of the eight of a step."""
+    speed, size = StorageSpeed(4.0, 0.0), StoreSize(1.0, 0.0, 2.0)
+    planner = CachePlanner("auto", 0.0, lambda: speed, size, 10, lambda *_, **__: None, is_apart=True, num_at_once=8)
+    assert not planner.decide([0.0, 2.0], 1, 0, 0, 40, 9.0).use
+    assert planner.pays_for_evaluation(1, passes_left=20, fits_share=1.0)
 
 
 @pytest.mark.parametrize(("is_apart", "active", "level"), [(True, 9.0, 1), (True, 1.0, 0), (False, 9.0, 0)])

@@ -11,12 +11,15 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from hf_pipetransformer.cache import folder as folder_module
 from hf_pipetransformer.cache.cache import ActivationCache
@@ -117,24 +120,46 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
     return hits
 
 
-def test_the_records_of_a_batch_are_read_ahead_though_some_of_its_samples_have_none(tmp_path: Path) -> None:
+def read_padded(samples: list[int]) -> dict[str, torch.Tensor]:
+    """The same, padded to one length."""
+    return {name: pad(values, (0, 7 - values.shape[-1])) if values.dim() == 2 else values for name, values in
+            read(samples).items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(("collate", "kind", "num_reads"), [(read_padded, "fixed", 1), (read, "multiple", 0)])
+def test_the_records_of_a_batch_are_read_ahead_though_some_of_its_samples_have_none(
+    tmp_path: Path, collate: Callable[[list[int]], Any], kind: Any, num_reads: int
+) -> None:
+    """Not where those without a record decide on the length."""
+    rule = PaddingRule(kind, 7 if kind == "fixed" else 1)
     _, store = take_store(tmp_path, "key", NUM_SAMPLES, RECORD_FORMAT, 10**7)
-    cache = ActivationCache(store, SOURCE)
+    cache = ActivationCache(store, replace(SOURCE, read=collate, report=replace(REPORT, padding=rule)))
     cache.use_weights(["", "1", "2"])
     stored, samples = [5, 3], [5, 4, 3, 2]
-    inputs, tags = detach_tags(cache.complete(stored, stored, read(stored), lambda length: length))
-    activation = activation_of(read(stored)).float() * inputs["attention_mask"][:, :, None]
+    inputs, tags = detach_tags(cache.complete(stored, stored, collate(stored), lambda length: length))
+    activation = activation_of(collate(stored)).float() * inputs["attention_mask"][:, :, None]
     cache.writer.write(MicroBatch(0, inputs, 1.0, tuple(activation.shape), lambda _: None, tags=tags), activation)
-    cache.prefetch(samples)
-    assert cache._ahead is not None and cache._ahead[0].tolist() == stored
-    missing = cache.select(samples)
-    whole, tags = detach_tags(cache.complete(samples, missing, read(missing), lambda length: length))
+    with patch.object(store, "read", wraps=store.read) as reads:
+        cache.prefetch(samples)
+        assert (cache._ahead is not None) == bool(num_reads)
+        missing = cache.select(samples)
+        whole, tags = detach_tags(cache.complete(samples, missing, collate(missing), lambda length: length))
+    assert reads.call_count == 1, "what was read ahead is used"
     assert missing == [4, 2] and tags is not None and tags.hidden is not None
     assert tags.num_layers.tolist() == [2, 0, 2, 0]
     length = min(tags.hidden.shape[1], activation.shape[1])
     assert torch.equal(tags.hidden[[0, 2], :length], activation[:, :length])
-    assert all(torch.equal(whole[name], values) for name, values in read(samples).items())
+    assert all(torch.equal(whole[name], values) for name, values in collate(samples).items())
     cache.close()
+
+
+def test_a_few_records_take_longer_each_than_many_at_once(tmp_path: Path) -> None:
+    """By what is looked up for each, not by time: three look-ups of a batch, and one read of each record."""
+    with patch.object(ActivationStore, "entries", autospec=True, side_effect=ActivationStore.entries) as entries:
+        measure_storage(tmp_path, PLAIN, 4, batch_size=2, num_samples=10**9)
+    assert {len(call.args[1]) for call in entries.call_args_list} == {2}
+    # Two writes, three reads with a look-up of their own.
+    assert entries.call_count == 3 * (2 + 3) + 3
 
 
 def change_file(path: Path, chance: random.Random, other: Path) -> None:

@@ -129,6 +129,21 @@ with failure.training(sys.argv[1], False):
     assert code == -signal.SIGTERM and "taken" not in lines
 
 
+def test_a_handler_of_the_training_may_call_the_one_before_it(tmp_path: Path) -> None:
+    end = """
+def own(*given):
+    print('asked to stop', file=sys.stderr, flush=True)
+    before(*given)
+before = signal.signal(signal.SIGTERM, own)
+with failure.training(sys.argv[1], False):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+    print('it saves', file=sys.stderr, flush=True)
+"""
+    code, lines = run(tmp_path, end)
+    assert code == 0 and lines[:2] == ["asked to stop", "it saves"]
+
+
 def test_ctrl_c_is_told_by_the_status_still(tmp_path: Path) -> None:
     code, lines = run(tmp_path, "os.kill(os.getpid(), signal.SIGINT); time.sleep(30)")
     assert code == -signal.SIGINT
