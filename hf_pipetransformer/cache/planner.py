@@ -19,6 +19,7 @@ from hf_pipetransformer.cache.store import ActivationStore, StoreSize
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
     CacheDecision,
+    Computing,
     Pass,
     SlotCosts,
     Stored,
@@ -92,23 +93,20 @@ class CachePlanner:
 
     def decide(
         self,
-        prefix_seconds: Sequence[float],
+        computing: Computing,
         num_frozen: int,
         stored_level: int,
         step: int,
         max_steps: int,
-        active_seconds: float = 0.0,
-        pipeline_size: int = 1,
     ) -> CacheDecision:
         """Choose the cache level from `step` (optimizer steps done so far) on, and log the choice.
 
         Args:
-            prefix_seconds: item `f` is the forward time of the embeddings and `f` blocks, in seconds per sample.
+            computing: its stages are those that a run that stores would have.
             stored_level: the number of blocks that stored records cover now; 0 if nothing is stored.
             max_steps: last step of the run, or step at which blocks are unfrozen.
-            active_seconds: forward and backward above the frozen blocks, in seconds per sample on one device.
-            pipeline_size: stages among which a run that stores would divide the computation.
         """
+        prefix_seconds, active_seconds, pipeline_size = computing
         costs, stored = self._measured(prefix_seconds, stored_level)
         # Nothing runs backward in an evaluation; in training that takes twice as long as the forward.
         self._of_evaluation = replace(costs, num_at_once=1).beside(active_seconds / 3, pipeline_size)
@@ -166,45 +164,42 @@ class CachePlanner:
             )
 
     def costs(self, prefix_seconds: Sequence[float]) -> CacheCosts:
-        """Return the measured times before anything is stored; for the argument see `decide`."""
+        """Return the measured times before anything is stored; for the argument see `Computing`."""
         return self._measured(prefix_seconds, 0)[0]
 
     def foresee(
         self,
-        prefix_seconds: Sequence[float],
+        computing: Computing,
         num_frozen: int,
         stored_level: int,
         step: int,
         max_steps: int,
-        active_seconds: float = 0.0,
-        pipeline_size: int = 1,
-        present: tuple[float, int] | None = None,
+        present: Computing | None = None,
     ) -> tuple[int, tuple[Pass, ...]]:
         """Return the level that `decide` would choose and the passes that would follow, without deciding anything.
 
-        `present` are `active_seconds` and `pipeline_size` of the steps that were measured, if they are others.
+        `present` is what the steps that were measured compute, if that is something else.
         """
-        measured, stored = self._measured(prefix_seconds, stored_level)
-        costs = measured.beside(active_seconds, pipeline_size)
+        measured, stored = self._measured(computing.prefix, stored_level)
+        costs = measured.beside(computing.active, computing.pipeline_size)
         epochs_left = (max_steps - step) / self.steps_per_epoch
         decision = self._cheapest(costs, stored, num_frozen, epochs_left)
         level, slots = decision.level if decision.use else 0, self._slots(decision.fresh_share)
-        now = reading_seconds(measured.beside(*present) if present else costs, stored.share if stored_level else 0.0)
+        then = costs if present is None else measured.beside(present.active, present.pipeline_size)
+        now = reading_seconds(then, stored.share if stored_level else 0.0)
         return level, passes_ahead(costs, level, stored, max_steps - step, self.steps_per_epoch, slots, now)
 
     def going_on(
         self,
-        prefix_seconds: Sequence[float],
+        computing: Computing,
         stored_level: int,
         step: int,
         max_steps: int,
         fresh_share: float = 0.0,
-        active_seconds: float = 0.0,
-        pipeline_size: int = 1,
     ) -> tuple[Pass, ...]:
         """Return the passes that follow if nothing is decided: the cache level stays, and so does `fresh_share`."""
-        costs, stored = self._measured(prefix_seconds, stored_level)
-        costs = costs.beside(active_seconds, pipeline_size)
+        costs, stored = self._measured(computing.prefix, stored_level)
+        costs = costs.beside(computing.active, computing.pipeline_size)
         level, slots = 0 if self.mode == "off" else stored_level, self._slots(fresh_share)
         return passes_ahead(costs, level, stored, max_steps - step, self.steps_per_epoch, slots)
 

@@ -24,7 +24,7 @@ from hf_pipetransformer.planning.costs import active_seconds
 from hf_pipetransformer.planning.forecast import prefix_seconds, seconds_left
 from hf_pipetransformer.planning.microbatches import Report, calibrate
 from hf_pipetransformer.planning.planner import Plan, PlanInputs, plan_transition
-from hf_pipetransformer.planning.storing import Pass, why_not_over_nodes
+from hf_pipetransformer.planning.storing import Computing, Pass, why_not_over_nodes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.schedules.layout import Layout
 
@@ -168,12 +168,11 @@ class Decisions:
         now, last = layout.cache_level, self.clock.max_steps
         if self.cache is None:
             return 0, (Pass(last - step),)
-        costs, present = self._calibrated[0], (self._active_seconds(layout.num_frozen_layers), layout.pipeline_size)
-        prefix = prefix_seconds(costs, num_frozen)
+        present = self._computing(layout.num_frozen_layers, layout.pipeline_size)
         if num_frozen == layout.num_frozen_layers:
-            return now, self.cache.going_on(prefix, now, step, last, layout.fresh_share, *present)
-        coming = self._active_seconds(num_frozen), self._stages_if_stored(num_frozen, layout)
-        return self.cache.foresee(prefix, num_frozen, now, step, last, *coming, present)
+            return now, self.cache.going_on(present, now, step, last, layout.fresh_share)
+        coming = self._computing(num_frozen, self._stages_if_stored(num_frozen, layout))
+        return self.cache.foresee(coming, num_frozen, now, step, last, present)
 
     def _plan(self, num_frozen: int, layout: Layout, step: int) -> Plan:
         if self.cache is not None and self._may_span_nodes(layout):
@@ -210,16 +209,15 @@ class Decisions:
         decision = self.cache.decide(*self._cache_inputs(num_frozen, layout, step))
         return decision.level if decision.use else 0, decision.fresh_share
 
-    def _cache_inputs(
-        self, num_frozen: int, layout: Layout, step: int
-    ) -> tuple[Sequence[float], int, int, int, int, float, int]:
+    def _cache_inputs(self, num_frozen: int, layout: Layout, step: int) -> tuple[Computing, int, int, int, int]:
         """Return the arguments of `CachePlanner.decide`."""
         until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
-        prefix, active = prefix_seconds(self._calibrated[0], num_frozen), self._active_seconds(num_frozen)
-        return prefix, num_frozen, layout.cache_level, step, until, active, self._stages_if_stored(num_frozen, layout)
+        computing = self._computing(num_frozen, self._stages_if_stored(num_frozen, layout))
+        return computing, num_frozen, layout.cache_level, step, until
 
-    def _active_seconds(self, num_frozen: int) -> float:
-        return active_seconds(self._calibrated[0], num_frozen)
+    def _computing(self, num_frozen: int, pipeline_size: int) -> Computing:
+        costs, _ = self._calibrated
+        return Computing(prefix_seconds(costs, num_frozen), active_seconds(costs, num_frozen), pipeline_size)
 
     def _stages_if_stored(self, num_frozen: int, layout: Layout) -> int:
         """Return the stages of the layout that follows if the output of all frozen layers is stored."""

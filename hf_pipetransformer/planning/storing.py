@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 MODES = ("auto", "on", "off")
@@ -15,6 +17,20 @@ def why_not_over_nodes(pipeline_size: int, node_size: int) -> str:
         f"each pipeline spans nodes (K={pipeline_size} on nodes of {node_size} processes), and what one node stores "
         f"the stages on others cannot read. It needs a K that divides {node_size}"
     )
+
+
+class Computing(NamedTuple):
+    """What a pipeline computes, in seconds per sample on one device.
+
+    Args:
+        prefix: item `f` is the forward of the embeddings and `f` blocks.
+        active: forward and backward above the frozen blocks.
+        pipeline_size: stages that share both.
+    """
+
+    prefix: Sequence[float]
+    active: float = 0.0
+    pipeline_size: int = 1
 
 
 @dataclass(frozen=True)

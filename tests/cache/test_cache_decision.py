@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
-from hf_pipetransformer.planning.storing import CacheCosts, Pass, Stored, decide_cache, passes_ahead
+from hf_pipetransformer.planning.storing import CacheCosts, Computing, Pass, Stored, decide_cache, passes_ahead
 
 
 # Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.
@@ -226,7 +226,7 @@ def test_what_is_measured_now_is_not_what_follows():
     speed, size = StorageSpeed(4.0, 0.0), StoreSize(1.0, 0.0, 2.0)
     planner = CachePlanner("on", 0.0, lambda: speed, size, 10, lambda *_, **__: None, is_apart=True)
     planner.follow(SimpleNamespace(store=SimpleNamespace(dropped=None), stored_share=lambda _: 1.0), [0])
-    _, passes = planner.foresee([0.0, 1.0, 2.0], 2, 1, 0, 40, 2.0, 1, present=(5.0, 1))
+    _, passes = planner.foresee(Computing([0.0, 1.0, 2.0], 2.0), 2, 1, 0, 40, Computing([], 5.0))
     assert passes[-1].record_seconds == 2.0
 
 
@@ -242,7 +242,7 @@ def test_an_evaluation_takes_one_batch_after_the_other_whatever_a_step_accumulat
     """A record takes 4 s to read, its layers 2, the forward above 3: 1 s is left, or 3.5 of the eight of a step."""
     speed, size = StorageSpeed(4.0, 0.0), StoreSize(1.0, 0.0, 2.0)
     planner = CachePlanner("auto", 0.0, lambda: speed, size, 10, lambda *_, **__: None, is_apart=True, num_at_once=8)
-    assert not planner.decide([0.0, 2.0], 1, 0, 0, 40, 9.0).use
+    assert not planner.decide(Computing([0.0, 2.0], 9.0), 1, 0, 0, 40).use
     assert planner.pays_for_evaluation(1, passes_left=20, fits_share=1.0)
 
 
@@ -256,16 +256,16 @@ def test_records_that_are_read_while_a_device_computes_are_stored(is_apart, acti
 
     speed, size = StorageSpeed(4.0, 5.0), StoreSize(1.0, 0.0, 2.0)
     planner = CachePlanner("auto", 0.0, lambda: speed, size, 10, write, is_apart=is_apart)
-    decision = planner.decide([1.0, 2.0], 1, 0, 0, 40, active)
+    decision = planner.decide(Computing([1.0, 2.0], active), 1, 0, 0, 40)
     assert decision.use == bool(level) and decision.level == level
     assert (written[0]["read_s"], written[0]["write_s"]) == (4.0, 5.0), "as measured"
     # Of an evaluation the forward above takes 3 s or less, so that a record takes 1 s of its own or more.
     assert planner.pays_for_evaluation(1, passes_left=20, fits_share=1.0) == bool(level)
-    foreseen, passes = planner.foresee([1.0, 2.0], 1, 0, 0, 40, active)
+    foreseen, passes = planner.foresee(Computing([1.0, 2.0], active), 1, 0, 0, 40)
     assert foreseen == level
     if level:
         assert [each.record_seconds for each in passes] == [0.0, 0.0]
-        assert planner.going_on([1.0, 2.0], 1, 0, 40, active_seconds=active) == passes
+        assert planner.going_on(Computing([1.0, 2.0], active), 1, 0, 40) == passes
 
 
 def told(caplog: pytest.LogCaptureFixture, size: StoreSize, mode: str = "on") -> list[tuple[str, str]]:
@@ -273,7 +273,7 @@ def told(caplog: pytest.LogCaptureFixture, size: StoreSize, mode: str = "on") ->
     planner = CachePlanner(mode, 0.0, lambda: StorageSpeed(0.01, 0.02), size, 10, lambda *_, **__: None)
     with caplog.at_level("INFO", "hf_pipetransformer"):
         for step in (10, 20):
-            planner.decide([1.0, 2.0], 1, 0, step, 100)
+            planner.decide(Computing([1.0, 2.0]), 1, 0, step, 100)
     return [(record.levelname, record.getMessage()) for record in caplog.records if "every sample" in record.msg]
 
 
