@@ -160,6 +160,25 @@ def has_plain_loss(trainer: Trainer) -> bool:
     return is_models and not is_overridden(trainer, "compute_loss")
 
 
+_KNOWN_CODE = ("transformers", "trl")
+
+
+def has_known_loss(trainer: Trainer) -> bool:
+    """Return True if code of transformers and TRL alone computes the loss, of which is known what it averages over.
+
+    Any other loss may weight, mask or compare the samples of a batch in a way that a few of them do not show.
+    """
+    model = bare_model(trainer.model)
+    kinds = [kind for kind in type(trainer).__mro__ if not _is_own(kind) and "compute_loss" in vars(kind)]
+    instances = vars(trainer).get("compute_loss"), vars(model).get("_loss_function"), trainer.compute_loss_func
+    code = [kinds[0], type(model).forward, vars(model).get("forward"), *instances]
+    return all(each is None or _root_of(each) in _KNOWN_CODE for each in code)
+
+
+def _root_of(code: Any) -> str:
+    return str(getattr(code, "__module__", "")).partition(".")[0]
+
+
 def is_overridden(trainer: Trainer, name: str) -> bool:
     """Return True if a class outside this library, or the trainer instance itself, overrides a method of Trainer."""
     kinds = [kind for kind in type(trainer).__mro__ if not _is_own(kind)]

@@ -37,17 +37,29 @@ class LossRule(Enum):
         return num_items / total_items if total_items else 1.0
 
 
+class LossScope(Enum):
+    """Samples that one call of the loss sees."""
+
+    PARTS = "parts"
+    """Those of a micro-batch: the losses of micro-batches and replicas are added with the weights of a `LossRule`."""
+    REPLICA = "replica"
+    """Those of a replica, as with DDP: the mean over the replicas is that of their losses."""
+    BATCH = "batch"
+    """Those of all replicas, as on one process."""
+
+
 @dataclass(frozen=True)
 class FoundRule:
     """Result of `find_loss_rule`. `refusal` is the error message if the losses of parts do not give the batch loss.
 
-    `rule` is meaningless if `is_finite` is False (the loss was nan or infinite).
+    `rule` is meaningless if `is_finite` is False (the loss was nan or infinite), or if the `scope` is not `PARTS`.
     """
 
     rule: LossRule
     ignores_num_items: bool
     refusal: str | None = None
     is_finite: bool = True
+    scope: LossScope = LossScope.PARTS
 
 
 class LossDoesNotDecomposeError(ValueError):

@@ -39,7 +39,7 @@ class MicroBatch:
 
     Args:
         weight: weight of its loss in the loss of the step.
-        activation_shape: `(micro-batch, seq, hidden)` at the stage boundaries.
+        activation_shape: `(micro-batch, seq, hidden)` at the stage boundaries; empty if there are none.
         forward: runs the model; in training it returns the loss on the last stage.
         loss_scale: factor of the loss in the backward, on top of `weight`.
         tags: activation-cache state of its samples; None without a cache.
@@ -207,7 +207,7 @@ def as_sent(hidden: torch.Tensor, micro_batch: MicroBatch, dtype: torch.dtype) -
     Raises:
         PipelineError: the shape is not `micro_batch.activation_shape`.
     """
-    if tuple(hidden.shape) != micro_batch.activation_shape:
+    if micro_batch.activation_shape and tuple(hidden.shape) != micro_batch.activation_shape:
         raise PipelineError(
             f"A stage gave an activation of shape {tuple(hidden.shape)} where the next one expects "
             f"{micro_batch.activation_shape}: the model changes the number of tokens or samples from batch to "

@@ -26,7 +26,7 @@ from hf_pipetransformer.options.reading import (
     whole_number,
 )
 from hf_pipetransformer.report import failure
-from hf_pipetransformer.schedules import SCHEDULE_NAMES, Schedule, find_schedule
+from hf_pipetransformer.schedules import SCHEDULE_NAMES, Schedule, find_schedule, forwards_first
 from hf_pipetransformer.schedules.placement import Plans
 from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
 
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 GRADIENT_DTYPES = ("auto", "float32", "weights")
 MASTER_DTYPES = ("float32",)
+LOSS_SCOPES = ("auto", "parts", "batch", "replica")
 RECOMPUTE_MODES = ("always", "except_last", "layers", "never")
 FREEZE_POLICIES = ("gradient_norm", "schedule", "fixed", "auto", "none")
 FREEZE_RULES = ("inclusive", "exclusive")
@@ -179,6 +180,16 @@ class PipeTransformerArguments(TrainingArguments):
         "With `pipeline_schedule=async_1f1b`, optimizer steps between two drains, after which all stages have done "
         "the same number of updates. If not set, stages drain only when necessary: to evaluate, save or change the "
         "layout, and at the end of an epoch.",
+    )
+    pipeline_loss: Annotated[str, choice(LOSS_SCOPES)] = option(
+        "auto",
+        "Samples that one call of the loss sees, where micro-batches or replicas cut a batch: those of the whole "
+        "`batch`, as on one process, for any loss; those of a `replica`, as with DDP; or those of a micro-batch "
+        "(`parts`), whose losses are added with weights and compared with the loss of the whole batch while the run "
+        "goes on. `batch` and `replica` run all forwards before the first backward (`pipeline_schedule=gpipe`), with "
+        "the head and the loss once a batch. `auto` is `parts` for the losses of transformers and TRL, else `batch`, "
+        "if it fits in memory. See docs/how_it_works.md, The loss of a batch.",
+        choices=LOSS_SCOPES,
     )
     pipeline_checkpoint: Annotated[str, choice(RECOMPUTE_MODES, on="always", off="never")] = option(
         "never",
@@ -340,10 +351,13 @@ class PipeTransformerArguments(TrainingArguments):
     )
 
     # Without annotations these are no dataclass fields, hence no options. They record that a trainer of this library
-    # uses the arguments, that it recomputes in place of activation_checkpointing, and that it places the model.
+    # uses the arguments, that it recomputes in place of activation_checkpointing, that it places the model, and the
+    # schedule and chunks in place of which all forwards run first.
     is_taken = False
     recomputes_for_trainer = False
     places_model = False
+    asked_schedule = ""
+    asked_chunks = 0
 
     def __post_init__(self) -> None:
         failure.install(self.output_dir)  # First, because what follows refuses options.
@@ -407,6 +421,18 @@ class PipeTransformerArguments(TrainingArguments):
         if self.recomputes_for_trainer:
             self.pipeline_checkpoint, self.activation_checkpointing = "never", True
             self.recomputes_for_trainer = False
+
+    def run_forwards_first(self) -> None:
+        """Replace the schedule for a loss of whole batches; `run_asked_schedule` takes it back."""
+        if self.schedule.abilities.runs_steps_whole and self.pipeline_schedule != forwards_first(self.schedule).name:
+            self.asked_schedule, self.asked_chunks = self.pipeline_schedule, self.pipeline_chunks or 0
+            self.pipeline_schedule, self.pipeline_chunks = forwards_first(self.schedule).name, None
+
+    def run_asked_schedule(self) -> None:
+        """Set the schedule that the user asked for again."""
+        if self.asked_schedule:
+            self.pipeline_schedule, self.pipeline_chunks = self.asked_schedule, self.asked_chunks or None
+            self.asked_schedule = ""
 
     @property
     def place_model_on_device(self) -> bool | None:

@@ -32,15 +32,25 @@ from hf_pipetransformer.data.batches import (
 )
 from hf_pipetransformer.data.flattened import assign_sequences, join_tokens, sequences_of
 from hf_pipetransformer.engine.engine import Run
+from hf_pipetransformer.engine.head import HeadMode
 from hf_pipetransformer.engine.linear_layers import linear_layers
-from hf_pipetransformer.engine.losses import LossRule
+from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.engine.program import Forward, MicroBatch, Place, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.planning.planner import evaluation_microbatches
+from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.runtime.window import Batch, Window
-from hf_pipetransformer.schedules import FORWARD_ONLY, SENDS, Action, ActionList, Schedule, find_schedule
+from hf_pipetransformer.schedules import (
+    FORWARD_ONLY,
+    SENDS,
+    Action,
+    ActionList,
+    Schedule,
+    find_schedule,
+    forwards_first,
+)
 from hf_pipetransformer.schedules.placement import block_of, slice_bounds
 from hf_pipetransformer.splitters.structure import ActivationShape
 
@@ -83,12 +93,17 @@ class StageRunner:
     `shifts_labels` is True for next-token losses, where the first label of a sequence does not count.
     """
 
-    def __init__(self, stage: Stage, activation: ActivationShape, loss_rule: LossRule, shifts_labels: bool) -> None:
+    def __init__(
+        self, stage: Stage, activation: ActivationShape, loss_rule: LossRule, scope: LossScope, shifts_labels: bool
+    ) -> None:
         self.stage = stage
         self.activation = activation
         self.loss_rule = loss_rule
+        self.scope = scope
         self.shifts_labels = shifts_labels
         self.norms = GradientNorms(stage)
+        self.watches = False
+        """True if the loss of the next batch is to be compared with that of the whole batch."""
         self._copies = CopyStream(stage.settings.device)
         self._actions_seen: ActionList = ()
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
@@ -114,20 +129,49 @@ class StageRunner:
         if cut:
             if batch.reference is not None:
                 cut = self._with_reference(cut, batch.reference, batch.prepare)
-            num_slices = max(1, len(bounds) - 1)
-            actions = self._actions(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
+            num_slices, schedule = max(1, len(bounds) - 1), find_schedule(stage.layout.schedule)
+            if self._plan_head(batch, cut):
+                schedule = forwards_first(schedule)
+            actions = self._actions(schedule, len(cut) // num_slices, num_slices)
             # Each action except a send looks up its micro-batch once.
             uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
             run = stage.engine.begin(actions, OnDevice(cut, uses, batch.prepare, self._copies))
             self._advance(run, actions, is_last_batch)
             shares = run.drain()
             stage.view.widen()
+            stage.head.begin(HeadMode.PARTS)
             loss = torch.stack(shares).sum() if shares else loss
+        elif self._replicas is not None:
+            dtype = stage.settings.probe.boundary_dtypes[-1]
+            self._replicas.take_part(torch.empty(0, dtype=dtype, device=stage.settings.device))
         elif batch.num_items == 0 and stage.groups.is_last:
             loss += float("nan")  # No replica had an item: the mean is nan on all of them, and Trainer filters it.
         if is_last_batch:
             self._reduce()
         return loss
+
+    def _plan_head(self, batch: LoaderBatch, cut: list[MicroBatch]) -> bool:
+        """Plan the head of a training batch; return True if it runs once for all micro-batches."""
+        if self.scope is LossScope.PARTS or (len(cut) == 1 and not self._joins_replicas):
+            self.stage.head.begin(HeadMode.WATCHED if self.watches else HeadMode.PARTS)
+            return False
+        whole, _ = detach_tags(batch.inputs)
+        of_reference = [name for name in cut[0].inputs if name not in whole]
+        whole |= {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
+        join = HeadJoin(whole, cut, batch.prepare, self._replicas)
+        self.stage.head.begin(HeadMode.JOINED, join)
+        return True
+
+    @property
+    def _joins_replicas(self) -> bool:
+        return self.scope is LossScope.BATCH and self.stage.layout.num_replicas > 1
+
+    @property
+    def _replicas(self) -> ReplicaJoin | None:
+        """Join over the replicas, on the last stage alone, if the loss sees the samples of all of them."""
+        groups = self.stage.groups
+        joins = self._joins_replicas and groups.is_last
+        return ReplicaJoin(groups, self.stage.settings.probe.placeholders) if joins else None
 
     @torch.no_grad()
     def _with_reference(
@@ -222,12 +266,18 @@ class StageRunner:
         forward = partial(_on_host, forward, self.reduce)
         micro_batches = self._cut(LoaderBatch(inputs, forward, total, write=self.write), rule, count)
         actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(micro_batches))
+        is_joined = self.scope is not LossScope.PARTS and len(micro_batches) > 1
+        if is_joined:
+            stage.head.begin(HeadMode.JOINED, HeadJoin(detach_tags(inputs)[0], micro_batches, dict))
         outputs = stage.engine.begin(actions, micro_batches, is_training=False).drain()
+        stage.head.begin(HeadMode.PARTS)
         stage.view.widen()
         message = None
         if stage.groups.is_last:
             flattened = sequences_of(inputs)
-            if flattened is None:
+            if is_joined:
+                outputs, micro_batches = outputs[-1:], [replace(micro_batches[-1], weight=1.0)]
+            if flattened is None or is_joined:
                 sizes = [batch_size(with_rows(part.inputs, rows)) for part in micro_batches]
                 join = partial(join_blocks, sizes=sizes, rows=rows)
             else:

@@ -123,8 +123,8 @@ class Pipeline:
     def take(self, stage: Stage) -> None:
         """Replace this rank's stage, and create a runner for it."""
         self.stage = stage
-        start_up = self.start_up
-        self.runner = StageRunner(stage, start_up.probe.activation, start_up.loss_rule.rule, self.shifts_labels)
+        probe, loss = self.start_up.probe, self.start_up.loss_rule
+        self.runner = StageRunner(stage, probe.activation, loss.rule, loss.scope, self.shifts_labels)
         self.shell.runner = self.runner if stage.layout.pipeline_size > 1 else None
 
     @property

@@ -13,6 +13,7 @@ from torch import nn
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.engine import Engine
+from hf_pipetransformer.engine.head import HeadPlan
 from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.runtime.ownership import ParameterStore
@@ -53,6 +54,7 @@ class Stage:
         owners: positions in the pipeline of the ranks that use each parameter, by name, first user first.
         shared: parameters that this rank shares with other ranks of the pipeline.
         embeddings: gradients of embeddings that the engine keeps back during a batch.
+        head: way to run the head of the next batches.
         reducer: gradient all-reduce over replicas; None outside training.
     """
 
@@ -65,6 +67,7 @@ class Stage:
     owners: dict[str, tuple[int, ...]]
     shared: list[SharedParameter]
     embeddings: EmbeddingGradients
+    head: HeadPlan
     reducer: GradientReducer | None
     _modes: tuple[Layout, list[tuple[nn.Module, bool]]] | None = field(default=None, init=False)
     """All modules and the mode in which `set_modes` has put them, under a layout."""

@@ -13,6 +13,7 @@ from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
 from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
+from hf_pipetransformer.engine.head import HeadPlan, HeadProgram
 from hf_pipetransformer.engine.linear_layers import SharedCasts, WeightGradients, linear_layers
 from hf_pipetransformer.engine.program import ModelProgram, StageProgram
 from hf_pipetransformer.engine.reduction import GradientReducer, GradientSums, SharedParameter
@@ -58,9 +59,10 @@ def make_stage(view: StageView, store: ParameterStore, layout: Layout, settings:
     # mostly have one micro-batch, and those of more give the bits of one process that delays its updates.
     keeps = layout.num_stages > 1 and groups.is_first and not layout.abilities.overlaps_steps
     embeddings = EmbeddingGradients(embeddings_of(view.model, view.structure.layers) if keeps else [])
-    engine = make_engine(view, layout, groups, settings, embeddings)
+    head = HeadPlan()
+    engine = make_engine(view, layout, groups, settings, embeddings, head)
     owners = {name: layout.ranks_of(blocks) for name, blocks in settings.probe.structure.blocks_of_parameter.items()}
-    return Stage(layout, groups, settings, view, store, engine, owners, shared=[], embeddings=embeddings, reducer=None)
+    return Stage(layout, groups, settings, view, store, engine, owners, [], embeddings, head, reducer=None)
 
 
 def prepare_training(stage: Stage) -> None:
@@ -115,14 +117,22 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
 
 
 def make_engine(
-    view: StageView, layout: Layout, groups: PipelineGroups, settings: StageSettings, embeddings: EmbeddingGradients
+    view: StageView,
+    layout: Layout,
+    groups: PipelineGroups,
+    settings: StageSettings,
+    embeddings: EmbeddingGradients,
+    head: HeadPlan,
 ) -> Engine:
-    """Build the engine of this rank's stages under a layout; the first stage keeps gradients back in `embeddings`."""
+    """Build the engine of this rank's stages under a layout.
+
+    The first stage keeps gradients back in `embeddings`; the stage with the head runs it as `head` says.
+    """
     stages = layout.places.stages_of(groups.position)
     # Between two drains of an asynchronous schedule the weights change, and compiled layers hold their own casts.
     shares = settings.is_mixed and settings.compiled is None and not layout.abilities.overlaps_steps
     casts = SharedCasts(view.model if shares else None)
-    programs = [_program(view, layout, stage, settings, casts, embeddings) for stage in stages]
+    programs = [_program(view, layout, stage, settings, casts, embeddings, head) for stage in stages]
     links = [_links(layout, groups, stage, settings) for stage in stages]
     return Engine(programs, links, settings.meter)
 
@@ -134,20 +144,30 @@ def _program(
     settings: StageSettings,
     casts: SharedCasts,
     embeddings: EmbeddingGradients,
+    head: HeadPlan,
 ) -> StageProgram:
     blocks, entry_block, dtypes = layout.blocks_of(stage), layout.entry_block, settings.probe.boundary_dtypes
     dtype_out = dtypes[min(blocks[-1], len(dtypes) - 1)]
     splits = layout.abilities.splits_backward
     linears = linear_layers(view.model) if splits else []
+    is_above_active, num_blocks = stage > layout.first_active_stage, view.structure.num_blocks
+
+    def bare(own: range, sends_gradient: bool) -> ModelProgram:
+        later, kept = WeightGradients(linears, casts), embeddings if 0 in own else None
+        dtype = dtypes[min(own[-1], len(dtypes) - 1)]
+        return ModelProgram(view, own, dtype, sends_gradient, later, kept)
+
+    def plain(own: range) -> StageProgram:
+        in_slices: StageProgram = TokenSliceProgram(bare(own, is_above_active), layout.num_layers)
+        if settings.recompute in ("never", "layers"):
+            return in_slices
+        return RecomputingProgram(in_slices, settings.recompute, layout.places.chunk_of(stage), settings.device)
 
     def program(own: range) -> StageProgram:
-        is_above_active = stage > layout.first_active_stage
-        later, kept = WeightGradients(linears, casts), embeddings if 0 in own else None
-        bare = ModelProgram(view, own, dtype_out, is_above_active, later, kept)
-        plain: StageProgram = TokenSliceProgram(bare, layout.num_layers)
-        if settings.recompute in ("never", "layers"):
-            return plain
-        return RecomputingProgram(plain, settings.recompute, layout.places.chunk_of(stage), settings.device)
+        if own.stop < num_blocks or layout.abilities.overlaps_steps:
+            return plain(own)  # Passes that see different weights do not share a head.
+        below, alone = own[:-1], bare(own[-1:], sends_gradient=True)
+        return HeadProgram(head, plain(own), plain(below) if below else None, alone, is_above_active)
 
     whole = program(blocks)
     if entry_block <= blocks.start:

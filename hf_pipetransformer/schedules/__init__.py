@@ -27,6 +27,7 @@ from hf_pipetransformer.schedules.schedule import (
     TOKEN,
     Abilities,
     Schedule,
+    forwards_first,
 )
 from hf_pipetransformer.schedules.zero_bubble import ZB_H1, ZB_V
 
@@ -49,6 +50,7 @@ __all__ = [
     "ScheduleError",
     "Table",
     "find_schedule",
+    "forwards_first",
     "schedules_that",
     "source_of",
 ]

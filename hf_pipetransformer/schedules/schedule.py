@@ -264,6 +264,14 @@ batch). K=2, one micro-batch, S=3, computation only; and two micro-batches, S=2:
 """
 
 
+_TOKEN_GPIPE = Schedule("token", _lay_gpipe, Abilities(cuts_tokens=True))
+
+
+def forwards_first(schedule: Schedule) -> Schedule:
+    """Return the schedule for a loss of the whole batch: all forwards end before the first backward begins."""
+    return _TOKEN_GPIPE if schedule.abilities.cuts_tokens else GPIPE
+
+
 def _lay_forward_only(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
     """Run all forwards on every rank, K micro-batches at a time through all chunks of the rank.
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_pipetransformer.data.batches import IGNORED_LABEL
+from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
@@ -47,6 +48,7 @@ class ProbeTarget:
         count: returns the number of items of a batch that the loss averages over.
         complete: adds to a batch what the loss reads and the data set does not have, for which it may run the model.
         has_reference: True if each batch of a training first runs through the model as a frozen reference.
+        scope: samples that one call of the loss sees in the run.
     """
 
     model: nn.Module
@@ -57,6 +59,7 @@ class ProbeTarget:
     twin: Twin = WHOLE
     complete: Callable[[dict[str, Any]], dict[str, Any]] = dict
     has_reference: bool = False
+    scope: LossScope = LossScope.PARTS
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of `inputs`, divided by the number of items of the whole batch `self.inputs`."""

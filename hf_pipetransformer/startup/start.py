@@ -13,7 +13,8 @@ from torch import nn
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.data.batches import CommonLength, batch_size
-from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule
+from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule, LossScope
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.slice_costs import TokenCosts
@@ -114,7 +115,7 @@ def inspect_model(
             loss_rule = _find_loss_rule(exact, probe, args, inspection)
             pads_alike, keeps_padding = inspection.on_first_rank(
                 lambda: [
-                    topology.world_size > 1 and depends_on_length(exact),
+                    topology.world_size > 1 and (_joins_texts(exact) or depends_on_length(exact)),
                     args.activation_cache == "off" or depends_on_padding(exact, probe),
                 ]
             )
@@ -261,15 +262,23 @@ def _find_loss_rule(
     exact: ProbeTarget, probe: Probe, args: PipeTransformerArguments, inspection: Inspection
 ) -> FoundRule:
     is_split = inspection.topology.world_size > 1 or args.num_microbatches not in (None, 1)
+    adds_parts = exact.scope is LossScope.PARTS
 
     def find() -> list[Any]:
-        found, mixed = check_loss(exact, is_split), why_mixed(exact, probe.structure) if is_split else None
-        return [found.rule.value, found.ignores_num_items, mixed or found.refusal]
+        found = check_loss(exact, is_split and adds_parts)
+        mixed = why_mixed(exact, probe.structure) if is_split else None
+        return [found.rule.value, found.ignores_num_items, mixed, found.refusal, found.is_finite]
 
-    rule, ignores_num_items, refusal = inspection.on_first_rank(find)
-    if refusal is not None and is_split:
-        raise LossDoesNotDecomposeError(refusal)
-    return FoundRule(LossRule(rule), ignores_num_items, refusal)
+    rule, ignores_num_items, mixed, refusal, is_finite = inspection.on_first_rank(find)
+    why = mixed or (refusal if adds_parts or not is_finite else None)
+    if why is not None and is_split:
+        raise LossDoesNotDecomposeError(why)
+    return FoundRule(LossRule(rule), ignores_num_items, refusal, is_finite, exact.scope)
+
+
+def _joins_texts(target: ProbeTarget) -> bool:
+    """Return True if replicas join their texts for one loss, and so pad to a common length."""
+    return target.scope is LossScope.BATCH and target.is_text and sequences_of(target.inputs) is None
 
 
 def _measure_costs(

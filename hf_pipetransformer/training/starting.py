@@ -19,7 +19,7 @@ from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.data.batches import for_model
 from hf_pipetransformer.data.loader import PipelineLoader, Request
-from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
+from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
@@ -175,6 +175,8 @@ class Starter:
         """Value of `is_left_to_trainer` outside of `train()`."""
         may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.MUST
         self._may_do_without = may_do_without and not options.args.plan_only
+        self.adds_losses = False
+        """True once a loss of the whole batch was found not to fit in memory."""
         self._overrode_loss_kwargs = False
         self._knows_loss = True
         """False if the model was inspected with samples without labels, of a data set to predict or of prompts."""
@@ -257,6 +259,7 @@ class Starter:
                 raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
             check_dataset(given.dataset, what.lower())
             check_agreement(topology, "data set", {"number of samples": _length(given.dataset)})
+        scope = self._scope_of_loss()
         if self._overrode_loss_kwargs:
             trainer_compat.pass_num_items(trainer, True)  # Undo the override below; the model may be another one now.
             self._overrode_loss_kwargs = False
@@ -287,6 +290,7 @@ class Starter:
                 count,
                 complete=complete,
                 has_reference=trl_compat.reference(trainer, shell) is not None,
+                scope=scope,
             ),
             args,
             topology,
@@ -300,6 +304,18 @@ class Starter:
             self._overrode_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
             trainer_compat.pass_num_items(trainer, False)
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
+
+    def _scope_of_loss(self) -> LossScope:
+        """Return the samples that one call of the loss sees, and set the schedule that this takes."""
+        args, asked = self.context.args, self.context.args.pipeline_loss
+        args.run_asked_schedule()
+        if asked == "auto":
+            adds_parts = args.schedule.abilities.overlaps_steps or trainer_compat.has_known_loss(self.context.trainer)
+            asked = "parts" if adds_parts or self.adds_losses else "batch"
+        scope = LossScope(asked)
+        if scope is not LossScope.PARTS and not self.options.is_undivided:
+            args.run_forwards_first()
+        return scope
 
     def start(self, report: ModelReport, layout: Layout, longest: int = 1) -> Pipeline:
         """Build this rank's stage under `layout`; `longest` is the largest number of stages K it may grow to.

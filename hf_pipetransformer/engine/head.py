@@ -1,0 +1,177 @@
+"""Loss of a whole batch on the stage with the head: layers run micro-batch by micro-batch, the head may run once.
+
+A loss need not be a mean or a sum over samples: contrastive losses compare samples, weighted means divide by the
+weights of the batch. Such a loss is exact if the head and the loss see all samples at once. What enters the head is
+therefore joined over the micro-batches, one call computes the loss, and its gradient is cut into parts again. That
+takes all forwards before the first backward, as in GPipe.
+
+    parts     F0: layers, head   B0   F1: layers, head   B1
+    joined    F0: layers   F1: layers   head of all   B1: layers   B0: layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram
+from hf_pipetransformer.schedules import ActionList, Op
+
+
+class HeadMode(Enum):
+    """Way to run the head of a batch."""
+
+    PARTS = "parts"
+    """With the layers, once a micro-batch."""
+    WATCHED = "watched"
+    """Once a micro-batch, noting what enters it, so that the loss of the whole batch can be compared afterward."""
+    JOINED = "joined"
+    """Once a batch."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Whole batch at the entrance of the head.
+
+    Args:
+        micro_batch: the batch as one micro-batch; its weight is this replica's share of the loss.
+        entering: activation that enters the head, `(batch, seq, hidden)`, joined.
+        cut: cuts the gradient of `entering` into those of the micro-batches of this replica, in their order.
+    """
+
+    micro_batch: MicroBatch
+    entering: torch.Tensor
+    cut: Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+@dataclass
+class HeadPlan:
+    """Way to run the next batches, set by the runner and read by the programs of the stage with the head.
+
+    Args:
+        join: joins what entered the head in the micro-batches of a batch.
+    """
+
+    mode: HeadMode = HeadMode.PARTS
+    join: Callable[[Sequence[torch.Tensor]], Joined] | None = None
+    entered: dict[int, tuple[MicroBatch, torch.Tensor]] = field(default_factory=dict)
+    """Micro-batches of a watched batch by number, and what entered the head, without graph."""
+
+    def begin(self, mode: HeadMode, join: Callable[[Sequence[torch.Tensor]], Joined] | None = None) -> None:
+        """Say how the head of the next batch is run."""
+        self.mode, self.join = mode, join
+        if mode is HeadMode.WATCHED:
+            self.entered = {}
+
+    def joined(self, entered: Sequence[torch.Tensor]) -> Joined:
+        assert self.join is not None, "the runner says how to join before it runs a batch whose head runs once"
+        return self.join(entered)
+
+
+class HeadProgram(StageProgram):
+    """Program of the stage with the head, which runs as the plan says.
+
+    Args:
+        together: program of all blocks of the stage.
+        layers: program of the blocks below the head; None if there are none.
+        head: program of the head alone, which returns the gradient of what enters it.
+        sends_gradient: True if a stage below trains.
+    """
+
+    def __init__(
+        self,
+        plan: HeadPlan,
+        together: StageProgram,
+        layers: StageProgram | None,
+        head: ModelProgram,
+        sends_gradient: bool,
+    ) -> None:
+        self.plan = plan
+        self.together = together
+        self.layers = layers
+        self.head = head
+        self.sends_gradient = sends_gradient
+        self._num_awaited = 0
+        self._entered: dict[int, torch.Tensor] = {}
+        self._joined: Joined | None = None
+        self._gradients: dict[int, torch.Tensor] = {}
+
+    @property
+    def _programs(self) -> list[StageProgram]:
+        return [self.together, *([] if self.layers is None else [self.layers]), self.head]
+
+    def begin(self, actions: ActionList) -> None:
+        for program in self._programs:
+            program.begin(actions)
+        self._num_awaited = len({action.micro_batch for action in actions if action.op is Op.FORWARD})
+        self._entered.clear()
+        self._gradients.clear()
+        self._joined = None
+
+    def extend(self, actions: ActionList) -> None:
+        for program in self._programs:
+            program.extend(actions)
+
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+        mode = self.plan.mode
+        if mode is HeadMode.PARTS:
+            return self.together.forward(micro_batch, received)
+        entering = received if self.layers is None else self.layers.forward(micro_batch, received)
+        assert entering is not None, "below the head there is a layer or a stage"
+        if mode is HeadMode.WATCHED:
+            self.plan.entered[micro_batch.index] = micro_batch, entering.detach()
+            return self.head.forward(micro_batch, entering.detach())
+        joined = self._add(micro_batch, entering)
+        if joined is None:
+            return torch.zeros((), device=entering.device)  # The last micro-batch gives the loss of all.
+        return self.head.forward(joined.micro_batch, joined.entering)
+
+    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
+        if self.plan.mode is not HeadMode.JOINED:
+            return self.together.predict(micro_batch, received)
+        entering = received if self.layers is None else self.layers.predict(micro_batch, received)
+        assert entering is not None, "below the head there is a layer or a stage"
+        joined = self._add(micro_batch, entering)
+        return None if joined is None else self.head.predict(joined.micro_batch, joined.entering)
+
+    def _add(self, micro_batch: MicroBatch, entering: torch.Tensor) -> Joined | None:
+        """Add what enters the head in a micro-batch; return the joined batch once all are there."""
+        self._entered[micro_batch.index] = entering.detach()
+        if len(self._entered) < self._num_awaited:
+            return None
+        self._joined = self.plan.joined([self._entered[number] for number in sorted(self._entered)])
+        return self._joined
+
+    def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if self.plan.mode is HeadMode.PARTS:
+            return self.together.backward_input(micro_batch, gradient)
+        if self.plan.mode is HeadMode.WATCHED:
+            entered = self.head.backward_input(micro_batch, None)
+        else:
+            entered = self._gradient_of(micro_batch)
+        if self.layers is not None:
+            return self.layers.backward_input(micro_batch, entered)
+        return entered if self.sends_gradient else None
+
+    def _gradient_of(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return the gradient of what entered the head in a micro-batch; the first call runs the head's backward."""
+        if self._joined is not None:
+            joined, self._joined = self._joined, None
+            whole = self.head.backward_input(joined.micro_batch, None)
+            self.head.backward_weight(joined.micro_batch)
+            assert whole is not None, "the head sends a gradient"
+            self._gradients = dict(zip(sorted(self._entered), joined.cut(whole), strict=True))
+        return self._gradients.pop(micro_batch.index)
+
+    def backward_weight(self, micro_batch: MicroBatch) -> None:
+        if self.plan.mode is HeadMode.PARTS:
+            self.together.backward_weight(micro_batch)
+            return
+        if self.layers is not None:
+            self.layers.backward_weight(micro_batch)
+        if self.plan.mode is HeadMode.WATCHED:
+            self.head.backward_weight(micro_batch)

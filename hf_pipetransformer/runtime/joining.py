@@ -1,0 +1,198 @@
+"""Join what enters the head, over the micro-batches and replicas of a batch, so that one loss sees all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.comm.topology import PipelineGroups
+from hf_pipetransformer.comm.transfers import all_gather_trees
+from hf_pipetransformer.data.batches import batch_size, for_model, has_samples, rows_per_sample, with_rows
+from hf_pipetransformer.data.flattened import assign_sequences, sequences_of
+from hf_pipetransformer.engine.head import Joined
+from hf_pipetransformer.engine.program import MicroBatch
+
+
+T = TypeVar("T")
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Dimension along which parts of a batch are joined.
+
+    `places` are the positions of the joined rows in the whole batch; None if the parts follow each other there.
+    """
+
+    dim: int = 0
+    places: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any], sizes: Sequence[int]) -> Axis:
+        """Return how activations of parts of `sizes` samples lie in that of the whole batch."""
+        flattened, rows = sequences_of(inputs), rows_per_sample(inputs)
+        if flattened is not None:
+            parts = assign_sequences(flattened.lengths, len(sizes))
+            return cls(1, torch.cat([flattened.tokens(part) for part in parts]))
+        if rows == 1:
+            return cls()
+        # Rows of a sample lie in blocks: first one of every sample, then the next one of each.
+        ends, total = pairwise(accumulate(sizes, initial=0)), sum(sizes)
+        return cls(0, torch.cat([torch.arange(*each) + total * row for each in ends for row in range(rows)]))
+
+    def join(self, parts: Tensors) -> torch.Tensor:
+        whole, places = torch.cat(list(parts), self.dim), self.places
+        return whole if places is None else whole.index_select(self.dim, places.argsort().to(whole.device))
+
+    def cut(self, whole: torch.Tensor, parts: Tensors) -> list[torch.Tensor]:
+        """Cut what belongs to the whole batch as `parts` lie in it."""
+        if self.places is not None:
+            whole = whole.index_select(self.dim, self.places.to(whole.device))
+        return list(whole.split([part.shape[self.dim] for part in parts], self.dim))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Samples of a batch, of one replica or of all.
+
+    Args:
+        entering: activation that enters the head, `(batch, seq, hidden)`.
+        inputs: the batch, with its marks.
+        own_rows: returns the rows of this replica from a tensor with those of `entering`.
+        share: this replica's share of the loss, which all replicas compute.
+    """
+
+    entering: torch.Tensor
+    inputs: dict[str, Any]
+    own_rows: Callable[[torch.Tensor], torch.Tensor]
+    share: float
+
+
+@dataclass(frozen=True)
+class HeadJoin:
+    """Join of a batch at the entrance of the head.
+
+    Args:
+        inputs: the batch of this replica, with its marks.
+        cut: its micro-batches, or their token slices.
+        prepare: moves a batch to this stage's device.
+        replicas: joins the batches of all replicas too; None to leave each its own loss.
+    """
+
+    inputs: Mapping[str, Any]
+    cut: Sequence[MicroBatch]
+    prepare: Callable[[dict[str, Any]], dict[str, Any]]
+    replicas: ReplicaJoin | None = None
+
+    def __call__(self, entered: Tensors) -> Joined:
+        """Join what entered the head in all micro-batches. Collective over the replicas, if they are joined."""
+        slices = self._slices_of(entered)
+        rows = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in slices]
+        parts, num_rows = self._slices_of(self.cut), rows_per_sample(self.inputs)
+        axis = Axis.of(self.inputs, [batch_size(with_rows(part.inputs, num_rows)) for part, *_ in parts])
+        found = Whole(axis.join(rows), dict(self.inputs), lambda gradient: gradient, 1.0)
+        if self.replicas is not None:
+            found = self.replicas.join(found)
+        inputs = self.prepare(for_model(found.inputs))
+        whole = replace(
+            self.cut[0], index=0, inputs=inputs, weight=found.share, activation_shape=(), tags=None, place=None
+        )
+
+        def cut(gradient: torch.Tensor) -> list[torch.Tensor]:
+            # Each replica computes the loss of all, and adds its share of the head's gradient. What enters the head
+            # has only the rows of one of them, which gets the whole gradient.
+            own = axis.cut(found.own_rows(gradient) / found.share, rows)
+            of_slices = [row.split([each.shape[1] for each in of], 1) for row, of in zip(own, slices, strict=True)]
+            return [part for parts in of_slices for part in parts] if len(slices) < len(entered) else own
+
+        return Joined(whole, found.entering, cut)
+
+    def _slices_of(self, values: Sequence[T]) -> list[list[T]]:
+        """Group what belongs to the token slices of a micro-batch; without slices each is alone."""
+        places = [part.index if part.place is None else part.place.batch_slice for part in self.cut]
+        pairs = groupby(zip(places, values, strict=True), key=lambda pair: pair[0])
+        return [[value for _, value in own] for _, own in pairs]
+
+
+@dataclass(frozen=True)
+class ReplicaJoin:
+    """Join over the replicas of the last stage; `placeholders` name the entries that the head does not read."""
+
+    groups: PipelineGroups
+    placeholders: frozenset[str]
+
+    def join(self, own: Whole) -> Whole:
+        """Join the batches of all replicas.
+
+        Collective: call on every replica's last stage; `take_part` where a replica has no samples.
+
+        Raises:
+            ValueError: the batches of the replicas do not fit together.
+        """
+        shapes, found = self._exchange(list(own.entering.shape), own.inputs)
+        gathered = self._gather(own.entering, [shape[0] if shape else 0 for shape in shapes])
+        parts, batches = zip(*[pair for pair in zip(gathered, found, strict=True) if pair[1]], strict=True)
+        axis = Axis.of(batches[0], [batch_size(batch) for batch in batches])
+        number = sum(map(bool, found[: self.groups.replica]))
+        inputs = _concatenated(batches, axis)
+        return Whole(axis.join(parts), inputs, lambda gradient: axis.cut(gradient, parts)[number], 1.0 / len(parts))
+
+    def take_part(self, like: torch.Tensor) -> None:
+        """Take part in the exchanges of `join` without samples; `like` has the device and dtype of the activation."""
+        shapes, _ = self._exchange([], {})
+        shape = next(each for each in shapes if each)
+        self._gather(like.new_zeros(0, *shape[1:]), [each[0] if each else 0 for each in shapes])
+
+    def _exchange(self, shape: list[int], inputs: Mapping[str, Any]) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        control, number = self.groups.replica_control, self.groups.num_replicas
+        hidden = {
+            name: value.new_zeros(1).expand(value.shape)
+            for name, value in inputs.items()
+            if name in self.placeholders and isinstance(value, torch.Tensor)
+        }
+        found = all_gather_trees({"shape": shape, "inputs": {**inputs, **hidden}}, control, number)
+        shapes = [each["shape"] for each in found]
+        lengths = {tuple(each[1:]) for each in shapes if each}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"The activations that enter the head have shapes {sorted(lengths)} on the replicas: a loss of the "
+                "whole batch needs one. Pad all samples to one length, or set pipeline_loss='replica'."
+            )
+        return shapes, [each["inputs"] for each in found]
+
+    def _gather(self, entering: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
+        padded = entering.new_zeros(max(rows), *entering.shape[1:])
+        padded[: len(entering)] = entering
+        parts = [torch.empty_like(padded) for _ in rows]
+        what = f"joining the batches of {self.groups.replicas}"
+        guarded(lambda: dist.all_gather(parts, padded, group=self.groups.replica_group), what)
+        return [part[:count] for part, count in zip(parts, rows, strict=True)]
+
+
+def _concatenated(batches: Sequence[Mapping[str, Any]], axis: Axis) -> dict[str, Any]:
+    """Concatenate the batches of the replicas that have samples; `axis` says how the rows of the samples lie."""
+    sizes, rows = [batch_size(batch) for batch in batches], rows_per_sample(batches[0])
+
+    def joined(name: str, values: Sequence[Any]) -> Any:
+        for count in {1, rows}:
+            if not all(has_samples(value, size * count) for value, size in zip(values, sizes, strict=True)):
+                continue
+            if not isinstance(values[0], torch.Tensor):
+                return [item for value in values for item in value]
+            if len({value.shape[1:] for value in values}) > 1:
+                shapes = ", ".join(str(tuple(value.shape)) for value in values)
+                raise ValueError(
+                    f"The entry {name!r} of the batch has shapes {shapes} on the replicas: a loss of the whole batch "
+                    "needs equal ones behind the first dimension. Pad all samples to one length, or set "
+                    "pipeline_loss='replica'."
+                )
+            return (axis if count == rows else Axis()).join(values)
+        return values[0]
+
+    return {name: joined(name, [batch[name] for batch in batches]) for name in batches[0]}
