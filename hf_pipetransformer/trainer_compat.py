@@ -161,6 +161,7 @@ def has_plain_loss(trainer: Trainer) -> bool:
 
 
 _KNOWN_CODE = ("transformers", "trl")
+"""Packages whose losses are known."""
 
 
 def has_known_loss(trainer: Trainer) -> bool:
@@ -172,11 +173,12 @@ def has_known_loss(trainer: Trainer) -> bool:
     kinds = [kind for kind in type(trainer).__mro__ if not _is_own(kind) and "compute_loss" in vars(kind)]
     instances = vars(trainer).get("compute_loss"), vars(model).get("_loss_function"), trainer.compute_loss_func
     code = [kinds[0], type(model).forward, vars(model).get("forward"), *instances]
-    return all(each is None or _root_of(each) in _KNOWN_CODE for each in code)
+    return all(each is None or is_known_code(each) for each in code)
 
 
-def _root_of(code: Any) -> str:
-    return str(getattr(code, "__module__", "")).partition(".")[0]
+def is_known_code(code: Any) -> bool:
+    """Return True for a class or function of transformers or TRL."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] in _KNOWN_CODE
 
 
 def is_overridden(trainer: Trainer, name: str) -> bool:
@@ -269,7 +271,7 @@ def check_loaders(kind: type, num_stages: int) -> None:
     """
     for name in _MAKERS:
         method = getattr(kind, name)
-        names = _names_in(method.__code__) if isinstance(method, FunctionType) else set()
+        names = names_in(method.__code__) if isinstance(method, FunctionType) else set()
         if method is not getattr(Trainer, name) and "DataLoader" in names and not names & {*_MAKERS, _DATALOADER}:
             raise ValueError(
                 f"{method.__qualname__} makes a DataLoader, which knows nothing of the {num_stages} stages: build it "
@@ -278,10 +280,10 @@ def check_loaders(kind: type, num_stages: int) -> None:
             )
 
 
-def _names_in(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
     """Return the globals and attributes that a function and its inner functions use."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*map(_names_in, inner))
+    return set(code.co_names).union(*map(names_in, inner))
 
 
 def place_model(trainer: Trainer) -> None:

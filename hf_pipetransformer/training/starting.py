@@ -49,6 +49,7 @@ from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.loaders import make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
+from hf_pipetransformer.training.traces import leaving_no_trace
 
 
 class Need(Enum):
@@ -281,23 +282,24 @@ class Starter:
         self._knows_loss = needs_loss
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
         complete = partial(trl_compat.with_likely_reference, trainer, shell)
-        start_up = inspect_model(
-            ProbeTarget(
-                trainer.model,
-                splitter,
-                samples,
-                compute,
-                count,
-                complete=complete,
-                has_reference=trl_compat.reference(trainer, shell) is not None,
-                scope=scope,
-            ),
-            args,
-            topology,
-            is_training,
-            batches.read if is_training else None,
-            self.context.journal.log.path if is_training else None,
-        )
+        with leaving_no_trace(trainer):
+            start_up = inspect_model(
+                ProbeTarget(
+                    trainer.model,
+                    splitter,
+                    samples,
+                    compute,
+                    count,
+                    complete=complete,
+                    has_reference=trl_compat.reference(trainer, shell) is not None,
+                    scope=scope,
+                ),
+                args,
+                topology,
+                is_training,
+                batches.read if is_training else None,
+                self.context.journal.log.path if is_training else None,
+            )
         if needs_loss and start_up.loss_rule.ignores_num_items:
             # The model accepts num_items_in_batch but ignores it; Trainer would then skip its own division of the loss
             # (transformers#47688).
