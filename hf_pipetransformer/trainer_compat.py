@@ -160,6 +160,12 @@ def has_plain_loss(trainer: Trainer) -> bool:
     return is_models and not is_overridden(trainer, "compute_loss")
 
 
+NOT_OF_A_LOSS = (
+    *("model", "model_wrapped", "args", "accelerator", "callback_handler", "optimizer", "lr_scheduler", "optimizers"),
+    *("train_dataset", "eval_dataset", "data_collator", "processing_class", "pipeline_run", "hp_space", "deepspeed"),
+)
+"""Attributes of a trainer that a loss reads but does not write, and that are large or not of the user's."""
+
 _KNOWN_CODE = ("transformers", "trl")
 """Packages whose losses are known."""
 
@@ -170,7 +176,7 @@ def has_known_loss(trainer: Trainer) -> bool:
     Any other loss may weight, mask or compare the samples of a batch in a way that a few of them do not show.
     """
     model = bare_model(trainer.model)
-    kinds = [kind for kind in type(trainer).__mro__ if not _is_own(kind) and "compute_loss" in vars(kind)]
+    kinds = [kind for kind in type(trainer).__mro__ if not is_own(kind) and "compute_loss" in vars(kind)]
     instances = vars(trainer).get("compute_loss"), vars(model).get("_loss_function"), trainer.compute_loss_func
     code = [kinds[0], type(model).forward, vars(model).get("forward"), *instances]
     return all(each is None or is_known_code(each) for each in code)
@@ -183,11 +189,11 @@ def is_known_code(code: Any) -> bool:
 
 def is_overridden(trainer: Trainer, name: str) -> bool:
     """Return True if a class outside this library, or the trainer instance itself, overrides a method of Trainer."""
-    kinds = [kind for kind in type(trainer).__mro__ if not _is_own(kind)]
+    kinds = [kind for kind in type(trainer).__mro__ if not is_own(kind)]
     return name in vars(trainer) or next(kind for kind in kinds if name in vars(kind)) is not Trainer
 
 
-def _is_own(kind: type) -> bool:
+def is_own(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -198,7 +204,7 @@ def why_gathered_to_save(trainer: Trainer) -> str | None:
     """
     model: Any = trainer.model
     kinds = type(trainer).__mro__
-    below = kinds[1 + max(index for index, kind in enumerate(kinds) if _is_own(kind)) :]
+    below = kinds[1 + max(index for index, kind in enumerate(kinds) if is_own(kind)) :]
     # Above the pipeline's own `save_model`, another one runs outside of it.
     if next(kind for kind in below if "save_model" in vars(kind)) is not Trainer or is_overridden(trainer, "_save"):
         return f"{type(trainer).__name__} saves in a way of its own"

@@ -17,6 +17,7 @@ from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import failure, logger
 from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.runtime.gains import LossGains
 from hf_pipetransformer.runtime.stage import Stage
 
 
@@ -168,6 +169,7 @@ class Context:
     journal: Journal
     timeouts: CollectiveTimeouts
     seeds: Seeds
+    gains: LossGains
 
     @property
     def args(self) -> PipeTransformerArguments:

@@ -166,6 +166,9 @@ class TrainingOverrides(_Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as Trainer does, plus the layout as scalars in the first training entry and after each change."""
+        if self.pipeline_run.is_inside_stage:
+            self.pipeline_run.context.gains.note_log(logs)
+            return
         self.pipeline_run.trainings.add_scalars(logs)
         super().log(logs, start_time)
         self.pipeline_run.trainings.note_log(logs)

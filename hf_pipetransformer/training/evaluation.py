@@ -135,7 +135,7 @@ class Evaluation:
 
     def completed(self, output: EvalLoopOutput, metric_key_prefix: str) -> EvalLoopOutput:
         """Correct Trainer's output for a stream: it covers this replica only. Collective: call on every rank."""
-        self.metrics.publish("eval")
+        self.metrics.publish("eval", self.pipeline.stage.groups)
         if not self.loader.is_stream:
             return output
         metrics = dict(output.metrics or {})

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
 from transformers.trainer_utils import denumpify_detensorize
 
-from hf_pipetransformer import trl_compat
+from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.errors import PipelineError
-from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import pack
 from hf_pipetransformer.data.batches import rows_per_sample, with_rows
 from hf_pipetransformer.engine.wrappers import runs_again
@@ -111,8 +111,10 @@ class MetricAccumulator:
             if values:
                 self._parts[mode].append((self._batch, values))
 
-    def publish(self, mode: str) -> None:
+    def publish(self, mode: str, groups: PipelineGroups) -> None:
         """Write the averages over all ranks to the trainer's metrics. Collective: call on every rank."""
+        if groups.pipeline_size > 1 and trainer_compat.is_overridden(self.context.trainer, "compute_loss"):
+            self.context.gains.share(is_source=groups.is_last and groups.replica == 0)
         recorded = trl_compat.metrics(self.context.trainer)
         if recorded is None:
             return

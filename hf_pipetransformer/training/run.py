@@ -26,6 +26,7 @@ from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
+from hf_pipetransformer.runtime.gains import LossGains
 from hf_pipetransformer.runtime.gathering import check_whole, fetching, whole_on_first_rank
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
@@ -253,7 +254,7 @@ class Trainings:
         self.ending.begin(training.optimizer if self._has_users_optimizer else None)
         self._forget_training()
         pipeline.steps = None
-        training.metrics.publish("train")  # Trainer logs once more after the loop.
+        training.metrics.publish("train", pipeline.stage.groups)  # Trainer logs once more after the loop.
         self.signals.give_back()  # Before Trainer's callback restores the signal handlers.
         training.end()
         training.tracer.end()
@@ -377,6 +378,12 @@ class Run:
         return self.starter.pipeline
 
     @property
+    def is_inside_stage(self) -> bool:
+        """True while one of several stages runs, where the other ranks do not log."""
+        pipeline = self.starter.in_force
+        return pipeline is not None and pipeline.layout.pipeline_size > 1 and pipeline.is_inside_step
+
+    @property
     def layout(self) -> Layout | None:
         """Current layout; None before the first start."""
         return None if self.starter.in_force is None else self.starter.in_force.layout
@@ -467,7 +474,8 @@ def _make_context(trainer: Trainer, args: PipeTransformerArguments) -> Context:
     # A batch of a new shape recompiles, so with torch_compile any step may take as long as the first one.
     step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
     timeouts = CollectiveTimeouts(topology, journal, step_seconds, rest_seconds)
-    return Context(trainer, topology, journal, timeouts, Seeds(topology, args.seed))
+    gains = LossGains(trainer, topology)
+    return Context(trainer, topology, journal, timeouts, Seeds(topology, args.seed), gains)
 
 
 def _shared(args: PipeTransformerArguments) -> dict[str, Any]:

@@ -21,11 +21,6 @@ from hf_pipetransformer.data.rng import generators_kept
 from hf_pipetransformer.splitters.adapters import bare_model
 
 
-_NOT_OF_A_LOSS = (
-    *("model", "model_wrapped", "args", "accelerator", "callback_handler", "optimizer", "lr_scheduler", "optimizers"),
-    *("train_dataset", "eval_dataset", "data_collator", "processing_class", "pipeline_run", "hp_space", "deepspeed"),
-)
-"""Attributes of a trainer that a loss reads but does not write, and that are large or not of the user's."""
 _LEFT_OUT = (type, ModuleType, Dataset, PreTrainedTokenizerBase, Trainer, TrainingArguments, CodeType)
 _LARGEST = 2**20
 """Number of elements up to which tensors and arrays are copied, and entries up to which containers are looked into."""
@@ -45,7 +40,7 @@ def leaving_no_trace(trainer: Trainer, is_silent: bool = True) -> Iterator[None]
     log = own.get("log")
     with ExitStack() as stack:
         kept = Kept(bare_model(trainer.model))
-        kept.add_attributes(trainer, _NOT_OF_A_LOSS)
+        kept.add_attributes(trainer, trainer_compat.NOT_OF_A_LOSS)
         for function in _functions_of(trainer):
             kept.add(function)
         kept.add_numbers_of_modules()

@@ -180,7 +180,7 @@ class Training:
         if logs:
             self._check_first_loss()
             self._reported |= self.steps.report() | self.progress.report(self.pipeline.stage)
-            self.metrics.publish("train")
+            self.metrics.publish("train", self.pipeline.stage.groups)
             # Trainer first gathers the loss, under a step's timeout; `log` then switches to the long one.
             self.context.timeouts.is_resting = True
         elif saves_or_evaluates:
