@@ -242,6 +242,10 @@ class RunPlanner:
         more = args.gradient_accumulation_steps, args.pipeline_weights, self.memory_rules
         return max(rank.total for rank in rank_memory(layout, self.costs.blocks, samples, *more))
 
+    def fits(self, layout: Layout, samples_per_device: int) -> bool:
+        """Return True if a layout fits on the smallest device."""
+        return self._largest_bytes(layout, samples_per_device) <= self.device_bytes * (1 - MEMORY_RESERVE)
+
     def num_chunks(self, size: int) -> int:
         """Return the stages per rank V of a pipeline of `size` ranks; 0 if the model is too short for it."""
         most = len(self.probe.structure.cut_positions()) - 1
@@ -312,7 +316,7 @@ class RunPlanner:
         if layout.pipeline_size == 1 or self.unfit:
             return ""
         alone = self.plan(1, samples_per_device, layout.num_frozen_layers)
-        if self._largest_bytes(alone, samples_per_device) > self.device_bytes * (1 - MEMORY_RESERVE):
+        if not self.fits(alone, samples_per_device):
             return ""
         more = self.costs.blocks, self.costs.overheads, samples_per_device, self.args.gradient_accumulation_steps
         seconds = predict_step(alone, *more).seconds

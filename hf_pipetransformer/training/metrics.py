@@ -91,6 +91,14 @@ class MetricAccumulator:
             num_tokens = int(mask.sum()) if mask is not None else 0 if tokens is None else tokens.numel()
             trl_compat.count_tokens_read(self.context.trainer, num_tokens)
 
+    def mark(self) -> Any:
+        """Return what `rewind` goes back to."""
+        return self._batch, {mode: list(parts) for mode, parts in self._parts.items()}
+
+    def rewind(self, mark: Any) -> None:
+        """Drop what was recorded since `mark`."""
+        self._batch, self._parts = mark
+
     @contextmanager
     def record_part(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Wrap the loss of one batch part; a stage without a loss leaves with an exception and records nothing."""

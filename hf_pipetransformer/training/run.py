@@ -58,7 +58,7 @@ from hf_pipetransformer.training.loaders import (
 )
 from hf_pipetransformer.training.plan_only import print_plan
 from hf_pipetransformer.training.setup import TrainingSetup
-from hf_pipetransformer.training.starting import RunOptions, Starter
+from hf_pipetransformer.training.starting import ModelReport, RunOptions, Starter
 from hf_pipetransformer.training.training import Training
 from hf_pipetransformer.training.weights import Ending, WeightLoading
 
@@ -205,6 +205,9 @@ class Trainings:
             layout = resumption.choose_layout(start_up, replay, topology.world_size, self.policy)
         else:
             layout = start_up.plans.layout(args.train_samples_per_device) if replay is None else replay[0]
+            if args.asked_schedule and args.pipeline_loss == "auto":
+                report, layout = self._with_parts_if_too_large(report, layout, replay)
+                start_up = report.start_up
         first = None if resumption is None else resumption.first_layout
         longest = longest_pipeline(layout, first, self.policy, replay)
         if request is None:
@@ -233,6 +236,26 @@ class Trainings:
         else:
             self.loader = starter.loader(request)
         return self.loader
+
+    def _with_parts_if_too_large(self, report: ModelReport, layout: Layout, replay: Any) -> tuple[ModelReport, Layout]:
+        """Return the run's start with the losses of micro-batches if it fits in memory only so."""
+        args, plans = self.context.args, report.start_up.plans
+        samples = args.train_samples_per_device
+        if replay is not None or plans.fits(layout, samples):
+            return report, layout
+        joined = args.pipeline_schedule
+        args.run_asked_schedule()
+        other = plans.layout(samples)
+        if not plans.fits(other, samples):
+            args.run_forwards_first()
+            return report, layout
+        if self.context.topology.rank == 0:
+            logger.warning(
+                f"The loss of the whole batch would be exact, but all forwards before the first backward "
+                f"(pipeline_schedule={joined!r}) do not fit in memory: the losses of micro-batches are added, and "
+                "compared with that of the whole batch in every step."
+            )
+        return report.adding_losses(), other
 
     def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
         """Adjust the result of `Trainer.set_initial_training_values` for a resumed run."""

@@ -147,6 +147,11 @@ class ModelReport:
     has_labels: bool
     is_training: bool
 
+    def adding_losses(self) -> ModelReport:
+        """Return the report of a run that adds the losses of micro-batches."""
+        start_up = self.start_up
+        return replace(self, start_up=replace(start_up, loss_rule=replace(start_up.loss_rule, scope=LossScope.PARTS)))
+
     def adding(self, in_float32: bool) -> ModelReport:
         """Return the report of a training whose gradients of half-precision weights are added in float32, or not."""
         plans = replace(self.start_up.plans, sums=in_float32)
@@ -176,8 +181,6 @@ class Starter:
         """Value of `is_left_to_trainer` outside of `train()`."""
         may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.MUST
         self._may_do_without = may_do_without and not options.args.plan_only
-        self.adds_losses = False
-        """True once a loss of the whole batch was found not to fit in memory."""
         self._overrode_loss_kwargs = False
         self._knows_loss = True
         """False if the model was inspected with samples without labels, of a data set to predict or of prompts."""
@@ -313,7 +316,7 @@ class Starter:
         args.run_asked_schedule()
         if asked == "auto":
             adds_parts = args.schedule.abilities.overlaps_steps or trainer_compat.has_known_loss(self.context.trainer)
-            asked = "parts" if adds_parts or self.adds_losses else "batch"
+            asked = "parts" if adds_parts else "batch"
         scope = LossScope(asked)
         if scope is not LossScope.PARTS and not self.options.is_undivided:
             args.run_forwards_first()

@@ -21,6 +21,7 @@ from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.base import main_input_of
+from hf_pipetransformer.training.loss_check import LossCheck
 from hf_pipetransformer.training.metrics import MetricAccumulator
 
 
@@ -205,8 +206,11 @@ class SynchronousSteps(Steps):
     def _read_step(self, num_batches: int) -> StepBatches:
         return self._fetch(num_batches)
 
+    def __post_init__(self) -> None:
+        self._check = LossCheck(self.context, self.pipeline, self.metrics)
+
     def _run_batch(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
-        return self.pipeline.runner.train(batch, is_last_batch)
+        return self._check.run(batch, is_last_batch)
 
     def gradient_norm(self) -> torch.Tensor:
         scaler = self.trainer.accelerator.scaler

@@ -1,0 +1,238 @@
+"""Check, while a run goes on, that the weighted losses of micro-batches and replicas add up to the batch's loss.
+
+What a loss averages over is found at the start on a few samples, which do not show everything. Here the stage with the
+head computes the loss of a whole batch once more, from what entered the head, and compares it and its gradient there
+with the weighted sum over the parts, dropout off in both. If they differ, the optimizer step is run again with the
+loss of the whole batch, or the run ends before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pipetransformer import trainer_compat
+from hf_pipetransformer.comm.transfers import all_gather_trees
+from hf_pipetransformer.data.batches import detach_tags
+from hf_pipetransformer.data.rng import random_state, set_random_state
+from hf_pipetransformer.engine.losses import PARTS_TOLERANCE, SMALLEST_SCALE, LossDoesNotDecomposeError, LossScope
+from hf_pipetransformer.engine.program import MicroBatch
+from hf_pipetransformer.report import logger
+from hf_pipetransformer.runtime.context import Context
+from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
+from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin
+from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
+from hf_pipetransformer.training.traces import Kept, leaving_no_trace
+
+
+NUM_FIRST = 3
+"""Number of first steps in which the loss of transformers' and TRL's own code is checked."""
+INTERVAL = 100
+"""Number of steps from one check to the next after these. Any other loss is checked in every step."""
+ROUGH_TOLERANCE = 2e-2
+"""Relative difference up to which losses in half precision, or of products in TF32, count as equal."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Loss of a batch as the weighted sum of its parts and as a whole, and squared norms of their gradients.
+
+    The gradients are those of what enters the head: of the difference, and of the whole.
+    """
+
+    parts: float
+    whole: float
+    difference: float
+    scale: float
+
+    def agree(self, tolerance: float) -> bool:
+        """Return True if both are close, or the loss is not finite, of which nothing can be told."""
+        values = torch.tensor([self.parts, self.whole, self.difference, self.scale], dtype=torch.float64)
+        if not bool(values.isfinite().all()):
+            return True
+        is_near = abs(self.parts - self.whole) <= tolerance * max(abs(self.whole), SMALLEST_SCALE)
+        return is_near and self.difference**0.5 <= tolerance * max(self.scale**0.5, SMALLEST_SCALE)
+
+    @property
+    def in_words(self) -> str:
+        share = (self.difference / self.scale) ** 0.5 if self.scale else 0.0
+        return (
+            f"The weighted losses of the micro-batches add up to {self.parts:.7g}, the loss of the whole batch is "
+            f"{self.whole:.7g}, and their gradients differ by {share:.2g} of their norm"
+        )
+
+
+@dataclass
+class LossCheck:
+    """Runs the batches of synchronous steps, and checks their loss."""
+
+    context: Context
+    pipeline: Pipeline
+    metrics: MetricAccumulator
+    _num_steps: int = field(default=0, init=False)
+    _is_due: bool = field(default=False, init=False)
+    _ran: list[tuple[LoaderBatch, torch.Tensor]] = field(default_factory=list, init=False)
+    _found: list[Comparison] = field(default_factory=list, init=False)
+    _start: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._is_known = trainer_compat.has_known_loss(self.context.trainer)
+
+    @property
+    def _runner(self) -> StageRunner:
+        return self.pipeline.runner
+
+    def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
+        """Run a batch, and after the last one of a step the check that is due; returns what `StageRunner.train` does.
+
+        Collective: call on every rank.
+
+        Raises:
+            LossDoesNotDecomposeError: on every rank, if the loss is no sum over parts and cannot be joined.
+        """
+        if not self._ran:
+            self._begin_step()
+        self._runner.watches = self._is_due
+        loss = self._runner.train(batch, is_last_batch)
+        self._runner.watches = False
+        if self._is_due:
+            self._ran.append((batch, loss))
+            self._compare(batch)
+            if is_last_batch:
+                loss = self._decide(loss)
+        if is_last_batch:
+            self._num_steps += 1
+            self._ran, self._found, self._start = [], [], None
+        return loss
+
+    def _begin_step(self) -> None:
+        step, layout = self._num_steps, self.pipeline.layout
+        able, is_cut = layout.abilities, layout.num_microbatches > 1 or layout.num_replicas > 1
+        is_watched = self._runner.scope is LossScope.PARTS and is_cut and able.runs_steps_whole
+        self._is_due = is_watched and (not self._is_known or step < NUM_FIRST or step % INTERVAL == 0)
+        if self._is_due:
+            kept = Kept(self.context.trainer.model)
+            kept.add_attributes(self.context.trainer, trainer_compat.NOT_OF_A_LOSS)
+            self._start = random_state(self.pipeline.settings.device), kept, self.metrics.mark()
+
+    def _compare(self, batch: LoaderBatch) -> None:
+        """Compare the parts of the batch that has just run with the whole. Collective over the last stage's ranks."""
+        stage = self.pipeline.stage
+        groups, entered = stage.groups, [pair for _, pair in sorted(stage.head.entered.items())]
+        stage.head.entered = {}
+        if not groups.is_last:
+            return
+        dtype = stage.settings.probe.boundary_dtypes[-1]
+        replicas = ReplicaJoin(groups, stage.settings.probe.placeholders) if groups.num_replicas > 1 else None
+        found = [0.0] * 4
+        with discard_metrics(self.context.trainer), leaving_no_trace(self.context.trainer), self._without_dropout():
+            if entered:
+                cut, hidden = [part for part, _ in entered], [each for _, each in entered]
+                joined = HeadJoin(detach_tags(batch.inputs)[0], cut, batch.prepare, replicas)(hidden)
+                whole, gradient = self._loss_of(joined.micro_batch, joined.entering)
+                of_parts = [self._loss_of(part, each) for part, each in entered]
+                losses = [loss * part.weight for (loss, _), part in zip(of_parts, cut, strict=True) if part.weight]
+                of_whole = joined.cut(gradient * joined.micro_batch.weight)
+                pairs = zip(of_whole, of_parts, cut, strict=True)
+                differences = [own - each * part.weight for own, (_, each), part in pairs]
+                found = [
+                    float(sum(losses)),
+                    float(whole) * joined.micro_batch.weight,
+                    sum(float(each.double().square().sum()) for each in differences),
+                    sum(float(each.double().square().sum()) for each in of_whole),
+                ]
+            elif replicas is not None:
+                replicas.take_part(torch.empty(0, dtype=dtype, device=stage.settings.device))
+        stage.view.widen()
+        sums = torch.tensor(all_gather_trees(found, groups.replica_control, groups.num_replicas), dtype=torch.float64)
+        self._found.append(Comparison(*sums.sum(0).tolist()))
+
+    def _loss_of(self, part: MicroBatch, entering: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of what enters the head, and its gradient there; zeros for a part that does not count."""
+        entering = entering.detach().requires_grad_()
+        if not part.weight:
+            return entering.new_zeros(()), torch.zeros_like(entering)
+        view = self.pipeline.stage.view
+        head = range(view.structure.num_blocks - 1, view.structure.num_blocks)
+        with torch.enable_grad():
+            loss = view.run(head, entering, partial(part.forward, dict(part.inputs)))
+        if not loss.requires_grad:
+            return loss.detach(), torch.zeros_like(entering)
+        (gradient,) = torch.autograd.grad(loss, entering, allow_unused=True)
+        return loss.detach(), torch.zeros_like(entering) if gradient is None else gradient
+
+    @contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        """Put the modules of the head into evaluation mode; the outermost keeps its mode, which a loss may read."""
+        view = self.pipeline.stage.view
+        inside = {id(module) for layer in view.structure.layers for module in layer.modules()}
+        modules: list[nn.Module] = [module for module in view.model.modules() if id(module) not in inside][1:]
+        trained = [module for module in modules if module.training]
+        for module in trained:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in trained:
+                module.training = True
+
+    def _decide(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the last batch, after a second run of the step if parts do not add up to the whole."""
+        settings = self.pipeline.settings
+        rough = settings.is_mixed or torch.backends.cuda.matmul.allow_tf32 or self._has_half_weights()
+        tolerance = ROUGH_TOLERANCE if rough else PARTS_TOLERANCE
+        wrong = [each.in_words for each in self._found if not each.agree(tolerance)]
+        found = next((each for each in self.context.topology.gather(wrong[0] if wrong else None) if each), None)
+        if found is None:
+            return loss
+        step = self.context.trainer.state.global_step
+        why = f"Step {step}: {found}: this loss is no mean or sum over samples or label tokens."
+        refusal = self._why_not_joined()
+        if refusal is not None:
+            raise LossDoesNotDecomposeError(f"{why} {refusal}")
+        if self.context.topology.rank == 0:
+            logger.warning(
+                f"{why} This step is run again, and all that follow run, with the loss of the whole batch: all "
+                "forwards before the first backward, and the head once a batch. pipeline_loss='batch' does so from the "
+                "start."
+            )
+        return self._run_again()
+
+    def _has_half_weights(self) -> bool:
+        return any(p.dtype in (torch.bfloat16, torch.float16) for p in self.pipeline.stage.store.held().values())
+
+    def _why_not_joined(self) -> str | None:
+        """Return what to change if the loss of whole batches cannot take over. The same on every rank."""
+        args, layout, plans = self.context.args, self.pipeline.layout, self.pipeline.start_up.plans
+        if args.pipeline_loss != "auto" or layout.num_chunks > 1:
+            return "Set pipeline_loss='batch', which computes the loss of the whole batch at once."
+        if not plans.fits(replace(layout, schedule="gpipe"), args.train_samples_per_device):
+            return (
+                "That of the whole batch takes all forwards before the first backward, which does not fit in memory: "
+                "use more stages, smaller batches or pipeline_checkpoint='layers', with pipeline_loss='batch'."
+            )
+        return None
+
+    def _run_again(self) -> torch.Tensor:
+        """Run the batches of this step with the loss of the whole batch, from where the step began."""
+        states, kept, mark = self._start
+        start_up = self.pipeline.start_up
+        self.pipeline.start_up = replace(start_up, loss_rule=replace(start_up.loss_rule, scope=LossScope.BATCH))
+        self._runner.scope = LossScope.BATCH
+        self.pipeline.shell.zero_grad()
+        kept.restore()
+        self.metrics.rewind(mark)
+        set_random_state(states[0], states[1], self.pipeline.settings.device)
+        loss, last = torch.zeros((), device=self.pipeline.settings.device), len(self._ran) - 1
+        for number, (batch, _) in enumerate(self._ran):
+            self.metrics.begin_batch(batch.inputs)
+            loss = loss + self._runner.train(batch, number == last)
+        # Trainer has added the losses of the batches before the last one.
+        return loss - sum(own for _, own in self._ran[:-1])
