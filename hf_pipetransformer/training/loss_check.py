@@ -200,8 +200,8 @@ class LossCheck:
         if self.context.topology.rank == 0:
             logger.warning(
                 f"{why} This step is run again, and all that follow run, with the loss of the whole batch: all "
-                "forwards before the first backward, and the head once a batch. pipeline_loss='batch' does so from the "
-                "start."
+                "forwards before the first backward, and the head once a batch. pipeline_loss='batch' does so from "
+                "the start."
             )
         return self._run_again()
 

@@ -1,0 +1,106 @@
+"""Losses of the whole batch in one process that cuts it; `tests/distributed/test_whole_loss.py` has stages."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import TrainerCallback
+
+from hf_pipetransformer import trainer_compat
+from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
+from hf_pipetransformer.training import loss_check
+from tests import whole_losses
+from tests.whole_losses import INSIDE, LOSSES, train, wrong
+
+
+IN_CI = ("weighted", "span", "contrastive", "hardest", "words_by_length", "dice")
+CASES = [(name, False) for name in LOSSES] + [(name, True) for name in INSIDE]
+CI_CASES = [(name, False) for name in IN_CI] + [("two_heads", True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_inside"), [pytest.param(*case, marks=[] if case in CI_CASES else pytest.mark.slow) for case in CASES]
+)
+def test_any_loss_of_a_batch_cut_in_two_is_that_of_the_whole(name: str, is_inside: bool, tmp_path: Path) -> None:
+    expected = train(name, is_inside, tmp_path)
+    assert not wrong(expected, train(name, is_inside, tmp_path, pipeline_parallel_num_microbatches=2))
+
+
+@pytest.mark.parametrize("name", ["weighted", "ignored_pad"])
+def test_a_sum_of_parts_that_is_not_the_loss_ends_before_the_first_wrong_step(name: str, tmp_path: Path) -> None:
+    """The first batch hides it: all of its samples weigh 1, all of its rows are full."""
+    steps: list[int] = []
+
+    class Count(TrainerCallback):
+        def on_optimizer_step(self, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
+            steps.append(state.global_step)
+
+    def counting(*args: Any, **kwargs: Any) -> None:
+        own_init(*args, **kwargs, callbacks=[Count()])
+
+    own_init = whole_losses.PipedOwn.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_losses.PipedOwn, "__init__", counting)
+        with pytest.raises(LossDoesNotDecomposeError, match=r"add up to .* the loss of the whole batch is") as error:
+            train(name, False, tmp_path, pipeline_parallel_num_microbatches=2, pipeline_loss="parts")
+    assert f"Step {len(steps)}: " in str(error.value)
+
+
+def test_a_step_whose_parts_do_not_add_up_runs_again_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a loss that is taken for one of those whose rule is known."""
+    expected = train("weighted", False, tmp_path)
+    monkeypatch.setattr(trainer_compat, "has_known_loss", lambda _trainer: True)
+    caplog.set_level(logging.WARNING)
+    found = train("weighted", False, tmp_path, pipeline_parallel_num_microbatches=2)
+    assert "This step is run again" in caplog.text
+    assert not wrong({**expected, "evaluated": None}, found)
+
+
+def test_a_known_loss_is_checked_in_the_first_steps_and_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    due: list[bool] = []
+    own = loss_check.LossCheck._begin_step
+
+    def noting(check: loss_check.LossCheck) -> None:
+        own(check)
+        due.append(check._is_due)
+
+    monkeypatch.setattr(loss_check.LossCheck, "_begin_step", noting)
+    monkeypatch.setattr(trainer_compat, "has_known_loss", lambda _trainer: True)
+    monkeypatch.setattr(loss_check, "NUM_FIRST", 2)
+    monkeypatch.setattr(loss_check, "INTERVAL", 4)
+    train("mean", False, tmp_path, pipeline_parallel_num_microbatches=2)
+    assert due == [True, True, False, False, True]
+
+
+def counted(folder: Path, **options: Any) -> tuple[Any, ...]:
+    """What a loss has counted and drawn during a training, in a closure."""
+    calls, generator = {"list": [], "count": 0}, torch.Generator().manual_seed(0)
+    total, noise, number = torch.zeros(()), deque[float](), 0
+
+    def loss(out: Any, batch: Any) -> torch.Tensor:
+        nonlocal number
+        calls["list"].append(len(batch["labels"]))
+        calls["count"] += 1
+        number += 1
+        total.add_(1)
+        noise.append(float(torch.rand((), generator=generator)))
+        return cross_entropy(out["logits"], batch["labels"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOSSES, "counting", loss)
+        losses = train("counting", False, folder, **options)["losses"]
+    return calls, float(total), list(noise), number, [round(value, 4) for value in losses]
+
+
+def test_the_inspection_leaves_no_trace_in_what_a_loss_counts_and_draws(tmp_path: Path) -> None:
+    assert counted(tmp_path, pipeline_parallel_num_microbatches=2) == counted(tmp_path)
