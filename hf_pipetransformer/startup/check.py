@@ -146,8 +146,8 @@ def _check_split(target: ProbeTarget, structure: Structure) -> bool:
     if not found.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
         raise UnsupportedModelError(
             f"{name} gives {found.loss:.8g} when it is split into pipeline stages and {expected.loss:.8g} when it is "
-            f"whole (gradient norms {found.total_norm:.8g} and {expected.total_norm:.8g}). This model cannot be "
-            "pipelined as it is; pass `splitter=` with a Splitter that knows it, or use transformers.Trainer."
+            f"whole (gradient norms {found.total_norm:.8g} and {expected.total_norm:.8g}). "
+            f"{_cause_of_difference(target, structure, expected)}"
         )
     if not structure.has_only_activations:
         with_other_forms = replace(structure, stand_ins=structure.other_stand_ins)
@@ -162,6 +162,31 @@ def _check_split(target: ProbeTarget, structure: Structure) -> bool:
         return True
     others = {**inputs, target.main_input: _noise_like(value)}
     return not split.has_the_bits_of(_run_split(target, structure, others))
+
+
+def _cause_of_difference(target: ProbeTarget, structure: Structure, expected: _Result) -> str:
+    """Return a sentence on why a model may compute something else in stages, and what to change."""
+    again = _run_whole(target)
+    if not again.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
+        return (
+            f"The whole model gives {again.loss:.8g} for the same batch in its next call: something counts calls or "
+            "draws random numbers of its own. Let the loss depend on the batch alone, or on trainer.state.global_step."
+        )
+    inside = {id(module) for layer in structure.layers for module in layer.modules()}
+    hooked = [
+        label
+        for label, module in target.model.named_modules()
+        if id(module) in inside and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    ]
+    if hooked:
+        return (
+            f"A hook on {hooked[0]} does not run on the stages that do not own that layer: remove it, compute the "
+            "same in the layer's own forward, or use transformers.Trainer."
+        )
+    return (
+        "This model cannot be pipelined as it is; pass `splitter=` with a Splitter that knows it, or use "
+        "transformers.Trainer."
+    )
 
 
 def _noise_like(value: torch.Tensor) -> torch.Tensor:
