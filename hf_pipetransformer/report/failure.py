@@ -225,7 +225,7 @@ def _add_notes(error: BaseException) -> None:
 
 
 def _details() -> str:
-    """Return the traceback of the rank where the cause lies; empty where all print on one screen, as it does itself."""
+    """Return the traceback of the rank where the cause lies; empty on one node, where it shows it itself."""
     is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     return "" if is_one_node else _run.details.rstrip()
 
