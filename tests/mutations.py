@@ -1,9 +1,12 @@
-"""Values in place of those of a JSON file, for tests of what reads it."""
+"""Values in place of those of a JSON file, and other things in place of a file, for tests of what reads it."""
 
 from __future__ import annotations
 
 import copy
+import os
+import pathlib
 import random
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +23,24 @@ WRONG: tuple[Any, ...] = (
     *("x", "5", "", [], [None], {}, {"a": 1}, DEEP),
 )
 GONE = object()
+
+
+def _listen(path: pathlib.Path) -> None:
+    place = os.open(path.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as server:  # Its address may have no more than 108 bytes.
+        server.bind(f"/proc/self/fd/{place}/{path.name}")
+    os.close(place)
+
+
+NO_FILES: dict[str, Callable[[pathlib.Path], Any]] = {
+    "pipe": os.mkfifo,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "folder": lambda path: path.mkdir(),
+    "dangling": lambda path: path.symlink_to("nowhere"),
+    "link": lambda path: path.symlink_to(__file__),
+    "socket": _listen,
+}
+"""What may lie in place of a file."""
 
 
 def paths_of(value: Any, start: Path = ()) -> Iterator[Path]:

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_pipetransformer.report.files import open_regular
+
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -104,8 +106,7 @@ class PrivateFolder:
         Raises:
             OSError: it is missing, a link, not a regular file, or another user's.
         """
-        # O_NONBLOCK: opening a FIFO would otherwise block.
-        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
+        descriptor = open_regular(name, flags, 0o600, self._fd)
         try:
             self._check_own(name, os.fstat(descriptor))
             if flags & os.O_CREAT:

@@ -359,8 +359,8 @@ class PipeTransformerArguments(TrainingArguments):
     asked_schedule = ""
     asked_chunks = 0
 
+    @failure.recorded()
     def __post_init__(self) -> None:
-        failure.install(self.output_dir)  # First, because what follows refuses options.
         if self.deepspeed:
             raise ValueError(
                 "deepspeed: the DeepSpeed engine owns model and optimizer itself, a pipeline stage does so here. "
@@ -378,7 +378,6 @@ class PipeTransformerArguments(TrainingArguments):
             # Without use_cpu accelerate would make each process a world of size 1 on a machine without GPUs.
             self.use_cpu = True
         super().__post_init__()
-        failure.install(self.output_dir)  # It may be Trainer's default.
         self._recompute_in_pipeline()
 
     def _read_trainers_numbers(self) -> None:
@@ -501,7 +500,6 @@ def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
         args._read_trainers_numbers()
         args.is_taken = True
         return args
-    failure.install(args.output_dir)
     kind = type(args)
     # A combined class keeps the options of a subclass such as Seq2SeqTrainingArguments.
     both = PipeTransformerArguments

@@ -56,6 +56,15 @@ def in_bytes(size: float) -> str:
     return f"{size / 1e3:.0f} kB"
 
 
+_JOINERS = "\u200c\u200d"
+"""Invisible characters that words and emoji are made of."""
+
+
+def printable(text: str) -> str:
+    """Return a name with signs in place of what no page can show or no script can hold: controls, line separators."""
+    return "".join(each if each.isprintable() or each in _JOINERS else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
 _BLOCKS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import platform
@@ -17,6 +18,8 @@ from typing import Any
 import psutil
 from transformers import TrainingArguments
 
+from hf_pipetransformer.report import printable
+from hf_pipetransformer.report.files import create
 from hf_pipetransformer.report.recorded import NO_METRICS, RecordedRun, is_finite, pipeline_size, read_run
 
 
@@ -55,7 +58,8 @@ def write_card(trainer: Any, data: str | None, comparison: str | None) -> None:
     facts: Facts = {"name": folder.resolve().name, "front_matter": front, "citations": citations}
     facts |= facts_of(trainer, data)
     facts["comparison"] = None if comparison is None else read_comparison(Path(comparison))
-    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    with create(folder / FACTS_FILE) as file:
+        file.write(json.dumps(facts, indent=1) + "\n")
     card.write_text(render(facts, FACTS_FILE), encoding="utf-8")
 
 
@@ -288,13 +292,38 @@ def render(facts: Facts, facts_file: str) -> str:
     return front + "\n\n".join([_introduction(facts), *sections, *filter(None, [facts["citations"]]), end]) + "\n"
 
 
+_MARKUP = re.compile(r"[\\`*\[\]|]")
+
+
+def _text(value: Any) -> str:
+    """Return a name as text of Markdown, in which nothing is markup, and which stays in its cell of a table."""
+    return _MARKUP.sub(r"\\\g<0>", html.escape(printable(str(value)), quote=False))
+
+
+def _code(value: Any) -> str:
+    """Return a name as code of Markdown."""
+    text = printable(str(value))
+    fence = _fence(text, 1)
+    pad = " " if len(fence) > 1 else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _fence(text: str, least: int) -> str:
+    """Return more backticks than follow each other in a text."""
+    return "`" * max([least, *(len(run) + 1 for run in re.findall("`+", text))])
+
+
 def _introduction(facts: Facts) -> str:
-    start = "Trained from new weights" if facts["base_model"] is None else f"`{facts['base_model']}` fine-tuned"
-    return f"# {facts['name']}\n\n{start} with hf-pipetransformer, a pipeline-parallel `transformers.Trainer`."
+    start = "Trained from new weights" if facts["base_model"] is None else f"{_code(facts['base_model'])} fine-tuned"
+    return f"# {_text(facts['name'])}\n\n{start} with hf-pipetransformer, a pipeline-parallel `transformers.Trainer`."
 
 
 def _table(rows: Sequence[Sequence[Any]]) -> str:
-    head, *body = [[str(cell) for cell in row] for row in rows]
+    head, *body = [[_text(cell) for cell in row] for row in rows]
     lines = [head, ["---"] * len(head), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -313,8 +342,9 @@ def _block(words: Sequence[str]) -> str:
             lines[-1] += f" {option}"
         else:
             lines.append(option if not lines else f"    {option}")
-    text = " \\\n".join(lines)
-    return f"```\n{text}\n```"
+    text = _lines(" \\\n".join(lines))
+    fence = _fence(text, 3)
+    return f"{fence}\n{text}\n{fence}"
 
 
 def _number(value: Any) -> str:
@@ -335,7 +365,7 @@ def _results(facts: Facts) -> str:
     rows.append(["layout", _shapes(facts), _shapes(other)])
     counts = {"train_samples": "training samples", "epochs": "epochs", "samples_per_step": "samples per step"}
     rows += [[words, _number(facts[n]), _number(other[n])] for n, words in counts.items() if other.get(n) is not None]
-    said = f"\n\nCommand of `{other['name']}`:\n\n{_block(other['command'])}" if other.get("command") else ""
+    said = f"\n\nCommand of {_code(other['name'])}:\n\n{_block(other['command'])}" if other.get("command") else ""
     return f"## Results\n\n{_table(rows)}{said}"
 
 
@@ -349,7 +379,8 @@ def _shapes(facts: Facts) -> str:
 
 
 def _data(facts: Facts) -> str:
-    said = f"{facts['data']}\n\n" if facts["data"] else ""
+    # Written by the user, in Markdown: links stay, tags do not.
+    said = re.sub(r"<(?!https?://)", "&lt;", _lines(facts["data"])) + "\n\n" if facts["data"] else ""
     counts = [
         f"{words}: {facts[name]:,} samples"
         for name, words in (("train_samples", "Training"), ("eval_samples", "evaluation"))
@@ -359,13 +390,15 @@ def _data(facts: Facts) -> str:
 
 
 def _training(facts: Facts) -> str:
-    options = ", ".join(f"{name} {value}" for name, value in facts["options"].items() if value not in (None, -1))
+    options = ", ".join(
+        f"{name} {_text(value)}" for name, value in facts["options"].items() if value not in (None, -1)
+    )
     lines = [
         f"{facts['steps']:,} optimizer steps ({facts['epochs']:g} epochs) of {facts['samples_per_step']} samples on "
         f"{facts['processes']} process{'' if facts['processes'] == 1 else 'es'}, {facts['precision']}.",
         f"Options of Trainer: {options}.",
     ]
-    pipeline = ", ".join(f"`{name}={value}`" for name, value in facts["pipeline_options"].items())
+    pipeline = ", ".join(_code(f"{name}={value}") for name, value in facts["pipeline_options"].items())
     lines.append(f"Options of the pipeline: {pipeline or 'the defaults'}.")
     parts = ["## Training\n\n" + "\n\n".join(lines), _block(facts["command"])]
     if facts["evaluations"]:
@@ -384,7 +417,7 @@ def _timeline(facts: Facts) -> str:
     for each in facts["layouts"]:
         shape = f"{each['stages']} x {each['replicas']}"
         frozen = f"{each['frozen']} of {each['layers']} layers"
-        why = str(each["reason"]).replace("|", "\\|")
+        why = each["reason"]
         rows.append(
             [each["step"], f"{each['epoch']:g}", shape, each["microbatches"], frozen, each["cached"] or "", why]
         )
@@ -400,7 +433,7 @@ def _mib(num_bytes: float) -> str:
 def _stored(facts: Facts) -> str:
     cache = facts["cache"]
     if cache["off"]:
-        return f"## Activation cache\n\nOff: {cache['off']}"
+        return f"## Activation cache\n\nOff: {_text(cache['off'])}"
     if not cache["epochs"]:
         return "## Activation cache\n\nNothing was stored."
     rows = [["after epoch", "hits", "misses", "stored"]]

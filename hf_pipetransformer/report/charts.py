@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hf_pipetransformer.report import printable
 from hf_pipetransformer.report.recorded import RecordedRun, is_finite, pipeline_size
 
 
@@ -68,13 +69,27 @@ def converter() -> ModuleType:
     return vl_convert
 
 
+def finished(spec: Spec) -> Spec:
+    """Return a specification as it is drawn, with the look of every chart and names that the library can read."""
+    drawn: Spec = _printable({**spec, "config": CONFIG})
+    return drawn
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _printable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_printable(each) for each in value]
+    return printable(value) if isinstance(value, str) else value
+
+
 def save_chart(spec: Spec, path: Path) -> None:
     """Draw a chart in a file whose ending names the format: .svg, or else PNG.
 
     Raises:
         ValueError: the library that draws is not installed, or the file cannot be written.
     """
-    library, chart = converter(), {**spec, "config": CONFIG}
+    library, chart = converter(), finished(spec)
     try:
         if path.suffix == ".svg":
             path.write_text(library.vegalite_to_svg(chart), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -9,15 +10,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any
 
 from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.report.files import open_regular
 from hf_pipetransformer.schedules.json_values import entries, entry, text, whole_number
 from hf_pipetransformer.schedules.layout import MOST_MICROBATCHES, Layout
 
 
 EVENTS_FILE = "pipetransformer_events.jsonl"
 KINDS = ("run", "freeze", "transition", "profile", "cache", "checkpoint", "log", "progress", "fault", "end")
+
+_LONGEST_LINE = 2**24
+"""Bytes; what has a longer line is no events file, and is not read into memory."""
 
 # A fault of another rank is written by the thread that learns of it, while the main thread may write too.
 _WRITING = threading.Lock()
@@ -38,26 +43,40 @@ class EventLog:
         line = {"event": event, "step": step, "epoch": epoch, "time_s": round(time.time() - self._start, 3), **fields}
         with _WRITING:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            _finish_last_line(self.path)
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            with os.fdopen(open_regular(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "r+b") as file:
+                _finish_last_line(file, self.path)
+                file.write(json.dumps(line).encode() + b"\n")
 
-
-def _finish_last_line(path: str) -> None:
-    """Repair a line that a kill cut short: end it if it is a whole event, else remove it."""
-    if not os.path.exists(path):
-        return
-    with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 1))
-        if file.read() in (b"", b"\n"):
+    def check(self) -> None:
+        """Raise ValueError if something lies in the place of the file that no event can be added to."""
+        if self.path is None:
             return
-        file.seek(0)
-        line = file.read().rpartition(b"\n")[2]
-        if _event_of(line) is not None:
-            file.write(b"\n")
-        else:
-            file.truncate(end - len(line))
+        try:
+            with os.fdopen(open_regular(self.path, os.O_RDWR), "r+b") as file:
+                _finish_last_line(file, self.path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ValueError(
+                f"{self.path} cannot be written ({error}): expected the events file of a run, or none. Remove it, or "
+                "set another output_dir."
+            ) from error
+
+
+def _finish_last_line(file: IO[bytes], path: str) -> None:
+    """Repair a line that a kill cut short: end it if it is a whole event, else remove it."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - 1))
+    if file.read() in (b"", b"\n"):
+        return
+    begin = file.seek(max(0, end - _LONGEST_LINE))
+    _, newline, line = file.read().rpartition(b"\n")
+    if begin and not newline:
+        raise OSError(errno.EINVAL, f"its last line has more than {_LONGEST_LINE} bytes", path)
+    if _event_of(line) is not None:
+        file.write(b"\n")
+    else:
+        file.truncate(end - len(line))
 
 
 def _event_of(line: bytes) -> dict[str, Any] | None:
@@ -81,22 +100,22 @@ def read_events(path: str) -> list[dict[str, Any]]:
 
 def _numbered_events(path: str) -> list[tuple[int, dict[str, Any]]]:
     try:
-        with open(path, "rb") as file:
-            lines = file.read().split(b"\n")
+        file = os.fdopen(open_regular(path, follows_links=True), "rb")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error}): expected the events file of a run.") from error
     events = []
-    for at, line in enumerate(lines, 1):
-        event = _event_of(line)
-        if event is not None:
-            events.append((at, event))
-        elif at < len(lines):
-            raise ValueError(
-                f"{path} is not the events file of a run: line {at} is {line[:60]!r}, expected an event. Give "
-                "the pipetransformer_events.jsonl of an earlier run, or remove that line."
-            )
-        elif line:
-            logger.warning(f"{path}: the last line was cut off ({line[:60]!r}) and is ignored.")
+    with file:
+        for at, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
+            event = _event_of(line)
+            if event is not None:
+                events.append((at, event))
+            elif line.endswith(b"\n") or len(line) == _LONGEST_LINE:
+                raise ValueError(
+                    f"{path} is not the events file of a run: line {at} is {line.rstrip()[:60]!r}, expected an event. "
+                    "Give the pipetransformer_events.jsonl of an earlier run, or remove that line."
+                )
+            else:
+                logger.warning(f"{path}: the last line was cut off ({line[:60]!r}) and is ignored.")
     return events
 
 

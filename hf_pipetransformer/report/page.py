@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_pipetransformer.report.charts import CONFIG, Chart, all_charts, converter, save_chart
+from hf_pipetransformer.report import printable
+from hf_pipetransformer.report.charts import Chart, all_charts, converter, finished, save_chart
 from hf_pipetransformer.report.recorded import RecordedRun, is_finite, pipeline_size, read_runs
 
 
@@ -146,22 +147,22 @@ def render(runs: Sequence[RecordedRun], charts: Sequence[Chart], library: Module
     """Return the page; the scripts that draw its charts are in it."""
     title = "Training report: " + ", ".join(run.name for run in runs)
     head, *rows = summary(runs)
-    parts = [f"<h1>{html.escape(title)}</h1>", _table(head, rows)]
+    parts = [f"<h1>{_text(title)}</h1>", _table(head, rows)]
     if compared := time_matched(runs):
         parts += ["<h2>At equal time</h2>", "<p>Each run at the time at which the other had ended.</p>"]
         parts.append(_table(["metric", "run", "at the end of", "it had", "run then", "difference"], compared))
     for chart in charts:
         if chart.spec is not None:
-            parts.append(f"<h2>{html.escape(chart.title)}</h2><p>{html.escape(chart.text)}</p>")
+            parts.append(f"<h2>{_text(chart.title)}</h2><p>{_text(chart.text)}</p>")
             parts.append(f'<div class="chart" data-chart="{chart.name}"></div>')
         if chart.name == "layout" and (moved := transitions(runs)):
             head = ["run", "step", "time", "K x R, layers", "why", "moved", "took"]
             parts += ["<h2>Transitions</h2>", _table(head, moved)]
     if absent := [chart for chart in charts if chart.spec is None]:
-        items = "".join(f"<li>{html.escape(f'{chart.title}: {chart.missing}.')}</li>" for chart in absent)
+        items = "".join(f"<li>{_text(f'{chart.title}: {chart.missing}.')}</li>" for chart in absent)
         parts.append(f"<h2>Not recorded</h2><ul>{items}</ul>")
     specs = [
-        f'<script type="application/json" id="spec-{chart.name}">{_json({**chart.spec, "config": CONFIG})}</script>'
+        f'<script type="application/json" id="spec-{chart.name}">{_json(finished(chart.spec))}</script>'
         for chart in charts
         if chart.spec is not None
     ]
@@ -169,7 +170,7 @@ def render(runs: Sequence[RecordedRun], charts: Sequence[Chart], library: Module
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
             *parts,
             *specs,
             f'<script id="library" type="module">{scripts}\n{_SCRIPT}</script>',
@@ -179,15 +180,20 @@ def render(runs: Sequence[RecordedRun], charts: Sequence[Chart], library: Module
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, allow_nan=False).replace("</", "<\\/")
+    # Not only "</": "<!--" and "<script" change how a page reads the rest of a script.
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
+
+
+def _text(text: str) -> str:
+    return html.escape(printable(text))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    titles = "".join(f"<th>{html.escape(title)}</th>" for title in head)
+    titles = "".join(f"<th>{_text(title)}</th>" for title in head)
     lines = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><tr>{titles}</tr>{lines}</table></div>'
 
 
 def _cell(text: str) -> str:
     kind = ' class="short"' if len(text) <= 16 else ""
-    return f"<td{kind}>{html.escape(text)}</td>"
+    return f"<td{kind}>{_text(text)}</td>"

@@ -64,7 +64,7 @@ class CollectiveTimeouts:
         self._board = FaultBoard(topology.rank, topology.world_size, self._record, topology.abort)
         # The process outlives this run, whose model the board leads to.
         asking = weakref.WeakMethod(self._board.find_lost)
-        failure.ask_with(lambda: find() if (find := asking()) else None)
+        failure.begin(journal.trainer.args.output_dir, lambda: find() if (find := asking()) else None)
         self._depth = 0
         self._is_recorded = False
 
@@ -95,15 +95,21 @@ class CollectiveTimeouts:
             self._board.begin(together)
             self.rest()
         try:
+            with failure.recorded(), self._reported():
+                yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._board.end()
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
             yield
         except BaseException as error:
             if self._depth == 1 and not isinstance(error, (SystemExit, GeneratorExit)):
                 self._report(error)
             raise
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                self._board.end()
 
     def _report(self, error: BaseException) -> None:
         is_short = isinstance(error, torch.OutOfMemoryError)

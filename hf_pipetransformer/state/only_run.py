@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +18,15 @@ import psutil
 
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.report import logger
+from hf_pipetransformer.report.files import open_regular
 from hf_pipetransformer.state.run_state import Positive, read_as
 
 
 LOCK_FILE = "_pipetransformer_run.json"
 """Name with a leading underscore: such files are never pushed to the hub."""
 
-_ATTEMPTS = 5
+_ATTEMPTS, _ATTEMPT_SECONDS = 50, 0.05
+_MOST_BYTES = 2**16
 
 
 class _Owner(TypedDict):
@@ -53,7 +56,7 @@ def only_run(output_dir: str, topology: Topology) -> Iterator[None]:
         # Also where the other ranks never heard of it: the file itself says whose it is.
         if topology.rank == 0:
             with contextlib.suppress(OSError):
-                if _owner_of(path.read_bytes()) == own:
+                if _owner_of(_read(path)) == own:
                     path.unlink()
 
 
@@ -102,7 +105,12 @@ def _take(output_dir: str, own: _Owner) -> bool:
     except OSError as error:
         logger.warning(f"{path} cannot be written ({error}): make sure that no other run uses this output_dir.")
         return False
-    raise ValueError(f"{path} comes and goes: other runs begin in this output_dir. Set another one.")
+    raise ValueError(f"{path} comes and goes, or stays locked: other runs begin in this output_dir. Set another one.")
+
+
+def _read(path: Path) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read(_MOST_BYTES)
 
 
 def _write(path: str, owner: _Owner) -> None:
@@ -133,22 +141,27 @@ def _take_over(path: str, draft: str) -> bool:
         ValueError: the lock's process may be alive.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115
+        file = os.fdopen(open_regular(path), "rb")
     except FileNotFoundError:
         return False
     except PermissionError:
         _check_gone(path, None)
         raise
     with file:
-        with contextlib.suppress(OSError):
-            # Several runs may find the same stale lock. Only one replaces it, and at no moment is there none.
-            fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            is_same = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+            # Several runs may find the same stale lock. Only one replaces it, and at no moment is there none.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_ATTEMPT_SECONDS)
+            return False
+        except OSError:
+            pass  # File system without such locks.
+        try:
+            is_same = os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
         except FileNotFoundError:
             return False
         if is_same:
-            _check_gone(path, _owner_of(file.read()))
+            _check_gone(path, _owner_of(file.read(_MOST_BYTES)))
             os.replace(draft, path)
         return is_same
 

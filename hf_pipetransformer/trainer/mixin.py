@@ -170,6 +170,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         ValueError: an option, model or data set does not work with a pipeline; the message says what to change.
     """
 
+    @failure.recorded()
     def __init__(
         self,
         *positional: Any,
@@ -225,7 +226,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         """
         try:
             with (
-                failure.training(self.args.output_dir, bool(resume_from_checkpoint)),
+                failure.Training(self.args.output_dir, bool(resume_from_checkpoint)),
                 self.pipeline_run.trainings.call(resume_from_checkpoint, trial) as folder,
             ):
                 return super().train(folder, trial, ignore_keys_for_eval)

@@ -18,6 +18,7 @@ from hf_pipetransformer.freeze.policy import check_policy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.forecast import Course
 from hf_pipetransformer.planning.storing import Storage
+from hf_pipetransformer.report.files import create
 from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches, first_batches
 from hf_pipetransformer.startup.plan_words import as_json, in_words
 from hf_pipetransformer.startup.planner import StartUp
@@ -50,7 +51,7 @@ def print_plan(starter: Starter, given: Any, num_steps: int, steps_per_epoch: in
         print(in_words(plan), flush=True)
         folder = context.args.output_dir
         os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, PLAN_FILE), "w", encoding="utf-8") as file:
+        with create(os.path.join(folder, PLAN_FILE)) as file:
             json.dump(as_json(plan), file)
 
     context.topology.decide(tell)

@@ -15,6 +15,7 @@ import torch
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.engine.trace import StepTrace
 from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.report.files import create
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.splitters.base import main_input_of
@@ -183,7 +184,7 @@ class Tracer:
         if topology.rank == 0:
             path = os.path.join(args.output_dir, f"trace_step_{self._step}.json")
             os.makedirs(args.output_dir, exist_ok=True)
-            with open(path, "w", encoding="utf-8") as file:
+            with create(path) as file:
                 json.dump({"traceEvents": [event for each in of_ranks for event in each]}, file)
             announce(f"Step {self._step} is traced in {path}: open it in ui.perfetto.dev or chrome://tracing.")
 

@@ -116,6 +116,7 @@ class Trainings:
             timeouts.rest()
             # The lock comes first: reported faults are written to the events file, which may belong to another run.
             with self._only_run(trial), timeouts.reporting_faults():
+                topology.decide(self.context.journal.log.check)
                 if trainer.model_init is None:
                     self.ending.put_together()
                     check_whole(trainer.model)

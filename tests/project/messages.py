@@ -61,7 +61,7 @@ RELAYS = (
     "comm/topology.py:Topology.decide",
     "comm/topology.py:Topology.together",
     "options/combinations.py:raise_first",
-    "report/failure.py:LastWords._answer",
+    "report/failure.py:_add_notes",
     "runtime/context.py:CollectiveTimeouts._report",
     "startup/start.py:Inspection",
     "startup/start.py:_find_loss_rule",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -129,6 +130,29 @@ def test_evaluations_at_one_step_with_equal_values_are_one(trainer: Any) -> None
     assert [each["step"] for each in facts_of(trainer, None)["evaluations"]] == [4, 12]
     trainer.state.log_history.append({"eval_loss": 0.5, "epoch": 3.0, "step": 12})
     assert [each["eval_loss"] for each in facts_of(trainer, None)["evaluations"]] == [0.8, 0.6, 0.5]
+
+
+def test_names_are_no_markup(trainer: Any) -> None:
+    """Of runs, metrics, data sets and models, and words of the command."""
+    name = "a|b<script>alert(1)</script>`x`[y](z)\u2028\udcff"
+    write_card(trainer, None, None)
+    facts = json.loads((Path(trainer.args.output_dir) / FACTS_FILE).read_text())
+    facts |= {"name": name, "base_model": name, "data": f"[Set](https://a.b) <https://c.d> {name}", "command": [name]}
+    facts["command"].append("```\n<script>")
+    facts["metrics"] = {f"eval_{name}_loss": 0.5}
+    facts["evaluations"] = [{"epoch": 1.0, "step": 2, f"eval_{name}_loss": 0.5}]
+    facts["options"] = {"optim": name}
+    facts["pipeline_options"] = {"freeze_policy": name}
+    other = {"name": name, "metrics": facts["metrics"], "layouts": facts["layouts"], "command": ["```\n<script>"]}
+    for comparison in (None, {**other, "processes": 1}):
+        card = render({**facts, "comparison": comparison}, FACTS_FILE)
+        card.encode()
+        assert "[Set](https://a.b) <https://c.d>" in card and "\u2028" not in card
+        # Code blocks and code, which show everything as it is.
+        rest = re.sub(r"(?<!\\)(`+)(?!`).*?(?<![`\\])\1(?!`)", "", card, flags=re.DOTALL)
+        assert "<script" in card and "<script" not in rest
+        for table in re.findall(r"(?:^\|.*\n?)+", rest, flags=re.MULTILINE):
+            assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table
 
 
 def test_a_run_that_was_left_to_trainer_has_a_card_too(trainer: Any) -> None:

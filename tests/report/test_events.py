@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from hf_pipetransformer.report.events import (
     read_unfit,
 )
 from hf_pipetransformer.schedules.layout import Layout
-from tests.mutations import GONE, draw_mutations, mutated, refusal_of
+from tests.mutations import GONE, NO_FILES, draw_mutations, mutated, refusal_of
 
 
 LAYOUT = Layout(
@@ -288,3 +289,26 @@ def test_an_events_file_with_any_bytes_changed_is_read_or_refused_in_one_sentenc
         read_known_microbatches(str(path), LAYOUT, 4)
         read_unfit(str(path), {})
     assert num_refused and num_read
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", NO_FILES)
+def test_what_is_no_file_is_neither_read_nor_written(tmp_path: Path, what: str):
+    path = tmp_path / EVENTS_FILE
+    NO_FILES[what](path)
+    with pytest.raises(OSError):  # noqa: PT011
+        EventLog(str(tmp_path)).write("end", 4, 1.0)
+    # A plan may be a link to the events of a run.
+    said = "line 1 is" if what == "link" else "cannot be read .*expected the events file of a run"
+    with pytest.raises(ValueError, match=said):
+        read_layouts(str(path))
+
+
+def test_a_file_without_end_is_not_read(tmp_path: Path):
+    path = tmp_path / EVENTS_FILE
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(ValueError, match="cannot be written .*its last line has more than 16777216 bytes"):
+        EventLog(str(tmp_path)).check()
+    with pytest.raises(ValueError, match="line 1 is"):
+        read_layouts(str(path))

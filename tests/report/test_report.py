@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import pytest
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cli import main
-from hf_pipetransformer.report.charts import all_charts, rows_of
+from hf_pipetransformer.report.charts import all_charts, converter, rows_of, save_chart
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog, read_events
-from hf_pipetransformer.report.page import summary, time_matched, transitions
+from hf_pipetransformer.report.page import render, summary, time_matched, transitions
 from hf_pipetransformer.report.recorded import Entry, RecordedRun, read_run, read_runs
 from hf_pipetransformer.training.progress import bubble_share
 from tests.models import build_model, collate, make_dataset
@@ -112,15 +113,43 @@ def test_a_transition_has_its_row(folder: Path) -> None:
     assert row[4] != "" and row[5].endswith("MiB") and row[6].endswith("s")
 
 
+HOSTILE = ("a<!--<script>b", "c</script>d", "e\u2028f", "g\u2029\x00h", "i\udcffj", "k\"'\\l", "m | n & o")
+
+
+def test_names_of_runs_and_metrics_break_no_chart_and_no_page(folder: Path, tmp_path: Path) -> None:
+    runs = read_runs([str(folder)] * len(HOSTILE))
+    runs = [replace(run, name=name) for run, name in zip(runs, HOSTILE, strict=True)]
+    for run in runs:
+        for entry in run.entries:
+            entry.values.update({f"eval_{name}": 1.0 for name in HOSTILE})
+    charts, library = all_charts(runs), converter()
+    page = tmp_path / "run.html"
+    page.write_text(render(runs, charts, library), encoding="utf-8")
+    assert visible(page.read_text(encoding="utf-8")).count("<script") == len(CHARTS)
+    specs = re.findall(r'id="spec-(\w+)">(.*?)</script>', page.read_text(encoding="utf-8"))
+    assert {name for name, spec in specs if json.loads(spec) and "<" not in spec} == CHARTS
+    for chart in charts:
+        assert chart.spec is not None
+        save_chart(chart.spec, tmp_path / "chart.svg")
+    if shutil.which("chromium") is not None:
+        found = look(page, tmp_path)
+        assert len(re.findall('data-state="drawn"', found.stdout)) == len(CHARTS) and "CONSOLE" not in found.stderr
+
+
+def look(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a browser made of a page."""
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    home = ["--enable-logging=stderr", f"--user-data-dir={folder / 'browser'}"]
+    return subprocess.run(
+        ["chromium", *options, *home, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="looks at the page in Chromium, which is not installed")
 def test_a_browser_draws_every_chart_without_an_error(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "run.html"
     main(["report", str(folder), "--html", str(page)])
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-    home = ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'browser'}"]
-    found = subprocess.run(
-        ["chromium", *options, *home, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
+    found = look(page, tmp_path)
     assert len(re.findall('data-state="drawn"', found.stdout)) == len(CHARTS)
     assert "CONSOLE" not in found.stderr
     drawn = found.stdout.split('<div class="chart')[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -15,9 +16,11 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.report.events import EVENTS_FILE
 from hf_pipetransformer.state import only_run as module
 from hf_pipetransformer.state.only_run import LOCK_FILE
 from tests.models import build_model, collate, make_dataset
+from tests.mutations import NO_FILES
 
 
 class Looks(TrainerCallback):
@@ -163,13 +166,51 @@ def test_a_folder_in_which_nothing_can_be_made_is_told_of(
 
 def test_a_lock_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = lock_of(tmp_path)
-    original = open
+    original = os.open
 
     def refuse(name: Any, *args: Any, **kwargs: Any) -> Any:
         if str(name) == str(path):
             raise PermissionError(13, "planted", name)
         return original(name, *args, **kwargs)
 
-    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(ValueError, match=f"{path} cannot be read: expected the lock of a run"):
         module._take(str(tmp_path), module._describe_process())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", NO_FILES)
+def test_what_is_no_file_is_no_lock(tmp_path: Path, what: str) -> None:
+    """None is waited for, followed or read."""
+    path, before = tmp_path / LOCK_FILE, Path(__file__).read_bytes()
+    NO_FILES[what](path)
+    with pytest.raises(ValueError, match=f"{path} cannot be read: expected the lock of a run. Remove this file"):
+        make(tmp_path).train()
+    assert [each.name for each in tmp_path.iterdir()] == [LOCK_FILE] and Path(__file__).read_bytes() == before
+
+
+def test_a_lock_without_end_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_FILE
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(ValueError, match=f"{path} cannot be read: expected the lock of a run"):
+        module._take(str(tmp_path), module._describe_process())
+
+
+def test_a_lock_that_a_stopped_process_holds_is_not_waited_for(tmp_path: Path) -> None:
+    with lock_of(tmp_path, pid=2**22 + 1).open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="comes and goes, or stays locked: other runs begin in this output_dir"):
+            module._take(str(tmp_path), module._describe_process())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", NO_FILES)
+def test_what_is_no_events_file_is_refused_before_the_first_step(tmp_path: Path, what: str) -> None:
+    path, before = tmp_path / EVENTS_FILE, Path(__file__).read_bytes()
+    NO_FILES[what](path)
+    look = Looks()
+    with pytest.raises(ValueError, match=f"{path} cannot be written .*expected the events file of a run, or none"):
+        make(tmp_path, look, **FREEZES).train()
+    assert not look.seen and [each.name for each in tmp_path.iterdir()] == [EVENTS_FILE]
+    assert Path(__file__).read_bytes() == before
