@@ -432,6 +432,19 @@ def get_topology(timeout: float, local_world_size: int | None) -> Topology:
     return _TOPOLOGIES[key]
 
 
+def check_connected() -> None:
+    """Refuse to go on once the process group of an earlier trainer was left: to join it again would wait for ever.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    if any(world is not None for world, *_ in _TOPOLOGIES) and not dist.is_initialized():
+        raise ValueError(
+            "The processes have parted: an earlier trainer's end() has left the process group, and a new trainer "
+            "needs it. Call end() once, on the last trainer of the script."
+        )
+
+
 def let_group_threads_finish() -> None:
     """Sleep briefly, with the GIL released, before groups or the interpreter are torn down.
 

@@ -306,9 +306,9 @@ def join_blocks(outputs: Sequence[torch.Tensor], sizes: Sequence[int], rows: int
 
 
 def sequence_length(batch: Mapping[str, Any], main_input: str) -> int:
-    """Return the padded length of a batch of text; 0 for an empty one."""
+    """Return the padded length of a batch of text; 0 for an empty one, or one without a second dimension."""
     value = batch.get(main_input)
-    return value.shape[1] if isinstance(value, torch.Tensor) else 0
+    return value.shape[1] if isinstance(value, torch.Tensor) and value.dim() > 1 else 0
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,10 @@ def set_random_state(
         torch.cuda.set_rng_state(tensors["cuda"], device)
 
 
+def same_states(a: States, b: States) -> bool:
+    return a[1] == b[1] and all(torch.equal(b[0][name], state) for name, state in a[0].items())
+
+
 class SharedRngState:
     """RNG states that the global generators of a single process would have, kept on each rank during training.
 
@@ -98,7 +102,7 @@ def drawing_alike(share: Callable[[Any], Any], device: torch.device) -> Iterator
     """
     own = random_state(device)
     tensors, values = share([*own])
-    is_own = values == own[1] and all(torch.equal(own[0][name], state) for name, state in tensors.items())
+    is_own = same_states((tensors, values), own)
     set_random_state({name: state.clone() for name, state in tensors.items()}, values, device)
     try:
         yield
@@ -144,6 +148,11 @@ class Generators:
     def states(self) -> list[Any]:
         return [_state_of(generator) for generator in self.found]
 
+    def restore(self, states: Sequence[Any]) -> None:
+        """Restore what `states` returned."""
+        for generator, state in zip(self.found, states, strict=True):
+            _set_state(generator, state)
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore these generators and the global ones at the end of the context."""
@@ -152,8 +161,7 @@ class Generators:
             yield
         finally:
             set_random_state(*states)
-            for generator, state in zip(self.found, own, strict=True):
-                _set_state(generator, state)
+            self.restore(own)
 
 
 @contextmanager

@@ -265,12 +265,22 @@ def order_of_run(
     if args.world_size == 1:
         return sampler
     sampler = copy.copy(sampler)  # Leave the user's own sampler as it is; it may be used again.
-    if isinstance(sampler, LengthGroupedSampler):
+    if _is_trainers_own(sampler, args):
         # It sorts by length within groups of batches, which are global batches here.
         sampler.batch_size = args.global_batch_size(sampler.batch_size)
     if shared is None and getattr(sampler, "generator", "none needed") is None:
         sampler.generator = torch.Generator().manual_seed(seed)
     return sampler
+
+
+def _is_trainers_own(sampler: Any, args: PipeTransformerArguments) -> bool:
+    """Return True for a sampler such as Trainer makes with `train_sampling_strategy="group_by_length"`.
+
+    Its groups count batches of one device; a script that makes its own chooses the size of the groups itself.
+    """
+    if type(sampler) is not LengthGroupedSampler or sampler.generator is not None:
+        return False
+    return sampler.batch_size == args.train_batch_size * args.gradient_accumulation_steps
 
 
 def draws_each_once(order: Any, num_samples: int) -> bool:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import torch
 from transformers import TrainingArguments
 
+from hf_pipetransformer.comm.topology import check_connected
 from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.options.reading import (
     Reader,
@@ -361,6 +362,7 @@ class PipeTransformerArguments(TrainingArguments):
 
     @failure.recorded()
     def __post_init__(self) -> None:
+        check_connected()
         if self.deepspeed:
             raise ValueError(
                 "deepspeed: the DeepSpeed engine owns model and optimizer itself, a pipeline stage does so here. "

@@ -12,6 +12,7 @@ import torch
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_pipetransformer.comm.errors import LAUNCH_HINT, ModelSettingError
+from hf_pipetransformer.comm.topology import check_connected
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.combinations import Refusal, raise_first
 
@@ -222,6 +223,7 @@ def check_launch(args: TrainingArguments) -> None:
             f"{asked} independent trainings would run. To train on CPUs set ACCELERATE_USE_CPU=true. Else start so: "
             f"{LAUNCH_HINT}."
         )
+    check_connected()
     wanted = _processes_asked_of_accelerate()
     if args.world_size == 1 and wanted > 1:
         raise ValueError(

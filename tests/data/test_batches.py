@@ -23,7 +23,9 @@ from hf_pipetransformer.data.batches import (
     join_blocks,
     join_outputs,
     note_samples,
+    pad_batch,
     rows_per_sample,
+    sequence_length,
     split_batch,
     take_rows,
 )
@@ -178,6 +180,13 @@ def test_tensors_survive_a_message_to_the_bit(dtype: torch.dtype, shape: tuple[i
     assert found[0].dtype == dtype
     assert found[0].shape == tensor.shape
     assert torch.equal(found[0], tensor)
+
+
+def test_a_batch_of_single_numbers_has_no_length() -> None:
+    """Tabular data and regressions: the main input is `(batch,)`."""
+    batch = {"x": torch.ones(3), "labels": torch.ones(3)}
+    assert sequence_length(batch, "x") == 0
+    assert pad_batch(batch, "x", 0, 0) == batch
 
 
 def test_a_placeholder_travels_as_one_element() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -15,10 +17,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.data.loader import Request
+from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.startup.first_samples import first_batches, probe_samples
 from hf_pipetransformer.training.metrics import MetricAccumulator
 from hf_pipetransformer.training.steps import SynchronousSteps
-from tests.models import build_model, collate, make_dataset
+from tests.models import build_model, collate, make_dataset, make_rows
 from tests.usages import same, untimed
 
 
@@ -212,7 +215,7 @@ def test_who_reads_a_batch_changes_no_number(config: str, data: Any, tmp_path: P
 
 def test_an_evaluation_batch_of_fewer_samples_than_processes_is_not_empty() -> None:
     """With `split_batches` a batch of one sample is that of both processes."""
-    args = SimpleNamespace(world_size=2, global_batch_size=lambda batch_size: batch_size)
+    args = SimpleNamespace(world_size=2, global_batch_size=lambda batch_size: batch_size, dataloader_num_workers=0)
     trainer: Any = SimpleNamespace(args=args, data_collator=collate)
     trainer._get_collator_with_removed_columns = lambda collator, description: collator
     batches = first_batches(trainer, Request(Stream(22), "Evaluation", batch_size=1))
@@ -328,4 +331,184 @@ def test_a_run_reads_and_draws_what_it_would_without_a_look_before(name: str, tm
         trainer.train()
         logs.append(logs_of(trainer))
     assert trainer.layout is not None
+    assert close(logs[1], logs[0])
+
+
+# ---- streams that do not begin anew ----
+
+
+class Resuming(IterableDataset):
+    """Goes on where it was left."""
+
+    def __init__(self, num: int = 44) -> None:
+        self.rows, self.at = make_rows(MODEL, num), 0
+
+    def __iter__(self) -> Iterator[Row]:
+        while self.at < len(self.rows):
+            self.at += 1
+            yield self.rows[self.at - 1]
+
+
+class InBlocks(Resuming):
+    """Takes several samples from a shared source at once."""
+
+    def __iter__(self) -> Iterator[Row]:
+        while self.at < len(self.rows):
+            self.at += 7
+            yield from self.rows[self.at - 7 : self.at]
+
+
+class Wrapping(IterableDataset):
+    """Gives an iterator that lives on."""
+
+    def __init__(self) -> None:
+        self.rows = iter(make_dataset(MODEL, 44))
+
+    def __iter__(self) -> Iterator[Row]:
+        return self.rows
+
+
+class Iterating(Wrapping):
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        return next(self.rows)
+
+
+class Piped(Wrapping):
+    """Reads lines from a pipe, as from a socket."""
+
+    def __init__(self) -> None:
+        ends = os.pipe()
+        with open(ends[1], "w") as file:
+            file.writelines(f"{index}\n" for index in range(44))
+        rows = make_rows(MODEL, 44)
+        self.rows = (rows[int(line)] for line in os.fdopen(ends[0]))
+
+
+class CountingEpochs(IterableDataset):
+    """Shuffles by the number of times that it was iterated, with a generator that nobody sees."""
+
+    def __init__(self) -> None:
+        self.rows, self.epoch = make_dataset(MODEL, 22), 0
+
+    def __iter__(self) -> Iterator[Row]:
+        self.epoch += 1
+        order = np.random.default_rng(self.epoch).permutation(len(self.rows))
+        return (self.rows[index] for index in order)
+
+
+class OwnRandomness(Resuming):
+    """Draws from its own generator and is told the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(8)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.at = epoch  # A run that begins sets the first epoch, once.
+
+    def __iter__(self) -> Iterator[Row]:
+        for row in super().__iter__():
+            yield {**row, "labels": int(torch.randint(3, (), generator=self.generator))}
+
+    def collate(self, samples: list[Row]) -> dict[str, torch.Tensor]:
+        return collate(samples)
+
+
+class Source:
+    """Rows that all who ask take from."""
+
+    rows: Iterator[Row]
+
+
+def generate() -> Iterator[Row]:
+    yield from Source.rows
+
+
+def of_generator() -> Any:
+    Source.rows = iter(make_rows(MODEL, 44))
+    return datasets.IterableDataset.from_generator(generate)
+
+
+def shuffled() -> Any:
+    return datasets.Dataset.from_list(make_dataset(MODEL, 22)).to_iterable_dataset().shuffle(seed=5, buffer_size=9)
+
+
+def emptying(samples: list[Row]) -> dict[str, torch.Tensor]:
+    """Collate, and leave nothing of the samples."""
+    batch = collate([{**sample} for sample in samples])
+    for sample in samples:
+        sample.clear()
+    return batch
+
+
+STREAMS: dict[str, Any] = {
+    "resuming": Resuming, "in blocks": InBlocks, "wrapping": Wrapping, "iterating": Iterating, "piped": Piped,
+    "counting epochs": CountingEpochs, "own randomness": OwnRandomness, "of a generator": of_generator,
+    "shuffled": shuffled,
+}  # fmt: skip
+
+
+WAYS = [("stages", name) for name in STREAMS] + [("left", "resuming"), ("left", "of a generator")]
+WAYS += [("own loader", "resuming"), ("own loader", "iterating")]
+
+
+@pytest.mark.parametrize(("way", "name"), WAYS)
+def test_no_sample_of_a_stream_is_lost(way: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(*_: Any) -> None:
+        raise UnsupportedModelError("cannot be split")
+
+    if way == "left":
+        monkeypatch.setattr("hf_pipetransformer.training.starting.inspect_model", leave)
+    logs = []
+    for base in (Trainer, PipeTransformerTrainer):
+        stream = STREAMS[name]()
+        collator = stream.collate if name == "own randomness" else emptying
+        given = {"train_dataset": stream, "data_collator": collator}
+        options = {"pipeline_parallel_num_microbatches": 2} if way == "stages" and base is not Trainer else {}
+        trainer = made(base, tmp_path / base.__name__, given=given, max_steps=7, **options)
+        if way == "own loader":
+            loader = DataLoader(stream, batch_size=5, collate_fn=collator)
+            trainer.get_train_dataloader = lambda loader=loader: loader
+        trainer.train()
+        logs.append(logs_of(trainer))
+    assert way != "left" or trainer.pipeline_run.is_left_to_trainer
+    assert len(logs[1]) > 2
+    assert close(logs[1], logs[0])
+
+
+def test_no_sample_of_an_evaluated_stream_is_lost(tmp_path: Path) -> None:
+    found = []
+    for base in (Trainer, PipeTransformerTrainer):
+        options = {} if base is Trainer else {"pipeline_parallel_num_microbatches": 2}
+        trainer = made(base, tmp_path / base.__name__, given={"data_collator": collate}, **options)
+        found.append(untimed(trainer.evaluate(Resuming())))
+    assert close(found[1], found[0])
+
+
+class Unseeded(Resuming):
+    """Draws from a global generator, and goes on where it was left."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return ({**row, "labels": int(torch.randint(3, ()))} for row in super().__iter__())
+
+
+@pytest.mark.parametrize(("stream", "workers"), [(Unseeded, 0), (Piped, 1)])
+def test_a_stream_whose_samples_could_not_be_given_back_is_refused(stream: Any, workers: int, tmp_path: Path) -> None:
+    given = {"train_dataset": stream(), "data_collator": collate}
+    options = {"max_steps": 2, "dataloader_num_workers": workers}
+    trainer = made(PipeTransformerTrainer, tmp_path, given=given, **options)
+    with pytest.raises(ValueError, match="gives something else when its first .* read again"):
+        trainer.train()
+
+
+def test_workers_read_copies_of_a_stream(tmp_path: Path) -> None:
+    logs = []
+    for base in (Trainer, PipeTransformerTrainer):
+        given = {"train_dataset": Resuming(), "data_collator": collate}
+        trainer = made(base, tmp_path / base.__name__, given=given, max_steps=4, dataloader_num_workers=1)
+        trainer.train()
+        logs.append(logs_of(trainer))
     assert close(logs[1], logs[0])

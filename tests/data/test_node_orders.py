@@ -14,6 +14,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from hf_pipetransformer.cache.opening import num_samples_here, samples_here, why_not_on_nodes
 from hf_pipetransformer.comm.topology import nodes_of
 from hf_pipetransformer.data.node_shares import NodeOrder
+from hf_pipetransformer.data.sampler import order_of_run
 
 
 DATA = range(12)
@@ -52,6 +53,16 @@ def test_orders_that_draw_each_sample_once_are_kept_and_others_told(order: Any, 
     assert (reason is None) == is_kept
     if reason is not None:
         assert f"found a {type(order).__name__} of {len(order)} draws for 12 samples. Use one of Trainer" in reason
+
+
+@pytest.mark.parametrize(("size", "generator", "found"), [(4, None, 8), (8, None, 8), (4, torch.Generator(), 4)])
+def test_groups_of_a_scripts_own_sampler_keep_their_size(size: int, generator: Any, found: int) -> None:
+    sampler = LengthGroupedSampler(size, lengths=list(DATA), generator=generator)
+    args: Any = SimpleNamespace(
+        data_seed=None, seed=1, world_size=2, train_batch_size=2, gradient_accumulation_steps=2
+    )
+    args.global_batch_size = lambda batch_size: 2 * batch_size
+    assert order_of_run(DATA, sampler, args, None).batch_size == found
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aab", "abab", "aa"])

@@ -47,14 +47,6 @@ class Nothing(torch.utils.data.IterableDataset):
         return iter(())
 
 
-class OnlyOnce(torch.utils.data.IterableDataset):
-    def __init__(self):
-        self.rows = iter(make_dataset("bert_sequence", 20))
-
-    def __iter__(self):
-        return self.rows
-
-
 class ContrastiveTrainer(PipeTransformerTrainer):
     """A loss that compares the samples of a batch with each other."""
 
@@ -233,7 +225,6 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "resume_from_a_checkpoint": {"act": resume("checkpoint-3")},
     "no_dataset": {"train_dataset": lambda: iter(make_dataset("bert_sequence", 20)), "options": {"max_steps": 2}},
     "empty_stream": {"train_dataset": Nothing},
-    "stream_without_beginning": {"train_dataset": OnlyOnce},
     "packed_samples": {"collator": packed},
     "empty_dataset": {"train_dataset": lambda: make_dataset("bert_sequence", 1).select([])},
     "undivided_optimizer": {"optimizers": undivided_optimizer},

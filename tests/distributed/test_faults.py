@@ -268,7 +268,6 @@ NAMED = {
     "resume_from_a_checkpoint": "resume_from_checkpoint",
     "no_dataset": "without a length and indices",
     "empty_stream": "The data set is empty: expected at least one sample",
-    "stream_without_beginning": "OnlyOnce can be iterated once only",
     "compiled_graphs": "torch_compile_mode='reduce-overhead'",
     "compiled_split_backward": "pipeline_schedule='zb_h1'",
     "packed_samples": "has labels of shape .*a label for each token",

@@ -13,6 +13,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from transformers import TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer.comm import topology
 from hf_pipetransformer.freeze.policy import check_policy
 from hf_pipetransformer.options import refusals
 from hf_pipetransformer.options.combinations import unused_freeze_options
@@ -165,6 +166,16 @@ def test_accelerate_that_started_one_process_of_several(monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="but each believes in a world of 1"):
         check_launch(SimpleNamespace(world_size=1))
+
+
+def test_a_trainer_after_the_end_of_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate would join the group again, and wait for ever."""
+    monkeypatch.setitem(topology._TOPOLOGIES, (object(), 300.0, 2), SimpleNamespace())
+    with pytest.raises(ValueError, match=r"processes have parted: an earlier trainer's end\(\)"):
+        arguments(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="processes have parted"):
+        check_launch(SimpleNamespace(world_size=2))
 
 
 def refused(words: str, model: Any = None, optimizer: Any = None) -> None:
