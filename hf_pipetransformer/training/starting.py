@@ -295,11 +295,25 @@ class Starter:
             self.context.journal.log.path if is_training else None,
         )
         if needs_loss and start_up.loss_rule.ignores_num_items:
-            # The model accepts num_items_in_batch but ignores it; Trainer would then skip its own division of the loss
-            # (transformers#47688).
-            self._overrode_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
-            trainer_compat.pass_num_items(trainer, False)
+            start_up = self._dividing_itself(start_up, is_training)
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
+
+    def _dividing_itself(self, start_up: StartUp, is_training: bool) -> StartUp:
+        """Let Trainer divide the loss: the model accepts `num_items_in_batch` but ignores it (transformers#47688)."""
+        trainer, args = self.context.trainer, self.context.args
+        was_divided = trainer_compat.is_divided(trainer, start_up.samples.get("labels"))
+        self._overrode_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
+        trainer_compat.pass_num_items(trainer, False)
+        adds_up = was_divided and not trainer_compat.is_divided(trainer, None)
+        if adds_up and is_training and args.gradient_accumulation_steps > 1 and self.context.topology.rank == 0:
+            logger.warning(
+                f"{type(trainer.model).__name__} takes num_items_in_batch and ignores it. With "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps} Trainer adds up the losses of the "
+                "batches of a step, and with them the gradients (transformers#47688); here they are averaged, as in "
+                "one batch. Set trainer.model_accepts_loss_kwargs=False for Trainer to average them too, or "
+                "trainer.loss_is_scaled_for_ga=True to add them up here too."
+            )
+        return replace(start_up, trainer_adds_up=adds_up)
 
     def start(self, report: ModelReport, layout: Layout, longest: int = 1) -> Pipeline:
         """Build this rank's stage under `layout`; `longest` is the largest number of stages K it may grow to.
