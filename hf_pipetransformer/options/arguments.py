@@ -205,9 +205,9 @@ class PipeTransformerArguments(TrainingArguments):
     )
     pipeline_timeout: Annotated[float, read_timeout] = option(
         300.0,
-        "Seconds that a rank waits for another one in a training step before the run ends with an error on every "
-        "rank. Between steps (preparing, logging, evaluating, saving), and everywhere with `torch_compile`, "
-        "`ddp_timeout` applies if it is longer.",
+        "Seconds that a rank waits for another one in a training step, or for a worker of its data loader, before the "
+        "run ends with an error on every rank. Between steps (preparing, logging, evaluating, saving), and everywhere "
+        "with `torch_compile`, `ddp_timeout` applies if it is longer.",
     )
     pipeline_trace_step: Annotated[
         int | None, optional(whole_number("an optimizer step, 0 for the first", least=0))
