@@ -84,6 +84,13 @@ TRAINERS_NUMBERS: dict[str, Reader] = {
 }
 """Ranges of Trainer's own numeric options. Outside them Trainer silently trains nothing, gets NaN, or fails late."""
 
+STRATEGIES_READING = {
+    "logging_steps": ("logging_strategy", ("steps",)),
+    "save_steps": ("save_strategy", ("steps",)),
+    "eval_delay": ("eval_strategy", ("steps", "epoch")),
+}
+"""Strategies with which Trainer compares one of these options with a number of steps, so that it may not be None."""
+
 _NO_PIPELINE = (
     "PipeTransformerArguments were given to a Trainer without a pipeline, which ignores pipeline_*, freeze_* and "
     "activation_cache*. Use PipeTransformerTrainer."
@@ -346,6 +353,7 @@ class PipeTransformerArguments(TrainingArguments):
     places_model = False
 
     def __post_init__(self) -> None:
+        _check_output_dir(self.output_dir)
         failure.install(self.output_dir)  # First, because what follows refuses options.
         if self.deepspeed:
             raise ValueError(
@@ -374,6 +382,12 @@ class PipeTransformerArguments(TrainingArguments):
             if name == "num_train_epochs" and isinstance(self.max_steps, int) and self.max_steps > 0:
                 continue  # max_steps overrides it.
             found = read(name, value)
+            strategy, needing = STRATEGIES_READING.get(name, ("", ()))
+            if found is None and needing and getattr(self, strategy) in needing:
+                word = str(getattr(getattr(self, strategy), "value", getattr(self, strategy)))
+                raise ValueError(
+                    f"{name} must be a number with {strategy}={word!r}, found {value!r}. Set it, or {strategy}='no'."
+                )
             if isinstance(found, float) and isinstance(value, str) and found.is_integer():
                 found = int(found)
             if isinstance(found, int) or isinstance(value, str):
@@ -469,12 +483,18 @@ READERS: dict[str, Reader] = {
 """Reader of each option of the pipeline, from its annotation."""
 
 
+def _check_output_dir(value: Any) -> None:
+    if value is not None:  # Trainer has a name for it then.
+        path("output_dir", value)
+
+
 def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
     """Return arguments with all pipeline options: other `TrainingArguments` are copied and get the defaults."""
     if isinstance(args, PipeTransformerArguments):
         args._read_trainers_numbers()
         args.is_taken = True
         return args
+    _check_output_dir(args.output_dir)
     failure.install(args.output_dir)
     kind = type(args)
     # A combined class keeps the options of a subclass such as Seq2SeqTrainingArguments.

@@ -257,6 +257,8 @@ class Starter:
                 raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
             check_dataset(given.dataset, what.lower())
             check_agreement(topology, "data set", {"number of samples": _length(given.dataset)})
+            if _length(given.dataset) == 0:
+                raise ValueError(f"The {what.lower()} data set has no samples: expected at least one.")
         if self._overrode_loss_kwargs:
             trainer_compat.pass_num_items(trainer, True)  # Undo the override below; the model may be another one now.
             self._overrode_loss_kwargs = False
