@@ -347,10 +347,12 @@ class PipeTransformerArguments(TrainingArguments):
     )
 
     # Without annotations these are no dataclass fields, hence no options. They record that a trainer of this library
-    # uses the arguments, that it recomputes in place of activation_checkpointing, and that it places the model.
+    # uses the arguments, that it recomputes in place of activation_checkpointing, that it places the model, and that
+    # the script gave plain TrainingArguments.
     is_taken = False
     recomputes_for_trainer = False
     places_model = False
+    was_plain = False
 
     def __post_init__(self) -> None:
         _check_output_dir(self.output_dir)
@@ -509,6 +511,6 @@ def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
             setattr(taken, option.name, READERS[option.name](option.name, option.default))
     taken._read_trainers_numbers()
     taken._take_precision(taken.mixed_precision)
-    taken.is_taken = True
+    taken.is_taken = taken.was_plain = True
     taken._recompute_in_pipeline()
     return taken

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import psutil
 import torch
+from accelerate.utils import parse_flag_from_env
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_pipetransformer.comm.errors import LAUNCH_HINT, ModelSettingError
@@ -34,18 +35,21 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
     optimizer = OptimizerNames(args.optim).value
     return [
         (
-            bool(args.fsdp),
-            f"fsdp={args.fsdp!r}: FSDP shards every layer over all ranks, a pipeline gives each rank its own layers. "
-            "Remove fsdp: more stages (pipeline_parallel_size) hold fewer weights each, and "
+            bool(args.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP"),
+            f"fsdp={args.fsdp or 'in the config of accelerate'!r}: FSDP shards every layer over all ranks, a pipeline "
+            "gives each rank its own layers. Remove fsdp (in a config of accelerate set distributed_type: MULTI_GPU): "
+            "more stages (pipeline_parallel_size) hold fewer weights each, and "
             "pipeline_checkpoint='layers' keeps fewer activations. Or use Trainer.",
         ),
         (
-            os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true",
+            parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"),
             "accelerate was told to use DeepSpeed, whose engine owns model and optimizer itself. Remove deepspeed "
             "from the accelerate config, or use Trainer.",
         ),
         (
-            getattr(args, "parallelism_config", None) is not None,
+            getattr(args, "parallelism_config", None) is not None
+            or parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")
+            or parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"),
             "parallelism_config: tensor and context parallelism are not combined with the pipeline. Remove "
             "parallelism_config: more stages hold fewer weights each, and pipeline_schedule='token' with "
             "pipeline_checkpoint='layers' takes long sequences.",
@@ -148,6 +152,7 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
     """Return warnings about options that work differently than in Trainer."""
     size = args.pipeline_size or args.world_size
     run = (size, args.world_size // size, args.pipeline_schedule, precision_of(args))
+    able = args.schedule.abilities
     uses_nccl = args.device.type == "cuda" and args.ddp_backend != "gloo"
     warnings = [
         (
@@ -163,6 +168,10 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
             args.pipeline_size == 1 and args.pipeline_checkpoint in ("always", "except_last"),
             f"pipeline_checkpoint={args.pipeline_checkpoint!r} recomputes a whole stage, which saves no memory with "
             "only one stage: use pipeline_checkpoint='layers', which recomputes layer by layer.",
+        ),
+        (
+            1 in (args.world_size, args.pipeline_size) and (able.splits_backward or able.min_chunks > 1),
+            f"pipeline_schedule={args.pipeline_schedule!r} does nothing with one stage, which waits for no other.",
         ),
         (
             any(value is not None for value in _of_ddp(args).values()),

@@ -185,8 +185,8 @@ class TrainingSetup:
             remove_old_stores(self.context.args)
         if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
             args = self.context.args
-            options = ("activation_cache", "activation_cache_views")
-            asked = [name for name in options if getattr(args, name) not in ("auto", "off", 0)]
+            options = ("activation_cache", "activation_cache_views", "activation_cache_keep")
+            asked = [name for name in options if getattr(args, name) not in ("auto", "off", 0, False)]
             for name in asked if self.context.topology.rank == 0 else ():
                 logger.warning(
                     f"{name}={getattr(args, name)!r} has no effect: no layer is frozen or will be, so nothing is "

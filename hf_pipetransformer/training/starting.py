@@ -22,7 +22,8 @@ from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.freeze.policy import FreezePolicy
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
+from hf_pipetransformer.options.combinations import unused_by_trainer
 from hf_pipetransformer.options.refusals import (
     check_arguments,
     check_communication_hook,
@@ -382,6 +383,9 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
     need = options.need(model)
     if need is Need.NONE:
         args.leave_recomputing_to_trainer()
+        text = unused_by_trainer(args, READERS)
+        if text is not None and args.process_index == 0:
+            logger.warning(text)
         return False
     try:
         trl_compat.check_trainer(below.__self_class__, args, values)
