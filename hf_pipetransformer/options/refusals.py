@@ -9,6 +9,8 @@ from typing import Any
 import datasets
 import psutil
 import torch
+import yaml  # type: ignore[import-untyped]
+from accelerate.commands.config import default_config_file
 from accelerate.utils import parse_flag_from_env
 from transformers.training_args import OptimizerNames, TrainingArguments
 
@@ -234,13 +236,13 @@ def check_launch(args: TrainingArguments) -> None:
     wanted = _processes_asked_of_accelerate()
     if args.world_size == 1 and wanted > 1:
         raise ValueError(
-            f"`accelerate launch --num_processes {wanted}` started one process only, as it does with --cpu. "
-            f"Start it so: {LAUNCH_HINT}."
+            f"`accelerate launch` for {wanted} processes started one process only, as it does with --cpu and for "
+            f"MULTI_CPU. Start it so: {LAUNCH_HINT}."
         )
 
 
 def _processes_asked_of_accelerate() -> int:
-    """Return `--num_processes` of the `accelerate launch` that is the parent process; 1 if there is none."""
+    """Return the processes that the `accelerate launch` which is the parent process was to start; 1 without one."""
     try:
         parent = psutil.Process().parent()
         words = parent.cmdline() if parent is not None else []
@@ -249,12 +251,23 @@ def _processes_asked_of_accelerate() -> int:
     is_launch = any(word == "launch" or "accelerate.commands.launch" in word for word in words)
     if not is_launch or not any("accelerate" in word for word in words):
         return 1
+    options = {}
     for position, word in enumerate(words):
         name, _, value = word.partition("=")
-        if name.replace("-", "_") == "__num_processes":
-            text = value or words[min(position + 1, len(words) - 1)]
-            return int(text) if text.isdigit() else 1
-    return 1
+        options[name.replace("-", "_")] = value or words[min(position + 1, len(words) - 1)]
+    text = options.get("__num_processes") or _processes_on_cpus(options.get("__config_file"))
+    return int(text) if text.isdigit() else 1
+
+
+def _processes_on_cpus(config_file: str | None) -> str:
+    """Return the number of processes in a configuration of accelerate for CPUs, of which it starts one only."""
+    path = config_file or default_config_file
+    if not os.path.isfile(path):
+        return "1"
+    with open(path, encoding="utf-8") as file:
+        found = yaml.safe_load(file)
+    is_for_cpus = isinstance(found, dict) and found.get("distributed_type") == "MULTI_CPU"
+    return str(found.get("num_processes", 1)) if is_for_cpus else "1"
 
 
 def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optimizers: tuple[Any, Any]) -> None:

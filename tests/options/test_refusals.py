@@ -184,10 +184,26 @@ def test_options_that_a_policy_does_not_read(tmp_path: Path) -> None:
     assert "no layer freezes" in unused_freeze_options(arguments(tmp_path, freeze_alpha=0.5), "none")[0]
 
 
+def test_processes_that_a_configuration_of_accelerate_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.yaml"
+
+    def asked(kind: str, *more: str) -> int:
+        config.write_text(f"distributed_type: {kind}\nnum_processes: 3\n")
+        words = ["python", "accelerate", "launch", "--config_file", str(config), *more, "script.py"]
+        parent = SimpleNamespace(cmdline=lambda: words)
+        monkeypatch.setattr(refusals.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+        return refusals._processes_asked_of_accelerate()
+
+    assert asked("MULTI_CPU") == 3
+    assert asked("MULTI_CPU", "--num_processes=1") == 1
+    assert asked("MULTI_GPU", "--num-processes", "2") == 2
+    assert asked("MULTI_GPU") == 1
+
+
 def test_accelerate_that_started_one_process_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(refusals, "_processes_asked_of_accelerate", lambda: 4)
-    right = r"started one process only, as it does with --cpu.*num_processes N script.py \(without GPUs, too;"
+    right = r"as it does with --cpu and for MULTI_CPU.*num_processes N script.py \(without GPUs, too;"
     with pytest.raises(ValueError, match=right):
         check_launch(SimpleNamespace(world_size=1))
     monkeypatch.setenv("WORLD_SIZE", "2")
