@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -94,13 +96,22 @@ def guarded(call: Callable[[], T], what: str) -> T:
 
     Raises:
         PeerLostError: the call failed; `what` names the collective.
+        RuntimeError: a signal handler's own error.
     """
     try:
         return call()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # The cause is on this rank, not on a peer.
     except RuntimeError as error:
+        if _is_of_signal_handler(error):
+            raise
         raise PeerLostError(f"Lost contact while {what}: {_first_line(error)}") from error
+
+
+def _is_of_signal_handler(error: BaseException) -> bool:
+    """Return True if a signal handler raised an error: torch's does in any call, when a loader's worker dies."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _first_line(error: BaseException) -> str:

@@ -97,6 +97,12 @@ class Progress:
         self.next += 1
 
 
+_SLOW_WORKER = (
+    "(A worker of the data loader hangs, or takes longer for a batch. Look at what the data set and the collator wait "
+    "for, or raise pipeline_timeout, for an evaluation ddp_timeout.)"
+)
+
+
 class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
     """Loader that yields this replica's part of every global batch, on every stage of its pipeline.
 
@@ -158,7 +164,12 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
 
     def _next_part(self) -> Part:
         if self.link.groups.is_first:
-            part = self.reading.next(self.progress.next, self.num_under_way)
+            try:
+                part = self.reading.next(self.progress.next, self.num_under_way)
+            except RuntimeError as error:
+                if str(error).startswith("DataLoader timed out"):
+                    error.add_note(_SLOW_WORKER)
+                raise
             self.link.send(part, self.num_under_way)
         else:
             part = self.link.receive(self.num_under_way)

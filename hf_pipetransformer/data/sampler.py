@@ -229,9 +229,12 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
 
 def torch_loader(
-    dataset: Any, collate: BatchCollator, args: PipeTransformerArguments, **options: Any
+    dataset: Any, collate: BatchCollator, args: PipeTransformerArguments, seconds: float, **options: Any
 ) -> DataLoader[Any]:
-    """Return torch's loader with the user's options for loaders; `options` say how batches are formed."""
+    """Return torch's loader with the user's options for loaders; `options` say how batches are formed.
+
+    With several processes, a worker may take `seconds` for a batch: the others would wait for ever for one that hangs.
+    """
     return DataLoader(
         dataset,
         collate_fn=collate,
@@ -241,6 +244,7 @@ def torch_loader(
         prefetch_factor=args.dataloader_prefetch_factor,
         multiprocessing_context=args.dataloader_multiprocessing_context,
         in_order=args.dataloader_in_order,
+        timeout=seconds if args.dataloader_num_workers and args.world_size > 1 else 0,
         **options,
     )
 

@@ -127,7 +127,10 @@ class Fixed(FreezePolicy):
         self.table = {_rounded(step, max_steps): _rounded(layers, num_layers) for step, layers in self._asked.items()}
         most = max(self.table.values())
         if most > num_layers:
-            raise ValueError(f"freeze_at freezes {most} layers: the model has {num_layers}.")
+            raise ValueError(
+                f"freeze_layers or freeze_at freezes {most} layers: the model has {num_layers}. Freeze at most these, "
+                "or a share such as 1/2."
+            )
         late = next((step for step in self.table if step >= max_steps), None)
         if late is None:
             return []

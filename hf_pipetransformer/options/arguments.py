@@ -86,6 +86,13 @@ TRAINERS_NUMBERS: dict[str, Reader] = {
 }
 """Ranges of Trainer's own numeric options. Outside them Trainer silently trains nothing, gets NaN, or fails late."""
 
+STRATEGIES_READING = {
+    "logging_steps": ("logging_strategy", ("steps",)),
+    "save_steps": ("save_strategy", ("steps",)),
+    "eval_delay": ("eval_strategy", ("steps", "epoch")),
+}
+"""Strategies with which Trainer compares one of these options with a number of steps, so that it may not be None."""
+
 _NO_PIPELINE = (
     "PipeTransformerArguments were given to a Trainer without a pipeline, which ignores pipeline_*, freeze_* and "
     "activation_cache*. Use PipeTransformerTrainer."
@@ -217,9 +224,9 @@ class PipeTransformerArguments(TrainingArguments):
     )
     pipeline_timeout: Annotated[float, read_timeout] = option(
         300.0,
-        "Seconds that a rank waits for another one in a training step before the run ends with an error on every "
-        "rank. Between steps (preparing, logging, evaluating, saving), and everywhere with `torch_compile`, "
-        "`ddp_timeout` applies if it is longer.",
+        "Seconds that a rank waits for another one in a training step, or for a worker of its data loader, before the "
+        "run ends with an error on every rank. Between steps (preparing, logging, evaluating, saving), and everywhere "
+        "with `torch_compile`, `ddp_timeout` applies if it is longer.",
     )
     pipeline_trace_step: Annotated[
         int | None, optional(whole_number("an optimizer step, 0 for the first", least=0))
@@ -352,17 +359,19 @@ class PipeTransformerArguments(TrainingArguments):
     )
 
     # Without annotations these are no dataclass fields, hence no options. They record that a trainer of this library
-    # uses the arguments, that it recomputes in place of activation_checkpointing, that it places the model, and the
-    # schedule and chunks in place of which all forwards run first.
+    # uses the arguments, that it recomputes in place of activation_checkpointing, that it places the model, that the
+    # script gave plain TrainingArguments, and the schedule and chunks in place of which all forwards run first.
     is_taken = False
     recomputes_for_trainer = False
     places_model = False
+    was_plain = False
     asked_schedule = ""
     asked_chunks = 0
 
     @failure.recorded()
     def __post_init__(self) -> None:
         check_connected()
+        _check_output_dir(self.output_dir)
         if self.deepspeed:
             raise ValueError(
                 "deepspeed: the DeepSpeed engine owns model and optimizer itself, a pipeline stage does so here. "
@@ -389,6 +398,12 @@ class PipeTransformerArguments(TrainingArguments):
             if name == "num_train_epochs" and isinstance(self.max_steps, int) and self.max_steps > 0:
                 continue  # max_steps overrides it.
             found = read(name, value)
+            strategy, needing = STRATEGIES_READING.get(name, ("", ()))
+            if found is None and needing and getattr(self, strategy) in needing:
+                word = str(getattr(getattr(self, strategy), "value", getattr(self, strategy)))
+                raise ValueError(
+                    f"{name} must be a number with {strategy}={word!r}, found {value!r}. Set it, or {strategy}='no'."
+                )
             if isinstance(found, float) and isinstance(value, str) and found.is_integer():
                 found = int(found)
             if isinstance(found, int) or isinstance(value, str):
@@ -496,12 +511,18 @@ READERS: dict[str, Reader] = {
 """Reader of each option of the pipeline, from its annotation."""
 
 
+def _check_output_dir(value: Any) -> None:
+    if value is not None:  # Trainer has a name for it then.
+        path("output_dir", value)
+
+
 def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
     """Return arguments with all pipeline options: other `TrainingArguments` are copied and get the defaults."""
     if isinstance(args, PipeTransformerArguments):
         args._read_trainers_numbers()
         args.is_taken = True
         return args
+    _check_output_dir(args.output_dir)
     kind = type(args)
     # A combined class keeps the options of a subclass such as Seq2SeqTrainingArguments.
     both = PipeTransformerArguments
@@ -515,6 +536,6 @@ def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
             setattr(taken, option.name, READERS[option.name](option.name, option.default))
     taken._read_trainers_numbers()
     taken._take_precision(taken.mixed_precision)
-    taken.is_taken = True
+    taken.is_taken = taken.was_plain = True
     taken._recompute_in_pipeline()
     return taken

@@ -145,5 +145,35 @@ def unused_freeze_options(args: Options, policy: str) -> list[str]:
     ]
 
 
+OF_THE_MACHINE = (
+    "pipeline_timeout", "pipeline_gather_at_end", "pipeline_compute_metrics", "activation_cache_dir",
+    "activation_cache_max_gb",
+)  # fmt: skip
+"""Options that say how and where, which a file of options may set for all runs alike."""
+
+
+def unused_by_trainer(args: Options, names: Iterable[str]) -> str | None:
+    """Return a warning about those of the options `names` that a run left to Trainer ignores; None if none is set."""
+    if args.was_plain:
+        return (
+            "TrainingArguments have no options of the pipeline, so this run trains as with Trainer. Use "
+            "PipeTransformerArguments to freeze layers, to store their activations or to set micro-batches."
+        )
+    defaults = _defaults(args)
+    # What asks for the one stage and the one micro-batch that there are is no mistake.
+    as_asked = {"pipeline_parallel_size", "pipeline_parallel_num_microbatches", "elastic", *OF_THE_MACHINE}
+    set_ones = [
+        f"{name}={getattr(args, name)!r}"
+        for name in names
+        if name not in as_asked and getattr(args, name) not in (defaults[name], "off", "never")
+    ]
+    if not set_ones:
+        return None
+    return (
+        f"{', '.join(set_ones)}: no effect, because nothing freezes and no batch is divided, so that this run trains "
+        "as with Trainer. Choose a freeze_policy or pipeline_parallel_num_microbatches, or leave them out."
+    )
+
+
 def _defaults(args: Options) -> dict[str, Any]:
     return {option.name: option.default for option in fields(args)}

@@ -24,6 +24,7 @@ _FALSE = ("false", "no", "off", "n", "f", "0")
 _NOTHING = ("none", "null", "")
 _SHOWN_LETTERS = 100
 _DIGITS = re.compile("[0-9]{1,18}")
+_PERCENT = re.compile(r"([0-9]{1,2}(?:\.[0-9]{1,16})?) ?%")
 _SHARE = re.compile(r"[0-9]{1,19}/0*[1-9][0-9]{0,18}|0?\.[0-9]{1,18}")
 
 
@@ -37,7 +38,8 @@ def choice(choices: tuple[str, ...], on: str | None = None, off: str | None = No
         word = str(value).strip().lower() if isinstance(value, (str, bool)) or value is None else None
         if word in choices:
             return word
-        meant = on if word in _TRUE else off if word in _FALSE else null if word in _NOTHING else None
+        # The empty string is a variable of a script that was not set, not a choice.
+        meant = on if word in _TRUE else off if word in _FALSE else null if word in _NOTHING[:2] else None
         if meant is None:
             raise _refusal(name, f"one of {choices}", value, choices)
         return meant
@@ -126,7 +128,18 @@ def path(name: str, value: Any) -> str:
     found = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(found, str) or "\0" in found:
         raise _refusal(name, "a path", value)
+    if not _is_text(found):
+        raise _refusal(name, "a path in UTF-8, as the files of a run name it", value)
     return found
+
+
+def _is_text(found: str) -> bool:
+    """Return False for what the system could not decode: names with other bytes than UTF-8."""
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def freeze_table(name: str, value: Any) -> str:
@@ -162,7 +175,7 @@ def parse_freeze_at(text: str) -> dict[int | Fraction, int | Fraction]:
 
 
 def layers_or_share(name: str, value: Any) -> str:
-    """Parse a number of layers, or a share of them such as 2/3 or 0.5, and return it as text."""
+    """Parse a number of layers, or a share of them such as 2/3, 0.5 or 50%, and return it as text."""
     wanted = None if isinstance(value, bool) else _number_or_share(str(value))
     if wanted is None:
         raise _refusal(name, "a number of layers, or a share of them between 0 and 1 such as '2/3'", value)
@@ -170,13 +183,14 @@ def layers_or_share(name: str, value: Any) -> str:
 
 
 def _number_or_share(text: str) -> int | Fraction | None:
-    """Return a number, or a share between 0 and 1; None for anything else."""
+    """Return a number, or a share between 0 and 1, also one in percent; None for anything else."""
     text = text.strip()
     if _DIGITS.fullmatch(text):
         return int(text)
-    if not _SHARE.fullmatch(text):
+    percent = _PERCENT.fullmatch(text)
+    if percent is None and not _SHARE.fullmatch(text):
         return None
-    share = Fraction(text)
+    share = Fraction(text) if percent is None else Fraction(percent[1]) / 100
     return share if 0 < share < 1 else None
 
 

@@ -9,6 +9,9 @@ from typing import Any
 import datasets
 import psutil
 import torch
+import yaml  # type: ignore[import-untyped]
+from accelerate.commands.config import default_config_file
+from accelerate.utils import parse_flag_from_env
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_pipetransformer.comm.errors import LAUNCH_HINT, ModelSettingError
@@ -35,18 +38,21 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
     optimizer = OptimizerNames(args.optim).value
     return [
         (
-            bool(args.fsdp),
-            f"fsdp={args.fsdp!r}: FSDP shards every layer over all ranks, a pipeline gives each rank its own layers. "
-            "Remove fsdp: more stages (pipeline_parallel_size) hold fewer weights each, and "
+            bool(args.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP"),
+            f"fsdp={args.fsdp or 'in the config of accelerate'!r}: FSDP shards every layer over all ranks, a pipeline "
+            "gives each rank its own layers. Remove fsdp (in a config of accelerate set distributed_type: MULTI_GPU): "
+            "more stages (pipeline_parallel_size) hold fewer weights each, and "
             "pipeline_checkpoint='layers' keeps fewer activations. Or use Trainer.",
         ),
         (
-            os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true",
+            parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"),
             "accelerate was told to use DeepSpeed, whose engine owns model and optimizer itself. Remove deepspeed "
             "from the accelerate config, or use Trainer.",
         ),
         (
-            getattr(args, "parallelism_config", None) is not None,
+            getattr(args, "parallelism_config", None) is not None
+            or parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")
+            or parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"),
             "parallelism_config: tensor and context parallelism are not combined with the pipeline. Remove "
             "parallelism_config: more stages hold fewer weights each, and pipeline_schedule='token' with "
             "pipeline_checkpoint='layers' takes long sequences.",
@@ -149,6 +155,7 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
     """Return warnings about options that work differently than in Trainer."""
     size = args.pipeline_size or args.world_size
     run = (size, args.world_size // size, args.pipeline_schedule, precision_of(args))
+    able = args.schedule.abilities
     uses_nccl = args.device.type == "cuda" and args.ddp_backend != "gloo"
     warnings = [
         (
@@ -164,6 +171,10 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
             args.pipeline_size == 1 and args.pipeline_checkpoint in ("always", "except_last"),
             f"pipeline_checkpoint={args.pipeline_checkpoint!r} recomputes a whole stage, which saves no memory with "
             "only one stage: use pipeline_checkpoint='layers', which recomputes layer by layer.",
+        ),
+        (
+            1 in (args.world_size, args.pipeline_size) and (able.splits_backward or able.min_chunks > 1),
+            f"pipeline_schedule={args.pipeline_schedule!r} does nothing with one stage, which waits for no other.",
         ),
         (
             any(value is not None for value in _of_ddp(args).values()),
@@ -227,13 +238,13 @@ def check_launch(args: TrainingArguments) -> None:
     wanted = _processes_asked_of_accelerate()
     if args.world_size == 1 and wanted > 1:
         raise ValueError(
-            f"`accelerate launch --num_processes {wanted}` started one process only, as it does with --cpu. "
-            f"Start it so: {LAUNCH_HINT}."
+            f"`accelerate launch` for {wanted} processes started one process only, as it does with --cpu and for "
+            f"MULTI_CPU. Start it so: {LAUNCH_HINT}."
         )
 
 
 def _processes_asked_of_accelerate() -> int:
-    """Return `--num_processes` of the `accelerate launch` that is the parent process; 1 if there is none."""
+    """Return the processes that the `accelerate launch` which is the parent process was to start; 1 without one."""
     try:
         parent = psutil.Process().parent()
         words = parent.cmdline() if parent is not None else []
@@ -242,12 +253,23 @@ def _processes_asked_of_accelerate() -> int:
     is_launch = any(word == "launch" or "accelerate.commands.launch" in word for word in words)
     if not is_launch or not any("accelerate" in word for word in words):
         return 1
+    options = {}
     for position, word in enumerate(words):
         name, _, value = word.partition("=")
-        if name.replace("-", "_") == "__num_processes":
-            text = value or words[min(position + 1, len(words) - 1)]
-            return int(text) if text.isdigit() else 1
-    return 1
+        options[name.replace("-", "_")] = value or words[min(position + 1, len(words) - 1)]
+    text = options.get("__num_processes") or _processes_on_cpus(options.get("__config_file"))
+    return int(text) if text.isdigit() else 1
+
+
+def _processes_on_cpus(config_file: str | None) -> str:
+    """Return the number of processes in a configuration of accelerate for CPUs, of which it starts one only."""
+    path = config_file or default_config_file
+    if not os.path.isfile(path):
+        return "1"
+    with open(path, encoding="utf-8") as file:
+        found = yaml.safe_load(file)
+    is_for_cpus = isinstance(found, dict) and found.get("distributed_type") == "MULTI_CPU"
+    return str(found.get("num_processes", 1)) if is_for_cpus else "1"
 
 
 def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optimizers: tuple[Any, Any]) -> None:

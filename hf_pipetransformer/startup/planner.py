@@ -276,8 +276,13 @@ class RunPlanner:
         )
         return self.inputs(layout, samples_per_device, {}).cut_at_nodes(layout, loads)
 
-    def describe(self, layout: Layout, samples_per_device: int, policy: str, freezes: bool) -> dict[str, Any]:
-        """Return the event of the choice: the expectation printed at start-up, and the costs behind it."""
+    def describe(
+        self, layout: Layout, samples_per_device: int, policy: str, freezes: bool, trainer_adds_up: bool = False
+    ) -> dict[str, Any]:
+        """Return the event of the choice: the expectation printed at start-up, and the costs behind it.
+
+        `trainer_adds_up`: see `StartUp`.
+        """
         costs, samples = self.costs, samples_per_device * layout.pipeline_size
         accumulation = self.args.gradient_accumulation_steps
         prediction = predict_step(layout, costs.blocks, costs.overheads, samples, accumulation)
@@ -290,9 +295,7 @@ class RunPlanner:
         if policy == "none" and layout.num_frozen_layers > self.num_frozen_by_user:
             freezing = f"Nothing more freezes, {layout.num_frozen_layers} of {layout.num_layers} layers stay frozen."
         elif policy == "none":
-            freezing = (
-                "Nothing freezes." if layout.abilities.overlaps_steps else "Nothing freezes: same results as Trainer."
-            )
+            freezing = "Nothing freezes" + self._claim(layout, trainer_adds_up)
         pace = (
             self._asynchrony(layout) if layout.abilities.overlaps_steps else self._bubble(layout) + self._rule(layout)
         )
@@ -323,6 +326,12 @@ class RunPlanner:
         return (
             f" The model fits on one device: a step of K=1 x R={alone.num_replicas} would take {seconds * 1e3:.0f} ms."
         )
+
+    def _claim(self, layout: Layout, trainer_adds_up: bool) -> str:
+        """Return the end of a sentence: what gives the same results, if anything does."""
+        if layout.abilities.overlaps_steps or (trainer_adds_up and self.args.gradient_accumulation_steps > 1):
+            return "."
+        return f": same results as Trainer{' on one process' if trainer_adds_up else ''}."
 
     def _bubble(self, layout: Layout) -> str:
         k, m = layout.pipeline_size, layout.num_microbatches
@@ -405,6 +414,7 @@ class StartUp:
     Args:
         common_length: how replicas pad to a common length; None if padding does not change the loss.
         sees_padding: True if hidden states at masked positions may change the loss, so that stored records keep them.
+        trainer_adds_up: True if Trainer adds up the losses of a step's batches and processes, which are averaged here.
     """
 
     probe: Probe
@@ -415,3 +425,4 @@ class StartUp:
     main_dtype: torch.dtype
     samples: dict[str, Any]
     plans: RunPlanner
+    trainer_adds_up: bool = False

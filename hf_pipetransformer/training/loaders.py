@@ -86,9 +86,10 @@ def make_loader(context: Context, pipeline: Pipeline, request: Request, may_stor
     placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
     link = PipelineLink(groups, placeholders, args.pipeline_timeout)
     pins_memory = args.dataloader_pin_memory and is_apart(args.device)
+    seconds = context.timeouts.step_seconds if request.is_training else context.timeouts.rest_seconds
     reading: Reading
     if is_stream(dataset):
-        reader = torch_loader(dataset, BatchCollator(collate, rows), args, batch_size=batch_size)
+        reader = torch_loader(dataset, BatchCollator(collate, rows), args, seconds, batch_size=batch_size)
         reading = StreamReading(reader, link, shared, args.pipeline_timeout, request.is_training)
         return PipelineLoader(dataset, reading, batch_size, pins_memory)
     with drawing_from(shared):
@@ -104,7 +105,7 @@ def make_loader(context: Context, pipeline: Pipeline, request: Request, may_stor
     seed_workers = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
     worker_init = seed_workers if request.is_training else None
     collator = BatchCollator(of_batch, rows)
-    reader = torch_loader(samples, collator, args, batch_sampler=batches, worker_init_fn=worker_init)
+    reader = torch_loader(samples, collator, args, seconds, batch_sampler=batches, worker_init_fn=worker_init)
     # Workers have their own RNG states and read for all replicas in parallel: no dispatching with workers.
     may_dispatch = seeded is None and not args.dataloader_num_workers
     if may_dispatch and topology.decide(lambda: draws_at_random(dataset, collate)):

@@ -68,14 +68,15 @@ class TrainingSetup:
         policy = self.policy.describe() if self.replay is None else "replayed"
         freezes = self.policy.freezes or self.replay is not None
         samples = self.context.args.train_samples_per_device
-        fields = self.pipeline.start_up.plans.describe(layout, samples, policy, freezes)
+        start_up = self.pipeline.start_up
+        fields = start_up.plans.describe(layout, samples, policy, freezes, start_up.trainer_adds_up)
         fields["nodes"] = list(map(len, self.context.topology.nodes))
         if saved is not None:
             fields["resumed_from"] = saved.folder
         step, epoch = (0, 0.0) if saved is None else (saved.progress.step, saved.progress.epoch)
         self.context.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
         if self.context.topology.rank == 0:
-            one_stage = self.pipeline.start_up.plans.one_stage_in_words(layout, samples)
+            one_stage = start_up.plans.one_stage_in_words(layout, samples)
             announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}{one_stage}")
 
     def training(self, given: Any, max_steps: int) -> Training:
@@ -184,8 +185,8 @@ class TrainingSetup:
             remove_old_stores(self.context.args)
         if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
             args = self.context.args
-            options = ("activation_cache", "activation_cache_views")
-            asked = [name for name in options if getattr(args, name) not in ("auto", "off", 0)]
+            options = ("activation_cache", "activation_cache_views", "activation_cache_keep")
+            asked = [name for name in options if getattr(args, name) not in ("auto", "off", 0, False)]
             for name in asked if self.context.topology.rank == 0 else ():
                 logger.warning(
                     f"{name}={getattr(args, name)!r} has no effect: no layer is frozen or will be, so nothing is "

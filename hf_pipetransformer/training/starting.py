@@ -22,7 +22,8 @@ from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.freeze.policy import FreezePolicy
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
+from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
+from hf_pipetransformer.options.combinations import unused_by_trainer
 from hf_pipetransformer.options.refusals import (
     check_arguments,
     check_communication_hook,
@@ -263,6 +264,8 @@ class Starter:
                 raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
             check_dataset(given.dataset, what.lower())
             check_agreement(topology, "data set", {"number of samples": _length(given.dataset)})
+            if _length(given.dataset) == 0:
+                raise ValueError(f"The {what.lower()} data set has no samples: expected at least one.")
         scope = self._scope_of_loss()
         if self._overrode_loss_kwargs:
             trainer_compat.pass_num_items(trainer, True)  # Undo the override below; the model may be another one now.
@@ -304,12 +307,10 @@ class Starter:
                 self.context.journal.log.path if is_training else None,
             )
         if needs_loss and start_up.loss_rule.ignores_num_items:
-            # The model accepts num_items_in_batch but ignores it; Trainer would then skip its own division of the loss
-            # (transformers#47688).
-            self._overrode_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
-            trainer_compat.pass_num_items(trainer, False)
+            start_up = self._dividing_itself(start_up, is_training)
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
 
+<<<<<<< HEAD
     def _scope_of_loss(self) -> LossScope:
         """Return the samples that one call of the loss sees, and set the schedule that this takes."""
         args, asked = self.context.args, self.context.args.pipeline_loss
@@ -321,6 +322,24 @@ class Starter:
         if scope is not LossScope.PARTS and not self.options.is_undivided:
             args.run_forwards_first()
         return scope
+=======
+    def _dividing_itself(self, start_up: StartUp, is_training: bool) -> StartUp:
+        """Let Trainer divide the loss: the model accepts `num_items_in_batch` but ignores it (transformers#47688)."""
+        trainer, args = self.context.trainer, self.context.args
+        was_divided = trainer_compat.is_divided(trainer, start_up.samples.get("labels"))
+        self._overrode_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
+        trainer_compat.pass_num_items(trainer, False)
+        adds_up = was_divided and not trainer_compat.is_divided(trainer, None)
+        if adds_up and is_training and args.gradient_accumulation_steps > 1 and self.context.topology.rank == 0:
+            logger.warning(
+                f"{type(trainer.model).__name__} takes num_items_in_batch and ignores it. With "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps} Trainer adds up the losses of the "
+                "batches of a step, and with them the gradients (transformers#47688); here they are averaged, as in "
+                "one batch. Set trainer.model_accepts_loss_kwargs=False for Trainer to average them too, or "
+                "trainer.loss_is_scaled_for_ga=True to add them up here too."
+            )
+        return replace(start_up, trainer_adds_up=adds_up)
+>>>>>>> h-options
 
     def start(self, report: ModelReport, layout: Layout, longest: int = 1) -> Pipeline:
         """Build this rank's stage under `layout`; `longest` is the largest number of stages K it may grow to.
@@ -387,6 +406,9 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
     need = options.need(model)
     if need is Need.NONE:
         args.leave_recomputing_to_trainer()
+        text = unused_by_trainer(args, READERS)
+        if text is not None and args.process_index == 0:
+            logger.warning(text)
         return False
     try:
         trl_compat.check_trainer(below.__self_class__, args, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,24 @@ def board_over(store: dist.Store, rank: int = 0, *calls: Callable[..., None]) ->
     board = FaultBoard(rank, 1, *calls)
     board._stores, board._number = [store, store], 0
     return board
+
+
+def test_what_a_signal_handler_raises_in_a_collective_is_its_own_cause() -> None:
+    """As torch's does when a loader's worker dies, wherever the main thread waits then."""
+
+    def handler(*_: Any) -> None:
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+    def collective() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(RuntimeError, match="^DataLoader worker") as caught:
+            errors.guarded(collective, "summing gradients")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not isinstance(caught.value, PipelineError) and not errors.is_second_hand(caught.value)
 
 
 def test_a_fault_that_was_caught_is_no_cause_of_the_next(monkeypatch):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
@@ -78,6 +81,18 @@ def fail_in_collator(rows):
 
 
 fail_in_collator.calls = 0
+
+
+def end_worker(how: Callable[[], None]) -> Callable[[Any], Any]:
+    """Collator of which rank 1's worker process meets `how` in the run."""
+    calls = itertools.count()
+
+    def collate_or_end(rows: Any) -> Any:
+        if RANK == 1 and get_worker_info() is not None and next(calls) == 4:
+            how()
+        return collate(rows)
+
+    return collate_or_end
 
 
 def die() -> None:
@@ -163,6 +178,16 @@ FAULTS: dict[str, dict[str, Any]] = {
         "callbacks": [Announce()],
         "fails_to_move": True,
         "options": {"save_strategy": "steps", "save_steps": 3},
+    },
+    "worker_killed": {
+        "everywhere": True,
+        "data_collator": end_worker(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        "options": {"dataloader_num_workers": 1},
+    },
+    "worker_hangs": {
+        "everywhere": True,
+        "data_collator": end_worker(lambda: time.sleep(1000)),
+        "options": {"dataloader_num_workers": 1},
     },
     # Happens on all ranks alike.
     "labels": {"everywhere": True, "train_dataset": make_dataset(MODEL, 53).remove_columns("labels")},

@@ -173,6 +173,19 @@ def test_an_exception_elsewhere_reaches_every_rank(tmp_path: Path, fault: str, r
 
 
 @pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        pytest.param("worker_killed", "DataLoader worker.*killed", marks=pytest.mark.slow),
+        ("worker_hangs", "DataLoader timed out after 6.*raise pipeline_timeout"),
+    ],
+)
+def test_a_worker_of_a_loader_that_ends_or_hangs_ends_all(tmp_path: Path, fault: str, cause: str):
+    result = run_with_fault(fault, tmp_path, num_stages=1, pipeline_timeout=6)
+    assert_all_ended_by_themselves(result, seconds=PIPELINE_TIMEOUT)
+    assert re.search(rf"rank 1: RuntimeError: {cause}", last_error(result.outputs[0])), result.outputs[0]
+
+
+@pytest.mark.parametrize(
     ("rank", "named"),
     [
         pytest.param(1, r"\brank 1\b", id="rank-1"),

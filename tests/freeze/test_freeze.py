@@ -199,7 +199,7 @@ def test_a_policy_says_before_a_run_what_cannot_be() -> None:
         "freeze_at: the run ends after 40 steps, before step 40 freezes or unfreezes anything."
     ]
     assert check_policy(make_policy("none", 1 / 3, "inclusive", None), L, 40, L) == []
-    with pytest.raises(ValueError, match=r"freeze_at freezes 3 layers: the model has 2\."):
+    with pytest.raises(ValueError, match=r"freeze_layers or freeze_at freezes 3 layers: the model has 2\."):
         check_policy(fixed, 2, 50, 0)
     with pytest.raises(ValueError, match=r"share must be above 0, found -1"):
         check_policy(Settled(share=-1), L, 40, 0)

@@ -153,6 +153,9 @@ def test_defaults_stay_as_they_are(name: str):
         ("freeze_at: '1/2:0,0:1/2'", "0:1/2,1/2:0"),
         ("freeze_layers: 8", "8"),
         ("freeze_layers: 2/3", "2/3"),
+        ("freeze_layers: 50%", "1/2"),
+        ("freeze_layers: '12.5 %'", "1/8"),
+        ("freeze_at: '0:50%,25%:0'", "0:1/2,1/4:0"),
         ("freeze_layers: 0.25", "1/4"),
         ("freeze_layers: 0.6666666666666666", "3333333333333333/5000000000000000"),
         ("freeze_layers: 3333333333333333/5000000000000000", "3333333333333333/5000000000000000"),
@@ -188,6 +191,12 @@ def test_yaml_means_what_the_user_wrote(line: str, meant: Any):
         ("freeze_interval: 1.0", "found 1.0."),
         ("freeze_layers: 3/2", "freeze_layers must be a number of layers, or a share of them between 0 and 1"),
         ("freeze_layers: 1/0", "found '1/0'."),
+        ("freeze_layers: 100%", "found '100%'."),
+        (
+            "freeze_policy: ''",
+            "freeze_policy must be one of ('gradient_norm', 'schedule', 'fixed', 'auto', 'none'), found ''",
+        ),
+        ('layout_plan: "caf\\udce9"', "layout_plan must be a path in UTF-8"),
         ("freeze_layers: true", "found True."),
         ("layout_plan: off", "layout_plan must be a path, found False."),
         (
@@ -281,6 +290,33 @@ def test_numbers_of_trainers_that_no_run_can_use_are_refused(
 def test_numbers_of_trainers_that_mean_something_are_taken(tmp_path: pathlib.Path, name: str, value: Any, meant: Any):
     found = trainers(tmp_path, name, value)
     assert found == meant and type(found) is type(meant)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "strategy"),
+    [
+        ("logging_steps", {}, "logging_strategy='steps'"),
+        ("save_steps", {"save_strategy": "steps"}, "save_strategy='steps'"),
+        ("eval_delay", {"eval_strategy": "epoch", "eval_steps": 1}, "eval_strategy='epoch'"),
+    ],
+)
+def test_a_number_that_trainer_would_compare_may_not_be_left_out(
+    tmp_path: pathlib.Path, name: str, options: dict[str, Any], strategy: str
+) -> None:
+    for nothing in (None, "", "none"):
+        with pytest.raises(ValueError, match=re.escape(f"{name} must be a number with {strategy}, found {nothing!r}")):
+            PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, **{name: nothing}, **options)
+    unread = {strategy.partition("=")[0]: "no"}
+    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, **{name: None}, **unread)
+    assert getattr(args, name) is None
+
+
+def test_a_folder_whose_name_is_no_text_is_refused(tmp_path: pathlib.Path) -> None:
+    for folder in (str(tmp_path / "caf\udce9"), 3):
+        with pytest.raises(ValueError, match="output_dir must be a path"):
+            PipeTransformerArguments(output_dir=folder, use_cpu=True)
+    with pytest.raises(ValueError, match="output_dir must be a path in UTF-8"):
+        with_pipeline_options(TrainingArguments(output_dir=str(tmp_path / "caf\udce9"), use_cpu=True))
 
 
 def test_epochs_do_not_count_where_steps_do(tmp_path: pathlib.Path):

@@ -16,7 +16,8 @@ from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.comm import topology
 from hf_pipetransformer.freeze.policy import check_policy
 from hf_pipetransformer.options import refusals
-from hf_pipetransformer.options.combinations import unused_freeze_options
+from hf_pipetransformer.options.arguments import READERS, with_pipeline_options
+from hf_pipetransformer.options.combinations import unused_by_trainer, unused_freeze_options
 from hf_pipetransformer.options.refusals import (
     check_arguments,
     check_communication_hook,
@@ -100,6 +101,32 @@ def test_accelerate_that_was_told_of_deepspeed(tmp_path: Path, monkeypatch: pyte
         check_arguments(args)
 
 
+def test_accelerate_that_was_told_of_other_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `accelerate launch` tells the processes that it starts with such a configuration."""
+    args = arguments(tmp_path)
+    for name, words in (
+        ("FSDP", "fsdp='in the config of accelerate': FSDP shards"),
+        ("PARALLELISM_CONFIG", "parallelism are not combined with the pipeline"),
+        ("MEGATRON_LM", "parallelism are not combined with the pipeline"),
+    ):
+        monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+        with pytest.raises(ValueError, match=words):
+            check_arguments(args)
+        monkeypatch.delenv(f"ACCELERATE_USE_{name}")
+    check_arguments(args)
+
+
+def test_options_that_a_run_left_to_trainer_does_not_read(tmp_path: Path) -> None:
+    quiet = {"pipeline_parallel_size": 1, "pipeline_parallel_num_microbatches": 1, "activation_cache": "off"}
+    assert unused_by_trainer(arguments(tmp_path), READERS) is None
+    assert unused_by_trainer(arguments(tmp_path, pipeline_timeout=9, **quiet), READERS) is None
+    ignored = {"activation_cache_keep": True, "activation_cache_views": 2, "pipeline_schedule": "zb_v"}
+    said = unused_by_trainer(arguments(tmp_path, **ignored), READERS) or ""
+    assert all(name in said for name in ignored) and "no effect, because nothing freezes and no batch" in said
+    plain = with_pipeline_options(TrainingArguments(str(tmp_path), use_cpu=True))
+    assert "TrainingArguments have no options of the pipeline" in (unused_by_trainer(plain, READERS) or "")
+
+
 # Options that several processes, or several stages, do not take.
 REFUSED_WITH_PROCESSES = [
     ({"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 3}, "which takes a multiple of 2"),
@@ -127,6 +154,7 @@ WARNED = [
     ({"average_tokens_across_devices": False}, "losses are always averaged over the items"),
     ({"accelerator_config": {"even_batches": False}}, "no sample is ever repeated or dropped"),
     ({"pipeline_parallel_size": 1, "pipeline_checkpoint": "always"}, "recomputes a whole stage"),
+    ({"pipeline_schedule": "zb_v"}, "does nothing with one stage, which waits for no other"),
     ({"ddp_bucket_cap_mb": 5, "ddp_static_graph": True}, "=5, ddp_static_graph=True: options of Distrib"),
     ({"ddp_broadcast_buffers": True}, "options of DistributedDataParallel do nothing"),
 ]
@@ -157,10 +185,26 @@ def test_options_that_a_policy_does_not_read(tmp_path: Path) -> None:
     assert "no layer freezes" in unused_freeze_options(arguments(tmp_path, freeze_alpha=0.5), "none")[0]
 
 
+def test_processes_that_a_configuration_of_accelerate_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.yaml"
+
+    def asked(kind: str, *more: str) -> int:
+        config.write_text(f"distributed_type: {kind}\nnum_processes: 3\n")
+        words = ["python", "accelerate", "launch", "--config_file", str(config), *more, "script.py"]
+        parent = SimpleNamespace(cmdline=lambda: words)
+        monkeypatch.setattr(refusals.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+        return refusals._processes_asked_of_accelerate()
+
+    assert asked("MULTI_CPU") == 3
+    assert asked("MULTI_CPU", "--num_processes=1") == 1
+    assert asked("MULTI_GPU", "--num-processes", "2") == 2
+    assert asked("MULTI_GPU") == 1
+
+
 def test_accelerate_that_started_one_process_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(refusals, "_processes_asked_of_accelerate", lambda: 4)
-    right = r"started one process only, as it does with --cpu.*num_processes N script.py \(without GPUs, too;"
+    right = r"as it does with --cpu and for MULTI_CPU.*num_processes N script.py \(without GPUs, too;"
     with pytest.raises(ValueError, match=right):
         check_launch(SimpleNamespace(world_size=1))
     monkeypatch.setenv("WORLD_SIZE", "2")

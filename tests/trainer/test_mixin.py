@@ -67,6 +67,59 @@ def test_another_trainer_of_transformers_gets_a_pipeline(tmp_path: Path) -> None
     assert ours.evaluate(max_length=7)["eval_count"] == 5
 
 
+def losses_of(trainer: Trainer) -> list[float]:
+    trainer.train()
+    return [entry[name] for entry in trainer.state.log_history for name in ("loss", "grad_norm") if name in entry]
+
+
+def accumulating(
+    kind: type[Trainer], options: type[TrainingArguments], folder: Path, model: str = "bert_sequence", **more: Any
+) -> Trainer:
+    args = options(
+        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2, optim="sgd",
+        logging_steps=1, save_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True, **more,
+    )  # fmt: skip
+    set_seed(0)
+    return kind(build_model(model), args, train_dataset=make_dataset(model, 16), data_collator=collate)
+
+
+def test_losses_that_trainer_adds_up_over_accumulated_batches_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    ours, split = PipeTransformerArguments, {"pipeline_parallel_num_microbatches": "2"}
+    plain = accumulating(Trainer, TrainingArguments, tmp_path)
+    averaging = accumulating(Trainer, TrainingArguments, tmp_path)
+    averaging.model_accepts_loss_kwargs = False
+    of_plain, of_averaging = losses_of(plain), losses_of(averaging)
+    assert of_plain[0] == pytest.approx(2 * of_averaging[0], rel=1e-5)
+
+    assert losses_of(accumulating(PipeTransformerTrainer, ours, tmp_path, **split)) == pytest.approx(
+        of_averaging, rel=1e-5
+    )
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    (said,) = [text for text in warnings if "takes num_items_in_batch and ignores it" in text]
+    assert "Trainer adds up the losses" in said and "same results as Trainer" not in caplog.text
+
+    # As the warning says, either way makes both alike, and then the first line may say so.
+    caplog.clear()
+    adding = accumulating(PipeTransformerTrainer, ours, tmp_path, **split)
+    adding.loss_is_scaled_for_ga = True
+    assert losses_of(adding) == pytest.approx(of_plain, rel=1e-5)
+    assert "ignores it" not in caplog.text and "same results as Trainer." in caplog.text
+
+
+def test_losses_that_trainer_averages_over_accumulated_batches_are_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    plain = accumulating(Trainer, TrainingArguments, tmp_path, "vit")
+    split = {"pipeline_parallel_num_microbatches": "2"}
+    ours = accumulating(PipeTransformerTrainer, PipeTransformerArguments, tmp_path, "vit", **split)
+    assert losses_of(ours) == pytest.approx(losses_of(plain), rel=1e-5)
+    assert "ignores it" not in caplog.text and "same results as Trainer." in caplog.text
+
+
 def test_little_is_set_on_the_trainer(tmp_path: Path) -> None:
     plain = train(Trainer, TrainingArguments, tmp_path / "plain")
     ours = train(PipeTransformerTrainer, PipeTransformerArguments, tmp_path / "ours", freeze_policy="gradient_norm")
