@@ -123,13 +123,21 @@ class GenericSplitter(Splitter):
 
 
 def _numbers_of_layers(model: nn.Module) -> dict[str, int]:
-    """Map config entry to its number of layers: the config's own, else those of nested configs."""
+    """Map config entry to its number of layers: the config's own, else those of nested configs, else of modules."""
     config = getattr(model, "config", None)
     own = getattr(config, "num_hidden_layers", None)
     if isinstance(own, int):
         return {"config.num_hidden_layers": own}
     inner = {name: getattr(value, "num_hidden_layers", None) for name, value in vars(config).items()} if config else {}
-    return {f"config.{name}.num_hidden_layers": found for name, found in inner.items() if isinstance(found, int)}
+    nested = {f"config.{name}.num_hidden_layers": found for name, found in inner.items() if isinstance(found, int)}
+    if nested:
+        return nested
+    of_modules = {
+        f"{name}.config.num_hidden_layers": config_value(module, "num_hidden_layers")
+        for name, module in model.named_modules()
+        if name and hasattr(module, "config")
+    }
+    return {name: found for name, found in of_modules.items() if isinstance(found, int)}
 
 
 def _listed(stacks: Iterable[nn.ModuleList | nn.Sequential]) -> list[str]:
