@@ -100,7 +100,7 @@ class StageRunner:
         self.write: Write | None = None
         """Stores the activations that enter the entry block while predicting."""
         self.reduce: Callable[[Any, dict[str, Any]], Any] | None = None
-        """Replaces the output of a batch, or of a part of it, given with its inputs, by what is read; for `predict`."""
+        """Replaces the output of a batch or a part of it, given with its inputs, by what is read; for `predict`."""
         self._growth: float | None = None
         """Bytes of the head's output per byte of what enters it; None before the first output that is reduced."""
         self.is_read_by_first = False
@@ -250,18 +250,18 @@ class StageRunner:
             join = partial(join_tokens, sequences, assign_sequences(sequences.lengths, count))
         whole = for_model(detach_tags(inputs)[0])
 
-        def run(hidden: torch.Tensor, given: dict[str, Any]) -> Any:
+        def head(hidden: torch.Tensor, given: dict[str, Any]) -> Any:
             num_blocks = self.stage.view.structure.num_blocks
-            output = self.stage.view.run(range(num_blocks - 1, num_blocks), hidden, lambda: forward(dict(given)))
-            if self.reduce is None:
-                return _mapped(torch.Tensor.cpu, output)
-            self._growth = _num_bytes(output) / max(_num_bytes(hidden), 1)
-            return _mapped(torch.Tensor.cpu, self.reduce(output, given))
+            return self.stage.view.run(range(num_blocks - 1, num_blocks), hidden, lambda: forward(dict(given)))
+
+        def run(hidden: torch.Tensor, given: dict[str, Any]) -> Any:
+            output = head(hidden, given)
+            return _mapped(torch.Tensor.cpu, output if self.reduce is None else self.reduce(output, given))
 
         if self.reduce is not None and len(parts) > 1:
             if self._growth is None:
-                run(entering[0], parts[0].inputs)
-            if (self._growth or 0.0) * _num_bytes(entering) > JOINED_BYTES:
+                self._growth = _num_bytes(head(entering[0], parts[0].inputs)) / max(_num_bytes(entering[0]), 1)
+            if self._growth * _num_bytes(entering) > JOINED_BYTES:
                 outputs = [run(hidden, part.inputs) for hidden, part in zip(entering, parts, strict=True)]
                 if sequences is not None or are_of_samples(outputs, sizes, rows):
                     return join_outputs(outputs, [part.weight for part in parts], join)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_pipetransformer.splitters.adapters import base_parameters
 
@@ -75,11 +76,13 @@ class Splitter(ABC):
 def main_input_of(model: nn.Module) -> str:
     """Return `main_input_name`, the input that the embeddings read; without it `input_ids` or the first argument."""
     name: str | None = getattr(model, "main_input_name", None)
-    if name is not None:
-        return name
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     # A wrapper's forward may take *args and **kwargs only.
     names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    # A class of somebody's own around images inherits the name of a text's input.
+    is_inherited = isinstance(model, PreTrainedModel) and bool(names) and name not in names
+    if name is not None and not is_inherited:
+        return name
     return names[0] if names and "input_ids" not in names else "input_ids"
 
 
