@@ -15,6 +15,8 @@ of other libraries is here:
   micro-batch. Way out: none needed: it is restored after each evaluation.
 - `Trainer.compute_metrics` (`computing_metrics_with`): rank 0 calls it, and every rank gets its results. Way out: none
   needed: it is restored after each evaluation.
+- `Trainer.compute_loss` (`computing_loss_with`): in an evaluation a loss that is not the model's own runs inside
+  of each stage. Way out: none needed: it is restored after each evaluation.
 - `Trainer.model_accepts_loss_kwargs` (`pass_num_items`): the model accepts `num_items_in_batch` and ignores it. Way
   out: transformers#47688.
 - `Trainer.place_model_on_device` (`place_model`): a run is left to Trainer after its constructor. Way out: a public
@@ -361,6 +363,20 @@ def computing_metrics_with(trainer: Trainer, compute: Callable[..., Any]) -> Ite
         yield
     finally:
         trainer.compute_metrics = original
+
+
+@contextmanager
+def computing_loss_with(trainer: Trainer, compute: Callable[..., Any]) -> Iterator[None]:
+    """Make Trainer's evaluation loop compute the loss with another function."""
+    given: Any = trainer
+    own = vars(given).get("compute_loss")
+    given.compute_loss = compute
+    try:
+        yield
+    finally:
+        del given.compute_loss
+        if own is not None:
+            given.compute_loss = own
 
 
 @contextmanager

@@ -294,6 +294,25 @@ def join_outputs(
     return first
 
 
+def are_of_samples(outputs: Sequence[Any], sizes: Sequence[int], rows: int = 1) -> bool:
+    """Return True if parts of a batch gave nothing but losses and tensors with a value, or `rows`, for each sample.
+
+    Args:
+        sizes: samples of each part.
+        rows: of a sample, see `join_blocks`.
+    """
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        lengths = [len(each) if each.dim() else None for each in outputs]
+        is_alike = len({each.shape[1:] for each in outputs}) == 1
+        return is_alike and lengths in ([*sizes], [size * rows for size in sizes])
+    if isinstance(first, Mapping):
+        return all(are_of_samples([each[key] for each in outputs], sizes, rows) for key in first if key != "loss")
+    if isinstance(first, (list, tuple)):
+        return all(are_of_samples(parts, sizes, rows) for parts in zip(*outputs, strict=True))
+    return True
+
+
 def join_blocks(outputs: Sequence[torch.Tensor], sizes: Sequence[int], rows: int) -> torch.Tensor:
     """Join outputs of the parts of a batch in the order in which the rows of the whole batch lie.
 

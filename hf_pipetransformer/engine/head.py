@@ -131,12 +131,7 @@ class HeadProgram(StageProgram):
         return self.head.forward(joined.micro_batch, joined.entering)
 
     def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        if self.plan.mode is not HeadMode.JOINED:
-            return self.together.predict(micro_batch, received)
-        entering = received if self.layers is None else self.layers.predict(micro_batch, received)
-        assert entering is not None, "below the head there is a layer or a stage"
-        joined = self._add(micro_batch, entering)
-        return None if joined is None else self.head.predict(joined.micro_batch, joined.entering)
+        return self.together.predict(micro_batch, received)
 
     def _add(self, micro_batch: MicroBatch, entering: torch.Tensor) -> Joined | None:
         """Add what enters the head in a micro-batch; return the joined batch once all are there."""

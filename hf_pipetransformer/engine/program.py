@@ -45,6 +45,7 @@ class MicroBatch:
         tags: activation-cache state of its samples; None without a cache.
         on_host: the inputs before they were copied to the device; None if they were made for this stage.
         step: in an asynchronous window, number of the optimizer step that consumes its gradient.
+        ends_before_head: `predict` of the last stage returns the activation that enters the head.
     """
 
     index: int
@@ -58,6 +59,7 @@ class MicroBatch:
     on_host: dict[str, Any] | None = None
     place: Place | None = None
     step: int = 0
+    ends_before_head: bool = False
 
 
 class MicroBatches(Protocol):
@@ -172,7 +174,9 @@ class ModelProgram(StageProgram):
         return _weighted(output, micro_batch.weight) if self.has_head else output
 
     def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        result = self.view.run(self.blocks, received, lambda: self._run(micro_batch))
+        blocks = self.blocks[:-1] if self.has_head and micro_batch.ends_before_head else self.blocks
+        # A stage of the head alone has nothing to run before it.
+        result = self.view.run(blocks, received, lambda: self._run(micro_batch)) if blocks else received
         return result if self.has_head else as_sent(result, micro_batch, self.dtype_out)
 
     def _run(self, micro_batch: MicroBatch) -> Any:

@@ -19,6 +19,7 @@ from hf_pipetransformer.comm.staging import Arriving, CopyStream
 from hf_pipetransformer.comm.transfers import ObjectSender, broadcast_tree, recv_object
 from hf_pipetransformer.data.batches import (
     CacheTags,
+    are_of_samples,
     batch_size,
     count_items,
     cut_tokens,
@@ -57,6 +58,10 @@ from hf_pipetransformer.splitters.structure import ActivationShape
 
 _FILLING_TOKENS = 256
 """Number of tokens from which on a forward takes longer with more of them, and not only to read the weights."""
+
+
+JOINED_BYTES = 2**28
+"""Largest output of a head, in bytes, that the last stage computes for the whole batch if only a little is kept."""
 
 
 _OF_TEXT = ("input_ids", "attention_mask", "position_ids", "cache_position")
@@ -110,7 +115,9 @@ class StageRunner:
         self.write: Write | None = None
         """Stores the activations that enter the entry block while predicting."""
         self.reduce: Callable[[Any, dict[str, Any]], Any] | None = None
-        """Replaces the output of a micro-batch, given with its inputs, by what is read of it; for `predict`."""
+        """Replaces the output of a batch or a part of it, given with its inputs, by what is read; for `predict`."""
+        self._growth: float | None = None
+        """Bytes of the head's output per byte of what enters it; None before the first output that is reduced."""
         self.is_read_by_first = False
         """True if `predict` returns outputs on the first position only, and elsewhere tensors of no samples."""
         self.marks: dict[str, Any] = {}
@@ -254,36 +261,55 @@ class StageRunner:
     def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
         """Return the model output for one batch on every stage. Collective: call on every rank of the pipeline.
 
-        `forward` runs one micro-batch. With `is_read_by_first`, tensors have no rows outside the first position.
+        `forward` runs a micro-batch through the stages, and the head on the whole batch. With `is_read_by_first`,
+        tensors have no rows outside the first position.
         """
         stage, inputs = self.stage, {**inputs, **self.marks}
-        rows = rows_per_sample(inputs)
         total = count_items(inputs, self.shifts_labels)
         # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch_size(inputs))
-        # Logits, the largest tensors of a language model, leave the device micro-batch by micro-batch.
-        forward = partial(_on_host, forward, self.reduce)
-        micro_batches = self._cut(LoaderBatch(inputs, forward, total, write=self.write), rule, count)
-        actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(micro_batches))
-        is_joined = self.scope is not LossScope.PARTS and len(micro_batches) > 1
-        if is_joined:
-            stage.head.begin(HeadMode.JOINED, HeadJoin(detach_tags(inputs)[0], micro_batches, dict))
-        outputs = stage.engine.begin(actions, micro_batches, is_training=False).drain()
-        stage.head.begin(HeadMode.PARTS)
+        cut = self._cut(LoaderBatch(inputs, forward, total, write=self.write), rule, count)
+        cut = [replace(part, ends_before_head=True) for part in cut]
+        actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(cut))
+        entering = stage.engine.begin(actions, cut, is_training=False).drain()
+        message = _as_message(self._through_head(inputs, cut, entering, count)) if stage.groups.is_last else None
         stage.view.widen()
-        message = None
-        if stage.groups.is_last:
-            flattened = sequences_of(inputs)
-            if is_joined:
-                outputs, micro_batches = outputs[-1:], [replace(micro_batches[-1], weight=1.0)]
-            if flattened is None or is_joined:
-                sizes = [batch_size(with_rows(part.inputs, rows)) for part in micro_batches]
-                join = partial(join_blocks, sizes=sizes, rows=rows)
-            else:
-                join = partial(join_tokens, flattened, assign_sequences(flattened.lengths, count))
-            message = _as_message(join_outputs(outputs, [part.weight for part in micro_batches], join))
         return _from_message(self._spread(message), stage.settings.device)
+
+    @torch.no_grad()
+    def _through_head(
+        self, inputs: dict[str, Any], parts: Sequence[MicroBatch], entering: list[torch.Tensor], count: int
+    ) -> Any:
+        """Return the head's output for a batch that was cut into `count` parts, as it comes out of the last layer.
+
+        The head sees the whole batch at once, as in Trainer: its output need not have one row a sample, and its loss
+        need not be a mean. Only what is reduced anyway (logits of a vocabulary) leaves the device part by part if it
+        is large.
+        """
+        rows, sequences, forward = rows_per_sample(inputs), sequences_of(inputs), parts[0].forward
+        sizes = [batch_size(with_rows(part.inputs, rows)) for part in parts]
+        join: Callable[[list[torch.Tensor]], torch.Tensor] = partial(join_blocks, sizes=sizes, rows=rows)
+        if sequences is not None:
+            join = partial(join_tokens, sequences, assign_sequences(sequences.lengths, count))
+        whole = for_model(detach_tags(inputs)[0])
+
+        def head(hidden: torch.Tensor, given: dict[str, Any]) -> Any:
+            num_blocks = self.stage.view.structure.num_blocks
+            return self.stage.view.run(range(num_blocks - 1, num_blocks), hidden, lambda: forward(dict(given)))
+
+        def run(hidden: torch.Tensor, given: dict[str, Any]) -> Any:
+            output = head(hidden, given)
+            return _mapped(torch.Tensor.cpu, output if self.reduce is None else self.reduce(output, given))
+
+        if self.reduce is not None and len(parts) > 1:
+            if self._growth is None:
+                self._growth = _num_bytes(head(entering[0], parts[0].inputs)) / max(_num_bytes(entering[0]), 1)
+            if self._growth * _num_bytes(entering) > JOINED_BYTES:
+                outputs = [run(hidden, part.inputs) for hidden, part in zip(entering, parts, strict=True)]
+                if sequences is not None or are_of_samples(outputs, sizes, rows):
+                    return join_outputs(outputs, [part.weight for part in parts], join)
+        return run(join(entering) if len(parts) > 1 else entering[0], whole)
 
     def cut_new_tokens(
         self, inputs: dict[str, Any], forward: Forward, num_kept: int | None
@@ -493,22 +519,29 @@ class OnDevice(Sequence[MicroBatch]):
 
 def only_loss(output: Any, _inputs: dict[str, Any]) -> Any:
     """Return a model's output without anything but the loss."""
-    return type(output)(loss=output["loss"]) if isinstance(output, dict) else output[:1]
+    return {"loss": output["loss"] if isinstance(output, dict) else output[0]}
 
 
-def _on_host(forward: Forward, reduce: Callable[[Any, dict[str, Any]], Any] | None, inputs: dict[str, Any]) -> Any:
-    output = forward(dict(inputs))
-    return _mapped(torch.Tensor.cpu, output if reduce is None else reduce(output, inputs))
+def _num_bytes(value: Any) -> int:
+    """Return the bytes of all tensors of a tree."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_num_bytes, inner))
 
 
 def _as_message(output: Any) -> dict[str, Any]:
     kind = type(output)
+    if kind is tuple:  # A loss, and the output that it was computed from.
+        return {"parts": [_as_message(part) for part in output]}
     if isinstance(output, ModelOutput) and is_dataclass(kind):
         return {"module": kind.__module__, "name": kind.__qualname__, "value": dict(output)}
     return {"module": None, "name": None, "value": output}
 
 
 def _from_message(message: dict[str, Any], device: torch.device) -> Any:
+    if "parts" in message:
+        return tuple(_from_message(part, device) for part in message["parts"])
     value = _mapped(lambda tensor: tensor.to(device), message["value"])
     if message["module"] is None:
         return value

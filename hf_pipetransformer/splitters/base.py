@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_pipetransformer.splitters.adapters import base_parameters
 
@@ -75,11 +76,13 @@ class Splitter(ABC):
 def main_input_of(model: nn.Module) -> str:
     """Return `main_input_name`, the input that the embeddings read; without it `input_ids` or the first argument."""
     name: str | None = getattr(model, "main_input_name", None)
-    if name is not None:
-        return name
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     # A wrapper's forward may take *args and **kwargs only.
     names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    # A class of somebody's own around images inherits the name of a text's input.
+    is_inherited = isinstance(model, PreTrainedModel) and bool(names) and name not in names
+    if name is not None and not is_inherited:
+        return name
     return names[0] if names and "input_ids" not in names else "input_ids"
 
 
@@ -123,13 +126,21 @@ class GenericSplitter(Splitter):
 
 
 def _numbers_of_layers(model: nn.Module) -> dict[str, int]:
-    """Map config entry to its number of layers: the config's own, else those of nested configs."""
+    """Map config entry to its number of layers: the config's own, else those of nested configs, else of modules."""
     config = getattr(model, "config", None)
     own = getattr(config, "num_hidden_layers", None)
     if isinstance(own, int):
         return {"config.num_hidden_layers": own}
     inner = {name: getattr(value, "num_hidden_layers", None) for name, value in vars(config).items()} if config else {}
-    return {f"config.{name}.num_hidden_layers": found for name, found in inner.items() if isinstance(found, int)}
+    nested = {f"config.{name}.num_hidden_layers": found for name, found in inner.items() if isinstance(found, int)}
+    if nested:
+        return nested
+    of_modules = {
+        f"{name}.config.num_hidden_layers": config_value(module, "num_hidden_layers")
+        for name, module in model.named_modules()
+        if name and hasattr(module, "config")
+    }
+    return {name: found for name, found in of_modules.items() if isinstance(found, int)}
 
 
 def _listed(stacks: Iterable[nn.ModuleList | nn.Sequential]) -> list[str]:

@@ -18,11 +18,41 @@ from hf_pipetransformer.splitters.base import (
 )
 
 
+def _holder(model: Any, path: str, parts: Iterable[str] = ()) -> Any:
+    """Return the module of a model that has a stack of layers at `path`, whatever is wrapped around it.
+
+    Args:
+        parts: names of modules that each layer has.
+
+    Raises:
+        UnsupportedModelError: there is no such module, or there are several.
+    """
+
+    def is_holder(module: Any) -> bool:
+        try:
+            stack = attrgetter(path)(module)
+        except AttributeError:
+            return False
+        is_stack = isinstance(stack, nn.ModuleList)
+        return is_stack and all(hasattr(layer, part) for layer in stack[:1] for part in parts)
+
+    base = getattr(model, "base_model", None)
+    found = [base] if is_holder(base) else [module for module in model.modules() if is_holder(module)]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has config.model_type={config_value(model, 'model_type')!r}, and "
+            f"{len(found) or 'no'} modules with a stack of layers at {path!r}: expected one. Pass `splitter=` with a "
+            "Splitter that names its layers, or leave `config` out of a module of your own."
+        )
+    return found[0]
+
+
 class BertSplitter(Splitter):
     """Splitter of BERT-like encoders."""
 
     model_types: tuple[str, ...] = ("bert", "roberta", "xlm-roberta", "electra")
     cuts_inside_layers = True
+    parts = "attention", "intermediate", "output"
 
     def layers(self, model: Any) -> list[nn.Module]:
         # Some families, encoder only, have neither option in their config.
@@ -34,7 +64,7 @@ class BertSplitter(Splitter):
                 f"add_cross_attention={add_cross_attention}); the pipeline trains encoders. "
                 "Load it with is_decoder=False and add_cross_attention=False."
             )
-        return list(model.base_model.encoder.layer)
+        return list(_holder(model, "encoder.layer", self.parts).encoder.layer)
 
     def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
         return (layer.intermediate, layer.output)
@@ -64,7 +94,7 @@ class DebertaV2Splitter(BertSplitter):
     model_types = ("deberta-v2",)
 
     def layers(self, model: Any) -> list[nn.Module]:
-        if model.base_model.encoder.conv is not None:
+        if _holder(model, "encoder.layer", self.parts).encoder.conv is not None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has a convolution beside its first layer (config.conv_kernel_size="
                 f"{model.config.conv_kernel_size}), which belongs to no layer: expected a DeBERTa without one, such "
@@ -80,7 +110,8 @@ class DistilBertSplitter(Splitter):
     cuts_inside_layers = True
 
     def layers(self, model: Any) -> list[nn.Module]:
-        return list(model.base_model.transformer.layer)
+        parts = "attention", "ffn", "sa_layer_norm", "output_layer_norm"
+        return list(_holder(model, "transformer.layer", parts).transformer.layer)
 
     def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
         return (layer.ffn, layer.output_layer_norm)
@@ -98,13 +129,16 @@ class PreNormSplitter(GenericSplitter):
 
     cuts_inside_layers = True
     stack: str | None = None
-    """Path of the layers from `model.base_model`; None searches them as `GenericSplitter` does."""
+    """Path of the layers from the module that holds them; None searches them as `GenericSplitter` does."""
     attention_norm: str
     attention: str
     mlp_norm: str
 
     def layers(self, model: Any) -> list[nn.Module]:
-        return super().layers(model) if self.stack is None else list(attrgetter(self.stack)(model.base_model))
+        if self.stack is None:
+            return super().layers(model)
+        parts = self.attention_norm, self.attention, self.mlp_norm
+        return list(attrgetter(self.stack)(_holder(model, self.stack, parts)))
 
     def mlp_parts(self, layer: Any) -> Iterable[nn.Module | nn.Parameter]:
         return (getattr(layer, self.mlp_norm), layer.mlp)
@@ -199,13 +233,15 @@ class SiglipSplitter(PreNormSplitter):
     attention_norm, attention, mlp_norm = "layer_norm1", "self_attn", "layer_norm2"
 
     def layers(self, model: Any) -> list[nn.Module]:
-        towers = [name for name, _ in model.named_children() if name.endswith("_model")]
+        parts = self.attention_norm, self.attention, self.mlp_norm
+        holder = _holder(model, "vision_model.encoder.layers", parts)
+        towers = [name for name, _ in holder.named_children() if name.endswith("_model")]
         if towers != ["vision_model"]:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has the towers {towers}: expected the vision tower alone. A pipeline has one "
                 "stack of layers; use SiglipForImageClassification, or transformers.Trainer for both towers."
             )
-        return list(model.vision_model.encoder.layers)
+        return list(holder.vision_model.encoder.layers)
 
 
 class LlamaSplitter(PreNormSplitter):

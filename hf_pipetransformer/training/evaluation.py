@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -66,6 +66,9 @@ class Evaluation:
         self.preprocess = self.trainer.preprocess_logits_for_metrics if is_split else None
         """User's `preprocess_logits_for_metrics` where the last stage calls it, for each micro-batch."""
         self._is_sent_to_first = is_split and is_for_first_rank
+        is_own_loss = trainer_compat.has_plain_loss(self.trainer)
+        self._loss = None if pipeline.layout.pipeline_size == 1 or is_own_loss else self.trainer.compute_loss
+        """Loss that is not the model's own, of a model that is split: it may call parts of the model."""
         self._compute_metrics = (
             on_first_rank(self.trainer.compute_metrics, context.topology) if is_for_first_rank else None
         )
@@ -78,6 +81,9 @@ class Evaluation:
             stack.enter_context(trainer_compat.gathering_with(trainer, self.gather))
             if self.preprocess is not None:
                 stack.enter_context(trainer_compat.without_preprocessing(trainer))
+            if self._loss is not None:
+                inside = partial(self._loss_inside_stages, self._loss)
+                stack.enter_context(trainer_compat.computing_loss_with(trainer, inside))
             if self._compute_metrics is not None:
                 stack.enter_context(trainer_compat.computing_metrics_with(trainer, self._compute_metrics))
             yield
@@ -111,6 +117,22 @@ class Evaluation:
                 yield batch
         finally:
             runner.reduce, runner.is_read_by_first, runner.marks = None, False, {}
+
+    def _loss_inside_stages(
+        self,
+        own: Callable[..., Any],
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Compute the loss of a batch as in training: inside of each stage, and on the last one after the head."""
+        shell, runner = self.pipeline.shell, self.pipeline.runner
+        if model is not shell or runner.stage.view.is_running or torch.is_grad_enabled():
+            return own(model, inputs, return_outputs, *args, **kwargs)
+        loss, outputs = runner.predict(inputs, lambda given: own(shell, given, True, *args, **kwargs))
+        return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()
     def reference_of(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -61,14 +61,32 @@ class ReplicaGather:
         is_loss, self._is_loss_next = self._is_loss_next, False
         if is_loss and self.fills_batches:
             return self.losses[-1].expand(self.loader.total_batch_size)
+        if self.groups.num_replicas == 1 and self._rows == 1 and not is_loss:
+            return self._as_one_process(values)
         gather = self._gather_to_first if self.is_for_first_rank and not is_loss else self._gather
 
         def gather_blocks(tensor: torch.Tensor) -> torch.Tensor:
             size = self._num_samples
             is_of_rows = not is_loss and self._rows > 1 and len(tensor) == size * self._rows
-            return torch.cat([gather(block) for block in tensor.split(size)]) if is_of_rows else gather(tensor)
+            if is_of_rows:
+                return torch.cat([gather(block) for block in tensor.split(size)])
+            if not is_loss and self.groups.num_replicas > 1:
+                self._check_rows(tensor)
+            return gather(tensor)
 
         return recursively_apply(gather_blocks, values)
+
+    def _as_one_process(self, values: Any) -> Any:
+        """Return what accelerate's gather returns on one process, where values need not have one row a sample."""
+        loader = self.loader
+        if self.is_for_first_rank and not self.groups.is_first:
+            return recursively_apply(without_rows, values)
+        if self.fills_batches or not loader.end_of_dataloader or loader.remainder <= 0:
+            return values
+        try:
+            return recursively_apply(lambda tensor: tensor[: loader.remainder], values)
+        except IndexError:  # With a scalar among them accelerate cuts none.
+            return values
 
     def mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
         """Compute the global batch's loss, `(1,)`, from this replica's mean loss over `num_items`."""
@@ -119,6 +137,21 @@ class ReplicaGather:
         samples = self.loader.samples_of_replicas()
         told = [each if size else 0 for each, size in zip(self._token_counts, samples, strict=True)]
         return gather(tensor[0, : self._num_tokens - missing], told)[None, : sum(told) - missing]
+
+    def _check_rows(self, tensor: torch.Tensor) -> None:
+        """Check that a tensor has a row for each sample of this replica, as nobody knows how to join others."""
+        own = self.loader.samples_of_replicas()[self.groups.replica] or self.loader.progress.size
+        is_elsewhere = self.is_for_first_rank and not self.groups.is_first
+        is_one_row = self.is_flattened and tensor.dim() > 1
+        if is_elsewhere or is_one_row or (tensor.dim() and len(tensor) == own):
+            return
+        raise ValueError(
+            f"An evaluation batch of {own} samples on each of {self.groups.num_replicas} replicas gave a prediction "
+            f"or label of shape {tuple(tensor.shape)}: expected one row a sample, as each replica has samples of its "
+            "own. Name the output in ignore_keys_for_eval of train() or ignore_keys of evaluate() and predict(), let "
+            "preprocess_logits_for_metrics return one row a sample, or evaluate on one replica "
+            "(pipeline_parallel_size as large as the number of processes, and elastic=False)."
+        )
 
     def _gather_rows(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
         group = self.groups.replica_group

@@ -310,7 +310,6 @@ class Starter:
             start_up = self._dividing_itself(start_up, is_training)
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
 
-<<<<<<< HEAD
     def _scope_of_loss(self) -> LossScope:
         """Return the samples that one call of the loss sees, and set the schedule that this takes."""
         args, asked = self.context.args, self.context.args.pipeline_loss
@@ -322,7 +321,7 @@ class Starter:
         if scope is not LossScope.PARTS and not self.options.is_undivided:
             args.run_forwards_first()
         return scope
-=======
+
     def _dividing_itself(self, start_up: StartUp, is_training: bool) -> StartUp:
         """Let Trainer divide the loss: the model accepts `num_items_in_batch` but ignores it (transformers#47688)."""
         trainer, args = self.context.trainer, self.context.args
@@ -339,7 +338,6 @@ class Starter:
                 "trainer.loss_is_scaled_for_ga=True to add them up here too."
             )
         return replace(start_up, trainer_adds_up=adds_up)
->>>>>>> h-options
 
     def start(self, report: ModelReport, layout: Layout, longest: int = 1) -> Pipeline:
         """Build this rank's stage under `layout`; `longest` is the largest number of stages K it may grow to.

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTModel
 from transformers.trainer_pt_utils import EvalLoopContainer
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
 from hf_pipetransformer.comm.topology import get_topology
 from hf_pipetransformer.runtime import execution
 from hf_pipetransformer.runtime.wiring import send_model_from_first_rank
@@ -99,6 +99,8 @@ def test_of_equal_weights_nothing_is_sent_before_the_first_step(tmp_path: Path):
 def evaluates(folder: Path, reads: str | None) -> dict[str, Any]:
     """Evaluate on two stages with metrics that read `logits`, or `classes` by preprocessing, or nothing.
 
+    Logits are as good as too large to be computed for a whole batch where little of them is kept.
+
     Returns the metrics and what the last stage held of each micro-batch's output at the end.
     """
     calls: list[tuple[list[int], list[int]]] = []
@@ -128,7 +130,7 @@ def evaluates(folder: Path, reads: str | None) -> dict[str, Any]:
             held.append([{key: list(value.shape) for key, value in output.items()} for output in outputs])
         return own(outputs, weights, join)
 
-    execution.join_outputs = joining
+    execution.join_outputs, execution.JOINED_BYTES = joining, 0
     found = trainer.evaluate()
     metrics = {key: found[key] for key in ("eval_loss", "eval_accuracy", "eval_first") if key in found}
     predicted = trainer.predict(trainer.eval_dataset).predictions if reads else None
@@ -144,7 +146,7 @@ def test_of_a_loss_only_evaluation_no_logits_are_kept(tmp_path: Path):
     lean = run(evaluates, tmp_path / "lean", 2, {"reads": None}, timeout=SECONDS)[1]
     full = run(evaluates, tmp_path / "full", 2, {"reads": "logits"}, timeout=SECONDS)[1]
     assert lean["metrics"]["eval_loss"] == pytest.approx(full["metrics"]["eval_loss"], rel=1e-6)
-    assert full["held"] and all(set(held) == {"logits", "loss"} for outputs in full["held"] for held in outputs)
+    assert full["held"] == [], "logits that are read are computed for the whole batch, which every rank gets"
     assert lean["held"] and all(set(held) == {"loss"} for outputs in lean["held"] for held in outputs)
     assert max(map(len, lean["held"])) > 1
 
@@ -317,3 +319,93 @@ def test_every_rank_learns_why_metrics_failed(tmp_path: Path, how: str, kind: st
 def test_metrics_may_communicate_where_every_rank_computes_them(tmp_path: Path) -> None:
     options = {"how": "communicates", "where": "every_rank"}
     assert run(fails_in_metrics, tmp_path, 2, options, timeout=SECONDS) == [{"metrics": 2.0}] * 2
+
+
+class Tower(PreTrainedModel):
+    """A model of somebody's own around one of a known family, with outputs that have no row a sample."""
+
+    config_class = ViTConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.tower = ViTModel(config, add_pooling_layer=False)
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(config.hidden_size, 2) for _ in range(3)])
+        self.post_init()
+
+    def outputs(self, hidden: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        tasks = torch.cat([head(hidden[:, 0]) for head in self.heads])
+        loss = torch.nn.functional.cross_entropy(tasks, labels.repeat(3) % 2)
+        return {
+            "loss": loss, "tasks": tasks, "mean": {"of all": tasks.mean(), "like": hidden[:, 0] @ hidden[:, 0].T},
+            "centered": (tasks - tasks.mean(0), self.heads[0].weight.clone()),
+        }  # fmt: skip
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        return self.outputs(self.tower(pixel_values).last_hidden_state, labels)
+
+
+class CallsParts(Trainer):
+    """A loss that runs the parts of the model by itself."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_kwargs: Any) -> Any:
+        bare = getattr(model, "module", model)
+        labels = inputs.pop("labels")
+        outputs = bare.outputs(bare.tower(inputs["pixel_values"]).last_hidden_state, labels)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+def arrays_of(tree: Any) -> list[Any]:
+    """All arrays of nested predictions, as lists."""
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else None
+    return [np.asarray(tree).tolist()] if inner is None else [each for part in inner for each in arrays_of(part)]
+
+
+@scenario
+def outputs_of(folder: Path, is_plain: bool, calls_parts: bool, ignored: list[str] | None, **options: Any) -> Any:
+    """Evaluate and predict 20 samples in batches of 8; return losses, metrics and predictions."""
+    base = CallsParts if calls_parts else Trainer
+    kind = base if is_plain else type("Piped", (PipeTransformerMixin, base), {})
+    args = (TrainingArguments if is_plain else PipeTransformerArguments)(
+        output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, seed=3, **options
+    )
+    torch.manual_seed(3)
+    model = Tower(build_model("vit", 3).config)
+    trainer = kind(
+        model, args, eval_dataset=make_dataset("vit", 20), data_collator=collate,
+        compute_metrics=lambda found: {"arrays": arrays_of(found.predictions)},
+        preprocess_logits_for_metrics=None if ignored else lambda logits, labels: logits,
+    )  # fmt: skip
+    found = trainer.evaluate(ignore_keys=ignored)
+    predicted = trainer.predict(trainer.eval_dataset, ignore_keys=ignored)
+    trainer.compute_metrics = None
+    lean = trainer.evaluate()["eval_loss"]
+    return [found["eval_loss"], found["eval_arrays"], arrays_of(predicted.predictions), lean]
+
+
+@pytest.mark.parametrize(("calls_parts", "ignored"), [(False, ["tasks"]), (True, None), (False, None)])
+def test_outputs_of_any_shape_are_those_of_one_process(
+    tmp_path: Path, calls_parts: bool, ignored: list[str] | None
+) -> None:
+    """Scalars, tensors over all pairs, values that read other samples, heads stacked task by task, weights."""
+    told = {"calls_parts": calls_parts, "ignored": ignored}
+    plain = run(
+        outputs_of, tmp_path / "plain", 1, {"is_plain": True, "per_device_eval_batch_size": 8, **told}, timeout=SECONDS
+    )[0]
+    ours = run(
+        outputs_of, tmp_path / "ours", 2,
+        {"is_plain": False, "per_device_eval_batch_size": 4, "pipeline_parallel_size": 2, **told}, timeout=SECONDS,
+    )  # fmt: skip
+    one = run(
+        outputs_of, tmp_path / "one", 1,
+        {"is_plain": False, "per_device_eval_batch_size": 8, "pipeline_parallel_num_microbatches": 2, **told},
+        timeout=SECONDS,
+    )  # fmt: skip
+    for found in (*ours, *one):
+        assert [np.shape(each) for each in found[2]] == [np.shape(each) for each in plain[2]]
+        for values, wanted in zip(_flat(found), _flat(plain), strict=True):
+            assert values == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+def _flat(tree: Any) -> list[float]:
+    return [value for part in tree for value in _flat(part)] if isinstance(tree, list) else [tree]
