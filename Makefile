@@ -42,7 +42,7 @@ help:
 	@echo "make benchmark  all measurements, resumable, on an idle machine: a day or two; ONLY=name for one"
 	@echo "make benchmark-quick  what fits of them into 10 minutes, shortened, into runs/bench/quick"
 	@echo "make pipe-suites  the suites of torchgpipe and of PyTorch's Pipe, with the import changed, a few minutes"
-	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
+	@echo "make gpu-check  what GPUs can show, within 16 minutes; processes may share one over NCCL"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
 
 $(INSTALLED): pyproject.toml
@@ -113,7 +113,7 @@ tables: $(INSTALLED)
 	$(BIN)/python -m tests.families_table
 	$(BIN)/python -m scripts.bench.tables
 
-# Needs a GPU, and says so where there is none; the tests marked gpu skip themselves below two.
+# Needs a GPU, which processes share over NCCL if there are too few; the tests marked gpu skip themselves below two.
 gpu-check: $(INSTALLED)
 	$(BIN)/hf-pipetransformer selftest --thorough --output benchmarks/gpu_check.json
 	$(BIN)/python -m pytest -m gpu tests/distributed/test_gpu.py
