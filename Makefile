@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 LOWEST := .venv-lowest
+LATEST := .venv-latest
 # Installed before everything else. On a machine with GPUs name the build that fits its driver, with pip's options:
 # make TORCH="torch==2.13.0 --index-url ADDRESS" test
 TORCH ?= torch==2.13.0
@@ -26,14 +27,14 @@ INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.demo_installed
 CHECKED := hf_pipetransformer scripts tests examples
 
-.PHONY: help demo docs tables cards test test-all test-lowest test-faults families gpu-check quality style
+.PHONY: help demo docs tables cards test test-all test-lowest test-latest test-faults families gpu-check quality style
 .PHONY: benchmark benchmark-quick pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
 	@echo "make docs       the site in build/site, without a network; make tables: tables of the pages from benchmarks/"
 	@echo "make test       the tests of every change; make test-all: all of them"
-	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows"
+	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows; test-latest: the newest"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
 	@echo "make cards      the runs of the cards in model_cards/, beside plain Trainer, half an hour"
 	@echo "make families   every class of transformers for text, images or sound on two stages beside Trainer, half an hour"
@@ -41,7 +42,7 @@ help:
 	@echo "make benchmark  all measurements, resumable, on an idle machine: a day or two; ONLY=name for one"
 	@echo "make benchmark-quick  what fits of them into 10 minutes, shortened, into runs/bench/quick"
 	@echo "make pipe-suites  the suites of torchgpipe and of PyTorch's Pipe, with the import changed, a few minutes"
-	@echo "make gpu-check  what one GPU can show, within 8 minutes; with two or more also NCCL"
+	@echo "make gpu-check  what GPUs can show, within 16 minutes; processes may share one over NCCL"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
 
 $(INSTALLED): pyproject.toml
@@ -83,6 +84,13 @@ test-lowest:
 	grep -oE '"[a-z0-9-]+>=[0-9.]+' pyproject.toml | sed 's/^"//; s/>=/==/' > $(LOWEST).txt
 	PIP_CONSTRAINT=$(CURDIR)/$(LOWEST).txt $(MAKE) VENV=$(LOWEST) test
 
+# The newest versions that pyproject.toml allows, looked up each time, in an environment of its own: .venv keeps what it
+# found when it was made. torch stays the one named above, whose newer builds may bring CUDA.
+test-latest:
+	echo "$(firstword $(TORCH))" > $(LATEST).txt
+	rm -f $(LATEST)/.installed
+	PIP_CONSTRAINT=$(CURDIR)/$(LATEST).txt PIP_UPGRADE=1 PIP_UPGRADE_STRATEGY=eager $(MAKE) VENV=$(LATEST) test
+
 # Half an hour or more; it goes on where it stopped. For other code or settings remove the folder.
 test-faults: $(INSTALLED)
 	$(BIN)/python -m tests.distributed.kill_runs --kills $(KILLS) --seed $(SEED) \
@@ -105,7 +113,7 @@ tables: $(INSTALLED)
 	$(BIN)/python -m tests.families_table
 	$(BIN)/python -m scripts.bench.tables
 
-# Needs a GPU, and says so where there is none; the tests marked gpu skip themselves below two.
+# Needs a GPU, which processes share over NCCL if there are too few; the tests marked gpu skip themselves below two.
 gpu-check: $(INSTALLED)
 	$(BIN)/hf-pipetransformer selftest --thorough --output benchmarks/gpu_check.json
 	$(BIN)/python -m pytest -m gpu tests/distributed/test_gpu.py

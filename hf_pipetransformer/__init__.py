@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 
@@ -28,6 +32,9 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+TESTED_TRANSFORMERS = ((5, 23), (5, 24))
+"""First and last release of transformers that the tests run with, those that pyproject.toml lets pip install."""
+
 _HOMES = {
     "PipeTransformerArguments": "options.arguments",
     "PipelineError": "comm.errors",
@@ -48,3 +55,22 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _warn_of_untested(found: str) -> None:
+    """Warn if this release of transformers was installed by hand: what it has renamed may fail late, or not at all."""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    first, last = TESTED_TRANSFORMERS
+    if numbers is None or first <= (int(numbers[1]), int(numbers[2])) <= last:
+        return
+    oldest, newest = f"{first[0]}.{first[1]}", f"{last[0]}.{last[1]}"
+    warnings.warn(
+        f"transformers {found} is installed, but this release of hf-pipetransformer was tested with {oldest} to "
+        f"{newest} only; others may fail, or give other numbers than Trainer. Install a tested one: "
+        f"pip install 'transformers>={oldest},<{last[0]}.{last[1] + 1}'.",
+        stacklevel=2,
+    )
+
+
+with suppress(PackageNotFoundError):  # Whoever imports it says so.
+    _warn_of_untested(version("transformers"))

@@ -331,8 +331,8 @@ def _add_selftest(commands: Any) -> None:
     testing.add_argument(
         "--thorough",
         action="store_true",
-        help="all checks of this machine instead, in processes that it starts itself: up to 8 minutes, with two GPUs "
-        "or more also over NCCL; results of other parts stay in --output",
+        help="all checks of this machine instead, in processes that it starts itself: up to 8 minutes, with "
+        "GPUs 8 more over NCCL, which processes may share; results of other parts stay in --output",
     )
     testing.epilog = (
         "Start it as the run will be started, on all nodes: accelerate launch --multi_gpu --num_processes N "

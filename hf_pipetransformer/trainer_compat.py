@@ -75,7 +75,7 @@ from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.report import announce
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
-from hf_pipetransformer.splitters.base import config_value
+from hf_pipetransformer.splitters.base import CACHE_NAME, config_value
 
 
 _MASK = "attention_mask"
@@ -402,7 +402,8 @@ def preprocessed(
     if not labels:
         has_loss = bool(inputs.get("return_loss", trainer.can_return_loss))
     if ignore_keys is None:
-        ignore_keys = getattr(getattr(trainer.model, "config", None), "keys_to_ignore_at_inference", [])
+        config = getattr(trainer.model, "config", None)
+        ignore_keys = [] if config is None else getattr(config, "keys_to_ignore_at_inference", [CACHE_NAME])
     if isinstance(output, dict):
         loss = {"loss": output["loss"]} if has_loss else {}
         logits = tuple(value for key, value in output.items() if key not in [*ignore_keys, *loss])

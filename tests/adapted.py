@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
+import pytest
 import torch
+from packaging.version import Version
 from peft import (
     HRAConfig,
     IA3Config,
@@ -24,11 +27,20 @@ from peft import (
 )
 from safetensors.torch import save_model
 from transformers import BitsAndBytesConfig
+from transformers.integrations import peft as integration
 
 from tests.decoders import collate_tokens, make_decoder
 from tests.decoders import make_rows as make_tokens
 from tests.models import build_model, collate, make_dataset
 
+
+WHY_NOT_ADDED = (
+    f"model.add_adapter of this transformers asks for peft >= {integration.MIN_PEFT_VERSION}, found {version('peft')}"
+    if Version(version("peft")) < Version(integration.MIN_PEFT_VERSION)
+    else ""
+)
+ADDS = pytest.mark.skipif(bool(WHY_NOT_ADDED), reason=WHY_NOT_ADDED)
+"""The mark of a test that adds an adapter to a model of transformers."""
 
 _DECODER = ["q_proj", "down_proj"]
 TARGETS = {"bert": ["query", "output.dense"], "gpt2": ["c_attn", "c_proj"], "llama": _DECODER}

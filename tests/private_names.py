@@ -50,6 +50,9 @@ CALLED = {
     "transformers:Trainer._remove_unused_columns": "self, dataset, description",
 }
 
+# Private functions that a later release may lack, and what it has in their place, which is then used.
+REPLACED = {"torch.distributed.distributed_c10d:_set_pg_timeout": "torch.distributed:set_timeout"}
+
 # Private attributes of objects: where the library sets them.
 ATTRIBUTES = {
     "datasets.arrow_dataset:_fingerprint": "Dataset",
@@ -65,6 +68,44 @@ ATTRIBUTES = {
     "trl.trainer.sft_trainer:_metrics": "SFTTrainer",
     "trl.trainer.sft_trainer:_total_train_tokens": "SFTTrainer",
 }
+
+# What is public, but handled by its name, `|` between those of two releases: parameters of layers, of which splitters
+# take some apart from the rest,
+TAKEN_APART = {
+    "transformers.models.bert.modeling_bert:BertLayer.forward": (
+        "self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values|cache, "
+        "kwargs"
+    ),
+    "transformers.models.beit.modeling_beit:BeitLayer.forward": (
+        "self, hidden_states, attention_mask, interpolate_pos_encoding, resolution, kwargs"
+    ),
+    "transformers.models.gpt2.modeling_gpt2:GPT2Block.forward": (
+        "self, hidden_states, past_key_values|cache, attention_mask, encoder_hidden_states, encoder_attention_mask, "
+        "use_cache, kwargs"
+    ),
+    "transformers.models.gpt2.modeling_gpt2:GPT2Attention.forward": (
+        "self, hidden_states, past_key_values|cache, attention_mask, encoder_hidden_states, encoder_attention_mask, "
+        "output_attentions, kwargs"
+    ),
+}
+# fields of outputs,
+FIELDS = {
+    "transformers.modeling_outputs:BaseModelOutputWithPast": (
+        "last_hidden_state, past_key_values|cache, hidden_states, attentions"
+    ),
+    "transformers.modeling_outputs:CausalLMOutputWithPast": (
+        "loss, logits, past_key_values|cache, hidden_states, attentions"
+    ),
+    "transformers.modeling_outputs:SequenceClassifierOutput": "loss, logits, hidden_states, attentions",
+    "transformers.generation:GenerateDecoderOnlyOutput": (
+        "sequences, scores, logits, attentions, hidden_states, past_key_values|cache"
+    ),
+}
+# and what `generate` gives to a decoder's forward.
+GIVEN_BY_GENERATE = {
+    "attention_mask", "input_ids", "logits_to_keep", "past_key_values|cache", "position_ids", "return_dict",
+    "use_cache",
+}  # fmt: skip
 
 # Attributes of tensors, which no source text of Python shows.
 OF_TENSORS = ("_version",)

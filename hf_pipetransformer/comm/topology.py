@@ -152,8 +152,10 @@ class Topology:
         On GPUs the groups' watchdog enforces it for operations posted from now on; on CPU tensors the waits do.
         """
         set_present_limit(seconds)
+        # The public function is there from torch 2.14 on.
+        set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         for group in self._maker.made:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_timeout(timedelta(seconds=seconds), group)
 
     def abort(self) -> None:
         """End waits for the device that depend on other ranks, with an error; no group can be used afterwards."""

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_pipetransformer.engine.program import MicroBatch, ProgramWrapper, StageProgram
 from hf_pipetransformer.schedules import BEGINS_BACKWARD, ActionList
+from hf_pipetransformer.splitters.base import CACHE_NAME
 
 
 _SPARE_TOKENS = 64
@@ -207,7 +208,7 @@ class TokenSliceProgram(ProgramWrapper):
         if place.batch_slice not in self._contexts:
             self._contexts[place.batch_slice] = KeptContext(self.num_layers, place.length or 0)
         context = self._contexts[place.batch_slice]
-        inputs = {**micro_batch.inputs, "past_key_values": context.from_token(place.start)}
+        inputs = {**micro_batch.inputs, CACHE_NAME: context.from_token(place.start)}
         if place.stop == place.length and not self._is_trained:
             del self._contexts[place.batch_slice]
         return replace(micro_batch, inputs=inputs)

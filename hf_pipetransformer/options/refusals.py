@@ -20,8 +20,16 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.combinations import Refusal, raise_first
 
 
-VERIFIED_ON_NCCL: frozenset[tuple[int, int, str, str]] = frozenset()
-"""Runs that passed `make gpu-check` on two or more GPUs: number of stages K and of replicas R, schedule, precision.
+_PRECISIONS = ("bf16", "fp16", "fp32")
+VERIFIED_ON_NCCL: frozenset[tuple[int, int, str, str, str]] = frozenset(
+    {
+        *((2, 1, schedule, precision, "sockets") for schedule in ("1f1b", "gpipe") for precision in _PRECISIONS),
+        *((2, 1, schedule, "fp32", "sockets") for schedule in ("interleaved_1f1b", "zb_h1", "zb_v")),
+        *((size, 4 // size, "1f1b", precision, "sockets") for size in (2, 4) for precision in _PRECISIONS),
+    }
+)
+"""Runs that passed `make gpu-check`: number of stages K and of replicas R, schedule, precision, and NCCL's transport:
+"sockets", over which ranks share a GPU, or "direct", what NCCL chooses between GPUs (P2P, NVLink, shared memory).
 A test compares benchmarks/gpu_check.json."""
 
 
@@ -157,6 +165,9 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
     run = (size, args.world_size // size, args.pipeline_schedule, precision_of(args))
     able = args.schedule.abilities
     uses_nccl = args.device.type == "cuda" and args.ddp_backend != "gloo"
+    missing, known = "NCCL", "on gloo and under NCCL's rules"
+    if (*run, "sockets") in VERIFIED_ON_NCCL:
+        missing, known = "NCCL over P2P or NVLink", "on NCCL over sockets"
     warnings = [
         (
             not args.average_tokens_across_devices,
@@ -187,13 +198,19 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
             "fp16=True has no effect on a CPU, where accelerate computes in float32: use bf16=True, or leave it out.",
         ),
         (
-            _may_have_stages(args) and uses_nccl and run not in VERIFIED_ON_NCCL,
-            "K={} x R={} with pipeline_schedule={!r} in {} has not been verified on NCCL yet, only on gloo and under "
-            "NCCL's rules: start `hf-pipetransformer selftest` on your GPUs as you start this run, which compares it "
-            "with one process, or set pipeline_parallel_size=1.".format(*run),
+            _may_have_stages(args) and uses_nccl and (*run, _transport()) not in VERIFIED_ON_NCCL,
+            "K={} x R={} with pipeline_schedule={!r} in {} has not been verified on {} yet, only {}: start "
+            "`hf-pipetransformer selftest` on your GPUs as you start this run, which compares it with one process, or "
+            "set pipeline_parallel_size=1.".format(*run, missing, known),
         ),
     ]
     return [text for is_due, text in warnings if is_due]
+
+
+def _transport() -> str:
+    """Return "sockets" if the environment leaves NCCL nothing else, otherwise "direct"."""
+    is_off = all(os.environ.get(f"NCCL_{name}_DISABLE", "0") == "1" for name in ("P2P", "SHM", "IB"))
+    return "sockets" if is_off else "direct"
 
 
 def _of_ddp(args: TrainingArguments) -> dict[str, Any]:

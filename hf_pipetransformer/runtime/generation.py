@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import send_to_device
 from torch.nn.functional import pad
-from transformers import GenerationConfig
+from transformers import Cache, GenerationConfig
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -32,6 +32,8 @@ from hf_pipetransformer.splitters.adapters import bare_model
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers of which keys and values are all that later tokens need."""
+_CACHE_NAMES = ("cache", "past_key_values")
+"""What a cache is called as an argument of `generate`, up to transformers 5.23 the second."""
 
 
 def settings_of(model: Any, options: dict[str, Any]) -> GenerationConfig:
@@ -79,7 +81,7 @@ def check_generation(model: Any, settings: GenerationConfig, options: dict[str, 
             "output_attentions and output_hidden_states are those of all layers",
         ),
     ]
-    given = ("past_key_values", "inputs_embeds", "custom_generate")
+    given = (*_CACHE_NAMES, "inputs_embeds", "custom_generate")
     found += [(options.get(name) is not None, f"{name} is the caller's own") for name in given]
     reason = next((reason for is_so, reason in found if is_so), None)
     if reason is not None:
@@ -207,13 +209,13 @@ class Passes:
 
         Collective: call on every rank of the pipeline.
         """
-        # Transformers' cache stays empty: it is passed as long as keys and values are to be kept.
-        cache = inputs.pop("past_key_values", None)
+        # Transformers' cache stays empty: it is passed as long as keys and values are to be kept. It is found by its
+        # type, as its name differs between releases: one that is not found would give wrong tokens without an error.
+        cache = {name: value for name, value in inputs.items() if isinstance(value, Cache)}
+        assert cache or not inputs.get("use_cache"), f"no cache among {sorted(inputs)}"
         stage = self.runner.stage
-        inputs = send_to_device(inputs, stage.settings.device)
-        actions, parts = self.runner.cut_new_tokens(
-            inputs, self._last_logits, None if cache is None else self._num_kept
-        )
+        inputs = send_to_device({name: inputs[name] for name in inputs if name not in cache}, stage.settings.device)
+        actions, parts = self.runner.cut_new_tokens(inputs, self._last_logits, self._num_kept if cache else None)
         num_rows, num_new = inputs[self.runner.activation.main_input].shape
         self._num_kept += num_new
         if self._run is None:
@@ -225,7 +227,7 @@ class Passes:
         stage.view.widen()
         # The last slice of each group of rows has the last token.
         last = [logits for part, logits in results if part.place is None or part.place.stop == self._num_kept]
-        return CausalLMOutputWithPast(logits=self._spread(last, num_rows), past_key_values=cache)
+        return CausalLMOutputWithPast(logits=self._spread(last, num_rows), **cache)
 
     def _last_logits(self, inputs: dict[str, Any]) -> torch.Tensor:
         logits: torch.Tensor = self._forward(**inputs).logits[:, -1:]

@@ -40,7 +40,7 @@ from hf_pipetransformer.options.refusals import check_arguments, check_launch
 from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.selftest.runs import TOLERANCES, Figures, llama
+from hf_pipetransformer.selftest.runs import SAID_OF_SOCKETS, TOLERANCES, Figures, llama, share_gpus
 
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24}
@@ -87,6 +87,8 @@ def run_selftest(wishes: Wishes) -> None:
     guard = Guard(wishes.seconds)
     figures: Figures = {}
     with guard.step("start"):
+        num_gpus = 0 if wishes.use_cpu else torch.cuda.device_count()
+        shares = share_gpus(num_gpus)
         args = PipeTransformerArguments(
             output_dir=tempfile.gettempdir(),
             use_cpu=wishes.use_cpu,
@@ -99,6 +101,8 @@ def run_selftest(wishes: Wishes) -> None:
         topology = get_topology(guard.wait, _local_world_size())
         guard.share(topology)
         guard.say(_describe(args, topology))
+        if shares:
+            guard.say(SAID_OF_SOCKETS.format(counted(num_gpus, "GPU"), _local_world_size()))
     with guard.step("groups"):
         guard.say(_check_groups(topology))
     with guard.step("bandwidth"):

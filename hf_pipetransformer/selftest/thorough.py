@@ -7,7 +7,8 @@ pinned read-ahead, the start-up checks and what they refuse, FlashAttention-2 wh
 two and four processes on that GPU, with gloo through host memory, stages under every kind of schedule and under one
 hardware queue, tied weights, memory of groups and of micro-batches in flight, save and resume, logits, an 8-bit
 optimizer where bitsandbytes is installed, a transition to two replicas, an out-of-memory on one rank. That part ends
-within 8 minutes. With two GPUs or more (four for the checks of four processes) the same runs over NCCL, in fp16 too.
+within 8 minutes. Then the same runs over NCCL, in fp16 too, within 8 more; with fewer GPUs than processes these share
+them, and NCCL runs over sockets: its order and its numbers, but neither its speed nor P2P or NVLink.
 `VERIFIED_ON_NCCL` of the package is what `nccl.verified` of the committed results says.
 
 On the CPU every check of the first part runs too, to see that the checks themselves work. As a module this file is one
@@ -43,8 +44,9 @@ import torch
 import transformers
 
 from hf_pipetransformer.comm import transfers
+from hf_pipetransformer.schedules.layout import counted
 from hf_pipetransformer.selftest import one_process, stages
-from hf_pipetransformer.selftest.runs import Figures
+from hf_pipetransformer.selftest.runs import SAID_OF_SOCKETS, Figures, share_gpus
 
 
 LIMIT_SECONDS = 8 * 60
@@ -181,20 +183,23 @@ def check_one_device(device: str, folder: Path) -> dict[str, Any]:
 
 
 def check_nccl(folder: Path) -> dict[str, Any]:
-    """Run the checks of several processes over NCCL, by precision: two GPUs or more."""
-    start, precisions = time.monotonic(), ("fp32", "bf16", "fp16")
+    """Run the checks of several processes over NCCL, by precision, and note the transport of each."""
+    start, precisions, num_gpus = time.monotonic(), ("fp32", "bf16", "fp16"), torch.cuda.device_count()
     results = []
     for name, group in GROUPS.items():
-        if group.num_processes <= torch.cuda.device_count():
-            backend = "nccl" if group.num_processes > 1 else "gloo"
-            results += run_group(name, folder, "cuda", LIMIT_SECONDS, backend, precisions)
+        size, left = group.num_processes, LIMIT_SECONDS - (time.monotonic() - start)
+        if size > num_gpus:
+            print(f"{name}: {SAID_OF_SOCKETS.format(counted(num_gpus, 'GPU'), size)}", flush=True)
+        found = run_group(name, folder, "cuda", left, "nccl" if size > 1 else "gloo", precisions)
+        transport = {"transport": "sockets" if size > num_gpus else "direct"} if size > 1 else {}
+        results += [result | transport for result in found]
     sound = set()
     for precision in precisions:
         # A transition is checked in fp32; it counts for all.
         own = [r for r in results if precision in r["check"] or r["check"].startswith("transition")]
         if all(result["passed"] for result in own):
             sound.add(precision)
-    runs = sorted({tuple(result["run"]) for result in results if "run" in result and result["run"][-1] in sound})
+    runs = sorted({(*r["run"], r["transport"]) for r in results if "run" in r and r["run"][-1] in sound})
     seconds = round(time.monotonic() - start, 1)
     return {"machine": machine("cuda"), "seconds": seconds, "checks": results, "verified": runs}
 
@@ -215,7 +220,7 @@ def run_thorough(output: Path | None, device: str) -> bool:
     results = json.loads(output.read_text()) if output is not None and output.exists() else {}
     with tempfile.TemporaryDirectory(prefix="selftest-") as folder:
         results["one device"] = check_one_device(device, Path(folder))
-    if device == "cuda" and torch.cuda.device_count() > 1:
+    if device == "cuda":
         with tempfile.TemporaryDirectory(prefix="selftest-") as folder:
             results["nccl"] = check_nccl(Path(folder))
     if output is not None:
@@ -238,6 +243,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the names of the checks to run")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.backend == "nccl":
+        share_gpus(torch.cuda.device_count())
     transfers._Staged = stages.Staged  # type: ignore[misc]
     if options.device == "cpu":
         # What goes through host memory on a GPU does so here: the same code.

@@ -5,13 +5,20 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_pipetransformer.splitters.adapters import base_parameters
+
+
+_CACHE_NAMES = {"cache", "past_key_values"}
+(CACHE_NAME,) = _CACHE_NAMES.intersection(field.name for field in fields(BaseModelOutputWithPast))
+"""What models call their KV cache: `past_key_values` up to transformers 5.23, then `cache`."""
 
 
 class UnsupportedModelError(ValueError):

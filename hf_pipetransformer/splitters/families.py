@@ -261,19 +261,20 @@ class GPT2Splitter(PreNormSplitter):
         self,
         layer: Any,
         hidden: torch.Tensor,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        hidden = super().run_attention(layer, hidden, past_key_values, attention_mask, **kwargs)
+        # By position: its name differs between releases of transformers.
+        hidden = super().run_attention(layer, hidden, cache, attention_mask, **kwargs)
         if encoder_hidden_states is None:
             return hidden
         across, _ = layer.crossattention(
             layer.ln_cross_attn(hidden),
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
+            cache,
+            attention_mask,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from itertools import groupby
+from typing import Any
 
 import pytest
 
@@ -109,3 +111,18 @@ def test_one_process_for_several_stages_is_told_how_to_start_as_many(monkeypatch
     ) as found:
         OfTwoNodes(timeout=1, local_world_size=None).check_pipeline_size(3)
     assert "--use_cpu" not in str(found.value) and "Choose one of" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("set_timeout", topology.dist), ("_set_pg_timeout", topology.dist.distributed_c10d)]
+)
+def test_groups_get_the_timeout_by_the_public_function_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, place: Any
+):
+    monkeypatch.delattr(topology.dist, "set_timeout", raising=False)
+    one, told = Topology(60, None), []
+    monkeypatch.setattr(place, name, lambda *given: told.append(given), raising=False)
+    one._maker.made = ["group"]
+    one.limit_waits(5)
+    assert told == [(timedelta(seconds=5), "group")]
+    one.limit_waits(60)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 from hf_pipetransformer.state.plain_checkpoint import export_checkpoint
+from tests.adapted import ADDS, WHY_NOT_ADDED
 from tests.distributed.adapter_worker import (
     CASES,
     ON_EVERY_CHANGE,
@@ -53,7 +54,7 @@ def on_four(on_two: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def others(on_two: Path) -> Path:
-    return ends(on_two, 2, list(OTHERS))
+    return ends(on_two, 2, [name for name, case in OTHERS.items() if not (case.is_added and WHY_NOT_ADDED)])
 
 
 def end(folder: Path, name: str, layout: tuple[int, int] = (1, 1)) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def runs() -> list[Any]:
     for name, case in CASES.items():
         for layout in case.layouts:
             fixture = "on_four" if layout[0] * layout[1] == 4 else "on_two" if name in ON_EVERY_CHANGE else "others"
-            marks = [] if fixture == "on_two" else [pytest.mark.slow]
+            marks = [*([] if fixture == "on_two" else [pytest.mark.slow]), *([ADDS] if case.is_added else [])]
             found.append(pytest.param(name, layout, fixture, id=f"{name}-{layout[0]}x{layout[1]}", marks=marks))
     return found
 

@@ -144,3 +144,46 @@ def test_the_thorough_part_starts_its_own_processes_on_gpus(monkeypatch: pytest.
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="--thorough starts its own processes on this machine"):
         thorough.run_thorough(None, "cuda")
+
+
+@pytest.mark.parametrize(("num_gpus", "shared"), [(1, {2, 4}), (2, {4}), (4, set())])
+def test_processes_that_share_a_gpu_are_checked_over_nccls_sockets(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int,
+    shared: set[int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run_group(name: str, *given: Any) -> list[dict[str, Any]]:
+        *_, backend, precisions = given
+        size = thorough.GROUPS[name].num_processes
+        assert backend == ("nccl" if size > 1 else "gloo")
+        runs = {"run": [2, size // 2, "1f1b", "fp16"]} if size > 1 else {}
+        return [{"check": f"{name}, {precision}", "passed": precision != "bf16", **runs} for precision in precisions]
+
+    monkeypatch.setattr(thorough.torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(thorough, "run_group", run_group)
+    monkeypatch.setattr(thorough, "machine", lambda device: {"device": device})
+    found = thorough.check_nccl(tmp_path)
+    transports = {size: "sockets" if size in shared else "direct" for size in (2, 4)}
+    assert found["verified"] == [(2, size // 2, "1f1b", "fp16", way) for size, way in transports.items()]
+    said = capsys.readouterr().out
+    assert said.count("order and numbers, not speed and not NVLink") == sum(
+        group.num_processes in shared for group in thorough.GROUPS.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_here", "num_all", "interface"),
+    [(0, 2, 2, None), (2, 2, 2, None), (1, 2, 2, "lo"), (1, 2, 4, None)],
+)
+def test_ranks_that_share_a_gpu_name_hosts_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_here: int, num_all: int, interface: str | None
+) -> None:
+    own = {"RANK": "1", "LOCAL_WORLD_SIZE": str(num_here), "WORLD_SIZE": str(num_all)}
+    monkeypatch.setattr(runs.os, "environ", own.copy())
+    shares = num_here > num_gpus > 0
+    assert runs.share_gpus(num_gpus) == shares
+    added = {name: value for name, value in runs.os.environ.items() if name not in own}
+    expected = {**runs.OVER_SOCKETS, "NCCL_HOSTID": "host-1"} if shares else {}
+    assert added == expected | ({"NCCL_SOCKET_IFNAME": interface} if interface else {})

@@ -24,6 +24,7 @@ from hf_pipetransformer.schedules import COMPUTATIONS, Op, Table, find_schedule
 from hf_pipetransformer.schedules.actions import ScheduleError
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.schedules.schedule import TOKEN
+from hf_pipetransformer.splitters.base import CACHE_NAME
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.view import StageView
 from tests.decoders import make_decoder
@@ -291,9 +292,9 @@ def test_the_comparison_sees_what_a_slice_reads_of_earlier_ones() -> None:
     inputs = batch()
     own = copy.deepcopy(model)
     with torch.no_grad():
-        past = own.model(inputs["input_ids"][:, :12], use_cache=True).past_key_values
+        past = own.model(inputs["input_ids"][:, :12], use_cache=True)[CACHE_NAME]
     labels = functional.pad(inputs["labels"], (0, 1), value=-100)[:, 13:].contiguous()
-    own(inputs["input_ids"][:, 12:], attention_mask=inputs["attention_mask"], past_key_values=past,
+    own(inputs["input_ids"][:, 12:], attention_mask=inputs["attention_mask"], **{CACHE_NAME: past},
         labels=labels, shift_labels=labels).loss.backward()  # fmt: skip
     weight = "model.layers.0.self_attn.k_proj.weight"
     wrong = dict(own.named_parameters())[weight].grad

@@ -18,21 +18,21 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "gpu_check.json"
 
 
-FP32 = (2, 1, "1f1b", "fp32")
-
-
-def verified(results: dict[str, Any]) -> set[tuple[int, int, str, str]]:
-    """The runs (K, R, schedule, precision) whose checks all passed over NCCL, in the results of the script."""
-    return {(k, r, schedule, precision) for k, r, schedule, precision in results.get("nccl", {}).get("verified", [])}
+FP32, SOCKETS = (2, 1, "1f1b", "fp32", "direct"), (2, 1, "1f1b", "fp32", "sockets")
 
 
 def test_the_package_says_verified_of_what_the_results_file_shows() -> None:
-    assert verified(json.loads(RESULTS.read_text()) if RESULTS.exists() else {}) == VERIFIED_ON_NCCL
+    found = json.loads(RESULTS.read_text())["nccl"]
+    assert {tuple(run) for run in found["verified"]} == VERIFIED_ON_NCCL
+    passed = {(*c["run"], c["transport"]) for c in found["checks"] if "run" in c and c["passed"]}
+    assert passed >= VERIFIED_ON_NCCL
+    assert len(found["machine"]["gpus"]) > 1 or not any(run[-1] == "direct" for run in VERIFIED_ON_NCCL)
 
 
-def test_readme_restricts_gpus_until_they_are_verified() -> None:
-    says = "K > 1 on GPUs has not been verified on NCCL yet" in (REPOSITORY / "README.md").read_text()
-    assert says == (FP32 not in VERIFIED_ON_NCCL)
+def test_readme_says_over_which_transport_gpus_are_verified() -> None:
+    found = {"sockets": SOCKETS in VERIFIED_ON_NCCL, "direct": FP32 in VERIFIED_ON_NCCL}
+    says = "K > 1 on GPUs has been verified on NCCL over sockets only" in (REPOSITORY / "README.md").read_text()
+    assert found == {"sockets": says, "direct": not says}
 
 
 def arguments(**options: Any) -> Any:
@@ -59,10 +59,10 @@ def arguments(**options: Any) -> Any:
         ({"pipeline_size": None}, set(), True),
         ({"bf16": True}, {FP32}, True),
         ({"fp16": True}, {FP32}, True),
-        ({"fp16": True}, {(2, 1, "1f1b", "fp16")}, False),
+        ({"fp16": True}, {(2, 1, "1f1b", "fp16", "direct")}, False),
         ({"pipeline_schedule": "gpipe"}, {FP32}, True),
         ({"world_size": 4}, {FP32}, True),
-        ({"world_size": 4}, {FP32, (2, 2, "1f1b", "fp32")}, False),
+        ({"world_size": 4}, {FP32, (2, 2, "1f1b", "fp32", "direct")}, False),
         ({"pipeline_size": 1}, set(), False),
         ({"world_size": 1}, set(), False),
         ({"device": torch.device("cpu")}, set(), False),
@@ -76,6 +76,24 @@ def test_stages_on_gpus_are_warned_of_until_they_are_verified(
     monkeypatch.setattr(refusals, "VERIFIED_ON_NCCL", frozenset(verified_runs))
     texts = warn_about_options(arguments(**options))
     assert [("not been verified on NCCL" in text) for text in texts] == [True] * is_said
+
+
+@pytest.mark.parametrize(
+    ("verified_runs", "over_sockets", "words"),
+    [
+        ({SOCKETS}, True, None),
+        ({SOCKETS}, False, "has not been verified on NCCL over P2P or NVLink yet, only on NCCL over sockets"),
+        ({FP32}, True, "has not been verified on NCCL yet, only on gloo and under NCCL's rules"),
+    ],
+)
+def test_the_warning_speaks_of_the_transport_that_was_not_verified(
+    monkeypatch: pytest.MonkeyPatch, verified_runs: set[Any], over_sockets: bool, words: str | None
+) -> None:
+    monkeypatch.setattr(refusals, "VERIFIED_ON_NCCL", frozenset(verified_runs))
+    for name in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        monkeypatch.setenv(name, str(int(over_sockets)))
+    texts = warn_about_options(arguments())
+    assert [words is not None and words in text for text in texts] == [True] * (words is not None)
 
 
 def test_fp16_without_a_gpu_is_said_to_have_no_effect() -> None:

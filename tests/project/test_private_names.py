@@ -6,17 +6,36 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import re
+import shutil
+import subprocess
+import warnings
 from collections.abc import Iterator
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers import LlamaConfig
 
-from hf_pipetransformer import trainer_compat
-from tests.private_names import ATTRIBUTES, CALLED, OF_TENSORS, OVERRIDDEN, PATCHED
+import hf_pipetransformer
+from hf_pipetransformer import PipeTransformerMixin, PipeTransformerTrainer, trainer_compat
+from hf_pipetransformer.splitters.base import CACHE_NAME
+from tests.decoders import make_decoder
+from tests.private_names import (
+    ATTRIBUTES,
+    CALLED,
+    FIELDS,
+    GIVEN_BY_GENERATE,
+    OF_TENSORS,
+    OVERRIDDEN,
+    PATCHED,
+    REPLACED,
+    TAKEN_APART,
+)
 
 
 SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
@@ -132,8 +151,21 @@ def test_planted_uses_are_found():
     assert sorted(private_uses(ast.parse(source))) == ["_C", "_b", "_d", "_f"]
 
 
+def is_one_of(found: list[str], expected: str) -> bool:
+    """True if the names are those listed, of either release."""
+    wanted = expected.split(", ")
+    return len(found) == len(wanted) and all(name in each.split("|") for name, each in zip(found, wanted, strict=True))
+
+
 def changes() -> Iterator[str]:
     """What the installed libraries have that is not as listed."""
+    for where, expected in TAKEN_APART.items():
+        if not is_one_of(list(inspect.signature(resolve(where)).parameters), expected):
+            yield f"{where}({parameters(resolve(where))}): expected ({expected})"
+    for where, expected in FIELDS.items():
+        found = [field.name for field in fields(resolve(where))]
+        if not is_one_of(found, expected):
+            yield f"{where} has the fields {found}: expected {expected}"
     functions = {**CALLED, **PATCHED, **{f"transformers.trainer:{k}": v for k, v in OVERRIDDEN.items()}}
     for where, expected in functions.items():
         where = where.replace("transformers.trainer:TrainingArguments", "transformers:TrainingArguments")
@@ -141,7 +173,8 @@ def changes() -> Iterator[str]:
         try:
             found = resolve(where)
         except (ImportError, AttributeError):
-            yield f"{where} is gone"
+            if where not in REPLACED:
+                yield f"{where} is gone"
             continue
         if expected is not None and parameters(found) != expected:
             yield f"{where}({parameters(found)}): expected ({expected})"
@@ -164,3 +197,135 @@ def test_a_release_that_changes_a_private_method_is_noticed(monkeypatch: pytest.
     assert [text for text in changes() if name in text and "something_else" in text]
     monkeypatch.delattr(transformers.Trainer, name)
     assert [text for text in changes() if name in text and "is gone" in text]
+
+
+# ---- names that are passed ----
+
+
+def foreign_calls(tree: ast.Module) -> Iterator[tuple[Any, list[str]]]:
+    """What a module imports from another library and calls by keywords, with these."""
+    known: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = {alias.asname or alias.name.partition(".")[0]: alias for alias in node.names}
+            known |= {
+                name: importlib.import_module(alias.name if alias.asname else name) for name, alias in found.items()
+            }
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith((SOURCES.name, "__future__")):
+            known |= {alias.asname or alias.name: resolve(f"{node.module}:{alias.name}") for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and any(keyword.arg for keyword in node.keywords):
+            root, *path = ast.unparse(node.func).split(".")
+            if root in known and all(name.isidentifier() for name in path):
+                called: Any = known[root]
+                for name in path:
+                    called = getattr(called, name)
+                yield called, [keyword.arg for keyword in node.keywords if keyword.arg]
+
+
+def unknown_keywords(called: Any, names: list[str]) -> list[str]:
+    """Keywords that something has no parameter for, as far as it tells; configurations take any."""
+    if isinstance(called, type) and issubclass(called, transformers.PreTrainedConfig):
+        return []
+    try:
+        found = inspect.signature(called).parameters
+    except (TypeError, ValueError):
+        return []  # A builtin.
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
+    return [] if takes_any else [name for name in names if name not in found]
+
+
+def test_every_keyword_that_is_given_to_another_library_is_a_parameter_there():
+    calls = [call for tree in TREES.values() for call in foreign_calls(tree)]
+    assert len(calls) > 100
+    assert [(called, unknown) for called, names in calls if (unknown := unknown_keywords(called, names))] == []
+
+
+def test_a_keyword_that_a_release_has_renamed_is_noticed():
+    source = (
+        "from transformers.modeling_outputs import CausalLMOutputWithPast as Output\nimport torch.distributed as d\n"
+    )
+    source += "Output(logits=1, keys_and_values=2)\nd.broadcast(1, src=2, team=3)"
+    calls = list(foreign_calls(ast.parse(source)))
+    assert [unknown_keywords(*call) for call in calls] == [["keys_and_values"], ["team"]]
+
+
+def test_an_override_has_the_defaults_of_what_it_hides():
+    """A call without an argument means the same to both."""
+    own = {**vars(PipeTransformerMixin), **vars(PipeTransformerTrainer)}
+    for where in OVERRIDDEN:
+        kind, _, name = where.partition(".")
+        if kind == "Trainer" and name in own and name != "__init__":
+            expected = inspect.signature(getattr(transformers.Trainer, name)).parameters
+            found = inspect.signature(own[name]).parameters
+            same = {key: value.default for key, value in found.items() if key in expected}
+            assert same == {key: expected[key].default for key in same}, where
+
+
+def test_generate_gives_to_a_forward_what_the_stages_know():
+    model, given = make_decoder("llama"), set[str]()
+    model.register_forward_pre_hook(lambda _module, _args, inputs: given.update(inputs), with_kwargs=True)
+    words = torch.tensor([[5, 6, 7], [0, 5, 6]])
+    model.generate(words, attention_mask=(words > 0).long(), max_new_tokens=2, pad_token_id=0)
+    known = {name for names in GIVEN_BY_GENERATE for name in names.split("|")}
+    assert given <= known and all(given & {*names.split("|")} for names in GIVEN_BY_GENERATE)
+
+
+def test_what_trainer_leaves_out_of_predictions_is_what_models_call_their_cache():
+    assert getattr(LlamaConfig, "keys_to_ignore_at_inference", [CACHE_NAME]) == [CACHE_NAME]
+    assert f'"keys_to_ignore_at_inference", ["{CACHE_NAME}"]' in inspect.getsource(
+        transformers.Trainer.prediction_step
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "renamed"),
+    [
+        ("transformers.models.gpt2.modeling_gpt2:GPT2Block", lambda self, hidden_states, memory=None, **kwargs: None),
+        ("transformers.models.bert.modeling_bert:BertLayer", lambda self, hidden, attention_mask=None: None),
+    ],
+)
+def test_a_release_that_renames_an_argument_of_a_layer_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, where: str, renamed: Any
+):
+    monkeypatch.setattr(resolve(where), "forward", renamed)
+    assert [text for text in changes() if text.startswith(where)]
+
+
+def test_a_release_that_renames_a_field_of_an_output_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transformers.modeling_outputs, "CausalLMOutputWithPast", make_dataclass("Output", ["logits"]))
+    assert [text for text in changes() if "has the fields ['logits']" in text]
+
+
+# ---- releases ----
+
+
+@pytest.mark.parametrize(
+    ("found", "is_said"),
+    [("5.23.0", False), ("5.24.1", False), ("5.25.0.dev0", True), ("6.0.0", True), ("5.22", True)],
+)
+def test_a_transformers_that_was_not_tested_is_said_at_the_import(found: str, is_said: bool):
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        hf_pipetransformer._warn_of_untested(found)
+    texts = [str(each.message) for each in heard]
+    assert [f"transformers {found} is installed" in text for text in texts] == [True] * is_said
+    assert all("tested with 5.23 to 5.24 only" in text and "'transformers>=5.23,<5.25'" in text for text in texts)
+
+
+def test_pip_may_install_the_releases_that_are_tested():
+    (first, last), text = hf_pipetransformer.TESTED_TRANSFORMERS, (SOURCES.parent / "pyproject.toml").read_text()
+    assert f'"transformers>={first[0]}.{first[1]}.0,<{last[0]}.{last[1] + 1}"' in text
+
+
+@pytest.mark.parametrize("minor", [12, 13])
+def test_later_pythons_read_the_sources(minor: int, tmp_path: Path):
+    """Syntax and its warnings alone: the classifiers of pyproject.toml name what the tests run with."""
+    found = [*Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"), shutil.which(f"python3.{minor}")]
+    python = next((str(path) for path in found if path and subprocess.run([path, "-c", ""]).returncode == 0), None)
+    if python is None:
+        pytest.skip(f"Python 3.{minor} is not here")
+    command = [python, "-W", "error", "-m", "compileall", "-q", "-f", str(SOURCES), str(SOURCES.parent / "scripts")]
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

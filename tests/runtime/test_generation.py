@@ -30,6 +30,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guidance_scale": 1.5}, "guidance_scale=1.5 calls the model twice"),
     ({"output_hidden_states": True}, "output_attentions and output_hidden_states are those of all layers"),
     ({"past_key_values": object()}, "past_key_values is the caller's own"),
+    ({"cache": object()}, "cache is the caller's own"),
     ({"inputs_embeds": torch.zeros(1, 2, 3)}, "inputs_embeds is the caller's own"),
     ({"generation_config": GenerationConfig(num_beams=2)}, "beam_search reorders"),
 ]

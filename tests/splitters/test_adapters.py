@@ -30,7 +30,7 @@ from hf_pipetransformer.startup.costs import middle_layer
 from hf_pipetransformer.startup.twin import WHOLE
 from hf_pipetransformer.state.weights import check_weights, load_weights
 from hf_pipetransformer.training.starting import Need, RunOptions
-from tests.adapted import METHODS, OUTSIDE, adapted, base_of, data_of, lora
+from tests.adapted import ADDS, METHODS, OUTSIDE, adapted, base_of, data_of, lora
 from tests.decoders import make_decoder
 from tests.models import build_model, collate, make_dataset, probed_with
 from tests.planning.test_planning import rank_bytes
@@ -95,6 +95,7 @@ def test_the_split_model_gives_what_the_whole_one_gives_and_layers_own_their_ada
     assert not any(model.get_parameter(name).requires_grad for name in shared)
 
 
+@ADDS
 def test_an_adapter_that_was_added_belongs_to_its_layer_and_half() -> None:
     blocks = probed(adapted("bert", "lora", is_added=True), "bert").structure.blocks_of_parameter
     layer = "bert.encoder.layer.2"
@@ -119,7 +120,7 @@ def test_a_model_that_is_wrapped_is_known_by_its_own_name() -> None:
     assert PipelineShell(model, nn.Module, False)._get_name() == "GPT2LMHeadModel"
 
 
-@pytest.mark.parametrize("make", [with_adapters, with_added_adapter])
+@pytest.mark.parametrize("make", [with_adapters, pytest.param(with_added_adapter, marks=ADDS)])
 def test_what_neither_splits_nor_freezes_nor_stores_is_trainers(make: Any, tmp_path: Path) -> None:
     assert RunOptions(arguments(tmp_path, **NOTHING)).need(make()) is Need.NONE
     assert RunOptions(arguments(tmp_path, freeze_policy="gradient_norm")).need(make()) is Need.MUST
@@ -234,7 +235,7 @@ def test_saved_adapters_load_and_merge_and_what_they_merge_into_trains_on(tmp_pa
     assert whole.layout is not None and whole.layout.num_frozen_layers == 1
 
 
-@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("is_added", [False, pytest.param(True, marks=ADDS)])
 def test_adapters_of_a_checkpoint_are_taken_up_to_the_bit(is_added: bool, tmp_path: Path) -> None:
     options = {"freeze_policy": "fixed", "freeze_at": "3:1"}
     whole = trainer_of(adapted("bert", "lora", is_added), tmp_path / "whole", **options)
@@ -353,7 +354,7 @@ QUICKLY_SAVED = ("biases", "whole-ends", "vera")
 @pytest.mark.parametrize(
     ("method", "is_added"),
     [
-        ("lora", True),
+        pytest.param("lora", True, marks=ADDS),
         *((method, False) for method in QUICKLY_SAVED),
         *(pytest.param(method, False, marks=pytest.mark.slow) for method in METHODS if method not in QUICKLY_SAVED),
     ],

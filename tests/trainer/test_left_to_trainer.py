@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.startup.first_samples import OwnBatches
+from tests.adapted import ADDS
 from tests.usages import USAGES, Line, assert_same, outcome, points
 
 
@@ -22,7 +23,9 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("hf_pipetransformer"), "propagate", True)
 
 
-@pytest.mark.parametrize("name", list(USAGES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[ADDS] if name == "an added adapter" else []) for name in USAGES]
+)
 def test_one_process_without_freezing_is_trainer(name: str, tmp_path: Path) -> None:
     ours = outcome(USAGES[name], PipeTransformerTrainer, {"freeze_policy": "none"}, tmp_path / "ours")
     assert_same(ours, outcome(USAGES[name], Trainer, {}, tmp_path / "plain"))
