@@ -249,8 +249,8 @@ class TrainingCache:
             raise ValueError(
                 f"Steps {first} to {last} may have used stored activations that do not hold any more: frozen layers "
                 f"were changed ({changed}) after the last check, before step {first}, in a way that no counter of "
-                "versions shows: a write past autograd (parameter.data[0] = 1), a hook, another module or an attribute. Change "
-                "them between epochs (on_epoch_begin), write with parameter.copy_() under torch.no_grad(), or set "
+                "versions shows: a write past autograd (parameter.data[0] = 1), a hook, another module or an attribute. "
+                "Change them between epochs (on_epoch_begin), write with parameter.copy_() under torch.no_grad(), or set "
                 "activation_cache='off'."
             )
         self._say(f"Frozen layers were changed from outside ({changed}): their activations are computed again.")
