@@ -248,7 +248,7 @@ class TrainingCache:
             first, last = self._checked_at + 1, max(self.trainer.state.global_step, self._checked_at + 1)
             raise ValueError(
                 f"Steps {first} to {last} may have used stored activations that do not hold any more: frozen layers "
-                f"were changed ({changed}) after the last check, before step {first}, and no version counter shows it: "
+                f"were changed ({changed}) after the check before step {first}, and no version counter shows it: "
                 "a write past autograd (parameter.data[0] = 1), a hook, another module or an attribute. Change them "
                 "between epochs (on_epoch_begin), write with parameter.copy_() under torch.no_grad(), or set "
                 "activation_cache='off'."
