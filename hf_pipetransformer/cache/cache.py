@@ -60,6 +60,7 @@ class ActivationCache:
         """Number of `use_weights` calls: batches read under an older one are read again."""
         self.weights_id = 0
         self.is_off = False
+        self._num_distrusted = 0
         self._level_of_id: dict[int, int] = {}
         self._hits_unchecked = 0
         self._has_warned = False
@@ -74,9 +75,18 @@ class ActivationCache:
         self.stamp += 1
         self._ahead = None
         self.writer.forget_pending()
+        if self._num_distrusted:
+            keys = [key and f"{key} {self.store.run_id} {self._num_distrusted}" for key in keys]
         self._level_of_id = {self.store.weights_id(key): level for level, key in enumerate(keys) if level}
         self.level = len(keys) - 1
         self.weights_id = self.store.weights_id(keys[-1])
+
+    def distrust(self) -> None:
+        """Let the next `use_weights` serve no record of before: the same weights compute another output now.
+
+        Ranks that call it equally often share records from then on, and no later run does.
+        """
+        self._num_distrusted += 1
 
     def take_counts(self) -> dict[str, float]:
         """Return the counters and reset them."""
@@ -222,6 +232,31 @@ class ActivationCache:
         """
         ids = self.store.weights_ids(self.source.all_records_of(samples))
         return float(np.isin(ids, list(self._level_of_id)).mean())
+
+    def some_records(self, most: int) -> list[dict[str, Any]]:
+        """Return samples that have records for the present weights, as inputs, activations and level.
+
+        At most `most` samples of each level; those whose input is not the stored one any more are left out.
+        """
+        places = np.arange(self.store.num_samples)
+        levels = np.array([self._level_of_id.get(found, 0) for found in self.store.weights_ids(places).tolist()])
+        return [self._some_of_level(level, np.flatnonzero(levels == level), most) for level in sorted({*levels} - {0})]
+
+    def _some_of_level(self, level: int, places: Indices, most: int) -> dict[str, Any]:
+        source, slots = self.source, self.source.slots
+        places = places[np.linspace(0, len(places) - 1, min(most, len(places))).astype(np.int64)]
+        entries = self.store.entries(places)
+        items = places
+        if slots is not None:
+            samples, draws = places // slots.num_slots, entries[field_column(DRAW_FIELD)]
+            items = slots.items(samples, draws.astype(np.int64), places % slots.num_slots)
+        batch = source.read(items.tolist())
+        lengths, digests = source.digests(batch)
+        length = batch[source.main_input].shape[1] if source.is_text else source.record_length
+        records = self.store.read(places, length)
+        tokens = lengths if source.is_text else np.full(len(places), length)
+        tokens = np.where(digests == entries["input_digest"], np.minimum(tokens, records.lengths), 0)
+        return {"level": int(level), "batch": dict(batch), "activation": records.activation, "tokens": tokens.tolist()}
 
     def prefetch(self, samples: list[int]) -> None:
         """Start reading the next batch's records, as far as there are any; the result may go unused.

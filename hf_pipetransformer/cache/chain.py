@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,8 +87,8 @@ class PrefixWatch:
     """Cheap detector of changes to frozen parameters by user code; a parameter without data raises ValueError.
 
     Compares each parameter's version counter, address and middle element. That catches a change of a whole tensor; a
-    partial write past autograd (`parameter.data[0] = 1`) can go unnoticed. It keeps the parameters' memory alive, so
-    create a new one when a stage hands its parameters to another rank.
+    partial write past autograd (`parameter.data[0] = 1`) only shows if `thoroughly` compares all bytes. It keeps the
+    parameters' memory alive, so create a new one when a stage hands its parameters to another rank.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -104,12 +105,15 @@ class PrefixWatch:
         self._marks = self._find_marks()
         self._values = [found.on_host() for found in self._find_values()]
         self._asked: list[Arriving[torch.Tensor]] = []
+        self._sums = self._find_sums()
 
-    def has_changed(self, at_once: bool = True) -> bool:
+    def has_changed(self, at_once: bool = True, thoroughly: bool = False) -> bool:
         """Return True if a parameter differs from its state at construction.
 
         With `at_once`, synchronize with the GPU; otherwise compare the elements that the last such call requested.
         """
+        if thoroughly and self._find_sums() != self._sums:
+            return True
         if self._find_marks() != self._marks:
             return True
         # Marks first: after `parameter.data = other` the elements still view the old memory and look unchanged.
@@ -117,6 +121,9 @@ class PrefixWatch:
         if self._is_apart and not at_once:
             found, self._asked = self._asked, found
         return not all(torch.equal(f.on_host(), expected) for f, expected in zip(found, self._values, strict=False))
+
+    def _find_sums(self) -> list[str | int]:
+        return [_sum_on_device(p) if is_apart(p.device) else digest_of(p) for p in self._parameters]
 
     def _find_marks(self) -> list[tuple[int, int]]:
         # Inference tensors have no version counter.
@@ -126,6 +133,12 @@ class PrefixWatch:
         # Bytes, because NaN differs from itself.
         found = [torch.cat(elements).view(torch.uint8) for elements in self._elements]
         return [self._copies[values.device].to_host(values) for values in found]
+
+
+def _sum_on_device(tensor: torch.Tensor) -> int:
+    """Return the sum of the elements' bits as integers: a copy to the host would take far longer than reading them."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    return int(tensor.detach().view(integers).sum(dtype=torch.int64))
 
 
 def _middle(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,16 +153,42 @@ def _middle(tensor: torch.Tensor) -> torch.Tensor:
 NOT_SETTINGS = ("architectures", "dtype", "_name_or_path", "transformers_version")
 """Config entries that do not affect activations."""
 
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TELLING = "telling the other stages of this pipeline if frozen weights have changed"
+
+
+SAME_BATCH_TOLERANCE = {"fp32": 2e-6, "fp16": 5e-4, "bf16": 4e-3}
+"""Largest relative difference between two forwards of one batch, by precision: only the order of sums may differ."""
+
+OTHER_BATCH_TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2}
+"""The same for samples that are computed in another batch, where kernels may be others and records are rounded."""
+
+
+def differs(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Return True if two activations differ by more than rounding; nan in the same places is no difference."""
+    if found.shape != expected.shape or not torch.equal(found.isfinite(), expected.isfinite()):
+        return True
+    found, expected = (torch.where(values.isfinite(), values, 0).double() for values in (found, expected))
+    return float((found - expected).norm()) > tolerance * float(expected.norm())
 
 
 class FrozenWeights:
     """Digests and keys of the weights below a layout's cached entry. Collective: create on every rank of a pipeline.
 
-    Keeps this rank's parameters alive: drop it before they move. `known` are digests of blocks that did not change.
+    Keeps this rank's parameters alive: drop it before they move.
+
+    Args:
+        known: digests of blocks that did not change.
+        compute: gives what the blocks below the entry make of a few samples, on every rank; collective.
     """
 
-    def __init__(self, stage: Stage, args: PipeTransformerArguments, known: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        args: PipeTransformerArguments,
+        known: Mapping[int, str],
+        compute: Callable[[], torch.Tensor],
+    ) -> None:
         layout, structure, model = stage.layout, stage.view.structure, stage.view.model
         parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
         scales = {key: (name, scale) for name, key, scale in named_scales(model) if name in parameters}
@@ -169,11 +208,30 @@ class FrozenWeights:
         told = {str(block): digest for block, digest in found.items()}
         for answer in all_gather_trees(told, stage.groups.pipeline_control, stage.groups.pipeline_size):
             self.digests.update({int(block): digest for block, digest in answer.items()})
-        self.keys = chain_keys(self.digests, layout.cache_level, _context(model, args))
+        self._find_context = partial(_context, model, args)
+        self._context = self._find_context()
+        self.keys = chain_keys(self.digests, layout.cache_level, self._context)
         """By number of blocks, a key for everything that affects their output."""
+        self._compute, self.output = compute, compute()
+        self.precision = precision_of(args) if self.output.dtype.itemsize > 2 else _PRECISIONS[self.output.dtype]
         is_watched = stage.groups.position in self._watching
         watched = [p for name, p in parameters.items() if structure.blocks_of_parameter[name][0] in below_entry]
         self._watch = PrefixWatch(watched if is_watched else [])
+
+    def what_changed(self) -> str:
+        """Return what differs from construction, weights or what is computed from them; empty if nothing does.
+
+        Compares all bytes, the settings, and the output for the same samples. Collective: call on every rank of the
+        pipeline.
+        """
+        own = self._watch.has_changed(thoroughly=True) or self._find_context() != self._context
+        if any(all_gather_trees(own, self._groups.pipeline_control, self._groups.pipeline_size)):
+            return "their weights or settings"
+        return "what they compute" if self.computes_other_than(self._compute()) else ""
+
+    def computes_other_than(self, output: torch.Tensor) -> bool:
+        """Return True if `output` is not what the blocks gave for the same samples at construction."""
+        return differs(output, self.output, SAME_BATCH_TOLERANCE[self.precision])
 
     def have_changed(self, at_once: bool) -> bool:
         """Return True if they changed on any rank of the pipeline; see `PrefixWatch.has_changed`.

@@ -154,6 +154,7 @@ class ActivationStore:
         self.key = header.key
         self.num_samples = header.num_samples
         self.record_format = header.record_format
+        self.run_id = header.run_id
         self._held = folder
         self._header = header
         self._index = Index(folder, header)

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.cache import ActivationCache
-from hf_pipetransformer.cache.chain import FrozenWeights
+from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, FrozenWeights, differs
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_samples_here, samples_here
 from hf_pipetransformer.cache.parts import SampleSource
 from hf_pipetransformer.cache.planner import CachePlanner, measure_storage
 from hf_pipetransformer.cache.store import StoreSize, store_size
 from hf_pipetransformer.comm.staging import is_apart
-from hf_pipetransformer.data.batches import detach_tags
+from hf_pipetransformer.comm.transfers import broadcast_tree
+from hf_pipetransformer.data.batches import detach_tags, for_model, take_samples
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.planning.storing import why_not_over_nodes
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.schedules.placement import first_above
+
+
+NUM_CHECKED = 4
+"""Most samples that a check of the frozen layers computes again."""
 
 
 class TrainingCache:
@@ -65,12 +72,18 @@ class TrainingCache:
             num_slots=0 if loader.slots is None else source.num_slots,
             is_apart=is_apart(inputs.args.device),
             num_at_once=inputs.args.gradient_accumulation_steps,
+            dropout_from=pipeline.start_up.plans.dropout_from,
         )
         self._opened: ActivationCache | None = None
         self._weights: FrozenWeights | None = None
         self._digests: Mapping[int, str] = {}
         self._of_evaluations: dict[int, tuple[Any, ActivationCache | None]] = {}
         self._said_evaluation_mode = False
+        self._is_due = False
+        self._checked_at = 0
+        """Optimizer steps done at the last check that found nothing."""
+        self._has_served = False
+        """True if batches since then have used stored activations."""
 
     def _store_size(self, loader: PipelineLoader, num_slots: int = 1) -> StoreSize:
         """Return the bytes that a loader's samples need and may take here, at training's record length."""
@@ -104,12 +117,13 @@ class TrainingCache:
 
     def prepare_transition(self) -> None:
         """Drop references to weights that may leave this rank. Collective: call on every rank of a pipeline."""
-        self.notice_changed_weights()
+        self.check()
         self._weights = None
 
     def _say_who_is_in_evaluation_mode(self) -> None:
         stage = self.pipeline.stage
-        if stage.stores_what_the_user_froze() and self.topology.rank == 0 and not self._said_evaluation_mode:
+        drops = stage.layout.cache_level >= self.planner.dropout_from
+        if drops and self.topology.rank == 0 and not self._said_evaluation_mode:
             self._said_evaluation_mode = True
             logger.warning(
                 f"What the script froze of the embeddings and the first {stage.layout.cache_level} layers runs in "
@@ -123,20 +137,63 @@ class TrainingCache:
             self._digests = {}  # They may change unnoticed while nothing is cached.
             cache.use_weights([""])
             return
-        self._weights = FrozenWeights(stage, self.trainer.args, self._digests)
+        samples = take_samples(self.pipeline.start_up.samples, slice(0, NUM_CHECKED))
+        compute = partial(self._output_after, stage.layout.cache_level, samples)
+        self._weights = FrozenWeights(stage, self.trainer.args, self._digests, compute)
         self._digests = self._weights.digests
+        self._use_weights(cache)
+
+    def _use_weights(self, cache: ActivationCache) -> None:
+        """Serve records of the present weights, after some that an earlier run left were computed again.
+
+        Collective: call on every rank of a pipeline.
+        """
+        assert self._weights is not None
         cache.use_weights(self._weights.keys)
+        groups = self.pipeline.stage.groups
+        found = cache.some_records(NUM_CHECKED) if groups.is_first and cache.store.num_found else []
+        for some in broadcast_tree(found, groups.pipeline_ranks[0], groups.pipeline_control, self.topology.rank):
+            given = self._output_after(some["level"], some["batch"])
+            if not _are_alike(some, given, self._weights.precision):
+                cache.distrust()
+                cache.use_weights(self._weights.keys)
+                self._say(
+                    "The activations that an earlier run has stored are computed again: the frozen layers have the "
+                    "same weights and settings, but compute something else for the same samples. Expected the "
+                    "modules, their attributes and their hooks of that run."
+                )
+                return
+
+    def _output_after(self, level: int, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Return what the embeddings and `level` layers give for a batch. Collective: every rank of a pipeline."""
+        trainer, shell = self.trainer, self.pipeline.shell
+        given = trainer_compat.preparation(trainer)(for_model(batch))
+        num_items = torch.tensor(trainer_compat.items_of(trainer, batch), device=trainer.args.device)
+        passes = "labels" in batch and trainer_compat.takes_num_items(trainer)
+
+        def forward() -> Any:
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(shell, dict(given), num_items_in_batch=num_items if passes else None)
+
+        return self.pipeline.stage.output_below(first_above(level), forward)
 
     def current(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return a training batch, read again if frozen weights have changed since (by a callback or a load).
 
         Collective: call on every rank of a pipeline.
         """
-        self.notice_changed_weights(at_once=False)
+        if self._is_due:
+            self.check()
+        else:
+            self.notice_changed_weights(at_once=False)
         _, tags = detach_tags(inputs)
-        if self._opened is None or tags is None or tags.stamp == self._opened.stamp:
+        if self._opened is None or tags is None:
             return inputs
-        return self.loader.read_again(inputs)
+        if tags.stamp != self._opened.stamp:
+            inputs = self.loader.read_again(inputs)
+            _, tags = detach_tags(inputs)
+        self._has_served |= tags is not None and bool(tags.num_layers.any())
+        return inputs
 
     def notice_changed_weights(self, at_once: bool = True) -> None:
         """Check the frozen weights: if changed, compute new keys; if not, release pending records for writing.
@@ -146,12 +203,68 @@ class TrainingCache:
         """
         if self._opened is None or self._weights is None:
             return
-        if self._weights.have_changed(at_once):
-            logger.warning("Weights of frozen layers were changed from outside: their activations are computed again.")
-            self._digests = {}
-            self._name_weights(self._opened)
-        else:
+        before = self._weights
+        if not before.have_changed(at_once):
             self._opened.writer.write_pending()
+            return
+        self._digests = {}
+        self._name_weights(self._opened)
+        if self._weights.keys != before.keys:
+            self._say("Weights of frozen layers were changed from outside: their activations are computed again.")
+        elif before.computes_other_than(self._weights.output):
+            self._end_or_distrust("what they compute")
+
+    # ---- checks ----
+
+    def begin_epoch(self) -> None:
+        """Have the next batch checked, after the callbacks that come before it."""
+        self._is_due = True
+
+    def check(self) -> None:
+        """Check that the frozen layers are and compute what they did when records were written.
+
+        Sees any byte of their weights, the settings, and by a few samples everything that changes what they compute.
+        Collective: call on every rank of a pipeline.
+
+        Raises:
+            ValueError: they changed unseen, and batches since the last check may have read records of before.
+        """
+        self._is_due = False
+        self.notice_changed_weights()
+        if self._opened is not None and self._weights is not None:
+            changed = self._weights.what_changed()
+            if changed:
+                self._end_or_distrust(changed)
+        self._checked_at, self._has_served = self.trainer.state.global_step, False
+
+    def check_end(self) -> None:
+        """Check what the last steps of an epoch have read, unless that was done. Collective: see `check`."""
+        if self.trainer.state.global_step != self._checked_at:
+            self.check()
+
+    def _end_or_distrust(self, changed: str) -> None:
+        """Compute everything again, or end the run if batches have used stored activations since the last check."""
+        if self._has_served:
+            first, last = self._checked_at + 1, max(self.trainer.state.global_step, self._checked_at + 1)
+            raise ValueError(
+                f"Steps {first} to {last} may have used stored activations that do not hold any more: frozen layers "
+                f"were changed ({changed}) after the check before step {first}, and no version counter shows it: "
+                "a write past autograd (parameter.data[0] = 1), a hook, another module or an attribute. Change them "
+                "between epochs (on_epoch_begin), write with parameter.copy_() under torch.no_grad(), or set "
+                "activation_cache='off'."
+            )
+        self._say(f"Frozen layers were changed from outside ({changed}): their activations are computed again.")
+        opened = self._opened
+        assert opened is not None
+        for cache in (opened, *(cache for _, cache in self._of_evaluations.values() if cache is not None)):
+            cache.distrust()
+        self._digests = {}
+        self._name_weights(opened)
+
+    def _say(self, text: str) -> None:
+        groups = self.pipeline.stage.groups
+        if groups.is_first and groups.replica == 0:
+            logger.warning(text)
 
     # ---- evaluation sets ----
 
@@ -159,7 +272,7 @@ class TrainingCache:
         """Let an evaluation during training use the cache, if the set will be read again and caching it pays."""
         if self._opened is None or self._weights is None or not self._may_serve(dataset):
             return
-        self.notice_changed_weights()
+        self.check()
         if id(dataset) not in self._of_evaluations:
             cached_layers, passes_left = self.pipeline.layout.cache_level, self._evaluations_left()
             fits_share = self._store_size(loader).share
@@ -173,7 +286,7 @@ class TrainingCache:
             self._of_evaluations[id(dataset)] = dataset, opened
         _, cache = self._of_evaluations[id(dataset)]
         if cache is not None:
-            cache.use_weights(self._weights.keys)
+            self._use_weights(cache)
             loader.take_from(cache)
 
     def _may_serve(self, dataset: Any) -> bool:
@@ -263,6 +376,14 @@ class TrainingCache:
     def close(self) -> None:
         """Close the stores; delete those that are not to be kept."""
         self.stores.close()
+
+
+def _are_alike(some: Mapping[str, Any], output: torch.Tensor, precision: str) -> bool:
+    """Return True if the layers' output is that of the stored records, see `ActivationCache.some_records`."""
+    stored = some["activation"]
+    coarser = "bf16" if torch.bfloat16 in (stored.dtype, output.dtype) else precision
+    shown = torch.arange(output.shape[1]) < torch.tensor(some["tokens"])[:, None]
+    return not differs(output[shown], stored[shown].to(output.dtype), OTHER_BATCH_TOLERANCE[coarser])
 
 
 def begin_cache(context: Context, pipeline: Pipeline, loader: Any, steps_per_epoch: int) -> TrainingCache | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+from hf_pipetransformer.comm.transfers import broadcast_tree
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.head import HeadPlan
@@ -121,6 +123,32 @@ class Stage:
 
     def _cached_blocks(self) -> range:
         return range(self.layout.cache_level + 1 if self.layout.cache_level else 0)
+
+    @torch.no_grad()
+    def output_below(self, stop: int, forward: Callable[[], Any]) -> torch.Tensor:
+        """Return what the blocks below `stop` give, `(batch, seq, hidden)`, on the host of every rank.
+
+        Collective: call on every rank of the pipeline. `forward` runs the model on a batch that every rank has; RNG
+        states and modes of the modules are restored.
+        """
+        layout, groups, hidden = self.layout, self.groups, None
+        modes = [(module, module.training) for module in self.view.model.modules()]
+        self.set_modes()
+        device = self.settings.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(0)  # What draws here although it should not gives the same at every call.
+            for stage in range(layout.stage_of(stop - 1) + 1):
+                blocks, position = layout.blocks_of(stage), layout.places.rank_of(stage)
+                if position == groups.position:
+                    given = None if hidden is None else hidden.to(device)
+                    hidden = self.view.run(range(blocks.start, min(blocks.stop, stop)), given, forward).cpu()
+                ranks = groups.pipeline_ranks
+                hidden = broadcast_tree(hidden, ranks[position], groups.pipeline_control, ranks[groups.position])
+        self.view.widen()
+        for module, training in modes:
+            module.training = training
+        assert hidden is not None
+        return hidden
 
     def install(self) -> None:
         """Restrict the model to this rank's stages."""

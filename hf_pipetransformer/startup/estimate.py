@@ -32,6 +32,7 @@ from hf_pipetransformer.startup.costs import BlockProfile, block_costs, kept_bac
 from hf_pipetransformer.startup.model import (
     ProbeTarget,
     cast_masters,
+    dropout_from,
     has_dropout,
     master_names,
     num_frozen_by_user,
@@ -214,6 +215,7 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         frozen,
         has_dropout(model),
         0,
+        dropout_from=dropout_from(model, structure),
     )
 
 

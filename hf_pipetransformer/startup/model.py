@@ -111,10 +111,30 @@ def run_stage(
 def has_dropout(model: nn.Module) -> bool:
     """Return True if a module or the config has a dropout or jitter rate above 0."""
     config = getattr(model, "config", None)
-    holders: list[Any] = [*model.modules(), *([config] if hasattr(config, "__dict__") else [])]
+    return _drops(*model.modules(), *([config] if hasattr(config, "__dict__") else []))
+
+
+def _drops(*holders: Any) -> bool:
     rates = [value for holder in holders for name, value in vars(holder).items() if "drop" in name or "jitter" in name]
-    rates += [module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+    rates += [holder.p for holder in holders if isinstance(holder, nn.modules.dropout._DropoutNd)]
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
+
+
+def dropout_from(model: nn.Module, structure: Structure) -> int:
+    """Return from which number of frozen layers on they include some that the script froze and that have dropout.
+
+    Returns:
+        The number of layers plus 1 if there are none.
+    """
+    named = model.named_parameters()
+    trained = {
+        block_of(block) for name, p in named if p.requires_grad for block in structure.blocks_of_parameter[name]
+    }
+    parts = [structure.entries, *([layer] for layer in structure.layers)]
+    random = (
+        i for i, part in enumerate(parts) if i not in trained and _drops(*(m for own in part for m in own.modules()))
+    )
+    return max(1, next(random, len(parts)))
 
 
 def num_frozen_by_user(model: nn.Module, structure: Structure) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache as remembered
@@ -109,6 +110,7 @@ class RunPlanner:
         unfit: largest pipeline length that ran out of memory under the same conditions; new pipelines are longer.
         num_probed: number of samples in the batch that `probe.block_flops` refers to.
         sums: if gradients of half-precision weights are added in float32, once a training has begun; None before.
+        dropout_from: see `model.dropout_from`.
     """
 
     args: PipeTransformerArguments
@@ -121,6 +123,7 @@ class RunPlanner:
     unfit: int
     num_probed: int = 1
     sums: bool | None = None
+    dropout_from: float = math.inf
 
     def trying(self, layout: Layout) -> dict[str, Any]:
         """Return the fields that an out-of-memory event under `layout` records for `read_unfit`."""

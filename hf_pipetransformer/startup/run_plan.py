@@ -302,8 +302,8 @@ def _host_memory(option: Option, planner: RunPlanner, machine: Machine, weights:
 
 def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: Course) -> Caching | None:
     storage, freezing, args = course.storage, course.freezing, planner.args
-    freezes = freezing is not None and any(span.num_frozen for span in freezing.spans)
-    if storage is None or course.num_samples is None or not freezes:
+    most_frozen = 0 if freezing is None else max((span.num_frozen for span in freezing.spans), default=0)
+    if storage is None or course.num_samples is None or not most_frozen:
         return None
     why = storage.why_off
     if args.activation_cache == "off":
@@ -312,6 +312,8 @@ def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: Cour
         why = f"pipeline_schedule={args.pipeline_schedule!r} stores nothing"
     elif planner.costs.overheads.spans_nodes(layout.pipeline_size) and not args.elastic:
         why = why_not_over_nodes(layout.pipeline_size, machine.devices_per_node)
+    elif args.activation_cache == "auto" and most_frozen >= planner.dropout_from:
+        why = "the script froze layers that have dropout, and stored ones have none: activation_cache='on' stores them"
     here = -(-course.num_samples * machine.devices_per_node // machine.num_devices)
     needed = storage.record_bytes * here * max(1, args.activation_cache_views)
     share = min(1.0, storage.allowed_bytes / needed) if needed else 1.0

@@ -43,6 +43,7 @@ from hf_pipetransformer.startup.costs import (
 from hf_pipetransformer.startup.model import (
     MOST_GRADIENTS,
     ProbeTarget,
+    dropout_from,
     has_dropout,
     in_float32,
     in_full_precision,
@@ -145,6 +146,7 @@ def inspect_model(
             has_dropout(model),
             topology.decide(lambda: read_unfit(events, memory_conditions(args, probe, device_bytes))),
             batch_size(given.inputs),
+            dropout_from=dropout_from(model, probe.structure),
         ),
     )
 

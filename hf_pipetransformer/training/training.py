@@ -97,9 +97,13 @@ class Training:
                 yield False
                 return
             self.context.timeouts.rest()
+            if self.cache is not None:
+                self.cache.begin_epoch()
             try:
                 yield True
                 self.pipeline.settle()  # An epoch that was stopped early may have read ahead.
+                if self.cache is not None:
+                    self.cache.check_end()
             finally:
                 self.steps.end_epoch()
             self.context.timeouts.rest()
@@ -173,6 +177,8 @@ class Training:
         if self.first_epoch is not None:
             self.first_epoch.correct_epoch()
         self.steps.end_step(is_counted=logs)
+        if self.cache is not None and (saves_or_evaluates or self.loader is None or self.loader.is_at_end):
+            self.cache.check()
         self.controller.end_step()
         self.summary.end_step(self.pipeline.layout)
         self.progress.end_step(self.pipeline.stage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.cache import training as storing
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.chain import _context
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores
+from hf_pipetransformer.cache.planner import StorageSpeed
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.cache.training import TrainingCache
@@ -151,6 +153,113 @@ def test_weights_that_change_while_fewer_layers_are_cached_are_noticed_when_more
         if mode == "on":
             assert [event["hits"] for event in cache_events(trainer, "epoch")][-1] == 12
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
+
+
+def one_element(model: torch.nn.Module) -> None:
+    model.bert.encoder.layer[0].output.dense.weight.data[0, 0] += 1
+
+
+def hook(model: torch.nn.Module) -> None:
+    model.bert.encoder.layer[1].output.register_forward_hook(lambda _module, _given, output: output * 1.01)
+
+
+def epsilon(model: torch.nn.Module) -> None:
+    model.bert.encoder.layer[0].output.LayerNorm.eps = 0.1
+
+
+class ChangesUnseen(TrainerCallback):
+    """Changes frozen layers where no version counter shows it, before the epoch or the step of a number."""
+
+    def __init__(self, change: Callable[[torch.nn.Module], None], epoch: int = -1, step: int = -1) -> None:
+        self.change, self.epoch, self.step = change, epoch, step
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if round(state.epoch) == self.epoch:
+            self.change(kwargs["model"])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.change(kwargs["model"])
+
+
+@pytest.mark.parametrize("change", [one_element, hook, epsilon])
+def test_what_frozen_layers_compute_may_change_between_epochs(
+    tmp_path: Path, change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = {}
+    for mode in ("on", "off"):
+        trainer = trainer_of(tmp_path / mode, callbacks=[ChangesUnseen(change, epoch=2)], activation_cache=mode)
+        trainer.train()
+        losses[mode] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        if mode == "on":
+            # The first batch of the third epoch was read before it was checked, and then read again.
+            assert [event["hits"] for event in cache_events(trainer, "epoch")] == [0, 12, 4, 12]
+            assert caplog.text.count("their activations are computed again") == 1
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [one_element, epsilon])
+def test_a_run_that_may_have_used_stale_activations_ends_and_says_in_which_steps(tmp_path: Path, change: Any) -> None:
+    trainer = trainer_of(tmp_path, callbacks=[ChangesUnseen(change, step=4)])
+    with pytest.raises(ValueError, match=r"Steps 4 to 6 may have used stored activations that do not hold any more"):
+        trainer.train()
+    assert trainer.state.global_step == 6
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_kept_store_is_served_only_if_the_layers_still_compute_what_it_has(
+    tmp_path: Path, is_same: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Known(make_rows("bert_sequence", 12))
+    options = {"train_dataset": data, "activation_cache_dir": str(tmp_path / "cache"), "max_steps": 6}
+    trainer_of(tmp_path / "first", activation_cache_keep=True, **options).train()
+    losses = {}
+    for mode in ("on", "off"):
+        trainer = trainer_of(tmp_path / mode, activation_cache=mode, **options)
+        if not is_same:
+            epsilon(trainer.model)
+        trainer.train()
+        losses[mode] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        if mode == "on":
+            assert [event["hits"] for event in cache_events(trainer, "epoch")] == [12 if is_same else 0, 12]
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
+    words = "activations that an earlier run has stored are computed again: the frozen layers have the same weights"
+    assert caplog.text.count(words) == (0 if is_same else 1)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.0])
+def test_auto_stores_what_the_script_froze_only_where_that_has_no_dropout(
+    tmp_path: Path, rate: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storing, "measure_storage", lambda *_: StorageSpeed(1e-9, 1e-9))
+    losses, folder = {}, tmp_path / "auto"
+    for kind in ("auto", "plain"):
+        options: dict[str, Any] = {
+            "output_dir": str(tmp_path / kind), "max_steps": 9, "per_device_train_batch_size": 4, "logging_steps": 1,
+            "save_strategy": "no", "use_cpu": True, "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-3,
+        }  # fmt: skip
+        model = build_model("bert_sequence")
+        model.requires_grad_(False)
+        for part in (*model.bert.encoder.layer[2:], model.classifier):
+            part.requires_grad_(True)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = rate
+        data = {"train_dataset": make_dataset("bert_sequence", 12), "data_collator": collate}
+        if kind == "plain":
+            trainer: Any = Trainer(model, TrainingArguments(**options), **data)
+            trainer.model_accepts_loss_kwargs = False
+        else:
+            arguments = PipeTransformerArguments(**options, activation_cache_dir=str(folder))
+            trainer = PipeTransformerTrainer(model, arguments, **data)
+        with caplog.at_level(logging.INFO):
+            trainer.train()
+        losses[kind] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        if kind == "auto":
+            assert (trainer.layout.num_frozen_layers, trainer.layout.cache_level) == (2, 0 if rate else 2)
+    assert losses["auto"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert caplog.text.count("activation_cache='on' would store their activations: about") == bool(rate)
+    assert "in evaluation mode" not in caplog.text
 
 
 NUM_KNOWN = 64
