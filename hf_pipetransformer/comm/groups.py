@@ -5,7 +5,9 @@ from __future__ import annotations
 import resource
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from hf_pipetransformer.comm.transfers import complete, receiving, sending
 _OPEN_FILES = 4096
 _OPEN_FILES_OF_A_RANK = 8
 """gloo opens a socket per other member and group: for all ranks together, then for the replicas of each K."""
+_CLOSING_TAG = 2**20
 
 
 class GroupMaker:
@@ -73,13 +76,13 @@ class GroupMaker:
         synchronize(self.device)
 
     def abort(self) -> None:
-        """Abort all NCCL communicators: what is under way on the device ends, and later calls raise. Any thread may.
+        """End all waits in the groups, on the device or the host, with an error; later calls raise. Any thread may.
 
-        One thread each, because an abort frees memory, which waits for the kernels of the other communicators.
+        One thread each, because an abort of NCCL frees memory, which waits for the kernels of the other communicators.
         """
         for group in self.made:
-            if "nccl" in dist.get_backend(group):
-                threading.Thread(target=group.abort, daemon=True).start()
+            end = group.abort if "nccl" in dist.get_backend(group) else partial(_close_connections, group)
+            threading.Thread(target=end, daemon=True).start()
 
     @property
     def device(self) -> torch.device:
@@ -108,6 +111,19 @@ class GroupMaker:
         )
         for _ in range(int(most) - num_groups):
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
+
+
+def _close_connections(group: Any) -> None:
+    """Close this rank's connections in a gloo group, whose own `abort` does nothing.
+
+    A receive that runs into its time limit does so; it has a tag of its own, lest a message arrives in time.
+    """
+    peer = next((rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()), None)
+    if peer is not None:
+        with suppress(RuntimeError):
+            work = dist.irecv(torch.zeros(1), peer, group=group, tag=_CLOSING_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
 
 
 def synchronize(device: torch.device) -> None:
