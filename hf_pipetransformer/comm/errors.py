@@ -147,6 +147,7 @@ class FaultBoard:
         self._record = record
         self._abort = abort
         self._watch: _Watch | None = None
+        self._lost: list[int] = []
         # Numbered keys: a cause from an earlier trainer of this process, or already recovered from, must not be read.
         FaultBoard._num_made += 1
         self._number, self._num_begun = FaultBoard._num_made, 0
@@ -214,11 +215,12 @@ class FaultBoard:
                 f"({own})"
             )
             details = ""
+            self._lost = silent
         # With "" as the expected value, the store sets the key only if it is missing, and returns what it then has.
         posted = store.compare_set(watch.cause_key, "", f"{own}{_DETAILS}{details}").decode()
         first, _, self.details = posted.partition(_DETAILS)
         store.set(f"{self._keys}/told/{self.rank}", "")
-        others = [f"{self._keys}/told/{rank}" for rank in range(self.world_size) if rank not in silent]
+        others = [f"{self._keys}/told/{rank}" for rank in range(self.world_size) if rank not in self._lost]
         _wait(lambda: bool(store.check(others)), _TOLD_SECONDS)
         return str(first)
 
@@ -252,7 +254,7 @@ class FaultBoard:
         if is_named:
             return []
         after = signs()
-        return [rank for rank in others if before[rank] == after[rank]]
+        return [rank for rank in others if before[rank] == after[rank] != _ENDED]
 
 
 class _Watch(threading.Thread):

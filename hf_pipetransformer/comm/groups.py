@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import resource
+import socket
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,13 +16,12 @@ import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.transfers import complete, receiving, sending
+from hf_pipetransformer.comm.transfers import close_connections, complete, receiving, sending
 
 
 _OPEN_FILES = 4096
 _OPEN_FILES_OF_A_RANK = 8
 """gloo opens a socket per other member and group: for all ranks together, then for the replicas of each K."""
-_CLOSING_TAG = 2**20
 
 
 class GroupMaker:
@@ -81,7 +82,7 @@ class GroupMaker:
         One thread each, because an abort of NCCL frees memory, which waits for the kernels of the other communicators.
         """
         for group in self.made:
-            end = group.abort if "nccl" in dist.get_backend(group) else partial(_close_connections, group)
+            end = group.abort if "nccl" in dist.get_backend(group) else partial(close_connections, group)
             threading.Thread(target=end, daemon=True).start()
 
     @property
@@ -113,22 +114,37 @@ class GroupMaker:
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
 
 
-def _close_connections(group: Any) -> None:
-    """Close this rank's connections in a gloo group, whose own `abort` does nothing.
-
-    A receive that runs into its time limit does so; it has a tag of its own, lest a message arrives in time.
-    """
-    peer = next((rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()), None)
-    if peer is not None:
-        with suppress(RuntimeError):
-            work = dist.irecv(torch.zeros(1), peer, group=group, tag=_CLOSING_TAG)
-            assert work is not None
-            work.wait(timedelta(milliseconds=1))
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def why_not_reached() -> str | None:
+    """Return why other hosts of this launch may not reach this one over gloo; None if there is no such reason.
+
+    gloo listens at the address that the host's own name resolves to, or at the loopback if it resolves to none.
+    """
+    several = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) < int(os.environ.get("WORLD_SIZE") or 0)
+    if not several or os.environ.get("GLOO_SOCKET_IFNAME") or _loopback_of(os.environ.get("MASTER_ADDR", "")):
+        return None
+    name = socket.gethostname()
+    address = _loopback_of(name)
+    if address is None:
+        return None
+    return (
+        f"The name of this host, {name}, resolves to {address or 'no address'}, so gloo listens where no other host "
+        "reaches it: expected an address of the network between the hosts. Set GLOO_SOCKET_IFNAME to the interface of "
+        "that network (`ip -brief address` lists them), or correct /etc/hosts."
+    )
+
+
+def _loopback_of(name: str) -> str | None:
+    """Return the address of a host if it is a loopback address, "" if it has none, else None."""
+    try:
+        address = str(socket.getaddrinfo(name or None, 0)[0][4][0])
+    except OSError:
+        return ""
+    return address if ipaddress.ip_address(address.partition("%")[0]).is_loopback else None
 
 
 def _allow_open_files(count: int) -> None:
