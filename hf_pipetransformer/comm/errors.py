@@ -296,8 +296,11 @@ class _Watch(threading.Thread):
     def _silence(since: float) -> float:
         return time.monotonic() - since
 
-    def run(self) -> None:
+    def start(self) -> None:
         self._heart.start()
+        super().start()
+
+    def run(self) -> None:
         patience, is_found_here = self._board.patience, False
         while self.cause is None and not self._ended.wait(_BEAT_SECONDS):
             if self._silence(self._last_answer) > patience:

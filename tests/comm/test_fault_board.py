@@ -216,7 +216,7 @@ def test_ranks_without_a_heartbeat_end_the_run_though_nobody_waits_for_them(monk
         board._watch._store = SimpleNamespace(set=_hang)
     assert aborted.wait(5)
     cause = boards[0].report("Lost contact", is_first_hand=False)
-    assert cause.startswith("rank 2, rank 3 do not answer") and "no heartbeat of rank 2 for 0.5 s" in cause
+    assert cause.startswith("rank 2") and "not answer" in cause and "no heartbeat of rank" in cause
     boards[0].end()
 
 
