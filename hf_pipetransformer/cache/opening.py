@@ -308,6 +308,13 @@ class CacheStores:
         try:
             if error is None and store is None:
                 store = ActivationStore.open(Path(path), topology.rank, key)
+        except FileNotFoundError as found:
+            error = (
+                f"rank {topology.rank} does not see {path}, which rank {topology.ranks_here[0]} has made "
+                f"({found.strerror}): both have one host name and one kernel, but different file systems, as in "
+                "containers. Give each container a host name of its own, or set activation_cache_dir to a folder of "
+                "the machine that both see."
+            )
         except (OSError, ValueError, StoreDamagedError) as found:
             error = str(found)
         reason = self.inputs.first_told(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -27,6 +28,8 @@ _FIRST_HAND_SECONDS = 0.5
 _SILENT_SECONDS = 3.5 * _BEAT_SECONDS
 """Time without a heartbeat after which a rank counts as stopped or gone."""
 
+_SHORTEST_PATIENCE = 10 * _BEAT_SECONDS
+
 _TOLD_SECONDS = 1.5
 """Time that a failed rank waits for the others to read the cause, because its process may host the store."""
 
@@ -35,6 +38,9 @@ _STORE_SECONDS = 4.2
 
 _LEAVE_SECONDS = 4.0
 """Time that a rank has to leave by itself, once the cause is known, before its communicators are aborted."""
+
+_ENDED = b"ended"
+"""Last heartbeat of a rank that left without a fault: others may still be at work."""
 
 
 class PipelineError(RuntimeError):
@@ -130,8 +136,10 @@ class FaultBoard:
 
     Args:
         record: takes down the first cause and its details if another rank posted it; called by that thread.
-        abort: makes waits for the device end. Called by that thread, after `record`, on a rank that does not leave
+        abort: makes waits for other ranks end. Called by that thread, after `record`, on a rank that does not leave
             by itself.
+        patience: seconds without a heartbeat after which a rank is lost, whatever the others do; infinite if only
+            waits that fail are to find it.
     """
 
     _num_made = 0
@@ -142,12 +150,15 @@ class FaultBoard:
         world_size: int,
         record: Callable[[str, str], None] = _ignore,
         abort: Callable[[], None] = _ignore,
+        patience: float = math.inf,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.patience = max(patience, _SHORTEST_PATIENCE)
         self._record = record
         self._abort = abort
         self._watch: _Watch | None = None
+        self._lost: list[int] = []
         # Numbered keys: a cause from an earlier trainer of this process, or already recovered from, must not be read.
         FaultBoard._num_made += 1
         self._number, self._num_begun = FaultBoard._num_made, 0
@@ -170,7 +181,7 @@ class FaultBoard:
         """
         self._num_begun += together
         if together and self._stores and self._watch is None:
-            self._watch = _Watch(self.rank, self._keys, self._stores[1], self._record, self._abort)
+            self._watch = _Watch(self, self._keys, self._stores[1], self._record, self._abort)
             self._watch.start()
 
     def end(self) -> None:
@@ -190,41 +201,44 @@ class FaultBoard:
         watch.is_author = True
         answer = None
         if not watch.is_stuck:
-            answer = _within(_STORE_SECONDS, lambda: self._post(self._stores[0], watch, own, is_first_hand))
+            answer = _within(_STORE_SECONDS, lambda: self._post_own(self._stores[0], watch, own, is_first_hand))
         if answer is None and watch.cause is not None:
             answer, self.details = watch.cause, watch.details
         if answer is not None:
             return answer
-        if is_first_hand:
-            return own
-        # The store is gone or hangs together with its host.
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-        return f"{'The launcher' if is_agents else 'rank 0'}, which hosts the ranks' store, does not answer ({own})"
+        return own if is_first_hand else store_is_lost(own)
 
-    def _post(self, store: Any, watch: _Watch, own: str, is_first_hand: bool) -> str:
+    def _post_own(self, store: Any, watch: _Watch, own: str, is_first_hand: bool) -> str:
         silent: list[int] = []
-        details = self.details
         if not is_first_hand:
             _wait(lambda: watch.cause is not None or store.check([watch.cause_key]), _FIRST_HAND_SECONDS)
             if not store.check([watch.cause_key]):
                 silent = self._silent_ranks(store)
+        return self._post(store, watch, own, silent)
+
+    def _post(self, store: Any, watch: _Watch, own: str, silent: list[int]) -> str:
+        details = self.details
         if silent:
             names = ", ".join(f"rank {rank}" for rank in silent)
             does = "does" if len(silent) == 1 else "do"
-            own = f"{names} {does} not answer: killed, as when memory runs out, or hanging ({own})"
+            own = (
+                f"{names} {does} not answer: killed, as when memory runs out, hanging, or cut off from the network "
+                f"({own})"
+            )
             details = ""
+            self._lost = silent
         # With "" as the expected value, the store sets the key only if it is missing, and returns what it then has.
         posted = store.compare_set(watch.cause_key, "", f"{own}{_DETAILS}{details}").decode()
         first, _, self.details = posted.partition(_DETAILS)
         store.set(f"{self._keys}/told/{self.rank}", "")
-        others = [f"{self._keys}/told/{rank}" for rank in range(self.world_size) if rank not in silent]
+        others = [f"{self._keys}/told/{rank}" for rank in range(self.world_size) if rank not in self._lost]
         _wait(lambda: bool(store.check(others)), _TOLD_SECONDS)
         return str(first)
 
-    def find_lost(self) -> str | None:
+    def find_lost(self, why: str = "it was told to end") -> str | None:
         """Return the first cause, after a look for ranks that no longer answer; None if all do, or none is watched.
 
-        For a thread of a process that is told to end, while the main thread may wait for a device.
+        For a thread of a process that has a reason to look, while the main thread may wait for another rank.
         """
         watch = self._watch
         if watch is None or watch.cause is not None:
@@ -232,9 +246,9 @@ class FaultBoard:
         store = self._stores[-1]
 
         def look() -> str | None:
-            if not self._silent_ranks(store) and not store.check([watch.cause_key]):
-                return None
-            return self._post(store, watch, "it was told to end", is_first_hand=False)
+            silent = self._silent_ranks(store)
+            is_known = silent or store.check([watch.cause_key])
+            return self._post(store, watch, f"rank {self.rank}: {why}", silent) if is_known else None
 
         return _within(_STORE_SECONDS, look)
 
@@ -251,58 +265,118 @@ class FaultBoard:
         if is_named:
             return []
         after = signs()
-        return [rank for rank in others if before[rank] == after[rank]]
+        return [rank for rank in others if before[rank] == after[rank] != _ENDED]
 
 
 class _Watch(threading.Thread):
-    """Thread that sends this rank's heartbeat until it reads the first cause; the store may disappear afterwards."""
+    """Thread that waits for the first cause, and looks for one where heartbeats or the store's answers fail to come.
+
+    Heartbeats have a thread of their own, because a call of the store may hang. Each rank watches the next one that
+    has not ended; of lost ranks at least one is the next of a rank that is not.
+    """
 
     def __init__(
-        self, rank: int, keys: str, store: Any, record: Callable[[str, str], None], abort: Callable[[], None]
+        self,
+        board: FaultBoard,
+        keys: str,
+        store: Any,
+        record: Callable[[str, str], None],
+        abort: Callable[[], None],
     ) -> None:
         super().__init__(name="pipetransformer-faults", daemon=True)
         self.cause: str | None = None
         self.details = ""
         self.cause_key = f"{keys}/cause"
         self.is_author = False
-        self._rank = rank
+        self._board = board
         self._keys = keys
         self._store = store
         self._record = record
         self._abort = abort
         self._ended = threading.Event()
-        self._last_answer = time.monotonic()
+        self._heart = threading.Thread(target=self._beat, name="pipetransformer-heartbeat", daemon=True)
+        self._last_answer = self._last_sign = time.monotonic()
+        self._next, self._sign = board.rank, b""
+        self._watch_next()
 
     @property
     def is_stuck(self) -> bool:
-        return time.monotonic() - self._last_answer > _SILENT_SECONDS
+        return self._silence(self._last_answer) > _SILENT_SECONDS
+
+    @staticmethod
+    def _silence(since: float) -> float:
+        return time.monotonic() - since
+
+    def start(self) -> None:
+        self._heart.start()
+        super().start()
 
     def run(self) -> None:
-        with suppress(RuntimeError):  # The store is gone; `report` deals with that.
-            self._beat()
-        if self.cause is not None and not self._ended.wait(_LEAVE_SECONDS):
+        patience, is_found_here = self._board.patience, False
+        while self.cause is None and not self._ended.wait(_BEAT_SECONDS):
+            if self._silence(self._last_answer) > patience:
+                self._learn(store_is_lost(f"rank {self._board.rank}: no answer for {patience:g} s"))
+                is_found_here = True
+            elif self._silence(self._last_sign) > patience:
+                why = f"no heartbeat of rank {self._next} for {patience:g} s"
+                is_found_here = self._board.find_lost(why) is not None
+                self._last_sign = time.monotonic()
+        # A lost rank leaves nobody to wait for.
+        if self.cause is not None and not self._ended.wait(0 if is_found_here else _LEAVE_SECONDS):
             self._abort()
 
     def _beat(self) -> None:
         beat = 0
-        while self.cause is None and not self._ended.wait(_BEAT_SECONDS):
-            beat += 1
-            self._store.set(f"{self._keys}/alive/{self._rank}", str(beat))
-            is_posted = self._store.check([self.cause_key])
-            self._last_answer = time.monotonic()
-            if is_posted:
-                cause, _, self.details = self._store.get(self.cause_key).decode().partition(_DETAILS)
-                self.cause = str(cause)
-                if not self.is_author:
-                    # Before this rank says that it knows: then the failed rank ends, and a launcher may end this
-                    # process before its own error says so.
-                    self._record(self.cause, self.details)
-                self._store.set(f"{self._keys}/told/{self._rank}", "")
+        with suppress(RuntimeError):  # The store is gone, and gives no answer from now on.
+            while self.cause is None and not self._ended.wait(_BEAT_SECONDS):
+                beat += 1
+                self._store.set(self._key_of(self._board.rank), str(beat))
+                is_posted = self._store.check([self.cause_key])
+                self._look_at_next()
+                self._last_answer = time.monotonic()
+                if is_posted:
+                    self._learn(*self._store.get(self.cause_key).decode().split(_DETAILS, 1))
+                    self._store.set(f"{self._keys}/told/{self._board.rank}", "")
+            if self.cause is None:
+                self._store.set(self._key_of(self._board.rank), _ENDED.decode())
+
+    def _key_of(self, rank: int) -> str:
+        return f"{self._keys}/alive/{rank}"
+
+    def _look_at_next(self) -> None:
+        key = self._key_of(self._next)
+        sign = self._store.get(key) if self._store.check([key]) else b""
+        if sign == _ENDED:
+            self._watch_next()
+        elif sign != self._sign or not sign:  # A rank that has not begun may be preparing its data.
+            self._sign, self._last_sign = sign, time.monotonic()
+
+    def _watch_next(self) -> None:
+        self._next = (self._next + 1) % self._board.world_size
+        self._sign, self._last_sign = b"", time.monotonic()
+
+    def _learn(self, cause: str, details: str = "") -> None:
+        self.details = details
+        if not self.is_author:
+            # Before this rank says that it knows: then the failed rank ends, and a launcher may end this process
+            # before its own error says so.
+            self._record(cause, details)
+        self.cause = cause
 
     def stop(self) -> None:
-        """End the thread, or abandon it if it hangs in a store call."""
+        """End the threads, or abandon them if they hang in a store call."""
         self._ended.set()
-        self.join(timeout=_BEAT_SECONDS)
+        for thread in (self, self._heart):
+            thread.join(timeout=_BEAT_SECONDS)
+
+
+def store_is_lost(own: str) -> str:
+    """Return the cause on a rank that gets no answer of the store, which is gone or hangs together with its host."""
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    return f"{'The launcher' if is_agents else 'rank 0'}, which hosts the ranks' store, does not answer ({own})"
+
+
+_LOST_CONTACT = ("gloo", "nccl", "connection closed", "pair closure")
 
 
 def is_second_hand(error: BaseException) -> bool:
@@ -310,7 +384,7 @@ def is_second_hand(error: BaseException) -> bool:
     if isinstance(error, (PeerLostError, dist.DistBackendError, dist.DistNetworkError)):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection closed"))
+    return isinstance(error, RuntimeError) and any(word in text for word in _LOST_CONTACT)
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:

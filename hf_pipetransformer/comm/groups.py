@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import resource
+import socket
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.transfers import complete, receiving, sending
+from hf_pipetransformer.comm.transfers import close_connections, complete, receiving, sending
 
 
 _OPEN_FILES = 4096
@@ -73,13 +77,13 @@ class GroupMaker:
         synchronize(self.device)
 
     def abort(self) -> None:
-        """Abort all NCCL communicators: what is under way on the device ends, and later calls raise. Any thread may.
+        """End all waits in the groups, on the device or the host, with an error; later calls raise. Any thread may.
 
-        One thread each, because an abort frees memory, which waits for the kernels of the other communicators.
+        One thread each, because an abort of NCCL frees memory, which waits for the kernels of the other communicators.
         """
         for group in self.made:
-            if "nccl" in dist.get_backend(group):
-                threading.Thread(target=group.abort, daemon=True).start()
+            end = group.abort if "nccl" in dist.get_backend(group) else partial(close_connections, group)
+            threading.Thread(target=end, daemon=True).start()
 
     @property
     def device(self) -> torch.device:
@@ -113,6 +117,34 @@ class GroupMaker:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def why_not_reached() -> str | None:
+    """Return why other hosts of this launch may not reach this one over gloo; None if there is no such reason.
+
+    gloo listens at the address that the host's own name resolves to, or at the loopback if it resolves to none.
+    """
+    several = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) < int(os.environ.get("WORLD_SIZE") or 0)
+    if not several or os.environ.get("GLOO_SOCKET_IFNAME") or _loopback_of(os.environ.get("MASTER_ADDR", "")):
+        return None
+    name = socket.gethostname()
+    address = _loopback_of(name)
+    if address is None:
+        return None
+    return (
+        f"The name of this host, {name}, resolves to {address or 'no address'}, so gloo listens where no other host "
+        "reaches it: expected an address of the network between the hosts. Set GLOO_SOCKET_IFNAME to the interface of "
+        "that network (`ip -brief address` lists them), or correct /etc/hosts."
+    )
+
+
+def _loopback_of(name: str) -> str | None:
+    """Return the address of a host if it is a loopback address, "" if it has none, else None."""
+    try:
+        address = str(socket.getaddrinfo(name or None, 0)[0][4][0])
+    except OSError:
+        return ""
+    return address if ipaddress.ip_address(address.partition("%")[0]).is_loopback else None
 
 
 def _allow_open_files(count: int) -> None:

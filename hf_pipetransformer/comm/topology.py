@@ -158,7 +158,7 @@ class Topology:
             set_timeout(timedelta(seconds=seconds), group)
 
     def abort(self) -> None:
-        """End waits for the device that depend on other ranks, with an error; no group can be used afterwards."""
+        """End all waits for other ranks with an error; no group can be used afterwards."""
         self._maker.abort()
 
     def check_pipeline_size(self, pipeline_size: int) -> None:

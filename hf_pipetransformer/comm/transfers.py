@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -120,6 +122,8 @@ def _describe(tree: Any, chunks: list[torch.Tensor]) -> Any:
     )
 
 
+_CLOSING_TAG, _MOMENT = 2**20, timedelta(milliseconds=1)
+
 Transfer = dist.P2POp
 """One tensor that this rank sends or receives."""
 
@@ -189,6 +193,17 @@ def complete(transfers: Sequence[Transfer], timeout: float | None, what: str) ->
         wait_for(work, timeout if on_cpu else None, what)
 
 
+def close_connections(group: Any) -> None:
+    """Close this rank's connections in a gloo group, whose own `abort` does nothing: waits in it end with an error.
+
+    A receive that runs into its time limit does so. It has a tag of its own, lest a message arrives in time.
+    """
+    peer = next((rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()), None)
+    if peer is not None:
+        with suppress(RuntimeError):
+            post([dist.P2POp(dist.irecv, torch.zeros(1), peer, group, _CLOSING_TAG)])[0].wait(_MOMENT)
+
+
 def digest_of(tensor: torch.Tensor) -> str:
     """Return 32 hex digits over dtype, shape and bytes. Memory-mapped weights are read, not copied."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -228,17 +243,22 @@ def recv_object(source: int, group: Any, what: str) -> Any:
     return unpack(message)
 
 
+def broadcast(tensor: torch.Tensor, source: int, group: Any, what: str) -> None:
+    """Broadcast the tensor of global rank `source`; `what` names it in errors, which say what this rank was doing."""
+    does = f"sending {what} to other ranks" if dist.get_rank() == source else f"receiving {what} from rank {source}"
+    guarded(lambda: dist.broadcast(tensor, src=source, group=group), does)
+
+
 def broadcast_tree(value: Any, source: int, group: Any, rank: int) -> Any:
     """Return the `value` of global rank `source` on every rank of a gloo `group`; the source keeps its own object."""
     if group is None:
         return value
-    what = f"receiving a message from rank {source}"
     message = pack(value) if rank == source else None
     size = torch.tensor([0 if message is None else message.numel()])
-    guarded(lambda: dist.broadcast(size, src=source, group=group), what)
+    broadcast(size, source, group, "a message")
     if message is None:
         message = torch.empty(int(size), dtype=torch.uint8)
-    guarded(lambda: dist.broadcast(message, src=source, group=group), what)
+    broadcast(message, source, group, "a message")
     return value if rank == source else unpack(message)
 
 

@@ -175,8 +175,9 @@ class ModelProgram(StageProgram):
 
     def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         blocks = self.blocks[:-1] if self.has_head and micro_batch.ends_before_head else self.blocks
-        # A stage of the head alone has nothing to run before it.
-        result = self.view.run(blocks, received, lambda: self._run(micro_batch)) if blocks else received
+        if not blocks:
+            return received  # A stage of the head alone has nothing to run before it.
+        result = self.view.run(blocks, received, lambda: self._run(micro_batch))
         return result if self.has_head else as_sent(result, micro_batch, self.dtype_out)
 
     def _run(self, micro_batch: MicroBatch) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded, wait_for
 from hf_pipetransformer.comm.staging import host_buffer
+from hf_pipetransformer.comm.transfers import broadcast
 from hf_pipetransformer.schedules import Action, ActionList, Op
 
 
@@ -56,10 +56,7 @@ def share_values(shared: Sequence[SharedParameter]) -> None:
     Collective: call on every rank of the pipeline.
     """
     for entry in shared:
-        guarded(
-            partial(dist.broadcast, entry.parameter.data, src=entry.owner, group=entry.pipeline_group),
-            f"receiving the updated value of {entry.name}",
-        )
+        broadcast(entry.parameter.data, entry.owner, entry.pipeline_group, f"the updated value of {entry.name}")
 
 
 class GradientSums:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import torch
 from transformers import TrainingArguments
 
+from hf_pipetransformer.comm.groups import why_not_reached
 from hf_pipetransformer.comm.topology import check_connected
 from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.options.reading import (
@@ -226,7 +227,8 @@ class PipeTransformerArguments(TrainingArguments):
         300.0,
         "Seconds that a rank waits for another one in a training step, or for a worker of its data loader, before the "
         "run ends with an error on every rank. Between steps (preparing, logging, evaluating, saving), and everywhere "
-        "with `torch_compile`, `ddp_timeout` applies if it is longer.",
+        "with `torch_compile`, a rank that is alive may take `ddp_timeout` if that is longer; one that gives no sign "
+        "of life for `pipeline_timeout` (killed, hanging, or cut off from the network) ends the run there, too.",
     )
     pipeline_trace_step: Annotated[
         int | None, optional(whole_number("an optimizer step, 0 for the first", least=0))
@@ -388,7 +390,9 @@ class PipeTransformerArguments(TrainingArguments):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             # Without use_cpu accelerate would make each process a world of size 1 on a machine without GPUs.
             self.use_cpu = True
-        super().__post_init__()
+        if os.environ.get("LOCAL_RANK") == "0" and (why := why_not_reached()) is not None:
+            logger.warning(why)
+        super().__post_init__()  # It connects the processes.
         self._recompute_in_pipeline()
 
     def _read_trainers_numbers(self) -> None:

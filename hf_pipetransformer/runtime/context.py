@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -52,16 +53,24 @@ class Journal:
 class CollectiveTimeouts:
     """Timeouts of waits for other ranks, and the report of the first fault. Construct it on every rank.
 
-    `step_seconds` is the timeout inside training steps, `rest_seconds` the one elsewhere.
+    `step_seconds` is the timeout inside training steps, `rest_seconds` the one elsewhere; a rank without a heartbeat
+    for `silent_seconds` ends the run in either.
     """
 
-    def __init__(self, topology: Topology, journal: Journal, step_seconds: float, rest_seconds: float) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        journal: Journal,
+        step_seconds: float,
+        rest_seconds: float,
+        silent_seconds: float = math.inf,
+    ) -> None:
         self.topology = topology
         self.journal = journal
         self.step_seconds = step_seconds
         self.rest_seconds = rest_seconds
         self.is_resting = True
-        self._board = FaultBoard(topology.rank, topology.world_size, self._record, topology.abort)
+        self._board = FaultBoard(topology.rank, topology.world_size, self._record, topology.abort, silent_seconds)
         # The process outlives this run, whose model the board leads to.
         asking = weakref.WeakMethod(self._board.find_lost)
         failure.begin(journal.trainer.args.output_dir, lambda: find() if (find := asking()) else None)

@@ -13,15 +13,14 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import send_to_device
 from torch.nn.functional import pad
 from transformers import Cache, GenerationConfig
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_pipetransformer.comm.errors import PipelineError, guarded
-from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast_tree, digest_of
+from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast, broadcast_tree, digest_of
 from hf_pipetransformer.data.rng import drawing_alike
 from hf_pipetransformer.engine.engine import Run
 from hf_pipetransformer.runtime.execution import StageRunner
@@ -244,6 +243,5 @@ class Passes:
             self._dtype = getattr(torch, name)
         if not groups.is_last:
             logits = torch.empty((num_rows, 1, self._size), dtype=self._dtype, device=stage.settings.device)
-        send = lambda: dist.broadcast(logits, src=groups.last_rank, group=groups.pipeline_group)  # noqa: E731
-        guarded(send, f"receiving the logits of rank {groups.last_rank}")
+        broadcast(logits, groups.last_rank, groups.pipeline_group, "the logits")
         return logits

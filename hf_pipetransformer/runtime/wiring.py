@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
-from hf_pipetransformer.comm.transfers import digest_of
+from hf_pipetransformer.comm.transfers import broadcast, digest_of
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
 from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
 from hf_pipetransformer.engine.head import HeadPlan, HeadProgram
@@ -110,8 +106,7 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
     with torch.no_grad():
         for name, tensor in tensors:
             value = (tensor.data.cpu() if is_on_cpu else tensor.data).contiguous()
-            call = partial(dist.broadcast, value, src=0, group=group)
-            guarded(call, f"receiving {name} from rank 0")
+            broadcast(value, 0, group, name)
             if topology.rank != 0:
                 tensor.data.copy_(value)
 

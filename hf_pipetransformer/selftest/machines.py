@@ -34,6 +34,7 @@ from hf_pipetransformer.cache.opening import cache_base
 from hf_pipetransformer.cache.planner import measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.comm.errors import FaultBoard, guarded, is_second_hand
+from hf_pipetransformer.comm.groups import why_not_reached
 from hf_pipetransformer.comm.topology import Topology, get_topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_arguments, check_launch
@@ -61,6 +62,7 @@ REMEDIES = {
     "devices or their driver are at fault; NCCL_P2P_DISABLE=1 or another build of torch may help. If not, report it "
     "with these lines.",
 }
+REMEDIES["start"] += f" {REMEDIES['groups']}"
 REMEDIES |= {"bandwidth": REMEDIES["groups"], "transition": REMEDIES["exactness"]}
 OTHER_REMEDY = "Change what the cause names; if it names nothing, report it with these lines and the traceback."
 """For a training that failed before its numbers could be compared, and for the end."""
@@ -87,6 +89,8 @@ def run_selftest(wishes: Wishes) -> None:
     guard = Guard(wishes.seconds)
     figures: Figures = {}
     with guard.step("start"):
+        if (why := why_not_reached()) is not None:
+            raise ValueError(why)
         num_gpus = 0 if wishes.use_cpu else torch.cuda.device_count()
         shares = share_gpus(num_gpus)
         args = PipeTransformerArguments(

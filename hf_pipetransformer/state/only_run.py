@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import TypedDict
 
 import psutil
 
-from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.comm.topology import Topology, host_name
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.report.files import open_regular
 from hf_pipetransformer.state.run_state import Positive, read_as
@@ -66,8 +65,8 @@ def _describe_process() -> _Owner:
 
 def _here() -> str:
     with contextlib.suppress(OSError):
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()
+        return f"{host_name()} {os.readlink('/proc/self/ns/pid')}"
+    return host_name()
 
 
 def _start_of(pid: int) -> float:

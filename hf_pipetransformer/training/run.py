@@ -497,7 +497,7 @@ def _make_context(trainer: Trainer, args: PipeTransformerArguments) -> Context:
     journal = Journal(trainer, EventLog(args.output_dir if trainer.is_world_process_zero() else None))
     # A batch of a new shape recompiles, so with torch_compile any step may take as long as the first one.
     step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
-    timeouts = CollectiveTimeouts(topology, journal, step_seconds, rest_seconds)
+    timeouts = CollectiveTimeouts(topology, journal, step_seconds, rest_seconds, args.pipeline_timeout)
     gains = LossGains(trainer, topology)
     return Context(trainer, topology, journal, timeouts, Seeds(topology, args.seed), gains)
 

@@ -374,6 +374,21 @@ def test_the_stores_of_a_training_share_its_bound(tmp_path: Path) -> None:
     stores.close()
 
 
+def test_ranks_that_see_different_file_systems_are_told_so(tmp_path: Path) -> None:
+    """Containers on one machine with one host name."""
+    told: list[str] = []
+    path = str(tmp_path / "of-rank-0")
+    topology: Any = SimpleNamespace(
+        rank=1, is_first_here=False, ranks_here=[0, 1], gather=lambda _: [[path, "", None]]
+    )
+    inputs: Any = SimpleNamespace(
+        args=None, topology=topology, first_told=lambda error: error, say_off=lambda reason, _: told.append(reason)
+    )
+    assert CacheStores(inputs).open(SimpleNamespace(), SimpleNamespace()) is None
+    assert f"rank 1 does not see {path}, which rank 0 has made" in told[0]
+    assert "a host name of its own" in told[0]
+
+
 def test_a_kept_store_is_of_one_padding_where_the_loss_sees_it(tmp_path: Path) -> None:
     """Digests of inputs are cut to the real tokens, but rows hold what the layers gave for padding too."""
     stores = CacheStores(Inputs(tmp_path))

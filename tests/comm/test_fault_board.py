@@ -186,7 +186,8 @@ def test_a_rank_that_is_told_to_end_finds_the_one_that_is_lost(monkeypatch: pyte
         board.world_size = 3
         board.begin(together=True)
     assert boards[0].find_lost() is None
-    boards[2].end()
+    assert boards[2]._watch is not None
+    boards[2]._watch._store = SimpleNamespace(set=_hang)
     assert str(boards[0].find_lost()).startswith("rank 2 does not answer")
     for board in boards[:2]:
         board.end()
@@ -209,3 +210,45 @@ def test_groups_stay_whole_on_a_rank_that_leaves_by_itself(monkeypatch: pytest.M
         assert watch is not None
         watch.join(5)
     assert not aborted.is_set()
+
+
+def boards_with_patience(monkeypatch: pytest.MonkeyPatch, stores: list[dist.Store]) -> tuple[list[FaultBoard], Any]:
+    """Those of all ranks, begun, and the event that rank 0 is to have its waits ended."""
+    for name, seconds in (("_BEAT", 0.01), ("_SHORTEST_PATIENCE", 0.5), ("_SILENT", 0.1)):
+        monkeypatch.setattr(errors, name if "PATIENCE" in name else f"{name}_SECONDS", seconds)
+    monkeypatch.setattr(errors, "_TOLD_SECONDS", 0.1)
+    aborted = threading.Event()
+    boards = [board_over(store, rank, errors._ignore, aborted.set) for rank, store in enumerate(stores)]
+    for board in boards:
+        board.world_size, board.patience = len(boards), 0.5
+        board.begin(together=True)
+    return boards, aborted
+
+
+def test_ranks_without_a_heartbeat_end_the_run_though_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch):
+    """One that has ended without a fault stands between them and the only other."""
+    boards, aborted = boards_with_patience(monkeypatch, [dist.HashStore()] * 4)
+    boards[1].end()
+    assert not aborted.wait(1.5), "all are alive, or have ended as they should"
+    for board in boards[2:]:
+        assert board._watch is not None
+        board._watch._store = SimpleNamespace(set=_hang)
+    assert aborted.wait(5)
+    cause = boards[0].report("Lost contact", is_first_hand=False)
+    assert cause.startswith("rank 2") and "not answer" in cause and "no heartbeat of rank" in cause
+    boards[0].end()
+
+
+def test_a_store_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    boards, aborted = boards_with_patience(monkeypatch, [dist.HashStore()] * 2)
+    assert boards[0]._watch is not None
+    boards[0]._watch._store = SimpleNamespace(set=_hang)
+    assert aborted.wait(5)
+    assert "which hosts the ranks' store, does not answer (rank 0: no answer for 0.5 s)" in str(boards[0]._watch.cause)
+    for board in boards:
+        board.end()
+
+
+def _hang(*_: object) -> None:
+    threading.Event().wait(10)
+    raise RuntimeError("The store is gone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import resource
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_pipetransformer.comm import transfers
-from hf_pipetransformer.comm.groups import GroupMaker
+from hf_pipetransformer.comm.errors import PeerLostError
+from hf_pipetransformer.comm.groups import GroupMaker, why_not_reached
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.comm.transfers import Parcel, carry
 from hf_pipetransformer.schedules.placement import Placement
@@ -269,3 +271,44 @@ def test_torch_gives_memory_back_before_a_pair_first_exchanges_device_tensors(mo
     assert moved("meta", (1, True), (2, False)) == ["give back", "post 2"]
     assert moved("meta", (1, True)) == moved("meta", (2, False)) == ["post 1"]
     assert moved("meta", (1, False)) == moved("meta", (3, True)) == ["give back", "post 1"]
+
+
+def test_an_error_of_a_broadcast_says_what_this_rank_was_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "broadcast", fail)
+    for rank, does in ((2, "sending the logits to other ranks"), (0, "receiving the logits from rank 2")):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        with pytest.raises(PeerLostError, match=f"Lost contact while {does}: Connection closed"):
+            transfers.broadcast(torch.zeros(1), 2, None, "the logits")
+
+
+@pytest.mark.parametrize(
+    ("address", "changes", "said"),
+    [
+        ("127.0.1.1", {}, r"The name of this host, node-a, resolves to 127.0.1.1.*Set GLOO_SOCKET_IFNAME"),
+        ("::1", {}, "resolves to ::1"),
+        ("", {}, "resolves to no address"),
+        ("10.0.0.1", {}, None),
+        ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, None),
+        ("127.0.1.1", {"WORLD_SIZE": "2"}, None),
+        ("127.0.1.1", {"MASTER_ADDR": "127.0.0.1"}, None),
+    ],
+)
+def test_a_host_whose_name_is_its_own_loopback_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, address: str, changes: dict[str, str], said: str | None
+) -> None:
+    def resolve(name: str, _port: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        found = {"node-a": address}.get(name, name)
+        if not found:
+            raise OSError("Name or service not known")
+        return [(2, 1, 6, "", (found, 0))]
+
+    monkeypatch.setattr("socket.getaddrinfo", resolve)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-a")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name, value in ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"} | changes).items():
+        monkeypatch.setenv(name, value)
+    why = why_not_reached()
+    assert why is None if said is None else re.search(said, str(why))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -127,6 +128,17 @@ def test_a_lock_of_which_nothing_can_be_known_is_refused(tmp_path: Path, content
     with pytest.raises(ValueError, match=f"{path}.*{said}"):
         make(tmp_path).train()
     assert path.exists()
+
+
+def test_a_lock_of_another_machine_of_the_same_name_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process ID, which nobody has here, says nothing: initial PID namespaces have one number on all machines."""
+    monkeypatch.setattr(module, "host_name", lambda: f"{platform.node()} of-another-boot")
+    lock_of(tmp_path, pid=2**22 + 1)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"a run on {platform.node()} .* cannot be seen from here"):
+        module._take(str(tmp_path), module._describe_process())
 
 
 def test_of_many_that_find_the_lock_of_a_dead_run_one_gets_it(tmp_path: Path) -> None:
