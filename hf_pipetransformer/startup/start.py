@@ -273,6 +273,13 @@ def _find_loss_rule(
 
     rule, ignores_num_items, mixed, refusal, is_finite = inspection.on_first_rank(find)
     why = mixed or (refusal if adds_parts or not is_finite else None)
+    joins_rows = exact.scope is LossScope.BATCH and inspection.topology.world_size > 1
+    if joins_rows and sequences_of(exact.inputs) is not None:
+        why = why or (
+            "The collator puts all samples of a batch into one row, and a loss that is not one of transformers or TRL "
+            "sees the rows of all replicas at once: expected one row a sample. Use a collator that pads, or set "
+            "pipeline_loss='replica' or 'parts'."
+        )
     if why is not None and is_split:
         raise LossDoesNotDecomposeError(why)
     return FoundRule(LossRule(rule), ignores_num_items, refusal, is_finite, exact.scope)
