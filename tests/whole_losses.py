@@ -225,18 +225,18 @@ def train(name: str, is_inside: bool, folder: Path, world_size: int = 1, **optio
         "output_dir": str(folder), "report_to": "none", "use_cpu": True, "logging_steps": 1, "max_steps": 5,
         "per_device_train_batch_size": GLOBAL_BATCH // world_size,
         "per_device_eval_batch_size": GLOBAL_BATCH // world_size, "learning_rate": 1e-2, "optim": "sgd",
-        "disable_tqdm": True, "save_strategy": "no", "remove_unused_columns": False,
+        "disable_tqdm": True, "save_strategy": "no", "remove_unused_columns": False, "label_names": ["labels"],
     }  # fmt: skip
     kind, args = (PipedOwn, PipeTransformerArguments(**common, **options)) if options else (Own, None)
     trainer = kind(model, args or TrainingArguments(**common), train_dataset=rows(), data_collator=collate)
     trainer.loss = None if is_inside else loss
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    evaluated = trainer.evaluate(rows()) if world_size == 1 or options.get("pipeline_parallel_size") else {}
+    evaluated = trainer.evaluate(rows()[: 3 * GLOBAL_BATCH + 5])
     return {
         "losses": [entry["loss"] for entry in entries],
         "norms": [entry["grad_norm"] for entry in entries],
-        "evaluated": evaluated.get("eval_loss"),
+        "evaluated": evaluated["eval_loss"],
     }
 
 

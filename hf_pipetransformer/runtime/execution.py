@@ -40,7 +40,7 @@ from hf_pipetransformer.engine.program import Forward, MicroBatch, Place, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.planning.planner import evaluation_microbatches
-from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin
+from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin, Whole
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.runtime.window import Batch, Window
 from hf_pipetransformer.schedules import (
@@ -107,6 +107,8 @@ class StageRunner:
         self.scope = scope
         self.shifts_labels = shifts_labels
         self.norms = GradientNorms(stage)
+        self.joins_evaluation = False
+        """True while batches are evaluated whose loss sees the samples of all replicas."""
         self.watches = False
         """True if the loss of the next batch is to be compared with that of the whole batch."""
         self._copies = CopyStream(stage.settings.device)
@@ -302,14 +304,20 @@ class StageRunner:
             output = head(hidden, given)
             return _mapped(torch.Tensor.cpu, output if self.reduce is None else self.reduce(output, given))
 
-        if self.reduce is not None and len(parts) > 1:
+        if self.reduce is not None and len(parts) > 1 and self.scope is LossScope.PARTS:
             if self._growth is None:
                 self._growth = _num_bytes(head(entering[0], parts[0].inputs)) / max(_num_bytes(entering[0]), 1)
             if self._growth * _num_bytes(entering) > JOINED_BYTES:
                 outputs = [run(hidden, part.inputs) for hidden, part in zip(entering, parts, strict=True)]
                 if sequences is not None or are_of_samples(outputs, sizes, rows):
                     return join_outputs(outputs, [part.weight for part in parts], join)
-        return run(join(entering) if len(parts) > 1 else entering[0], whole)
+        hidden = join(entering) if len(parts) > 1 else entering[0]
+        if not self.joins_evaluation or self._replicas is None:
+            return run(hidden, whole)
+        marked, _ = detach_tags(inputs)
+        found = self._replicas.join(Whole(hidden, marked, lambda tensor: tensor, 1.0))
+        output, num_rows = run(found.entering, for_model(found.inputs)), len(found.entering)
+        return _mapped(lambda each: found.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
 
     def cut_new_tokens(
         self, inputs: dict[str, Any], forward: Forward, num_kept: int | None

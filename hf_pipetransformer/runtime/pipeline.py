@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.rng import SharedRngState
+from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.runtime.execution import StageRunner
 from hf_pipetransformer.runtime.gathering import HOST, whole_on_every_rank
 from hf_pipetransformer.runtime.ownership import ParameterSlots
@@ -126,6 +127,20 @@ class Pipeline:
         probe, loss = self.start_up.probe, self.start_up.loss_rule
         self.runner = StageRunner(stage, probe.activation, loss.rule, loss.scope, self.shifts_labels)
         self.shell.runner = self.runner if stage.layout.pipeline_size > 1 else None
+
+    @contextmanager
+    def joining_evaluation(self, is_cut: bool) -> Iterator[None]:
+        """Let the loss of an evaluation batch see the samples of all replicas inside, if each of them has some."""
+        runner, shell = self.runner, self.shell
+        joins = is_cut and runner.scope is LossScope.BATCH and self.layout.num_replicas > 1
+        outer = shell.runner
+        runner.joins_evaluation = joins
+        if joins:
+            shell.runner = runner
+        try:
+            yield
+        finally:
+            runner.joins_evaluation, shell.runner = False, outer
 
     @property
     def is_in_parts(self) -> bool:

@@ -28,6 +28,7 @@ from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.node_shares import replica_slice
 from hf_pipetransformer.data.reading import is_stream
 from hf_pipetransformer.data.rng import drawing_alike
+from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.execution import only_loss
@@ -67,8 +68,9 @@ class Evaluation:
         """User's `preprocess_logits_for_metrics` where the last stage calls it, for each micro-batch."""
         self._is_sent_to_first = is_split and is_for_first_rank
         is_own_loss = trainer_compat.has_plain_loss(self.trainer)
-        self._loss = None if pipeline.layout.pipeline_size == 1 or is_own_loss else self.trainer.compute_loss
-        """Loss that is not the model's own, of a model that is split: it may call parts of the model."""
+        is_whole = pipeline.layout.pipeline_size == 1 and pipeline.runner.scope is not LossScope.BATCH
+        self._loss = None if is_whole or is_own_loss else self.trainer.compute_loss
+        """Loss that is not the model's own, of a model or batch that is split: it may call parts of the model."""
         self._compute_metrics = (
             on_first_rank(self.trainer.compute_metrics, context.topology) if is_for_first_rank else None
         )
@@ -113,7 +115,9 @@ class Evaluation:
             self.metrics.begin_batch(inputs)
             num_tokens = sequence_length(inputs, main_input_of(trainer.model))
             self.gather.begin_batch(batch_size(inputs), rows_per_sample(inputs), num_tokens)
-            with self.metrics.record_part({**batch, **runner.marks}):
+            is_cut = self.loader.progress.size >= self.pipeline.layout.num_replicas
+            marked = {**batch, **runner.marks}
+            with self.metrics.record_part(marked), self.pipeline.joining_evaluation(is_cut):
                 yield batch
         finally:
             runner.reduce, runner.is_read_by_first, runner.marks = None, False, {}
@@ -129,7 +133,8 @@ class Evaluation:
     ) -> Any:
         """Compute the loss of a batch as in training: inside of each stage, and on the last one after the head."""
         shell, runner = self.pipeline.shell, self.pipeline.runner
-        if model is not shell or runner.stage.view.is_running or torch.is_grad_enabled():
+        is_whole = self.pipeline.layout.pipeline_size == 1 and not runner.joins_evaluation
+        if model is not shell or is_whole or runner.stage.view.is_running or torch.is_grad_enabled():
             return own(model, inputs, return_outputs, *args, **kwargs)
         loss, outputs = runner.predict(inputs, lambda given: own(shell, given, True, *args, **kwargs))
         return (loss, outputs) if return_outputs else loss
