@@ -19,6 +19,10 @@ from hf_pipetransformer.engine.head import Joined
 from hf_pipetransformer.engine.program import MicroBatch
 
 
+class BatchesDifferError(ValueError):
+    """The batches of the replicas have other shapes, so that one loss cannot see them all."""
+
+
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 
@@ -133,7 +137,7 @@ class ReplicaJoin:
         Collective: call on every replica's last stage; `take_part` where a replica has no samples.
 
         Raises:
-            ValueError: the batches of the replicas do not fit together.
+            BatchesDifferError: the batches of the replicas do not fit together.
         """
         shapes, found = self._exchange(list(own.entering.shape), own.inputs)
         gathered = self._gather(own.entering, [shape[0] if shape else 0 for shape in shapes])
@@ -160,7 +164,7 @@ class ReplicaJoin:
         shapes = [each["shape"] for each in found]
         lengths = {tuple(each[1:]) for each in shapes if each}
         if len(lengths) > 1:
-            raise ValueError(
+            raise BatchesDifferError(
                 f"The activations that enter the head have shapes {sorted(lengths)} on the replicas: a loss of the "
                 "whole batch needs one. Pad all samples to one length, or set pipeline_loss='replica'."
             )
@@ -187,7 +191,7 @@ def _concatenated(batches: Sequence[Mapping[str, Any]], axis: Axis) -> dict[str,
                 return [item for value in values for item in value]
             if len({value.shape[1:] for value in values}) > 1:
                 shapes = ", ".join(str(tuple(value.shape)) for value in values)
-                raise ValueError(
+                raise BatchesDifferError(
                     f"The entry {name!r} of the batch has shapes {shapes} on the replicas: a loss of the whole batch "
                     "needs equal ones behind the first dimension. Pad all samples to one length, or set "
                     "pipeline_loss='replica'."

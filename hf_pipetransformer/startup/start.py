@@ -116,7 +116,7 @@ def inspect_model(
             loss_rule = _find_loss_rule(exact, probe, args, inspection)
             pads_alike, keeps_padding = inspection.on_first_rank(
                 lambda: [
-                    topology.world_size > 1 and (_joins_texts(exact) or depends_on_length(exact)),
+                    topology.world_size > 1 and (_joins_texts(exact, args) or depends_on_length(exact)),
                     args.activation_cache == "off" or depends_on_padding(exact, probe),
                 ]
             )
@@ -285,9 +285,10 @@ def _find_loss_rule(
     return FoundRule(LossRule(rule), ignores_num_items, refusal, is_finite, exact.scope)
 
 
-def _joins_texts(target: ProbeTarget) -> bool:
-    """Return True if replicas join their texts for one loss, and so pad to a common length."""
-    return target.scope is LossScope.BATCH and target.is_text and sequences_of(target.inputs) is None
+def _joins_texts(target: ProbeTarget, args: PipeTransformerArguments) -> bool:
+    """Return True if replicas join their texts for one loss, or to check one, and so pad to a common length."""
+    joins = target.scope is LossScope.BATCH or args.pipeline_loss == "parts"
+    return joins and target.is_text and sequences_of(target.inputs) is None
 
 
 def _measure_costs(

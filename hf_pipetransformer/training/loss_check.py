@@ -20,13 +20,14 @@ from torch import nn
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.transfers import all_gather_trees
 from hf_pipetransformer.data.batches import detach_tags
+from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.engine.losses import PARTS_TOLERANCE, SMALLEST_SCALE, LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
-from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin
+from hf_pipetransformer.runtime.joining import BatchesDifferError, HeadJoin, ReplicaJoin
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
 from hf_pipetransformer.training.traces import Kept, leaving_no_trace
@@ -114,8 +115,12 @@ class LossCheck:
 
     def _begin_step(self) -> None:
         step, layout = self._num_steps, self.pipeline.layout
-        able, is_cut = layout.abilities, layout.num_microbatches > 1 or layout.num_replicas > 1
-        is_watched = self._runner.scope is LossScope.PARTS and is_cut and able.runs_steps_whole
+        has_replicas = layout.num_replicas > 1
+        is_cut = layout.num_microbatches > 1 or has_replicas
+        # Rows that hold several samples are cut between them, but replicas' rows are not joined.
+        is_joinable = not (has_replicas and sequences_of(self.pipeline.start_up.samples) is not None)
+        is_watched = self._runner.scope is LossScope.PARTS and is_cut and layout.abilities.runs_steps_whole
+        is_watched = is_watched and is_joinable
         self._is_due = is_watched and (not self._is_known or step < NUM_FIRST or step % INTERVAL == 0)
         if self._is_due:
             kept = Kept(self.context.trainer.model)
@@ -129,30 +134,36 @@ class LossCheck:
         stage.head.entered = {}
         if not groups.is_last:
             return
-        dtype = stage.settings.probe.boundary_dtypes[-1]
         replicas = ReplicaJoin(groups, stage.settings.probe.placeholders) if groups.num_replicas > 1 else None
-        found = [0.0] * 4
         with discard_metrics(self.context.trainer), leaving_no_trace(self.context.trainer), self._without_dropout():
-            if entered:
-                cut, hidden = [part for part, _ in entered], [each for _, each in entered]
-                joined = HeadJoin(detach_tags(batch.inputs)[0], cut, batch.prepare, replicas)(hidden)
-                whole, gradient = self._loss_of(joined.micro_batch, joined.entering)
-                of_parts = [self._loss_of(part, each) for part, each in entered]
-                losses = [loss * part.weight for (loss, _), part in zip(of_parts, cut, strict=True) if part.weight]
-                of_whole = joined.cut(gradient * joined.micro_batch.weight)
-                pairs = zip(of_whole, of_parts, cut, strict=True)
-                differences = [own - each * part.weight for own, (_, each), part in pairs]
-                found = [
-                    float(sum(losses)),
-                    float(whole) * joined.micro_batch.weight,
-                    sum(float(each.double().square().sum()) for each in differences),
-                    sum(float(each.double().square().sum()) for each in of_whole),
-                ]
-            elif replicas is not None:
-                replicas.take_part(torch.empty(0, dtype=dtype, device=stage.settings.device))
+            try:
+                found = self._parts_and_whole(batch, entered, replicas)
+            except BatchesDifferError:  # On every replica: texts of other lengths, whose mean does not depend on them.
+                found = [float("nan")] * 4
         stage.view.widen()
         sums = torch.tensor(all_gather_trees(found, groups.replica_control, groups.num_replicas), dtype=torch.float64)
         self._found.append(Comparison(*sums.sum(0).tolist()))
+
+    def _parts_and_whole(
+        self, batch: LoaderBatch, entered: list[tuple[MicroBatch, torch.Tensor]], replicas: ReplicaJoin | None
+    ) -> list[float]:
+        """Return the fields of this replica's `Comparison`, zeros without samples."""
+        settings = self.pipeline.settings
+        if not entered:
+            if replicas is not None:
+                dtype = settings.probe.boundary_dtypes[-1]
+                replicas.take_part(torch.empty(0, dtype=dtype, device=settings.device))
+            return [0.0] * 4
+        cut, hidden = [part for part, _ in entered], [each for _, each in entered]
+        joined = HeadJoin(detach_tags(batch.inputs)[0], cut, batch.prepare, replicas)(hidden)
+        share = joined.micro_batch.weight
+        whole, gradient = self._loss_of(joined.micro_batch, joined.entering)
+        of_parts = [self._loss_of(part, each) for part, each in entered]
+        losses = [float(loss) * part.weight for (loss, _), part in zip(of_parts, cut, strict=True) if part.weight]
+        of_whole = joined.cut(gradient * share)
+        pairs = zip(of_whole, of_parts, cut, strict=True)
+        differences = [own - each * part.weight for own, (_, each), part in pairs]
+        return [sum(losses), float(whole) * share, _squares(differences), _squares(of_whole)]
 
     def _loss_of(self, part: MicroBatch, entering: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of what enters the head, and its gradient there; zeros for a part that does not count."""
@@ -236,3 +247,7 @@ class LossCheck:
             loss = loss + self._runner.train(batch, number == last)
         # Trainer has added the losses of the batches before the last one.
         return loss - sum(own for _, own in self._ran[:-1])
+
+
+def _squares(tensors: list[torch.Tensor]) -> float:
+    return sum(float(each.double().square().sum()) for each in tensors)
