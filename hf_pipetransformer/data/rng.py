@@ -128,7 +128,7 @@ class Generators:
 
     def __init__(self, holders: Sequence[Any]) -> None:
         attributes = [(owner, name, value) for owner in _objects_in(holders) for name, value in vars(owner).items()]
-        self._slots = [slot for slot in attributes if slot[2] is None or _is_generator(slot[2])]
+        self._slots = [slot for slot in attributes if slot[2] is None or is_generator(slot[2])]
         self.found = list({id(value): value for _, _, value in self._slots if value is not None}.values())
 
     def created(self) -> list[tuple[Any, str]]:
@@ -136,7 +136,7 @@ class Generators:
         return [
             (owner, name)
             for owner, name, value in self._slots
-            if value is None and _is_generator(vars(owner).get(name))
+            if value is None and is_generator(vars(owner).get(name))
         ]
 
     def have_changed(self) -> bool:
@@ -146,12 +146,12 @@ class Generators:
         )
 
     def states(self) -> list[Any]:
-        return [_state_of(generator) for generator in self.found]
+        return [state_of(generator) for generator in self.found]
 
     def restore(self, states: Sequence[Any]) -> None:
         """Restore what `states` returned."""
         for generator, state in zip(self.found, states, strict=True):
-            _set_state(generator, state)
+            set_state(generator, state)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -227,17 +227,17 @@ def _objects_in(holders: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
     return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.data.rng import generators_kept
+from hf_pipetransformer.data.rng import is_generator, random_state, set_random_state, set_state, state_of
 from hf_pipetransformer.splitters.adapters import bare_model
 
 
@@ -45,7 +44,9 @@ def leaving_no_trace(trainer: Trainer, is_silent: bool = True) -> Iterator[None]
             kept.add(function)
         kept.add_numbers_of_modules()
         stack.callback(kept.restore)
-        stack.enter_context(generators_kept(*kept.objects))
+        device = trainer.args.device
+        states, values = random_state(device)
+        stack.callback(set_random_state, states, values, device)
         if is_silent:
             own["log"] = lambda *_args, **_kwargs: None
         try:
@@ -67,11 +68,6 @@ class Kept:
         self._seen |= {id(buffer) for buffer in model.buffers()}
         self._alive: list[Any] = []
         """What was seen: an id is unique only as long as its object lives."""
-
-    @property
-    def objects(self) -> list[Any]:
-        """Objects whose state is kept."""
-        return self._alive
 
     def restore(self) -> None:
         for undo in reversed(self._undo):
@@ -96,7 +92,9 @@ class Kept:
             self.add(value.__func__, depth + 1)
         elif isinstance(value, FunctionType):
             self._add_function(value, depth)
-        elif not isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+        elif is_generator(value):
+            self._undo.append(partial(set_state, value, state_of(value)))
+        else:
             self.add_attributes(value, (), depth)
 
     def add_attributes(self, owner: Any, left_out: tuple[str, ...], depth: int = 0) -> None:
