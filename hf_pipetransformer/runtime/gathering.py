@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -232,6 +233,31 @@ def _missing(stage: Stage, wanted: Wanted) -> dict[str, torch.Tensor]:
 def _share_buffers(stage: Stage) -> None:
     buffers = dict(stage.view.model.named_buffers())
     share_buffers(buffers, stage.buffer_owners(), stage.groups, stage.settings.timeout)
+
+
+def check_state_dicts(model: nn.Module) -> None:
+    """Have `model.state_dict()` refuse to return tensors without values, those of other stages."""
+    if _check_values not in model._state_dict_hooks.values():
+        model.register_state_dict_post_hook(_check_values)
+
+
+def _check_values(model: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
+    # With `keep_vars`, as this library reads it, the entries are the parameters themselves.
+    buffers = {id(buffer) for buffer in model.buffers()}
+    missing = [
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and value.is_meta
+        and not isinstance(value, nn.Parameter)
+        and id(value) not in buffers
+    ]
+    if missing:
+        raise ValueError(
+            f"state_dict() of a model on several stages has no values for {len(missing)} of {len(state)} tensors, "
+            f"{missing[0]!r} for one, which other stages hold. Call it inside `with trainer.whole_model():`, on every "
+            "rank between two steps, or save with trainer.save_model()."
+        )
 
 
 def check_whole(model: nn.Module) -> None:
