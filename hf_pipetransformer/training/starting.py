@@ -320,6 +320,11 @@ class Starter:
         scope = LossScope(asked)
         if scope is not LossScope.PARTS and not self.options.is_undivided:
             args.run_forwards_first()
+            if args.asked_schedule and self.context.topology.rank == 0:
+                announce(
+                    f"One call of the loss sees the samples of the whole {scope.value} (pipeline_loss): all forwards run "
+                    f"before the first backward, as in gpipe, not {args.asked_schedule}."
+                )
         return scope
 
     def _dividing_itself(self, start_up: StartUp, is_training: bool) -> StartUp:
