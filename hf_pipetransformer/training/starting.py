@@ -322,8 +322,8 @@ class Starter:
             args.run_forwards_first()
             if args.asked_schedule and self.context.topology.rank == 0:
                 announce(
-                    f"One call of the loss sees the samples of the whole {scope.value} (pipeline_loss): all forwards run "
-                    f"before the first backward, as in gpipe, not {args.asked_schedule}."
+                    f"One call of the loss sees the samples of the whole {scope.value} (pipeline_loss): all forwards "
+                    f"run before the first backward, as in gpipe, not {args.asked_schedule}."
                 )
         return scope
 
