@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -83,8 +83,9 @@ class LossCheck:
     _found: list[Comparison] = field(default_factory=list, init=False)
     _start: Any = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        self._is_known = trainer_compat.has_known_loss(self.context.trainer)
+    @cached_property
+    def _is_known(self) -> bool:
+        return trainer_compat.has_known_loss(self.context.trainer)
 
     @property
     def _runner(self) -> StageRunner:
