@@ -100,7 +100,8 @@ def test_who_acts_alone_is_not_told_of_a_fault_that_is_over(monkeypatch):
 
 def timeouts_over(store: dist.Store, rank: int, folder: Path, abort: Callable[[], None]) -> CollectiveTimeouts:
     """Those of one of two ranks, of which rank 0 writes events."""
-    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=3, epoch=0.5))
+    args = SimpleNamespace(output_dir=str(folder))
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=3, epoch=0.5), args=args)
     topology: Any = SimpleNamespace(rank=rank, world_size=1, abort=abort, limit_waits=lambda _seconds: None)
     timeouts = CollectiveTimeouts(topology, Journal(trainer, EventLog(None if rank else str(folder))), 10, 10)
     board = timeouts._board
