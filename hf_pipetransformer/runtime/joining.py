@@ -155,12 +155,11 @@ class ReplicaJoin:
 
     def _exchange(self, shape: list[int], inputs: Mapping[str, Any]) -> tuple[list[list[int]], list[dict[str, Any]]]:
         control, number = self.groups.replica_control, self.groups.num_replicas
-        hidden = {
-            name: value.new_zeros(1).expand(value.shape)
+        sent = {
+            name: self._as_sent(name, value) if isinstance(value, torch.Tensor) else value
             for name, value in inputs.items()
-            if name in self.placeholders and isinstance(value, torch.Tensor)
         }
-        found = all_gather_trees({"shape": shape, "inputs": {**inputs, **hidden}}, control, number)
+        found = all_gather_trees({"shape": shape, "inputs": sent}, control, number)
         shapes = [each["shape"] for each in found]
         lengths = {tuple(each[1:]) for each in shapes if each}
         if len(lengths) > 1:
@@ -169,6 +168,10 @@ class ReplicaJoin:
                 "whole batch needs one. Pad all samples to one length, or set pipeline_loss='replica'."
             )
         return shapes, [each["inputs"] for each in found]
+
+    def _as_sent(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return an entry as others read it: the head does not see the values of a placeholder."""
+        return value.new_zeros(1).expand(value.shape) if name in self.placeholders else value.contiguous()
 
     def _gather(self, entering: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
         padded = entering.new_zeros(max(rows), *entering.shape[1:])
