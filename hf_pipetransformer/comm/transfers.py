@@ -108,7 +108,10 @@ def _describe(tree: Any, chunks: list[torch.Tensor]) -> Any:
         shape = list(tensor.shape)
         if is_placeholder:
             tensor = tensor.as_strided((1,), (1,))
-        chunks.append(tensor.contiguous().reshape(-1).view(torch.uint8))
+        flat = tensor.contiguous().reshape(-1)
+        if flat.numel() == 1:
+            flat = flat.as_strided((1,), (1,))  # A column of one row counts as contiguous whatever its stride.
+        chunks.append(flat.view(torch.uint8))
         return {"t": str(tensor.dtype).removeprefix("torch."), "s": shape, "p": is_placeholder}
     if isinstance(tree, dict):
         return {"d": [[key, _describe(value, chunks)] for key, value in tree.items()]}
