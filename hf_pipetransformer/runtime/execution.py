@@ -373,10 +373,13 @@ class StageRunner:
             layout, users = stage.layout, stage.view.structure.blocks_of_parameter
             late = stage.embeddings.parameters
             own = layout.places.stages_of(stage.groups.position)
+            # Where the head runs apart from the layers, its backward is another one: what both use gets two gradients.
+            head = stage.view.structure.num_blocks - 1
+            twice = {name for name, blocks in users.items() if head in blocks and len(blocks) > 1}
             chunks = {
                 parameter: {own.index(user) for block in users[name] if (user := layout.stage_of(block)) in own}
                 for name, parameter in stage.store.held().items()
-                if parameter not in late
+                if parameter not in late and name not in twice
             }
             put_off = {p for layer in linear_layers(stage.view.model) for p in layer.parameters()}
             self._actions_seen, self._last_gradients = actions, last_gradients(actions, chunks, put_off)

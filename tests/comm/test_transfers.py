@@ -317,4 +317,4 @@ def test_a_host_whose_name_is_its_own_loopback_is_told_of(
 def test_a_value_of_a_column_is_packed_whatever_its_stride() -> None:
     column = torch.arange(12).view(2, 6)[1:, 3]
     assert column.stride() == (6,) and column.is_contiguous()
-    assert unpack(pack(column)).tolist() == [9]
+    assert transfers.unpack(transfers.pack(column)).tolist() == [9]

@@ -49,7 +49,8 @@ def arguments(**options: Any) -> Any:
         "ddp_static_graph": None,
     }
     values |= {"accelerator_config": SimpleNamespace(even_batches=True), "device": torch.device("cuda", 0)}
-    return SimpleNamespace(**{**values, "world_size": 2, "pipeline_size": 2, **options})
+    values |= {"world_size": 2, "pipeline_size": 2, **options}
+    return SimpleNamespace(**values, schedule=find_schedule(values["pipeline_schedule"]))
 
 
 @pytest.mark.parametrize(
