@@ -12,6 +12,7 @@ import torch
 
 from hf_pipetransformer.options import refusals
 from hf_pipetransformer.options.refusals import VERIFIED_ON_NCCL, warn_about_options
+from hf_pipetransformer.schedules import find_schedule
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
