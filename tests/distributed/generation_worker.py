@@ -31,6 +31,11 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def in_slices(program: Any) -> Any:
+    """The program of a stage that keeps keys and values; that of the stage with the head is in another one."""
+    return getattr(program, "together", program)
+
+
 @dataclass
 class GeneratingArguments(PipeTransformerArguments, Seq2SeqTrainingArguments):
     """Options of both."""
@@ -89,7 +94,7 @@ class Held(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for program in self.trainer.pipeline_run.pipeline.stage.engine.programs:
-            for context in program._contexts.values():
+            for context in in_slices(program)._contexts.values():
                 self.layers |= {layer for layer, (keys, _) in enumerate(context.layers) if keys._all is not None}
         return scores
 
@@ -120,7 +125,7 @@ def generate_all(folder: Path, names: list[str], num_stages: int) -> dict[str, A
         trainer.generate(make_prompts(), **GREEDY, logits_processor=[held])
         found["held"] = sorted(held.layers), trainer.layout.as_event()
         programs = trainer.pipeline_run.evaluations.starter.pipeline.stage.engine.programs if num_stages > 1 else []
-        found["kept"] = [len(program._contexts) for program in programs]
+        found["kept"] = [len(in_slices(program)._contexts) for program in programs]
         found |= sample(trainer, model) | (refused(trainer) if num_stages > 1 else {})
     return found
 

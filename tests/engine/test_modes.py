@@ -224,9 +224,7 @@ def test_a_loss_that_asks_whether_the_model_trains_gets_the_answer_of_trainer(tm
         data_collator=collate,
     )
     trainer.train()
-    start, ends = trainer.asked[:-4], trainer.asked[-4:]
-    assert set(start) == {(True, True)}
-    assert ends == [(True, True), (False, False)] * 2
+    assert trainer.asked == [(True, True), (False, False)] * 2, "the inspection leaves no trace"
     trainer.asked = []
     trainer.evaluate()
     assert set(trainer.asked) == {(False, False)}
