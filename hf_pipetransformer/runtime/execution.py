@@ -167,6 +167,9 @@ class StageRunner:
         whole, _ = detach_tags(batch.inputs)
         of_reference = [name for name in cut[0].inputs if name not in whole]
         whole |= {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
+        if self.stage.layout.pipeline_size == 1:
+            for part in cut:
+                self.activation.of(part.inputs)  # Refuses lengths at which the head cannot run apart.
         join = HeadJoin(whole, cut, batch.prepare, self._replicas)
         self.stage.head.begin(HeadMode.JOINED, join)
         return True

@@ -121,7 +121,8 @@ class LossCheck:
         # Rows that hold several samples are cut between them, but replicas' rows are not joined.
         is_joinable = not (has_replicas and sequences_of(self.pipeline.start_up.samples) is not None)
         is_watched = self._runner.scope is LossScope.PARTS and is_cut and layout.abilities.runs_steps_whole
-        is_watched = is_watched and is_joinable
+        # Of a model whose activations follow the tokens in another way, the head runs apart at one length only.
+        is_watched = is_watched and is_joinable and self.pipeline.start_up.probe.activation.multiple != 0
         self._is_due = is_watched and (not self._is_known or step < NUM_FIRST or step % INTERVAL == 0)
         if self._is_due:
             kept = Kept(self.context.trainer.model)
