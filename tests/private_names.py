@@ -57,7 +57,11 @@ REPLACED = {"torch.distributed.distributed_c10d:_set_pg_timeout": "torch.distrib
 ATTRIBUTES = {
     "datasets.arrow_dataset:_fingerprint": "Dataset",
     "torch.amp.grad_scaler:_per_optimizer_states": "GradScaler",
+    "torch.nn.modules.module:_backward_hooks": "Module",
     "torch.nn.modules.module:_buffers": "Module",
+    "torch.nn.modules.module:_forward_hooks": "Module",
+    "torch.nn.modules.module:_forward_pre_hooks": "Module",
+    "torch.nn.modules.module:_state_dict_hooks": "Module",
     "transformers.configuration_utils:_attn_implementation": "PreTrainedConfig",
     "transformers.modeling_utils:_supports_sdpa": "PreTrainedModel",
     "transformers.trainer:_globalstep_last_logged": "Trainer",

@@ -209,7 +209,7 @@ class LossCheck:
         why = f"Step {step}: {found}: this loss is no mean or sum over samples or label tokens."
         refusal = self._why_not_joined()
         if refusal is not None:
-            raise LossDoesNotDecomposeError(f"{why} {refusal}")
+            raise LossDoesNotDecomposeError(f"{why} The run ends before the optimizer takes this step. {refusal}")
         if self.context.topology.rank == 0:
             logger.warning(
                 f"{why} This step is run again, and all that follow run, with the loss of the whole batch: all "

@@ -36,6 +36,7 @@ CALLS = ("warning", "warn", "error", "add_note")
 FROM_FUNCTIONS = {
     "cache/opening.py": ("why_not_on_nodes", "_reason_before_reading", "_examined"),
     "comm/errors.py": ("report",),
+    "comm/groups.py": ("why_not_reached",),
     "engine/losses.py": ("find_loss_rule", "_refused_split", "_refused_count"),
     "splitters/adapters.py": ("why_unsplittable",),
     "splitters/quantized.py": ("why_not_moved",),
@@ -57,12 +58,16 @@ WARNED_FROM_FUNCTIONS = {
 
 RELAYS = (
     "cache/opening.py:CacheInputs._reason_before_reading",
+    "cache/training.py:TrainingCache._say",
     "cli.py",
     "comm/topology.py:Topology.decide",
     "comm/topology.py:Topology.together",
+    "options/arguments.py:PipeTransformerArguments.__post_init__",
     "options/combinations.py:raise_first",
     "report/failure.py:_add_notes",
+    "report/files.py:open_regular",
     "runtime/context.py:CollectiveTimeouts._report",
+    "selftest/machines.py:run_selftest",
     "startup/start.py:Inspection",
     "startup/start.py:_find_loss_rule",
     "training/plan_only.py:_plan",

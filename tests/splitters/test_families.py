@@ -14,6 +14,8 @@ from packaging.version import Version
 from transformers import (
     AlbertConfig,
     AlbertForSequenceClassification,
+    BertConfig,
+    BertModel,
     DataCollatorWithFlattening,
     DebertaV2ForSequenceClassification,
     DistilBertConfig,
@@ -333,3 +335,14 @@ def test_a_batch_with_other_rows_than_samples_is_refused(rows):
         check_rows({"pixel_values": torch.zeros(rows, 3, 4, 4)}, 4)
     with pytest.raises(ValueError, match=f"4 samples .* {rows} rows"):
         check_rows({"features": torch.zeros(rows, 3)}, 4, main_input="features")
+
+
+def test_a_module_around_two_models_of_a_family_is_refused() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+            self.one, self.other = BertModel(self.config), BertModel(self.config)
+
+    with pytest.raises(UnsupportedModelError, match="modules with a stack of layers"):
+        BertSplitter().layers(Two())

@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 from collections import deque
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import TrainerCallback
+from transformers import BertConfig, Trainer, TrainerCallback
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, trainer_compat
+from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
+from hf_pipetransformer.runtime import joining
+from hf_pipetransformer.runtime.gains import LossGains
+from hf_pipetransformer.startup.planner import RunPlanner
 from hf_pipetransformer.training import loss_check
+from hf_pipetransformer.training.replica_gather import ReplicaGather
 from tests import whole_losses
 from tests.whole_losses import INSIDE, LOSSES, train, wrong
 
@@ -47,7 +53,7 @@ def test_a_sum_of_parts_that_is_not_the_loss_ends_before_the_first_wrong_step(na
     own_init = whole_losses.PipedOwn.__init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_losses.PipedOwn, "__init__", counting)
-        with pytest.raises(LossDoesNotDecomposeError, match=r"add up to .* the loss of the whole batch is") as error:
+        with pytest.raises(LossDoesNotDecomposeError, match="ends before the optimizer takes this step") as error:
             train(name, False, tmp_path, pipeline_parallel_num_microbatches=2, pipeline_loss="parts")
     assert f"Step {len(steps)}: " in str(error.value)
 
@@ -104,3 +110,65 @@ def counted(folder: Path, **options: Any) -> tuple[Any, ...]:
 
 def test_the_inspection_leaves_no_trace_in_what_a_loss_counts_and_draws(tmp_path: Path) -> None:
     assert counted(tmp_path, pipeline_parallel_num_microbatches=2) == counted(tmp_path)
+
+
+def test_where_only_parts_fit_in_memory_their_losses_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fits(_plans: Any, layout: Any, _samples: int) -> bool:
+        return layout.schedule != "gpipe"
+
+    monkeypatch.setattr(RunPlanner, "fits", fits)
+    caplog.set_level(logging.WARNING)
+    expected = train("mean", False, tmp_path)
+    assert not wrong(expected, train("mean", False, tmp_path, pipeline_parallel_num_microbatches=2))
+    assert "The loss of the whole batch would be exact, but all forwards" in caplog.text
+
+
+def test_replicas_whose_batches_do_not_fit_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: Any = SimpleNamespace(replica_control=None, num_replicas=2)
+    found = [{"shape": [4, length, 8], "inputs": {}} for length in (5, 6)]
+    monkeypatch.setattr(joining, "all_gather_trees", lambda *_: found)
+    with pytest.raises(joining.BatchesDifferError, match="that enter the head have shapes"):
+        joining.ReplicaJoin(groups, frozenset())._exchange([4, 5, 8], {})
+    batches = [{"input_ids": torch.zeros(2, 3), "spans": torch.zeros(2, length)} for length in (3, 4)]
+    with pytest.raises(joining.BatchesDifferError, match="needs equal ones behind the first dimension"):
+        joining._concatenated(batches, joining.Axis())
+
+
+def test_what_a_loss_changes_and_no_other_rank_can_get_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Meter:
+        value = 0
+
+    class Keeping(Trainer):
+        def __init__(self) -> None:
+            self.meter, self.parts = Meter(), [1.0]
+
+        def compute_loss(self, *_args: Any, **_options: Any) -> Any:
+            self.meter.value += 1
+            self.parts.append(2.0)
+
+    trainer = Keeping()
+    gains = LossGains(trainer, cast(Any, SimpleNamespace(rank=0, gather=lambda message: [message])))
+    trainer.compute_loss()
+    caplog.set_level(logging.WARNING)
+    gains.share(is_source=True)
+    assert "compute_loss uses self.meter (Meter). With several stages only" in caplog.text
+
+
+def test_an_empty_data_set_is_named(tmp_path: Path) -> None:
+    args = PipeTransformerArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=1, pipeline_parallel_num_microbatches=2
+    )
+    trainer = PipeTransformerTrainer(whole_losses.Heads(BertConfig(num_hidden_layers=2)), args, train_dataset=[])
+    with pytest.raises(ValueError, match="training data set has no samples"):
+        trainer.pipeline_run.starter.inspect(Request([], "Training", 2, None, True), is_training=True)
+
+
+def test_predictions_of_replicas_need_one_row_a_sample() -> None:
+    groups: Any = SimpleNamespace(replica=0, num_replicas=2, is_first=True)
+    loader: Any = SimpleNamespace(samples_of_replicas=lambda: [4, 4], progress=SimpleNamespace(size=8))
+    gather = ReplicaGather(groups, loader)
+    gather._check_rows(torch.zeros(4, 2))
+    with pytest.raises(ValueError, match="expected one row a sample, as each replica"):
+        gather._check_rows(torch.zeros(12, 2))
