@@ -47,31 +47,6 @@ class Nothing(torch.utils.data.IterableDataset):
         return iter(())
 
 
-class ContrastiveTrainer(PipeTransformerTrainer):
-    """A loss that compares the samples of a batch with each other."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        inputs.pop("labels")
-        outputs = model(**inputs)
-        logits = outputs.logits
-        loss = torch.nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
-        return (loss, outputs) if return_outputs else loss
-
-
-class WeightedTrainer(PipeTransformerTrainer):
-    """Class weights: the mean runs over the sum of the weights, which differs from part to part of a batch."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=torch.tensor([1.0, 5.0, 25.0]))
-        return (loss, outputs) if return_outputs else loss
-
-
-def sorted_dataset():
-    return make_dataset("bert_sequence", 60).sort("labels")
-
-
 def with_batch_norm():
     model = build_model("vit")
     model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(model.config.hidden_size), model.classifier)
@@ -229,7 +204,6 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
     "empty_dataset": {"train_dataset": lambda: make_dataset("bert_sequence", 1).select([])},
     "undivided_optimizer": {"optimizers": undivided_optimizer},
     "foreign_optimizer": {"optimizers": foreign_optimizer},
-    "loss_across_samples": {"trainer": ContrastiveTrainer},
     "no_divisor": {"options": {"pipeline_parallel_size": 3}},
     "no_stages": {"options": {"pipeline_parallel_size": 0}},
     "stages_in_words": {"options": {"pipeline_parallel_size": "two"}},
@@ -248,7 +222,6 @@ ATTEMPTS: dict[str, dict[str, Any]] = {
             "freeze_policy": "gradient_norm",
         },
     },
-    "weighted_loss_on_sorted_data": {"trainer": WeightedTrainer, "train_dataset": sorted_dataset},
     "multiple_choice": {"model": multiple_choice, "train_dataset": choices},
     "no_train_dataset": {"train_dataset": lambda: None},
     "split_batches": {"options": {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 5}},
