@@ -36,9 +36,14 @@ class LossGains:
         self._trainer = trainer
         self._topology = topology
         self._of_trainers = _stored_by_trainers(type(trainer))
-        self._known: dict[str, int | None] = self._digests()
+        self._of_loss = _named_by_loss(type(trainer))
         self._entries: list[dict[str, Any]] = []
         self._has_warned = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Note what the trainer has before a training or an evaluation: ranks may have been given other values."""
+        self._known: dict[str, int | None] = self._digests()
 
     def note_log(self, logs: dict[str, float]) -> None:
         """Keep a log entry that the loss makes inside a step, for all ranks to log."""
@@ -86,21 +91,18 @@ class LossGains:
         """Return a digest of each attribute that the user's code has set; None of what cannot be sent."""
         found: dict[str, int | None] = {}
         for name, value in vars(self._trainer).items():
-            if name not in self._of_trainers and name not in trainer_compat.NOT_OF_A_LOSS:
+            if name in self._of_loss - self._of_trainers and name not in trainer_compat.NOT_OF_A_LOSS:
                 tree = as_tree(value)
                 found[name] = None if tree is _NO_TREE else xxhash.xxh64_intdigest(pack([tree]).numpy().tobytes())
         return found
 
     def _unseen(self) -> list[str]:
         """Name the objects on the trainer that the loss uses, which may change and cannot be sent."""
-        loss = type(self._trainer).compute_loss
-        names = trainer_compat.names_in(loss.__code__) if isinstance(loss, FunctionType) else set()
         own = vars(self._trainer)
-        digests = self._digests()
         return [
             f"self.{name} ({type(own[name]).__name__})"
-            for name in sorted(names & digests.keys())
-            if digests[name] is None and not _is_constant(own[name])
+            for name, digest in sorted(self._digests().items())
+            if digest is None and not _is_constant(own[name])
         ]
 
 
@@ -140,6 +142,27 @@ def _put(own: dict[str, Any], name: str, value: Any) -> None:
 def _is_constant(value: Any) -> bool:
     is_metric = type(value).__module__.partition(".")[0] == "torchmetrics"
     return callable(value) and not is_metric or isinstance(value, nn.Module) and not is_metric
+
+
+def _named_by_loss(kind: type) -> set[str]:
+    """Return the names in the code of a user's `compute_loss`, and of the methods of the user's that it names."""
+    methods: dict[str, list[FunctionType]] = {}
+    for each in kind.__mro__:
+        if not (trainer_compat.is_known_code(each) or trainer_compat.is_own(each)):
+            for name, value in vars(each).items():
+                if isinstance(value, FunctionType):
+                    methods.setdefault(name, []).append(value)
+    names, new = set[str](), {"compute_loss"}
+    while new:
+        names |= new
+        found = {
+            name
+            for each in new
+            for method in methods.get(each, ())
+            for name in trainer_compat.names_in(method.__code__)
+        }
+        new = found - names
+    return names
 
 
 def _stored_by_trainers(kind: type) -> set[str]:

@@ -60,6 +60,8 @@ class Evaluation:
         self.told_num_items = False
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
         self.metrics = MetricAccumulator(context)
+        if not context.trainer.is_in_train:
+            context.gains.begin()
         fills_batches = self.trainer.gather_function == self.trainer.accelerator.gather
         is_flattened = sequences_of(pipeline.start_up.samples) is not None
         self.gather = ReplicaGather(pipeline.stage.groups, loader, is_for_first_rank, fills_batches, is_flattened)

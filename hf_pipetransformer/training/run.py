@@ -219,6 +219,7 @@ class Trainings:
         check_unfreezing(args, self.policy, replay, longest)
         plans = start_up.plans
         sums = plans.sums_in_float32(layout) if resumption is None else resumption.sums_in_float32(plans, layout)
+        self.context.gains.begin()
         pipeline = starter.start(report.adding(sums), layout, longest)
         self.weights.load_expected(pipeline.stage)
         give_whole_model(trainer, pipeline, longest)
