@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.training.loss_check import LossCheck
 from tests.decoders import make_decoder, make_rows
 
 
@@ -19,6 +20,12 @@ COMMON: dict[str, Any] = {
     "max_steps": 3, "per_device_train_batch_size": 8, "logging_steps": 1, "learning_rate": 1e-3, "use_cpu": True,
     "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What notes the passes of the model would see those of the check of the loss too."""
+    monkeypatch.setattr(LossCheck, "_begin_step", lambda _check: None)
 
 
 def trainer(folder: Path, collate: Any = None, kind: type[Trainer] = PipeTransformerTrainer, **options: Any) -> Any:
