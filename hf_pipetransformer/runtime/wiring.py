@@ -19,7 +19,7 @@ from hf_pipetransformer.runtime.gathering import check_state_dicts, check_whole
 from hf_pipetransformer.runtime.ownership import ParameterStore, frozen_names
 from hf_pipetransformer.runtime.stage import Stage, StageSettings
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.quantized import named_scales
 from hf_pipetransformer.splitters.view import StageView
@@ -43,8 +43,8 @@ def start_stage(
         masters = master_names(model) if settings.masters_in_float32 else set()
         stage.store.release(keep=stage.own_names())
         stage.store.is_divided = True
-        for module in (model, bare_model(model)):
-            check_state_dicts(module)
+        if not has_adapters(model):  # PEFT saves adapters through `state_dict`, of which it takes those alone.
+            check_state_dicts(model)
         cast_masters(model, masters, settings.device)
         stage.store.move(stage.own_names() - masters, settings.device)
         prepare_training(stage)
