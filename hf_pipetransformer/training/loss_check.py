@@ -77,7 +77,6 @@ class LossCheck:
     context: Context
     pipeline: Pipeline
     metrics: MetricAccumulator
-    _num_steps: int = field(default=0, init=False)
     _is_due: bool = field(default=False, init=False)
     _ran: list[tuple[LoaderBatch, torch.Tensor]] = field(default_factory=list, init=False)
     _found: list[Comparison] = field(default_factory=list, init=False)
@@ -116,12 +115,12 @@ class LossCheck:
             if is_last_batch:
                 loss = self._decide(loss)
         if is_last_batch:
-            self._num_steps += 1
             self._ran, self._found, self._start = [], [], None
         return loss
 
     def _begin_step(self) -> None:
-        step, layout = self._num_steps, self.pipeline.layout
+        # By the step of the run: one that is resumed checks the same steps, and so has the same bits.
+        step, layout = self.context.trainer.state.global_step, self.pipeline.layout
         has_replicas = layout.num_replicas > 1
         is_cut = layout.num_microbatches > 1 or has_replicas
         # Rows that hold several samples are cut between them, but replicas' rows are not joined.
