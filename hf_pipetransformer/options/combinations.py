@@ -127,6 +127,11 @@ def _refused_on_this_schedule(args: Options) -> list[Refusal]:
             "or 'never'.",
         ),
         (
+            args.pipeline_loss in ("batch", "replica") and able.overlaps_steps,
+            f"pipeline_loss={args.pipeline_loss!r} {here}: its passes overlap, so that no loss sees a whole batch. "
+            "Leave pipeline_loss out, or use pipeline_schedule='1f1b'.",
+        ),
+        (
             args.fp16 and able.overlaps_steps,
             f"fp16=True {here}: stages would have to agree in every step whether it is skipped. Use bf16=True, or "
             "pipeline_schedule='1f1b'.",

@@ -315,8 +315,15 @@ class Starter:
         args, asked = self.context.args, self.context.args.pipeline_loss
         args.run_asked_schedule()
         if asked == "auto":
-            adds_parts = args.schedule.abilities.overlaps_steps or trainer_compat.has_known_loss(self.context.trainer)
-            asked = "parts" if adds_parts else "batch"
+            is_known = trainer_compat.has_known_loss(self.context.trainer)
+            overlaps = args.schedule.abilities.overlaps_steps
+            asked = "parts" if overlaps or is_known else "batch"
+            if overlaps and not is_known and self.context.topology.rank == 0:
+                logger.warning(
+                    f"pipeline_schedule={args.pipeline_schedule!r} adds the weighted losses of micro-batches and "
+                    "replicas. That they give this loss is tried on a few samples only, and not checked in the run: "
+                    "use pipeline_schedule='1f1b' for a loss that weights, masks or compares samples."
+                )
         scope = LossScope(asked)
         if scope is not LossScope.PARTS and not self.options.is_undivided:
             args.run_forwards_first()

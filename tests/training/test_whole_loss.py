@@ -172,3 +172,15 @@ def test_predictions_of_replicas_need_one_row_a_sample() -> None:
     gather._check_rows(torch.zeros(4, 2))
     with pytest.raises(ValueError, match="expected one row a sample, as each replica"):
         gather._check_rows(torch.zeros(12, 2))
+
+
+def test_what_passes_that_overlap_do_not_check_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = PipeTransformerArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", pipeline_schedule="async_1f1b",
+        pipeline_parallel_num_microbatches=2,
+    )  # fmt: skip
+    model = whole_losses.Heads(BertConfig(num_hidden_layers=2))
+    trainer = whole_losses.PipedOwn(model, args, train_dataset=whole_losses.rows(8))
+    caplog.set_level(logging.WARNING)
+    assert trainer.pipeline_run.starter._scope_of_loss().value == "parts"
+    assert "is tried on a few samples only, and not checked" in caplog.text
