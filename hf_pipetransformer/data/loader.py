@@ -116,7 +116,6 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
 
     dataset: Any
     sampler: Any
-    _drop_last = False  # accelerate's mixin reads it.
 
     def __init__(self, dataset: Any, reading: Reading, total_batch_size: int, pins_memory: bool = False) -> None:
         # Trainer and accelerate would be content with less, but callbacks and scripts may check for a DataLoader and
@@ -128,6 +127,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         self.link = reading.link
         self.order = order
         """Order of the samples; None for a stream."""
+        self._drop_last = getattr(getattr(order, "global_batches", None), "drop_last", False)  # accelerate's mixin reads it.
         self.is_stream = order is None
         self.samples: Any = reading.reader.dataset
         """Data set that batches are collated from, indexed by samples or by items."""

@@ -280,11 +280,13 @@ def order_of_run(
 def _is_trainers_own(sampler: Any, args: PipeTransformerArguments) -> bool:
     """Return True for a sampler such as Trainer makes with `train_sampling_strategy="group_by_length"`.
 
-    Its groups count batches of one device; a script that makes its own chooses the size of the groups itself.
+    Its groups count batches of one device; a script that makes its own chooses the size of the groups itself. Trainer
+    gives a generator to those of evaluations alone.
     """
-    if type(sampler) is not LengthGroupedSampler or sampler.generator is not None:
+    if type(sampler) is not LengthGroupedSampler:
         return False
-    return sampler.batch_size == args.train_batch_size * args.gradient_accumulation_steps
+    of_training = args.train_batch_size * args.gradient_accumulation_steps
+    return sampler.batch_size == (of_training if sampler.generator is None else args.eval_batch_size)
 
 
 def draws_each_once(order: Any, num_samples: int) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram, as_sent
 from hf_pipetransformer.schedules import ActionList, Op
 
 
@@ -28,7 +28,7 @@ class HeadMode(Enum):
     PARTS = "parts"
     """With the layers, once a micro-batch."""
     WATCHED = "watched"
-    """Once a micro-batch, noting what enters it, so that the loss of the whole batch can be compared afterward."""
+    """With the layers, noting what enters it, so that the loss of the whole batch can be compared afterward."""
     JOINED = "joined"
     """Once a batch."""
 
@@ -79,6 +79,7 @@ class HeadProgram(StageProgram):
         together: program of all blocks of the stage.
         layers: program of the blocks below the head; None if there are none.
         head: program of the head alone, which returns the gradient of what enters it.
+        dtype_entering: dtype in which activations enter the head.
         sends_gradient: True if a stage below trains.
     """
 
@@ -88,12 +89,14 @@ class HeadProgram(StageProgram):
         together: StageProgram,
         layers: StageProgram | None,
         head: ModelProgram,
+        dtype_entering: torch.dtype,
         sends_gradient: bool,
     ) -> None:
         self.plan = plan
         self.together = together
         self.layers = layers
         self.head = head
+        self.dtype_entering = dtype_entering
         self.sends_gradient = sends_gradient
         self._num_awaited = 0
         self._entered: dict[int, torch.Tensor] = {}
@@ -120,11 +123,13 @@ class HeadProgram(StageProgram):
         mode = self.plan.mode
         if mode is HeadMode.PARTS:
             return self.together.forward(micro_batch, received)
+        if mode is HeadMode.WATCHED:
+            with self.head.view.noting_entrance_of_head() as noted:
+                loss = self.together.forward(micro_batch, received)
+            self.plan.entered[micro_batch.index] = micro_batch, as_sent(noted[-1], micro_batch, self.dtype_entering)
+            return loss
         entering = received if self.layers is None else self.layers.forward(micro_batch, received)
         assert entering is not None, "below the head there is a layer or a stage"
-        if mode is HeadMode.WATCHED:
-            self.plan.entered[micro_batch.index] = micro_batch, entering.detach()
-            return self.head.forward(micro_batch, entering.detach())
         joined = self._add(micro_batch, entering)
         if joined is None:
             return torch.zeros((), device=entering.device)  # The last micro-batch gives the loss of all.
@@ -142,12 +147,9 @@ class HeadProgram(StageProgram):
         return self._joined
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if self.plan.mode is HeadMode.PARTS:
+        if self.plan.mode is not HeadMode.JOINED:
             return self.together.backward_input(micro_batch, gradient)
-        if self.plan.mode is HeadMode.WATCHED:
-            entered = self.head.backward_input(micro_batch, None)
-        else:
-            entered = self._gradient_of(micro_batch)
+        entered = self._gradient_of(micro_batch)
         if self.layers is not None:
             return self.layers.backward_input(micro_batch, entered)
         return entered if self.sends_gradient else None
@@ -163,10 +165,7 @@ class HeadProgram(StageProgram):
         return self._gradients.pop(micro_batch.index)
 
     def backward_weight(self, micro_batch: MicroBatch) -> None:
-        if self.plan.mode is HeadMode.PARTS:
+        if self.plan.mode is not HeadMode.JOINED:
             self.together.backward_weight(micro_batch)
-            return
-        if self.layers is not None:
+        elif self.layers is not None:
             self.layers.backward_weight(micro_batch)
-        if self.plan.mode is HeadMode.WATCHED:
-            self.head.backward_weight(micro_batch)

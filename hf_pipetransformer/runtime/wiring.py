@@ -165,7 +165,8 @@ def _program(
         if own.stop < num_blocks or layout.abilities.overlaps_steps:
             return plain(own)  # Passes that see different weights do not share a head.
         below, alone = own[:-1], bare(own[-1:], sends_gradient=True)
-        return HeadProgram(head, plain(own), plain(below) if below else None, alone, is_above_active)
+        layers = plain(below) if below else None
+        return HeadProgram(head, plain(own), layers, alone, dtypes[-1], is_above_active)
 
     whole = program(blocks)
     if entry_block <= blocks.start:

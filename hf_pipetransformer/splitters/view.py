@@ -121,6 +121,23 @@ class StageView:
         finally:
             self.received = None
 
+    @contextmanager
+    def noting_entrance_of_head(self) -> Iterator[list[torch.Tensor]]:
+        """Yield a list that gets what enters the head in each forward, `(batch, seq, hidden)`, without graph."""
+        noted: list[torch.Tensor] = []
+
+        def note(_layer: nn.Module, _args: Any, output: Any) -> None:
+            # A layer that is used several times is the last one in its last call.
+            hidden = (output[0] if self.structure.returns_tuple else output).detach()
+            noted.append(hidden.clone() if self.structure.changes_in_place else hidden)
+
+        # Also a layer of another stage is called, and passes on what it is given.
+        hook = self.structure.layers[-1].register_forward_hook(note)
+        try:
+            yield noted
+        finally:
+            hook.remove()
+
     def narrow(self, blocks: range) -> None:
         """Restrict the model to `blocks` until `widen`; an empty range passes the received activation through."""
         if blocks == self.blocks and (blocks or self._overridden):

@@ -19,6 +19,7 @@ from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.runtime.pipeline import PipelineShell
+from hf_pipetransformer.training.evaluation import UsersEvaluation
 from hf_pipetransformer.training.run import Run
 
 
@@ -254,12 +255,14 @@ class EvaluationOverrides(_Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
         # Trainer's `prediction_step` calls this; training counts over all replicas in `get_batch_samples`.
-        self.pipeline_run.evaluations.present.told_num_items = True
-        if self.pipeline_run.evaluations.present.is_users:
+        evaluation = self.pipeline_run.evaluations.present
+        evaluation.told_num_items = True
+        if isinstance(evaluation, UsersEvaluation):
             return super()._get_num_items_in_batch(batch_samples, device)
         if not any("labels" in batch for batch in batch_samples) or not trainer_compat.takes_num_items(self):
             return None
-        return torch.tensor(float(sum(trainer_compat.items_of(self, batch) for batch in batch_samples)), device=device)
+        count = evaluation.items_of_loss(sum(trainer_compat.items_of(self, batch) for batch in batch_samples))
+        return torch.tensor(float(count), device=device)
 
 
 @left_to_trainer

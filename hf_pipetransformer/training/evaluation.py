@@ -49,8 +49,6 @@ class Evaluation:
     With `is_for_first_rank`, rank 0 alone keeps predictions, labels and inputs, and computes the metrics.
     """
 
-    is_users = False
-
     def __init__(
         self, context: Context, pipeline: Pipeline, loader: PipelineLoader, is_for_first_rank: bool = False
     ) -> None:
@@ -158,6 +156,10 @@ class Evaluation:
         finally:
             self.pipeline.runner.marks = {}
 
+    def items_of_loss(self, num_items: int) -> int:
+        """Return the items of the samples that the loss sees, of which this replica has `num_items`. Collective."""
+        return self.gather.num_items_of_all(num_items) if self.pipeline.runner.joins_evaluation else num_items
+
     def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
         return None if loss is None else self.gather.mean(loss, num_items).expand(num_samples)
@@ -188,8 +190,6 @@ class Evaluation:
 
 class UsersEvaluation:
     """Pass over a user's own loader with the whole model on each rank, with the same meaning as for plain Trainer."""
-
-    is_users = True
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -86,12 +86,6 @@ class LossCheck:
     def _is_known(self) -> bool:
         return trainer_compat.has_known_loss(self.context.trainer)
 
-    @cached_property
-    def _shares_weights(self) -> bool:
-        structure = self.pipeline.start_up.probe.structure
-        uses = structure.blocks_of_parameter.values()
-        return any(structure.num_blocks - 1 in blocks and len(blocks) > 1 for blocks in uses)
-
     @property
     def _runner(self) -> StageRunner:
         return self.pipeline.runner
@@ -128,9 +122,7 @@ class LossCheck:
         is_watched = self._runner.scope is LossScope.PARTS and is_cut and layout.abilities.runs_steps_whole
         # Of a model whose activations follow the tokens in another way, the head runs apart at one length only.
         is_watched = is_watched and is_joinable and self.pipeline.start_up.probe.activation.multiple != 0
-        # What head and layers share gets two gradients where the head runs apart: other rounding than in other steps.
-        is_exact = not self._is_known or not self._shares_weights
-        self._is_due = is_watched and is_exact and (not self._is_known or step < NUM_FIRST or step % INTERVAL == 0)
+        self._is_due = is_watched and (not self._is_known or step < NUM_FIRST or step % INTERVAL == 0)
         if self._is_due:
             kept = Kept(self.context.trainer.model)
             kept.add_attributes(self.context.trainer, trainer_compat.NOT_OF_A_LOSS)

@@ -95,15 +95,22 @@ class ReplicaGather:
         return self.losses[-1]
 
     def _mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
-        group = self.groups.replica_control
-        if group is None:
+        if self.groups.replica_control is None:
             return loss.detach().reshape(1)
         share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
-        sums = torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)])
-        guarded(
-            lambda: dist.all_reduce(sums, group=group), f"averaging the evaluation loss over {self.groups.replicas}"
-        )
+        sums = self._summed(torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)]))
         return (sums[0] / sums[1]).to(loss.dtype).to(loss.device).reshape(1)
+
+    def num_items_of_all(self, num_items: int) -> int:
+        """Return the items of the global batch, of which this replica has `num_items`. Collective."""
+        return int(self._summed(torch.tensor(num_items)))
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        group = self.groups.replica_control
+        if group is not None:
+            what = f"adding the losses and items of an evaluation over {self.groups.replicas}"
+            guarded(lambda: dist.all_reduce(values, group=group), what)
+        return values
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.is_flattened and tensor.dim() > 1:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.engine.engine import Wire
 from tests.models import MODELS, PAD, make_rows
 
@@ -104,6 +105,7 @@ class Observer(TrainerCallback):
         self.trainer: Any = None
         self.is_in_step = False
         self._num_samples = 0
+        self._leave_out_check_of_store()
         self._index_of = {
             _key(MODELS[case.model].task, row): index
             for index, row in enumerate(make_rows(case.model, case.num_samples))
@@ -120,6 +122,19 @@ class Observer(TrainerCallback):
             embeddings, layers = encoder_parts(self.trainer.model)
             for index, module in enumerate([embeddings, *layers], start=-1):
                 module.register_forward_hook(self._hook(index), with_kwargs=True)
+
+    def _leave_out_check_of_store(self) -> None:
+        """Have the samples that are computed again, to check what is stored, not count as those of a step."""
+        check = TrainingCache.check
+
+        def uncounted(cache: TrainingCache) -> None:
+            was_in_step, self.is_in_step = self.is_in_step, False
+            try:
+                check(cache)
+            finally:
+                self.is_in_step = was_in_step
+
+        TrainingCache.check = uncounted  # type: ignore[method-assign]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         if self.case.cached:

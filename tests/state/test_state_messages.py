@@ -75,7 +75,7 @@ def test_values_that_are_nested_too_deep() -> None:
 def test_a_lock_that_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(only_run, "_create", lambda *_: False)
     monkeypatch.setattr(only_run, "_take_over", lambda *_: False)
-    with pytest.raises(ValueError, match="comes and goes: other runs begin in this output_dir"):
+    with pytest.raises(ValueError, match="comes and goes, or stays locked: other runs begin in this output_dir"):
         only_run._take(str(tmp_path), {"run": "1"})  # type: ignore[arg-type,typeddict-item]
 
 
