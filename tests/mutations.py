@@ -105,8 +105,9 @@ def draw_mutations(value: Any, count: int, seed: int, spared: Any = lambda path:
         is_element = isinstance(path[-1], int)
         if new is GONE and is_element:
             continue  # A shorter list may be one too.
-        if new is not GONE and kind_of(new) == kind_of(old) and not isinstance(new, int | float):
-            continue  # Another text or an empty list may be right.
+        is_number = isinstance(new, int | float) and not isinstance(new, bool)
+        if new is not GONE and kind_of(new) == kind_of(old) and not is_number:
+            continue  # Another text, truth value or an empty list may be right.
         if kind_of(old) == "number" and kind_of(new) in ("number", "whole"):
             continue
         count -= 1

@@ -21,6 +21,7 @@ from tests.models import build_model, collate, make_rows
 NUM_SAMPLES = 40
 GLOBAL_BATCH = 8
 EPOCHS = 4
+STEPS_PER_EPOCH = NUM_SAMPLES // GLOBAL_BATCH
 FREEZE_AT = "2:1,12:2"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from hf_pipetransformer.engine.timing import WARMUP_STEPS
 from tests.distributed.scenarios import run
-from tests.distributed.sync_worker import EPOCHS, waits
+from tests.distributed.sync_worker import EPOCHS, STEPS_PER_EPOCH, waits
 
 
 # Of a GPU, torch tells of copies that the stand-in takes for asynchronous.
@@ -24,9 +24,13 @@ def reports(folder: Path, num_processes: int, **options: Any) -> list[dict[str, 
 
 
 def steady_steps(report: dict[str, Any], transitions: list[int]) -> dict[int, list[str]]:
-    """Those after the warm-up of their layout; a step that follows a transition brings its own to the device."""
+    """Those after the warm-up of their layout; a step that follows a transition brings its own to the device.
+
+    The first batch of an epoch waits: what is stored is compared with what the frozen layers compute.
+    """
     warm = {begin + offset for begin in [0, *transitions] for offset in range(WARMUP_STEPS)}
-    return {int(step): waits for step, waits in report["steps"].items() if int(step) not in warm}
+    others = warm | set(range(0, len(report["steps"]), STEPS_PER_EPOCH))
+    return {int(step): waits for step, waits in report["steps"].items() if int(step) not in others}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +75,7 @@ def check(found: list[dict[str, Any]], most: int = 0) -> None:
     for rank, report in enumerate(found):
         assert not report["mixtures"], report["mixtures"]
         steps = steady_steps(report, transitions)
-        assert len(steps) > len(report["steps"]) / 2
+        assert len(steps) > len(report["steps"]) / 3
         worst = max(steps, key=lambda step: len(steps[step]))
         assert len(steps[worst]) <= most, "\n".join(
             [f"rank {rank} waits {len(steps[worst])} times in step {worst}:", *steps[worst]]

@@ -81,7 +81,7 @@ def test_a_layout_that_ran_out_of_memory_is_not_planned_again(tmp_path: Path):
     first = run_with_fault("out_of_memory", tmp_path)
     assert READY in first.outputs[1]
     assert_cause(first, r"OutOfMemoryError: planted shortage")
-    assert "The run failed: rank 1: OutOfMemoryError: planted shortage" in last_error(first.outputs[0])
+    assert "First cause: rank 1: OutOfMemoryError: planted shortage" in last_error(first.outputs[0])
     assert "pipeline_compression='memory'" in last_error(first.outputs[0])
     events = read_events(str(tmp_path / EVENTS_FILE))
     (moved,) = [event for event in events if event["event"] == "transition"]

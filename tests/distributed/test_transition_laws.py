@@ -212,7 +212,8 @@ def test_what_is_read_and_stored_is_reported(moved: Outcome, case: TransitionCas
     drawn = sum(map(len, steps[first_cached_step(moved) :]))
     assert sum(event["hits"] + event["misses"] for event in epochs) == drawn
     assert all(event["bytes_stored"] > 0 for event in epochs)
-    assert [rank["warnings"] for rank in moved.ranks] == [[]] * len(moved.ranks)
+    said = [text for rank in moved.ranks for text in rank["warnings"]]
+    assert [text for text in said if "ignores it. With gradient_accumulation_steps" not in text] == []
     if case.name != MISSES_LONGER:
         assert sum(event["misses"] for event in epochs) == len(set().union(*steps[first_cached_step(moved) :]))
 

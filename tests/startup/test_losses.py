@@ -362,7 +362,7 @@ def decide(probe: Probe, folder: Path) -> FoundRule | None:
     args = PipeTransformerArguments(
         output_dir=str(folder), pipeline_parallel_num_microbatches=2, bf16=probe.precision == "bf16", use_cpu=True,
         report_to="none", label_smoothing_factor=0.1 if probe.loss == "label_smoothing" else 0.0,
-        activation_cache="off", freeze_policy="none",
+        activation_cache="off", freeze_policy="none", pipeline_loss="parts",
     )  # fmt: skip
     weights = torch.tensor([draw.lognormvariate(0, 1) for _ in range(task.num_classes)])
     compute = loss_function(probe.loss, weights) if probe.loss in LOSSES else None
