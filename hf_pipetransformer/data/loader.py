@@ -127,7 +127,9 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         self.link = reading.link
         self.order = order
         """Order of the samples; None for a stream."""
-        self._drop_last = getattr(getattr(order, "global_batches", None), "drop_last", False)  # accelerate's mixin reads it.
+        self._drop_last = getattr(
+            getattr(order, "global_batches", None), "drop_last", False
+        )  # accelerate's mixin reads it.
         self.is_stream = order is None
         self.samples: Any = reading.reader.dataset
         """Data set that batches are collated from, indexed by samples or by items."""

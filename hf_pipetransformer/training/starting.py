@@ -254,7 +254,9 @@ class Starter:
             ValueError: something does not work with a pipeline.
         """
         trainer, topology, args = self.context.trainer, self.context.topology, self.context.args
-        prepare_quantized(trainer.model)
+        told = prepare_quantized(trainer.model)
+        if told is not None and topology.rank == 0:
+            logger.warning(told)
         if topology.rank == 0:
             size = sum(map(num_weights, trainer.model.parameters()))
             announce(f"Inspecting the model ({type(trainer.model).__name__}, {size / 1e6:,.3g} million parameters)...")

@@ -83,6 +83,16 @@ def test_bytes_packed_for_inference_are_unpacked_and_stay_so() -> None:
     assert torch.equal(model.get_parameter(NAME), before)
 
 
+def test_a_processor_that_packs_for_inference_is_told_of() -> None:
+    model = base_of("llama-nf4")
+    for module in model.modules():
+        if "support_avx512bf16_for_cpu" in vars(module):
+            vars(module)["support_avx512bf16_for_cpu"] = True
+    told = prepare_quantized(model)
+    assert told is not None and "packs weights of 4 bits anew in the first evaluation" in told
+    assert prepare_quantized(model) is None
+
+
 @pytest.mark.parametrize(("family", "dtype"), [("qwen2-nf4", torch.bfloat16), ("qwen2-int8", torch.float32)])
 def test_forwards_leave_biases_as_they_are(family: str, dtype: torch.dtype) -> None:
     """Otherwise ranks that have run a layer hold its bias in another dtype than those that have not."""
