@@ -80,11 +80,13 @@ class PipelineGroups:
 class TransferTimes:
     """Measured seconds of a message between neighbors on a node, and per byte that a rank sends in a ring all-reduce.
 
-    A message to another node takes `node_hop` and `node_hop_per_byte`; zeros where no pipeline spans nodes.
+    A message to another node takes `node_hop` and `node_hop_per_byte`; zeros where no pipeline spans nodes. Besides
+    its bytes an all-reduce takes `ring_step` for each step of its ring, of which there are 2 (W - 1) over W ranks.
     """
 
     hop: float = 0.0
     reduction_per_byte: float = 0.0
+    ring_step: float = 0.0
     node_hop: float = 0.0
     node_hop_per_byte: float = 0.0
 
@@ -277,14 +279,16 @@ class Topology:
         if self.world_size == 1:
             return TransferTimes()
         hops, reductions = self.time_transfers(message_bytes, _MEASURED_BYTES)
-        found = TransferTimes(min(hops), min(reductions) / self.ring_bytes(_MEASURED_BYTES))
+        least = min(self.time_transfers(4, 4)[1])
+        per_byte = max(0.0, min(reductions) - least) / self.ring_bytes(_MEASURED_BYTES)
+        found = TransferTimes(min(hops), per_byte, least / (2 * (self.world_size - 1)))
         if self.why_no_spanning is not None or self.local_world_size == self.world_size:
             return found
         between = self.local_world_size - 1, self.local_world_size
         # The sizes of messages between nodes decide where a pipeline is cut, so their two parts are told apart.
-        least, whole = (min(self.time_transfers(size, 4, between)[0]) for size in (4, message_bytes))
-        per_byte = max(0.0, whole - least) / max(1, message_bytes)
-        return replace(found, node_hop=least, node_hop_per_byte=per_byte)
+        alone, whole = (min(self.time_transfers(size, 4, between)[0]) for size in (4, message_bytes))
+        per_byte = max(0.0, whole - alone) / max(1, message_bytes)
+        return replace(found, node_hop=alone, node_hop_per_byte=per_byte)
 
     def ring_bytes(self, reduced_bytes: int) -> float:
         """Return the bytes that a rank sends in a ring all-reduce of a tensor: 2 (W - 1) / W of it over W ranks."""

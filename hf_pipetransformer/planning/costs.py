@@ -122,6 +122,8 @@ class Overheads:
         per_backward: likewise of each backward.
         reduction_per_byte: seconds per byte of gradient of the all-reduce over 2 replicas, as far as the backward does
             not hide it; over R replicas a ring takes `2 (R - 1) / R` times that.
+        ring_step: seconds of each of the 2 (W - 1) steps of an all-reduce over W ranks besides those for its bytes.
+        sums_norms: True if gradient norms are summed over the stages in every step, as for clipping.
         optimizer_per_parameter: seconds per trained parameter.
         per_step: seconds of everything else: loader, logging, callbacks.
         hidden_reduction: share of the last micro-batch's backward, 0 to 1, that an all-reduce of its gradients runs
@@ -135,6 +137,8 @@ class Overheads:
     per_forward: float = 0.0
     per_backward: float = 0.0
     reduction_per_byte: float = 0.0
+    ring_step: float = 0.0
+    sums_norms: bool = False
     optimizer_per_parameter: float = 0.0
     per_step: float = 0.0
     hidden_reduction: float = 0.0
@@ -146,6 +150,20 @@ class Overheads:
     def spans_nodes(self, pipeline_size: int) -> bool:
         """Return True if pipelines of this many ranks lie on several nodes."""
         return 0 < self.node_size < pipeline_size
+
+    def of_sum(self, num_ranks: int) -> float:
+        """Return the seconds of the all-reduce of a few numbers over some ranks."""
+        return 2 * (num_ranks - 1) * self.ring_step
+
+    def of_norms(self, layout: Layout) -> float:
+        """Return the seconds in which the stages sum the gradient norms of a step."""
+        return self.of_sum(layout.pipeline_size) if self.sums_norms else 0.0
+
+    def of_batch(self, layout: Layout) -> float:
+        """Return the seconds until a batch that the first stage read is on the other nodes of its pipeline."""
+        if not self.spans_nodes(layout.pipeline_size):
+            return 0.0
+        return (-(-layout.pipeline_size // self.node_size) - 1) * self.node_hop
 
     def hops(self, layout: Layout, costs: BlockCosts, samples: float) -> tuple[float, ...]:
         """Return the seconds of a message of `samples` samples by boundary, the number of its lower stage."""
@@ -249,7 +267,8 @@ def predict_step(
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
     hidden = by_rank(layout, [overheads.hidden_reduction * each for each in durations.backward])
     exposed = zip(gradient_bytes(layout, costs), hidden, strict=True)
-    reductions = [max(0.0, overheads.reduction_per_byte * size * ring - beside) for size, beside in exposed]
+    of_ring = overheads.of_sum(layout.num_replicas)
+    reductions = [max(0.0, of_ring + overheads.reduction_per_byte * size * ring - beside) for size, beside in exposed]
     updates = [overheads.optimizer_per_parameter * count for count in trained_elements(layout, costs)]
     if layout.abilities.overlaps_steps:
         step_size = accumulation * microbatches
@@ -265,14 +284,15 @@ def predict_step(
             passes.append((FORWARD_ONLY[layout.placement].table(*shape), replace(durations, factors=())))
         timelines = [simulate(*each, layout.places) for each in passes]
         pipeline = accumulation * sum(each.end for each in timelines)
-        reduction, optimizer = max(reductions), max(updates)
+        reduction, optimizer = max(reductions), max(updates) + overheads.of_norms(layout)
         busy = [accumulation * sum(each) for each in zip(*(each.busy for each in timelines), strict=True)]
+    other = overheads.per_step + overheads.of_batch(layout)
     return Prediction(
-        seconds=pipeline + reduction + optimizer + overheads.per_step,
+        seconds=pipeline + reduction + optimizer + other,
         pipeline=pipeline,
         reduction=reduction,
         optimizer=optimizer,
-        other=overheads.per_step,
+        other=other,
         rank_seconds=tuple(busy),
     )
 

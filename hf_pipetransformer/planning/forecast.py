@@ -281,7 +281,7 @@ _CAUSES = {
     "longer than the first ones",
     "waiting": "stages wait for each other's transfers longer than measured at the start",
     "reduction": "adding gradients over the replicas takes longer than measured at the start",
-    "optimizer": "clipping and the optimizer take longer than measured at the start",
+    "optimizer": "clipping, which sums norms over the stages, or the optimizer takes longer than measured",
     "other": "time passes outside the model: reading and collating samples (try dataloader_num_workers) or callbacks",
 }
 

@@ -60,13 +60,16 @@ def calibrate(
     trained = [by_position[rank % layout.pipeline_size] for rank in range(len(reports))]
     largest = max(ranks, key=trained.__getitem__)
     if trained[largest]:
-        overheads = replace(overheads, optimizer_per_parameter=reports[largest]["optimizer"] / trained[largest])
+        updating = max(0.0, reports[largest]["optimizer"] - overheads.of_norms(layout))
+        overheads = replace(overheads, optimizer_per_parameter=updating / trained[largest])
         if layout.num_replicas > 1:
             ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
             size = gradient_bytes(layout, costs)[largest % layout.pipeline_size]
             waited = statistics.median(reports[rank]["reduction"] for rank in ranks if trained[rank])
+            waited = max(0.0, waited - overheads.of_sum(layout.num_replicas))
             overheads = replace(overheads, reduction_per_byte=waited / (size * ring))
-    return scaled, replace(overheads, per_step=statistics.median(_other(layout, reports[rank]) for rank in ranks))
+    other = statistics.median(_other(layout, reports[rank]) for rank in ranks) - overheads.of_batch(layout)
+    return scaled, replace(overheads, per_step=max(0.0, other))
 
 
 def _other(layout: Layout, report: Report) -> float:

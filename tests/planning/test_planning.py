@@ -158,6 +158,36 @@ def test_a_step_worked_by_hand() -> None:
     assert found.seconds == pytest.approx(210 + 140 + 7 + 5)
 
 
+def test_collectives_of_a_step_take_their_latency() -> None:
+    """Four steps of a ring over three ranks, two over two; the batch goes to the second of two nodes."""
+    layout = replace(SMALL_LAYOUT, num_stages=3, boundaries=(0, 1, 2, 4), num_replicas=2)
+    overheads = Overheads(ring_step=3.0, sums_norms=True, node_size=2, node_hop=7.0, per_step=5.0)
+    bare = replace(overheads, ring_step=0.0)
+    found, without = (predict_step(layout, SMALL, each, samples_per_pipeline=3) for each in (overheads, bare))
+    assert found.optimizer - without.optimizer == 4 * 3
+    assert found.reduction - without.reduction == 2 * 3
+    assert found.other == 5 + 7
+    one_stage = replace(layout, num_stages=1, boundaries=(0, 4))
+    assert predict_step(one_stage, SMALL, overheads, samples_per_pipeline=3).optimizer == 0
+    kept = predict_step(layout, SMALL, replace(overheads, sums_norms=False), samples_per_pipeline=3)
+    assert kept.optimizer == without.optimizer
+
+
+def test_latencies_are_no_part_of_what_measured_steps_are_scaled_to() -> None:
+    """So that a layout with fewer ranks in its collectives is predicted to take less."""
+    layout = replace(SMALL_LAYOUT, num_replicas=2)
+    true = Overheads(ring_step=3.0, sums_norms=True, node_size=1, node_hop=7.0, per_step=5.0,
+                     optimizer_per_parameter=0.5, reduction_per_byte=0.25)  # fmt: skip
+    step = predict_step(layout, SMALL, true, samples_per_pipeline=4)
+    # The second stage has the most parameters, and so the longest update and reduction.
+    report = {"samples": 4, "forward": 0.0, "backward": 0.0, "pipeline": step.pipeline, "total": step.seconds,
+              "reduction": step.reduction, "optimizer": step.optimizer}  # fmt: skip
+    planned = replace(true, optimizer_per_parameter=0.0, reduction_per_byte=0.0, per_step=0.0)
+    _, found = calibrate(SMALL, planned, layout, [report] * 4)
+    for name in ("optimizer_per_parameter", "reduction_per_byte", "per_step"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name)), name
+
+
 def test_a_step_with_a_reference_runs_all_micro_batches_forward_first() -> None:
     overheads = Overheads(per_forward=1, per_backward=1, has_reference=True)
     # Stage 0: F0 0-7, F1 7-14. Stage 1: F0 7-16, F1 16-25. Then the passes of the training, 70 seconds as above.
