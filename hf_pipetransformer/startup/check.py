@@ -176,7 +176,7 @@ def _cause_of_difference(target: ProbeTarget, structure: Structure, expected: _R
     hooked = [
         label
         for label, module in target.model.named_modules()
-        if id(module) in inside and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        if id(module) in inside and any(map(_is_of_a_script, _hooks_of(module)))
     ]
     if hooked:
         return (
@@ -187,6 +187,15 @@ def _cause_of_difference(target: ProbeTarget, structure: Structure, expected: _R
         "This model cannot be pipelined as it is; pass `splitter=` with a Splitter that knows it, or use "
         "transformers.Trainer."
     )
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
+def _is_of_a_script(hook: Any) -> bool:
+    """Return False for the hooks by which transformers collects hidden states, and for those of the inspection."""
+    return not str(getattr(hook, "__module__", "")).startswith(("transformers.", "hf_pipetransformer."))
 
 
 def _noise_like(value: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_pipetransformer.selftest.runs import losses_of
+from hf_pipetransformer.training import loss_check
 
 from .measure import Settings, alternate, experiment, largest_difference, launch, ratios, report, summary
 from .models import MODELS, cifar10_images
@@ -58,6 +59,39 @@ def features_compile(settings: Settings) -> dict[str, Any]:
     for name, num_stages in settings.of(list(product(MODELS, (1, 2))), [(min(MODELS), 2)]):
         table[f"{name}, K={num_stages}"] = launch(compare_compiled, 2, name, num_stages, settings.of(3, 1))
         report(f"{name}, K={num_stages}", table[f"{name}, K={num_stages}"])
+    return table
+
+
+def share_of_check(name: str, micro_batches: int, num_steps: int) -> float:
+    """Extra share of a step whose loss is checked, from medians of one run that checks every other step."""
+    model, first, interval = MODELS[name], loss_check.NUM_FIRST, loss_check.INTERVAL
+    loss_check.NUM_FIRST, loss_check.INTERVAL = 0, 2
+    try:
+        trainer = train(
+            model.task(2), model.batch, max_steps=num_steps, pipeline_parallel_size="1",
+            pipeline_parallel_num_microbatches=str(micro_batches), **PLAIN,
+        )  # fmt: skip
+    finally:
+        loss_check.NUM_FIRST, loss_check.INTERVAL = first, interval
+    seconds = trainer.clock.seconds
+    # `seconds[i]` are those of the step that begins when i + 1 steps are done.
+    checked, others = seconds[NUM_WARM + 1 :: 2], seconds[NUM_WARM::2]
+    return statistics.median(checked) / statistics.median(others) - 1
+
+
+@experiment("features.json", section="loss_check", minutes=6, quick_minutes=2)
+def features_loss_check(settings: Settings) -> dict[str, Any]:
+    """Share of a step that the check of a known loss takes: of a step with it, and over all steps of a run."""
+    table: dict[str, Any] = {"every steps": loss_check.INTERVAL}
+    for name, micro_batches in settings.of(list(product(MODELS, (2, 4))), [(min(MODELS), 2)]):
+        shares = [
+            launch(share_of_check, 1, name, micro_batches, settings.of(24, 12)) for _ in range(settings.of(5, 1))
+        ]
+        table[f"{name}, M={micro_batches}"] = {
+            "of a step with it": summary(shares),
+            "over all steps": summary([share / loss_check.INTERVAL for share in shares]),
+        }
+        report(f"{name}, M={micro_batches}", table[f"{name}, M={micro_batches}"])
     return table
 
 
