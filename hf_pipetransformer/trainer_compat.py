@@ -165,8 +165,9 @@ def has_plain_loss(trainer: Trainer) -> bool:
 NOT_OF_A_LOSS = (
     *("model", "model_wrapped", "args", "accelerator", "callback_handler", "optimizer", "lr_scheduler", "optimizers"),
     *("train_dataset", "eval_dataset", "data_collator", "processing_class", "pipeline_run", "hp_space", "deepspeed"),
+    *("state", "control", "_tr_loss", "_total_loss_scalar", "current_flos"),
 )
-"""Attributes of a trainer that a loss reads but does not write, and that are large or not of the user's."""
+"""Attributes of a trainer that a loss reads but does not write: large ones, and what Trainer itself counts."""
 
 _KNOWN_CODE = ("transformers", "trl")
 """Packages whose losses are known."""

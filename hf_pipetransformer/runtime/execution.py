@@ -164,13 +164,10 @@ class StageRunner:
         if self.scope is LossScope.PARTS or (len(cut) == 1 and not self._joins_replicas):
             self.stage.head.begin(HeadMode.WATCHED if self.watches else HeadMode.PARTS)
             return False
-        whole, _ = detach_tags(batch.inputs)
-        of_reference = [name for name in cut[0].inputs if name not in whole]
-        whole |= {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
         if self.stage.layout.pipeline_size == 1:
             for part in cut:
                 self.activation.of(part.inputs)  # Refuses lengths at which the head cannot run apart.
-        join = HeadJoin(whole, cut, batch.prepare, self._replicas)
+        join = HeadJoin(inputs_of_all(batch, cut), cut, batch.prepare, self._replicas)
         self.stage.head.begin(HeadMode.JOINED, join)
         return True
 
@@ -431,6 +428,13 @@ class StageRunner:
         if self.stage.layout.pipeline_size == 1:
             return [()] * len(parts)
         return [self.activation.of(part) for part in parts]
+
+
+def inputs_of_all(batch: LoaderBatch, cut: Sequence[MicroBatch]) -> dict[str, Any]:
+    """Return the inputs of a batch, with the entries that a frozen reference has given for its micro-batches."""
+    whole, _ = detach_tags(batch.inputs)
+    of_reference = [name for name in cut[0].inputs if name not in whole]
+    return whole | {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
 
 
 class GradientNorms:

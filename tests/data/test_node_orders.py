@@ -55,11 +55,13 @@ def test_orders_that_draw_each_sample_once_are_kept_and_others_told(order: Any, 
         assert f"found a {type(order).__name__} of {len(order)} draws for 12 samples. Use one of Trainer" in reason
 
 
-@pytest.mark.parametrize(("size", "generator", "found"), [(4, None, 8), (8, None, 8), (4, torch.Generator(), 4)])
+@pytest.mark.parametrize(
+    ("size", "generator", "found"), [(4, None, 8), (8, None, 8), (4, torch.Generator(), 4), (3, torch.Generator(), 6)]
+)
 def test_groups_of_a_scripts_own_sampler_keep_their_size(size: int, generator: Any, found: int) -> None:
     sampler = LengthGroupedSampler(size, lengths=list(DATA), generator=generator)
     args: Any = SimpleNamespace(
-        data_seed=None, seed=1, world_size=2, train_batch_size=2, gradient_accumulation_steps=2
+        data_seed=None, seed=1, world_size=2, train_batch_size=2, gradient_accumulation_steps=2, eval_batch_size=3
     )
     args.global_batch_size = lambda batch_size: 2 * batch_size
     assert order_of_run(DATA, sampler, args, None).batch_size == found
