@@ -212,7 +212,9 @@ class PipedOwn(PipeTransformerMixin, Own):
     pass
 
 
-def train(name: str, is_inside: bool, folder: Path, world_size: int = 1, **options: Any) -> dict[str, Any]:
+def train(
+    name: str, is_inside: bool, folder: Path, world_size: int = 1, accumulation: int = 1, **options: Any
+) -> dict[str, Any]:
     """Train with a loss, plain without `options`; return losses, gradient norms and the evaluation's loss."""
     set_seed(1)
     config = BertConfig(
@@ -225,6 +227,7 @@ def train(name: str, is_inside: bool, folder: Path, world_size: int = 1, **optio
         "output_dir": str(folder), "report_to": "none", "use_cpu": True, "logging_steps": 1, "max_steps": 5,
         "per_device_train_batch_size": GLOBAL_BATCH // world_size,
         "per_device_eval_batch_size": GLOBAL_BATCH // world_size, "learning_rate": 1e-2, "optim": "sgd",
+        "gradient_accumulation_steps": accumulation,
         "disable_tqdm": True, "save_strategy": "no", "remove_unused_columns": False, "label_names": ["labels"],
     }  # fmt: skip
     kind, args = (PipedOwn, PipeTransformerArguments(**common, **options)) if options else (Own, None)
