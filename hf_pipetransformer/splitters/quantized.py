@@ -107,23 +107,16 @@ def num_weights(parameter: torch.Tensor) -> int:
     return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
 
 
-PACKED_FOR_INFERENCE = (
-    "On this processor (AVX512 for bfloat16) bitsandbytes packs weights of 4 bits anew in the first evaluation. From "
-    "then on, in training too, it rounds their scales to bfloat16 and gives no gradient through them, which changes "
-    "plain Trainer's losses. Here the weights stay as they were loaded, and so do the losses."
-)
-
-
-def prepare_quantized(model: nn.Module) -> str | None:
+def prepare_quantized(model: nn.Module) -> bool:
     """Bring quantized layers into the one form that all ranks and all forwards leave as it is.
 
     In inference, CPUs with AVX512 would pack 4 bits in another way, without gradients, and for good. And a forward
     casts the bias to the dtype that it computes in, on the ranks that run it.
 
     Returns:
-        A sentence on the numbers that differ from plain Trainer's by that; None if none do.
+        True if plain Trainer would pack 4 bits anew in the first evaluation, and compute other numbers from then on.
     """
-    told = None
+    would_pack = False
     for module in model.modules():
         if is_in_8_bits(module):
             _prepare_8_bits(module)
@@ -132,11 +125,11 @@ def prepare_quantized(model: nn.Module) -> str | None:
         if vars(module).get("support_avx512bf16_for_cpu"):
             module.state_dict()  # Unpacks in place.
             vars(module)["support_avx512bf16_for_cpu"] = False
-            told = PACKED_FOR_INFERENCE
+            would_pack = True
         dtype, bias = vars(module).get("compute_dtype"), getattr(module, "bias", None)
         if isinstance(dtype, torch.dtype) and isinstance(bias, nn.Parameter):
             bias.data = bias.data.to(dtype)
-    return told
+    return would_pack
 
 
 def is_in_8_bits(module: nn.Module) -> bool:

@@ -254,9 +254,12 @@ class Starter:
             ValueError: something does not work with a pipeline.
         """
         trainer, topology, args = self.context.trainer, self.context.topology, self.context.args
-        told = prepare_quantized(trainer.model)
-        if told is not None and topology.rank == 0:
-            logger.warning(told)
+        if prepare_quantized(trainer.model) and topology.rank == 0:
+            logger.warning(
+                "On this processor (AVX512 for bfloat16) bitsandbytes packs weights of 4 bits anew in the first "
+                "evaluation. From then on, in training too, it rounds their scales to bfloat16 and gives no gradient "
+                "through them, which changes plain Trainer's losses. Here the weights stay as they were loaded."
+            )
         if topology.rank == 0:
             size = sum(map(num_weights, trainer.model.parameters()))
             announce(f"Inspecting the model ({type(trainer.model).__name__}, {size / 1e6:,.3g} million parameters)...")

@@ -22,6 +22,7 @@ from hf_pipetransformer.splitters.quantized import (
     put_in_evaluation_mode,
     why_not_moved,
 )
+from hf_pipetransformer.training.starting import Starter
 from tests.adapted import adapted, base_of, data_of
 from tests.cache.test_cache_run import Known, cache_events
 from tests.splitters.test_adapters import arguments
@@ -83,14 +84,19 @@ def test_bytes_packed_for_inference_are_unpacked_and_stay_so() -> None:
     assert torch.equal(model.get_parameter(NAME), before)
 
 
-def test_a_processor_that_packs_for_inference_is_told_of() -> None:
+def test_a_processor_that_packs_for_inference_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     model = base_of("llama-nf4")
     for module in model.modules():
         if "support_avx512bf16_for_cpu" in vars(module):
             vars(module)["support_avx512bf16_for_cpu"] = True
-    told = prepare_quantized(model)
-    assert told is not None and "packs weights of 4 bits anew in the first evaluation" in told
-    assert prepare_quantized(model) is None
+    topology = SimpleNamespace(rank=0)
+    starter: Any = SimpleNamespace(
+        context=SimpleNamespace(trainer=SimpleNamespace(model=model), topology=topology, args=None)
+    )
+    with pytest.raises(AttributeError):  # It goes on with the inspection, for which this is too little.
+        Starter.inspect(starter, None, is_training=True)
+    assert "packs weights of 4 bits anew in the first evaluation" in caplog.text
+    assert not prepare_quantized(model)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen2-nf4", torch.bfloat16), ("qwen2-int8", torch.float32)])
