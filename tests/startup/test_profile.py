@@ -48,7 +48,10 @@ def started(folder: Path, model_name: str, with_batches: bool = True, **options:
 
 
 @pytest.mark.parametrize("model", ["bert_masked", "vit"])
-def test_blocks_are_measured_with_the_runs_own_micro_batch(tmp_path: Path, model: str) -> None:
+def test_blocks_are_measured_with_the_runs_own_micro_batch(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "PROFILE_SECONDS", 1e6)  # A busy machine would take fewer samples.
     start_up, sizes = started(
         tmp_path, model, per_device_train_batch_size=26, pipeline_parallel_num_microbatches=2, activation_cache="off"
     )
