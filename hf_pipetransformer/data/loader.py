@@ -127,9 +127,8 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         self.link = reading.link
         self.order = order
         """Order of the samples; None for a stream."""
-        self._drop_last = getattr(
-            getattr(order, "global_batches", None), "drop_last", False
-        )  # accelerate's mixin reads it.
+        # accelerate's mixin reads it: the last batch is whole then, and has no remainder to be cut to.
+        self._drop_last = order is not None and getattr(order.global_batches, "drop_last", False)
         self.is_stream = order is None
         self.samples: Any = reading.reader.dataset
         """Data set that batches are collated from, indexed by samples or by items."""

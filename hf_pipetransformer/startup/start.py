@@ -323,7 +323,7 @@ def _measure_costs(
     overheads = Overheads(
         node_size=topology.local_world_size,
         has_reference=target.has_reference,
-        sums_norms=args.max_grad_norm > 0 or args.freeze_policy == "gradient_norm",
+        sums_norms=(args.max_grad_norm or 0) > 0 or args.freeze_policy == "gradient_norm",
         per_forward=profile.passing[0],
         per_backward=profile.passing[1],
         **asdict(times),
