@@ -65,6 +65,12 @@ def test_a_small_micro_batch_is_measured_as_it_is(tmp_path: Path) -> None:
     assert start_up.plans.describe(start_up.plans.layout(2), 2, "none", False)["measured_samples"] == 2
 
 
+@pytest.mark.parametrize(("most", "sums"), [(None, False), (0.0, False), (1.0, True)])
+def test_norms_are_summed_in_each_step_where_they_are_clipped(tmp_path: Path, most: float | None, sums: bool) -> None:
+    start_up, _ = started(tmp_path, "vit", per_device_train_batch_size=2, max_grad_norm=most)
+    assert start_up.plans.costs.overheads.sums_norms == sums
+
+
 @pytest.mark.parametrize(("freezes", "cache"), [(False, "off"), (True, "auto")])
 def test_a_run_says_whether_activations_may_be_stored(tmp_path: Path, freezes: bool, cache: str) -> None:
     start_up, _ = started(tmp_path, "vit", per_device_train_batch_size=2)
