@@ -328,12 +328,6 @@ def _add_selftest(commands: Any) -> None:
     testing.add_argument("--activation_cache_dir", help="as in the runs; by default in the temporary folder")
     testing.add_argument("--timeout", type=float, default=60.0, help="most seconds that a step may take, 60")
     testing.add_argument("--output", help="JSON file for all figures")
-    testing.add_argument(
-        "--thorough",
-        action="store_true",
-        help="all checks of this machine instead, in processes that it starts itself: up to 8 minutes, with "
-        "GPUs 8 more over NCCL, which processes may share; results of other parts stay in --output",
-    )
     testing.epilog = (
         "Start it as the run will be started, on all nodes: accelerate launch --multi_gpu --num_processes N "
         "-m hf_pipetransformer selftest. It takes a minute or two, prints about ten lines, and ends with status 1 and "
@@ -343,14 +337,8 @@ def _add_selftest(commands: Any) -> None:
 
 
 def _selftest(options: argparse.Namespace) -> None:
-    """Test all machines of a launch, or this one thoroughly; exit with an error if a check fails."""
+    """Test all machines of a launch; exit with an error if a check fails."""
     output = None if options.output is None else Path(options.output)
-    if options.thorough:
-        from hf_pipetransformer.selftest.thorough import run_thorough
-
-        if not run_thorough(output, "cpu" if options.use_cpu else "cuda"):
-            raise SystemExit(1)
-        return
     from hf_pipetransformer.selftest.machines import Wishes, run_selftest
 
     if not options.timeout > 0:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from hf_pipetransformer.selftest.runs import losses_of
 from hf_pipetransformer.training import loss_check
 
 from .measure import Settings, alternate, experiment, largest_difference, launch, ratios, report, summary
 from .models import MODELS, cifar10_images
-from .training import train
+from .training import losses_of, train
 
 
 NUM_STEPS, NUM_WARM = 12, 4

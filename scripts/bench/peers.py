@@ -37,8 +37,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, Trainer
 
-from hf_pipetransformer.selftest.runs import losses_of
-
 from .measure import (
     KEEPS_FREED,
     RETURNS_FREED,
@@ -53,7 +51,7 @@ from .measure import (
     summary,
 )
 from .models import cifar10_images, passages, smollm2, sst2
-from .training import StepClock, Timed, make_trainer
+from .training import StepClock, Timed, losses_of, make_trainer
 
 
 NUM_STEPS, LEARNING_RATE = 3, 5e-5

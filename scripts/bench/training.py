@@ -101,3 +101,8 @@ def train(given: dict[str, Any], batch: int, kind: type[Trainer] = Timed, **opti
 def cache_epochs(events: Events) -> Events:
     """What the activation cache did, epoch by epoch."""
     return [event for event in events if event["event"] == "cache" and event["what"] == "epoch"]
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    """Every logged training loss."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.options.arguments import RECOMPUTE_MODES
 from hf_pipetransformer.runtime.ownership import is_whole
-from hf_pipetransformer.selftest.runs import SavedBytes
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
+from tests.gpu.runs import SavedBytes
 from tests.models import NUM_LAYERS, build_model, collate, make_dataset, vit_config
 
 

@@ -20,7 +20,7 @@ from hf_pipetransformer.comm import transfers
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.selftest.runs import (
+from tests.gpu.runs import (
     FREEZE_STEP,
     NUM_FROZEN,
     NUM_LAYERS,
@@ -118,11 +118,11 @@ def check_in_flight(on: On) -> Figures:
     return figures
 
 
-def check_resume(on: On) -> Figures:
+def check_resume(on: On, pipeline_size: int = 2) -> Figures:
     """A run that goes on from its checkpoint gives the losses of one that was not interrupted."""
     expected, folder = recall(on.folder, "bert-fp32"), on.folder / "resumed"
     options = {
-        "pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 4, "ddp_backend": on.backend,
+        "pipeline_parallel_size": pipeline_size, "pipeline_parallel_num_microbatches": 4, "ddp_backend": on.backend,
         "save_strategy": "steps", "save_steps": HALF,
     }  # fmt: skip
     ours("bert", folder, on.device, "fp32", **options).train()

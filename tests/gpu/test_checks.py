@@ -1,4 +1,4 @@
-"""The thorough self-test (`make gpu-check`) where there is no GPU: its checks run on the CPU, and can fail."""
+"""`make gpu-check` where there is no GPU: its checks run on the CPU, and can fail."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from hf_pipetransformer.cli import main
-from hf_pipetransformer.selftest import one_process, runs, stages, thorough
+from hf_pipetransformer.selftest import sharing
+from tests.gpu import __main__ as checks
+from tests.gpu import one_process, runs, stages
 
-
-THOROUGH = ("selftest", "--thorough")
 
 pytestmark = pytest.mark.distributed
 
@@ -25,13 +24,13 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_every_check_of_one_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
-    command = [sys.executable, "-m", "hf_pipetransformer", *THOROUGH, "--use_cpu", "--output", str(output)]
+    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--output", str(output)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads(output.read_text())["one device"]
     assert found["machine"]["device"] == "cpu" and found["machine"]["torch"]
     precisions = ("fp32", "bf16")
-    names = [name for group in thorough.GROUPS.values() for name in group.checks(tmp_path, "cpu", precisions, "gloo")]
+    names = [name for group in checks.GROUPS.values() for name in group.checks(tmp_path, "cpu", precisions, "gloo")]
     assert [check["check"] for check in found["checks"]] == names
     assert [check for check in found["checks"] if not check["passed"]] == []
     by_name = {check["check"]: check for check in found["checks"]}
@@ -50,7 +49,7 @@ def test_freezing_and_the_cache_are_checked_alike_in_this_process(tmp_path: Path
 
 
 def test_checks_that_are_not_reached_have_failed(tmp_path: Path) -> None:
-    found = thorough.run_group("alone", tmp_path, "cpu", seconds=0)
+    found = checks.run_group("alone", tmp_path, "cpu", seconds=0)
     assert [check["check"] for check in found] == list(one_process.alone(tmp_path, "cpu", ("fp32", "bf16")))
     assert {check["error"] for check in found} == {"not reached in time"}
     assert not any(check["passed"] for check in found)
@@ -59,8 +58,8 @@ def test_checks_that_are_not_reached_have_failed(tmp_path: Path) -> None:
 def test_a_launch_leaves_out_what_has_a_result(tmp_path: Path) -> None:
     *others, last = one_process.alone(tmp_path, "cpu", ("fp32", "bf16"))
     for name in others:
-        thorough.add_line(tmp_path / "alone-gloo.jsonl", {"check": name, "passed": False, "error": "planted"})
-    found = thorough.run_group("alone", tmp_path, "cpu", seconds=60)
+        checks.add_line(tmp_path / "alone-gloo.jsonl", {"check": name, "passed": False, "error": "planted"})
+    found = checks.run_group("alone", tmp_path, "cpu", seconds=60)
     assert [check["check"] for check in found if check["passed"]] == [last]
     assert {check["error"] for check in found[:-1]} == {"planted"}
 
@@ -68,8 +67,8 @@ def test_a_launch_leaves_out_what_has_a_result(tmp_path: Path) -> None:
 def test_checks_behind_one_that_ended_its_process_are_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ends.py").write_text(f"open({str(tmp_path / 'launches')!r}, 'a').write('.')\nraise SystemExit(1)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(thorough, "CHECKS", "ends")
-    found = thorough.run_group("alone", tmp_path, "cpu", seconds=60)
+    monkeypatch.setattr(checks, "CHECKS", "ends")
+    found = checks.run_group("alone", tmp_path, "cpu", seconds=60)
     assert {check["error"] for check in found} == {"ended without a result"}
     assert len((tmp_path / "launches").read_text()) == len(found)
 
@@ -86,7 +85,7 @@ def test_workers_of_a_launch_end_with_it(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.05)
     worker_process = psutil.Process(int((tmp_path / "pid").read_text()))
-    thorough.end(process)
+    checks.end(process)
     _, alive = psutil.wait_procs([worker_process], timeout=10)
     assert process.returncode == -9 and alive == []
 
@@ -99,7 +98,7 @@ def test_a_check_that_fails_says_so_and_the_next_one_runs(tmp_path: Path) -> Non
     output = tmp_path / "results.jsonl"
     close = [1.0] * runs.NUM_STEPS
     off = [*close[:-1], 1.1]
-    thorough.run_checks(
+    checks.run_checks(
         {
             "off": lambda: runs.check_close(off, close, "cuda", "bf16"),
             "close": lambda: runs.check_close(close, close, "cuda", "fp32"),
@@ -118,21 +117,21 @@ def test_the_results_are_written_and_a_failure_is_the_exit_code(
     output = tmp_path / "results.json"
     output.write_text(json.dumps({"nccl": {"checks": []}}))
     section: dict[str, Any] = {"checks": [{"check": "one", "passed": passed}]}
-    monkeypatch.setattr(thorough, "check_one_device", lambda device, folder: section)
-    command = [*THOROUGH, "--use_cpu", "--output", str(output)]
+    monkeypatch.setattr(checks, "check_one_device", lambda *_: section)
+    command = ["--device", "cpu", "--output", str(output)]
     if passed:
-        main(command)
+        checks.main(command)
     else:
         with pytest.raises(SystemExit) as ended:
-            main(command)
+            checks.main(command)
         assert ended.value.code == 1
     assert json.loads(output.read_text()) == {"nccl": {"checks": []}, "one device": section}
 
 
 def test_without_a_gpu_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thorough.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="nothing was checked"):
-        main([*THOROUGH, "--output", str(tmp_path / "results.json")])
+    monkeypatch.setattr(checks.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="nothing was checked"):
+        checks.main(["--output", str(tmp_path / "results.json")])
     assert not any(tmp_path.iterdir())
 
 
@@ -140,10 +139,10 @@ def test_the_thorough_part_starts_its_own_processes_on_gpus(monkeypatch: pytest.
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match="No GPU: nothing was checked"):
-        thorough.run_thorough(None, "cuda")
+        checks.run_parts(None, "cuda")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="--thorough starts its own processes on this machine"):
-        thorough.run_thorough(None, "cuda")
+    with pytest.raises(ValueError, match="start their own processes on this machine"):
+        checks.run_parts(None, "cuda")
 
 
 @pytest.mark.parametrize(("num_gpus", "shared"), [(1, {2, 4}), (2, {4}), (4, set())])
@@ -156,20 +155,20 @@ def test_processes_that_share_a_gpu_are_checked_over_nccls_sockets(
 ) -> None:
     def run_group(name: str, *given: Any) -> list[dict[str, Any]]:
         *_, backend, precisions = given
-        size = thorough.GROUPS[name].num_processes
-        assert backend == ("nccl" if size > 1 else "gloo")
+        size = checks.GROUPS[name].num_processes
+        assert backend == ("nccl" if size > 1 or name == "killed" else "gloo")
         runs = {"run": [2, size // 2, "1f1b", "fp16"]} if size > 1 else {}
         return [{"check": f"{name}, {precision}", "passed": precision != "bf16", **runs} for precision in precisions]
 
-    monkeypatch.setattr(thorough.torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(thorough, "run_group", run_group)
-    monkeypatch.setattr(thorough, "machine", lambda device: {"device": device})
-    found = thorough.check_nccl(tmp_path)
+    monkeypatch.setattr(checks.torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(checks, "run_group", run_group)
+    monkeypatch.setattr(checks, "machine", lambda device: {"device": device})
+    found = checks.check_nccl(tmp_path, list(checks.GROUPS), 60)
     transports = {size: "sockets" if size in shared else "direct" for size in (2, 4)}
     assert found["verified"] == [(2, size // 2, "1f1b", "fp16", way) for size, way in transports.items()]
     said = capsys.readouterr().out
     assert said.count("order and numbers, not speed and not NVLink") == sum(
-        group.num_processes in shared for group in thorough.GROUPS.values()
+        group.num_processes in shared for group in checks.GROUPS.values()
     )
 
 
@@ -181,9 +180,9 @@ def test_ranks_that_share_a_gpu_name_hosts_of_their_own(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_here: int, num_all: int, interface: str | None
 ) -> None:
     own = {"RANK": "1", "LOCAL_WORLD_SIZE": str(num_here), "WORLD_SIZE": str(num_all)}
-    monkeypatch.setattr(runs.os, "environ", own.copy())
+    monkeypatch.setattr(sharing.os, "environ", own.copy())
     shares = num_here > num_gpus > 0
-    assert runs.share_gpus(num_gpus) == shares
-    added = {name: value for name, value in runs.os.environ.items() if name not in own}
-    expected = {**runs.OVER_SOCKETS, "NCCL_HOSTID": "host-1"} if shares else {}
+    assert sharing.share_gpus(num_gpus) == shares
+    added = {name: value for name, value in sharing.os.environ.items() if name not in own}
+    expected = {**sharing.OVER_SOCKETS, "NCCL_HOSTID": "host-1"} if shares else {}
     assert added == expected | ({"NCCL_SOCKET_IFNAME": interface} if interface else {})

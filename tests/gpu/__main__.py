@@ -1,23 +1,23 @@
-"""The thorough part of the self-test: all checks that one machine allows, written to a results file.
+"""What GPUs can show of this library (`make gpu-check`): all checks that one machine allows, with a results file.
 
-    hf-pipetransformer selftest --thorough --output benchmarks/gpu_check.json [--use_cpu]
+    python -m tests.gpu --output benchmarks/gpu_check.json [--device cpu]
 
 One GPU is enough for most: in one process exactness beside Trainer in fp32 and bf16, freezing, the cache with its
 pinned read-ahead, the start-up checks and what they refuse, FlashAttention-2 where it is installed, peak memory; in
 two and four processes on that GPU, with gloo through host memory, stages under every kind of schedule and under one
 hardware queue, tied weights, memory of groups and of micro-batches in flight, save and resume, logits, an 8-bit
-optimizer where bitsandbytes is installed, a transition to two replicas, an out-of-memory on one rank. That part ends
-within 8 minutes. Then the same runs over NCCL, in fp16 too, within 8 more; with fewer GPUs than processes these share
-them, and NCCL runs over sockets: its order and its numbers, but neither its speed nor P2P or NVLink.
-`VERIFIED_ON_NCCL` of the package is what `nccl.verified` of the committed results says.
+optimizer and 4 bits where bitsandbytes is installed, LoRA, generation, metrics, transitions, freezing by gradient
+norms, two hosts by name, an out-of-memory on one rank and a killed one. Then the same runs over NCCL, in fp16 too;
+with fewer GPUs than processes these share them, and NCCL runs over sockets: its order and its numbers, but neither its
+speed nor P2P or NVLink. `VERIFIED_ON_NCCL` of the package is what `nccl.verified` of the committed results says.
 
-On the CPU every check of the first part runs too, to see that the checks themselves work. As a module this file is one
-process of a group of checks:
+On the CPU every check of the first part runs too, to see that the checks themselves work. `--parts` and `--groups`
+choose some of them. With `--process` this is one process of a group:
 
-    python -m hf_pipetransformer.selftest.thorough GROUP FOLDER --device cuda|cpu [--precisions fp32 bf16]
+    python -m tests.gpu --process GROUP FOLDER --device cuda|cpu [--precisions fp32 bf16]
 
-The group `alone` runs in one process; the others run in several, and read what plain Trainer gave from where `alone`
-wrote it. Rank 0 adds a line to `FOLDER/GROUP.jsonl` after each check.
+The groups `alone` and `notes` run in one process; the others run in several, and read what these wrote. Rank 0 adds a
+line to `FOLDER/GROUP-BACKEND.jsonl` after each check.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ import transformers
 
 from hf_pipetransformer.comm import transfers
 from hf_pipetransformer.schedules.layout import counted
-from hf_pipetransformer.selftest import one_process, stages
-from hf_pipetransformer.selftest.runs import SAID_OF_SOCKETS, Figures, share_gpus
+from hf_pipetransformer.selftest.sharing import SAID_OF_SOCKETS, share_gpus
+from tests.gpu import one_process, stages, wider
+from tests.gpu.runs import Figures
 
 
-LIMIT_SECONDS = 8 * 60
-CHECKS = "hf_pipetransformer.selftest.thorough"
+LIMIT_SECONDS = 10 * 60
+CHECKS = "tests.gpu"
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,13 @@ GROUPS = {
     "one_queue": Group(stages.one_queue, 2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     "four": Group(stages.four, 4),
     "shortage": Group(stages.shortage, 2),
+    "notes": Group(wider.notes, 1),
+    "pairs": Group(wider.pairs, 2),
+    "wide": Group(wider.wide, 4),
+    "nodes": Group(wider.nodes, 4),
+    "killed": Group(wider.killed, 1),
 }
-"""In the order in which they run."""
+"""In the order in which they run. Those of one process run without a launcher."""
 
 
 def run_checks(
@@ -110,7 +117,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def environment(device: str, **changes: str) -> dict[str, str]:
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {**os.environ, **common, "ACCELERATE_USE_CPU": str(device == "cpu").lower(), **changes}
 
@@ -123,7 +130,7 @@ def run_group(
     Every launch leaves out what has a line already: checks begin in the order of their names.
     """
     precisions = precisions or ("fp32", "bf16")
-    options = [group, str(folder), "--device", device, "--backend", backend, "--precisions", *precisions]
+    options = ["--process", group, str(folder), "--device", device, "--backend", backend, "--precisions", *precisions]
     size, changes = GROUPS[group].num_processes, dict(GROUPS[group].environment)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)] if size > 1 else []
     if size == 1 and device == "cuda":
@@ -173,24 +180,24 @@ def end(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def check_one_device(device: str, folder: Path) -> dict[str, Any]:
+def check_one_device(device: str, folder: Path, groups: Sequence[str], seconds: float) -> dict[str, Any]:
     """Run the part for one GPU, or for the CPU in its place."""
     start = time.monotonic()
     results = []
-    for group in GROUPS:
-        results += run_group(group, folder, device, LIMIT_SECONDS - (time.monotonic() - start))
+    for group in groups:
+        results += run_group(group, folder, device, seconds - (time.monotonic() - start))
     return {"machine": machine(device), "seconds": round(time.monotonic() - start, 1), "checks": results}
 
 
-def check_nccl(folder: Path) -> dict[str, Any]:
+def check_nccl(folder: Path, groups: Sequence[str], seconds: float) -> dict[str, Any]:
     """Run the checks of several processes over NCCL, by precision, and note the transport of each."""
     start, precisions, num_gpus = time.monotonic(), ("fp32", "bf16", "fp16"), torch.cuda.device_count()
     results = []
-    for name, group in GROUPS.items():
-        size, left = group.num_processes, LIMIT_SECONDS - (time.monotonic() - start)
+    for name in groups:
+        size, left = GROUPS[name].num_processes, seconds - (time.monotonic() - start)
         if size > num_gpus:
             print(f"{name}: {SAID_OF_SOCKETS.format(counted(num_gpus, 'GPU'), size)}", flush=True)
-        found = run_group(name, folder, "cuda", left, "nccl" if size > 1 else "gloo", precisions)
+        found = run_group(name, folder, "cuda", left, "nccl" if size > 1 or name == "killed" else "gloo", precisions)
         transport = {"transport": "sockets" if size > num_gpus else "direct"} if size > 1 else {}
         results += [result | transport for result in found]
     sound = set()
@@ -200,48 +207,66 @@ def check_nccl(folder: Path) -> dict[str, Any]:
         if all(result["passed"] for result in own):
             sound.add(precision)
     runs = sorted({(*r["run"], r["transport"]) for r in results if "run" in r and r["run"][-1] in sound})
-    seconds = round(time.monotonic() - start, 1)
-    return {"machine": machine("cuda"), "seconds": seconds, "checks": results, "verified": runs}
+    took = round(time.monotonic() - start, 1)
+    return {"machine": machine("cuda"), "seconds": took, "checks": results, "verified": runs}
 
 
-def run_thorough(output: Path | None, device: str) -> bool:
-    """Run all checks on `cuda` or `cpu`; return True if all passed.
+PARTS = ("one device", "nccl")
+
+
+def run_parts(
+    output: Path | None,
+    device: str,
+    parts: Sequence[str] = PARTS,
+    groups: Sequence[str] = tuple(GROUPS),
+    seconds: float = LIMIT_SECONDS,
+) -> bool:
+    """Run checks on `cuda` or `cpu`; return True if all passed.
 
     Args:
-        output: takes the results; those of other parts stay in the file.
+        output: takes the results after each part; those of other parts stay in the file.
+        seconds: that a part may take.
 
     Raises:
         ValueError: no GPU is there, or a launcher has started this process.
     """
     if "RANK" in os.environ:
-        raise ValueError("--thorough starts its own processes on this machine: run it without a launcher.")
+        raise ValueError("The checks start their own processes on this machine: run them without a launcher.")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("No GPU: nothing was checked. --use_cpu runs the same checks on the CPU.")
+        raise ValueError("No GPU: nothing was checked. --device cpu runs the same checks on the CPU.")
     results = json.loads(output.read_text()) if output is not None and output.exists() else {}
-    with tempfile.TemporaryDirectory(prefix="selftest-") as folder:
-        results["one device"] = check_one_device(device, Path(folder))
-    if device == "cuda":
-        with tempfile.TemporaryDirectory(prefix="selftest-") as folder:
-            results["nccl"] = check_nccl(Path(folder))
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=2) + "\n")
-    checks = [check for section in results.values() for check in section["checks"]]
+    found: dict[str, Any] = {}
+    for part in parts:
+        with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+            if part == "one device":
+                found[part] = check_one_device(device, Path(folder), groups, seconds)
+            elif device == "cuda":
+                found[part] = check_nccl(Path(folder), groups, seconds)
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(results | found, indent=2) + "\n")
+    checks = [check for section in found.values() for check in section["checks"]]
     for check in checks:
         print(f"{'passed' if check['passed'] else 'FAILED':8}{check['check']}  {check.get('error', '')}")
     return all(check["passed"] for check in checks)
 
 
-def main() -> None:
-    """Run one process of a group."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("group", choices=GROUPS)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+def parser_of() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Check what GPUs can show.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="that a part may take")
+    parser.add_argument("--process", nargs=2, metavar=("GROUP", "FOLDER"), help="be one process of a group")
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--only", default="", help="a part of the names of the checks to run")
-    options = parser.parse_args()
+    return parser
+
+
+def run_process(name: str, folder: Path, options: argparse.Namespace) -> None:
+    """Be one process of a group."""
     torch.set_num_threads(1)
     if options.backend == "nccl":
         share_gpus(torch.cuda.device_count())
@@ -249,19 +274,27 @@ def main() -> None:
     if options.device == "cpu":
         # What goes through host memory on a GPU does so here: the same code.
         transfers._goes_through_host = lambda transfer: True
-    output = options.folder / f"{options.group}-{options.backend}.jsonl"
-    group = GROUPS[options.group]
-    checks = group.checks(options.folder, options.device, options.precisions, options.backend)
+    output, group = folder / f"{name}-{options.backend}.jsonl", GROUPS[name]
+    checks = group.checks(folder, options.device, options.precisions, options.backend)
     # No rank can be behind its first check before all have read this.
     done = {line["check"] for line in read_lines(output)}
     checks = {name: check for name, check in checks.items() if options.only in name and name not in done}
     # A rank that has failed is gone, and the launcher ends those that wait for it.
-    agrees = group.num_processes > 1 and options.group != "shortage"
+    agrees = group.num_processes > 1 and name != "shortage"
     own = output if os.environ.get("RANK", "0") == "0" else None
     run_checks(checks, own, torch.distributed.barrier if agrees else lambda: None)
     if group.num_processes > 1:
         sys.stdout.flush()
         os._exit(0)  # The groups of a run that failed cannot be destroyed, and those of others may wait for a thread.
+
+
+def main(command: Sequence[str] | None = None) -> None:
+    """Run parts of the checks, or one process of a group; exit with status 1 if a check fails."""
+    options = parser_of().parse_args(command)
+    if options.process is not None:
+        run_process(options.process[0], Path(options.process[1]), options)
+    elif not run_parts(options.output, options.device, options.parts, options.groups, options.seconds):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

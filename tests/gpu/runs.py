@@ -38,26 +38,6 @@ FREEZE_STEP, NUM_FROZEN = 3, 2
 TOLERANCES = {("cpu", "fp32"): 1e-5, ("cuda", "fp32"): 1e-4, ("any", "bf16"): 3e-2, ("any", "fp16"): 1e-2}
 
 
-OVER_SOCKETS = {"NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-SAID_OF_SOCKETS = "NCCL over sockets, {} for {} processes: order and numbers, not speed and not NVLink"
-
-
-def share_gpus(num_gpus: int) -> bool:
-    """Let the processes of this machine share its GPUs over NCCL if there are too few; return True if they do.
-
-    NCCL refuses two ranks on one GPU, but only if both name one host. With a name of its own for each, all communicate
-    over sockets. Call before NCCL makes its first communicator.
-    """
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not 0 < num_gpus < num_here:
-        return False
-    os.environ.update(OVER_SOCKETS)
-    os.environ["NCCL_HOSTID"] = f"host-{os.environ['RANK']}"
-    if num_here == int(os.environ["WORLD_SIZE"]):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    return True
-
-
 def bert() -> tuple[nn.Module, list[dict[str, Any]]]:
     set_seed(0)
     config = BertConfig(
@@ -133,10 +113,26 @@ def common(folder: Path, device: str, precision: str, world_size: int) -> dict[s
     }  # fmt: skip
 
 
-def plain(model_name: str, folder: Path, device: str, precision: str, **options: Any) -> Trainer:
+class ClassWeights(Trainer):
+    """A loss of the whole batch, which those of its parts do not give."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        weights = torch.arange(1.0, logits.shape[-1] + 1, device=logits.device) ** 2
+        return nn.functional.cross_entropy(logits.float(), labels, weight=weights)
+
+
+class ClassWeightsInParts(hf_pipetransformer.PipeTransformerMixin, ClassWeights):
+    """The same loss in a pipeline."""
+
+
+def plain(
+    model_name: str, folder: Path, device: str, precision: str, kind: type[Trainer] = Trainer, **options: Any
+) -> Trainer:
     """Return a Trainer that has not trained yet."""
     model, rows = MODELS[model_name]()
-    trainer = Trainer(model, TrainingArguments(**common(folder, device, precision, 1), **options), train_dataset=rows)
+    trainer = kind(model, TrainingArguments(**common(folder, device, precision, 1), **options), train_dataset=rows)
     trainer.model_accepts_loss_kwargs = model_name != "bert"
     return trainer
 
@@ -149,13 +145,20 @@ def plain_losses(model_name: str, folder: Path, device: str, precision: str, fre
     return losses_of(trainer)
 
 
-def ours(model_name: str, folder: Path, device: str, precision: str, **options: Any) -> Any:
+def ours(
+    model_name: str,
+    folder: Path,
+    device: str,
+    precision: str,
+    kind: Any = hf_pipetransformer.PipeTransformerTrainer,
+    **options: Any,
+) -> Any:
     """Return a trainer that has not trained yet."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     model, rows = MODELS[model_name]()
     options = {"freeze_policy": "none", "activation_cache": "off", "pipeline_timeout": 60, **options}
     args = PipeTransformerArguments(**common(folder, device, precision, world_size) | options)
-    return hf_pipetransformer.PipeTransformerTrainer(model, args, train_dataset=rows, eval_dataset=rows[:10])
+    return kind(model, args, train_dataset=rows, eval_dataset=rows[:10])
 
 
 FREEZING = {"freeze_policy": "fixed", "freeze_at": f"{FREEZE_STEP}:{NUM_FROZEN}"}

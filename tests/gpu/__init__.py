@@ -1,0 +1,1 @@
+"""The checks of `make gpu-check`, and tests of them."""
