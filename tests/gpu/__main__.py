@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import platform
@@ -51,6 +52,8 @@ from tests.gpu.runs import Figures
 
 
 LIMIT_SECONDS = 10 * 60
+STACKS_AFTER = 30
+"""Seconds after which a check writes where each of its threads is."""
 CHECKS = "tests.gpu"
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -91,6 +94,7 @@ def run_checks(
         agree: waits until the check has passed on every rank, before rank 0 writes that it has.
     """
     for name, check in checks.items():
+        faulthandler.dump_traceback_later(STACKS_AFTER)
         start = time.perf_counter()
         try:
             line = {"check": name, "passed": True, **check()}
@@ -98,6 +102,7 @@ def run_checks(
         except Exception as error:
             traceback.print_exc()
             line = {"check": name, "passed": False, "error": f"{type(error).__name__}: {error}"}
+        faulthandler.cancel_dump_traceback_later()
         line["took_s"] = round(time.perf_counter() - start, 2)
         if output is not None:
             add_line(output, line)
@@ -157,7 +162,7 @@ def run_group(
             found = read_lines(lines)
     found += [{"check": name, "passed": False, "error": reason} for name in names[len(found) :]]
     if not all(line["passed"] for line in found):
-        print(log.read_text()[-20_000:])
+        print(log.read_text()[-100_000:])
     return found
 
 

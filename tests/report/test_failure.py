@@ -134,6 +134,25 @@ def test_another_rank_leaves_the_first_one_to_speak_unless_that_is_lost(tmp_path
         assert lines[lines.index(error) + 1 :] == ["Traceback: of the other rank", *ways_on(tmp_path)] * speaks
 
 
+@pytest.mark.parametrize(
+    ("world_size", "is_handled", "ends"),
+    [("1", False, ["hook", "destroyed"]), ("2", True, ["hook", "destroyed"]), ("2", False, ["hook"])],
+)
+def test_a_rank_whose_run_failed_ends_without_waiting_for_its_groups(
+    tmp_path: Path, world_size: str, is_handled: bool, ends: list[str]
+) -> None:
+    """Destructors of groups wait for ranks that are gone; hooks of other libraries still run."""
+    before = (
+        "import atexit\nsay = lambda text: os.write(2, text.encode() + b'\\n')\natexit.register(say, 'hook')\n"
+        "class Group:\n    def __del__(self, say=say): say('destroyed')\ngroup = Group()\n"
+    )
+    script = f"with training(): {REFUSED}"
+    script = f"try:\n    {script}\nexcept ValueError: pass" if is_handled else script
+    code, lines = run(tmp_path, script, before=before, RANK="0", WORLD_SIZE=world_size)
+    assert code == (0 if is_handled else 1)
+    assert [line for line in lines if line in ("hook", "destroyed")] == ends
+
+
 def test_ctrl_c_is_told_by_the_status_still(tmp_path: Path) -> None:
     code, lines = run(tmp_path, "with training(): os.kill(os.getpid(), signal.SIGINT); time.sleep(30)")
     assert code == -signal.SIGINT
