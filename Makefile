@@ -44,7 +44,7 @@ help:
 	@echo "make benchmark  all measurements, resumable, on an idle machine: a day or two; ONLY=name for one"
 	@echo "make benchmark-quick  what fits of them into 10 minutes, shortened, into runs/bench/quick"
 	@echo "make pipe-suites  the suites of torchgpipe and of PyTorch's Pipe, with the import changed, a few minutes"
-	@echo "make gpu-check  what GPUs can show, within 16 minutes; processes may share one over NCCL"
+	@echo "make gpu-check  what GPUs can show, within 20 minutes; processes may share one over NCCL"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
 
 $(INSTALLED): pyproject.toml
@@ -68,7 +68,7 @@ demo: $(DEMO_INSTALLED)
 # What starts several processes leaves cores half idle: the tests run in two halves, and the other half prints when it is
 # done. Whatever is not named here runs in the other half.
 LAUNCHING := $(filter-out tests/distributed/test_equality.py,$(wildcard tests/distributed/test_*.py)) \
-	tests/scripts/test_scripts.py $(wildcard tests/conformance/test_*.py)
+	tests/gpu/test_checks.py tests/scripts/test_scripts.py $(wildcard tests/conformance/test_*.py)
 
 test: $(INSTALLED)
 	@log=$$(mktemp); \
@@ -118,8 +118,8 @@ tables: $(INSTALLED)
 
 # Needs a GPU, which processes share over NCCL if there are too few; the tests marked gpu skip themselves below two.
 gpu-check: $(INSTALLED)
-	$(BIN)/hf-pipetransformer selftest --thorough --output benchmarks/gpu_check.json
-	$(BIN)/python -m pytest -m gpu tests/distributed/test_gpu.py
+	$(BIN)/python -m tests.gpu --output benchmarks/gpu_check.json
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 quality: $(INSTALLED) docs
 	$(BIN)/ruff check $(CHECKED)

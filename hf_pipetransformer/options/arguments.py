@@ -392,8 +392,29 @@ class PipeTransformerArguments(TrainingArguments):
             self.use_cpu = True
         if os.environ.get("LOCAL_RANK") == "0" and (why := why_not_reached()) is not None:
             logger.warning(why)
+        self._load_kernels_at_once()
         super().__post_init__()  # It connects the processes.
         self._recompute_in_pipeline()
+
+    def _load_kernels_at_once(self) -> None:
+        """Let CUDA load all kernels when it starts if transfers are under way whenever ranks wait for each other.
+
+        Else the first call of a kernel loads it, which waits for all that runs on the GPU. A posted receive of NCCL
+        waits for its sender, and that, in a collective, for this rank (seen with four stages).
+
+        Raises:
+            ValueError: CUDA has started, and loads kernels one by one.
+        """
+        is_needed = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not self.use_cpu and self.ddp_backend != "gloo"
+        if not is_needed or not self.schedule.abilities.overlaps_steps or not torch.cuda.is_available():
+            return
+        if torch.cuda.is_initialized() and os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
+            raise ValueError(
+                f"pipeline_schedule={self.pipeline_schedule!r} needs CUDA to load all kernels at its start, but a GPU "
+                "is in use already: build PipeTransformerArguments before anything goes to a GPU, or start the script "
+                "with CUDA_MODULE_LOADING=EAGER."
+            )
+        os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
     def _read_trainers_numbers(self) -> None:
         """Check Trainer's numeric options and convert those given as text."""

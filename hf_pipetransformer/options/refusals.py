@@ -26,6 +26,8 @@ VERIFIED_ON_NCCL: frozenset[tuple[int, int, str, str, str]] = frozenset(
         *((2, 1, schedule, precision, "sockets") for schedule in ("1f1b", "gpipe") for precision in _PRECISIONS),
         *((2, 1, schedule, "fp32", "sockets") for schedule in ("interleaved_1f1b", "zb_h1", "zb_v")),
         *((size, 4 // size, "1f1b", precision, "sockets") for size in (2, 4) for precision in _PRECISIONS),
+        (2, 2, "interleaved_1f1b", "fp32", "sockets"),
+        *((4, 1, schedule, "fp32", "sockets") for schedule in ("token", "async_1f1b")),
     }
 )
 """Runs that passed `make gpu-check`: number of stages K and of replicas R, schedule, precision, and NCCL's transport:

@@ -52,7 +52,7 @@ from tests.gpu.runs import Figures
 
 
 LIMIT_SECONDS = 10 * 60
-STACKS_AFTER = 30
+STACKS_AFTER = 20
 """Seconds after which a check writes where each of its threads is."""
 CHECKS = "tests.gpu"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -76,6 +76,7 @@ GROUPS = {
     "notes": Group(wider.notes, 1),
     "pairs": Group(wider.pairs, 2),
     "wide": Group(wider.wide, 4),
+    "overlapping": Group(wider.overlapping, 4),
     "nodes": Group(wider.nodes, 4),
     "killed": Group(wider.killed, 1),
 }

@@ -274,7 +274,6 @@ def wide(folder: Path, device: str, precisions: Sequence[str], backend: str) -> 
     on = On(folder, device, backend)
     checks: dict[str, Callable[[], Figures]] = {
         "four, interleaved, K=2 x R=2": partial(check_stages, "bert", "fp32", "interleaved_1f1b", on, pipeline_size=2),
-        "four, asynchronous": partial(check_asynchronous, on),
         "four, tokens": partial(check_tokens, on),
         "four, gradient_norm": partial(check_freezing, on),
         "four, resume": partial(check_resume, on, pipeline_size=4),
@@ -284,6 +283,11 @@ def wide(folder: Path, device: str, precisions: Sequence[str], backend: str) -> 
         "four, whole loss, K=2 x R=2": partial(check_whole_loss, on, 2),
     }
     return checks
+
+
+def overlapping(folder: Path, device: str, precisions: Sequence[str], backend: str) -> Checks:
+    """Four processes that have not used a GPU before."""
+    return {"four, asynchronous": partial(check_asynchronous, On(folder, device, backend))}
 
 
 def nodes(folder: Path, device: str, precisions: Sequence[str], backend: str) -> Checks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fractions
 import math
+import os
 import pathlib
 import re
 from dataclasses import fields
@@ -11,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -403,6 +405,40 @@ def test_a_schedule_is_found_in_any_case(tmp_path: pathlib.Path) -> None:
     assert PipeTransformerArguments(str(tmp_path), use_cpu=True, pipeline_schedule="1F1B").pipeline_schedule == "1f1b"
     with pytest.raises(ValueError, match=r"freeze_policy must be one of[^?]*$"):
         PipeTransformerArguments(str(tmp_path), use_cpu=True, freeze_policy="zzz")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "is_started", "environment", "expected"),
+    [
+        ("1f1b", True, {}, None),
+        ("async_1f1b", False, {}, "EAGER"),
+        ("async_1f1b", False, {"CUDA_MODULE_LOADING": "LAZY"}, "EAGER"),
+        ("async_1f1b", True, {"CUDA_MODULE_LOADING": "EAGER"}, "EAGER"),
+        ("async_1f1b", True, {"CUDA_MODULE_LOADING": "LAZY"}, ValueError),
+        ("async_1f1b", True, {"WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_kernels_are_loaded_before_ranks_wait_for_each_other_with_transfers_under_way(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    schedule: str,
+    is_started: bool,
+    environment: dict[str, str],
+    expected: Any,
+) -> None:
+    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, pipeline_schedule=schedule)
+    args.use_cpu = False
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    for name, value in {"WORLD_SIZE": "4", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_started)
+    if expected is ValueError:
+        with pytest.raises(ValueError, match="needs CUDA to load all kernels at its start"):
+            args._load_kernels_at_once()
+        return
+    args._load_kernels_at_once()
+    assert os.environ.get("CUDA_MODULE_LOADING") == expected
 
 
 @pytest.mark.parametrize(
