@@ -10,7 +10,7 @@ from __future__ import annotations
 # Private functions and classes: where they are, and the names of their parameters.
 CALLED = {
     "numpy:_core.multiarray._reconstruct": None,
-    "atexit:_run_exitfuncs": "",
+    "atexit:_run_exitfuncs": None,
     "os:_exit": "status",
     "sys:_current_frames": "",
     "torch:_C.DisableTorchFunctionSubclass": None,
