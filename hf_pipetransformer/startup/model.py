@@ -49,6 +49,8 @@ class ProbeTarget:
         complete: adds to a batch what the loss reads and the data set does not have, for which it may run the model.
         has_reference: True if each batch of a training first runs through the model as a frozen reference.
         scope: samples that one call of the loss sees in the run.
+        shape_without_rows: returns the shape of an output for some inputs, if evaluations of the run gather it and it
+            has no row for each sample.
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class ProbeTarget:
     complete: Callable[[dict[str, Any]], dict[str, Any]] = dict
     has_reference: bool = False
     scope: LossScope = LossScope.PARTS
+    shape_without_rows: Callable[[dict[str, Any]], str | None] = lambda _inputs: None
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of `inputs`, divided by the number of items of the whole batch `self.inputs`."""

@@ -417,6 +417,8 @@ class StartUp:
     Args:
         common_length: how replicas pad to a common length; None if padding does not change the loss.
         sees_padding: True if hidden states at masked positions may change the loss, so that stored records keep them.
+        shape_without_rows: of an output that evaluations of the run gather, with no row for each sample; None if all
+            have one.
         trainer_adds_up: True if Trainer adds up the losses of a step's batches and processes, which are averaged here.
     """
 
@@ -428,4 +430,5 @@ class StartUp:
     main_dtype: torch.dtype
     samples: dict[str, Any]
     plans: RunPlanner
+    shape_without_rows: str | None = None
     trainer_adds_up: bool = False

@@ -114,10 +114,11 @@ def inspect_model(
         with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
             loss_rule = _find_loss_rule(exact, probe, args, inspection)
-            pads_alike, keeps_padding = inspection.on_first_rank(
+            pads_alike, keeps_padding, shape_without_rows = inspection.on_first_rank(
                 lambda: [
                     topology.world_size > 1 and (_joins_texts(exact, args) or depends_on_length(exact)),
                     args.activation_cache == "off" or depends_on_padding(exact, probe),
+                    exact.shape_without_rows(exact.inputs) if topology.world_size > 1 else None,
                 ]
             )
             if cuts_tokens:
@@ -133,6 +134,7 @@ def inspect_model(
         loss_rule=loss_rule,
         common_length=CommonLength(target.main_input, target.pad_token_id) if pads_alike else None,
         sees_padding=keeps_padding,
+        shape_without_rows=shape_without_rows,
         pad_token_id=target.pad_token_id,
         main_dtype=target.inputs[target.main_input].dtype,
         samples={key: each.cpu() if isinstance(each, torch.Tensor) else each for key, each in target.inputs.items()},

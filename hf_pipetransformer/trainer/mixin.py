@@ -227,7 +227,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         try:
             with (
                 failure.Training(self.args.output_dir, bool(resume_from_checkpoint)),
-                self.pipeline_run.trainings.call(resume_from_checkpoint, trial) as folder,
+                self.pipeline_run.trainings.call(resume_from_checkpoint, trial, ignore_keys_for_eval) as folder,
             ):
                 return super().train(folder, trial, ignore_keys_for_eval)
         except PlanPrinted:

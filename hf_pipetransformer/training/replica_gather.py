@@ -14,6 +14,7 @@ from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.data.flattened import num_left_out
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.runtime.execution import without_rows
+from hf_pipetransformer.training.outputs import REMEDY, has_rows
 
 
 class ReplicaGather:
@@ -150,14 +151,12 @@ class ReplicaGather:
         own = self.loader.samples_of_replicas()[self.groups.replica] or self.loader.progress.size
         is_elsewhere = self.is_for_first_rank and not self.groups.is_first
         is_one_row = self.is_flattened and tensor.dim() > 1
-        if is_elsewhere or is_one_row or (tensor.dim() and len(tensor) == own):
+        if is_elsewhere or is_one_row or has_rows(tensor, own):
             return
         raise ValueError(
             f"An evaluation batch of {own} samples on each of {self.groups.num_replicas} replicas gave a prediction "
             f"or label of shape {tuple(tensor.shape)}: expected one row a sample, as each replica has samples of its "
-            "own. Name the output in ignore_keys_for_eval of train() or ignore_keys of evaluate() and predict(), let "
-            "preprocess_logits_for_metrics return one row a sample, or evaluate on one replica "
-            "(pipeline_parallel_size as large as the number of processes, and elastic=False)."
+            f"own. {REMEDY}"
         )
 
     def _gather_rows(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:

@@ -96,7 +96,12 @@ class Trainings:
         return self.present
 
     @contextmanager
-    def call(self, resume_from_checkpoint: str | bool | None, trial: Any = None) -> Iterator[str | bool | None]:
+    def call(
+        self,
+        resume_from_checkpoint: str | bool | None,
+        trial: Any = None,
+        ignored_outputs: list[str] | None = None,
+    ) -> Iterator[str | bool | None]:
         """Wrap a call of `Trainer.train`; yields the checkpoint folder to resume from, None for a new run.
 
         Raises:
@@ -105,6 +110,7 @@ class Trainings:
         """
         trainer, topology, timeouts = self.context.trainer, self.context.topology, self.context.timeouts
         self.results = {}
+        self.starter.ignored_outputs = ignored_outputs
         where = self._choose_who_trains(resume_from_checkpoint or None)
         self.weights.check_masters(self.starter.is_left_to_trainer)
         if self.starter.is_left_to_trainer:

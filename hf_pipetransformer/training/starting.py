@@ -17,7 +17,7 @@ from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement
-from hf_pipetransformer.data.batches import for_model
+from hf_pipetransformer.data.batches import batch_size, for_model
 from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
@@ -50,6 +50,7 @@ from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.loaders import make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
+from hf_pipetransformer.training.outputs import REMEDY, shape_without_rows
 from hf_pipetransformer.training.traces import leaving_no_trace
 
 
@@ -184,6 +185,8 @@ class Starter:
         self._may_do_without = may_do_without and not options.args.plan_only
         self._overrode_loss_kwargs = False
         self._knows_loss = True
+        self.ignored_outputs: list[str] | None = None
+        """`ignore_keys_for_eval` of the training."""
         """False if the model was inspected with samples without labels, of a data set to predict or of prompts."""
 
     @property
@@ -304,6 +307,7 @@ class Starter:
                     complete=complete,
                     has_reference=trl_compat.reference(trainer, shell) is not None,
                     scope=scope,
+                    shape_without_rows=partial(_shape_without_rows, trainer, shell, self.ignored_outputs),
                 ),
                 args,
                 topology,
@@ -362,9 +366,16 @@ class Starter:
         Collective: call on every rank.
 
         Raises:
-            ValueError: a callback reads the model where it cannot have it, or an evaluation could not generate.
+            ValueError: a callback reads the model where it cannot have it, or an evaluation could not generate or
+                join what the replicas predict.
         """
         trainer, args, start_up = self.context.trainer, self.context.args, report.start_up
+        may_have_replicas = layout.num_replicas > 1 or (layout.num_stages > 1 and args.elastic and self.policy.freezes)
+        if report.is_training and may_have_replicas and start_up.shape_without_rows is not None:
+            raise ValueError(
+                f"Evaluations of this run join outputs of shape {start_up.shape_without_rows} of "
+                f"{batch_size(start_up.samples)} samples over replicas: expected one row a sample. {REMEDY}"
+            )
         if max(layout.pipeline_size, longest) > 1:
             check_callbacks(trainer.callback_handler.callbacks, self.context.topology)
             if trainer_compat.generates(trainer):
@@ -474,6 +485,13 @@ def _size_of_output(trainer: Trainer, shell: PipelineShell, inputs: dict[str, An
     outputs = shell(**_copied(inputs))
     logits = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
     return logits.float().square().mean()
+
+
+def _shape_without_rows(
+    trainer: Trainer, shell: PipelineShell, ignored: list[str] | None, inputs: dict[str, Any]
+) -> str | None:
+    with discard_metrics(trainer):
+        return shape_without_rows(trainer, shell, _copied(inputs), ignored)
 
 
 def _copied(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from transformers import (
     AlbertConfig,
     AlbertForSequenceClassification,
     BertForMultipleChoice,
+    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     SwinConfig,
@@ -51,6 +52,23 @@ def with_batch_norm():
     model = build_model("vit")
     model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(model.config.hidden_size), model.classifier)
     return model
+
+
+class WithPrototypes(BertForSequenceClassification):
+    """Its output has a row for each class."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+        output["prototypes"] = self.classifier.weight
+        return output
+
+
+def with_prototypes():
+    return WithPrototypes(build_model("bert_sequence").config)
+
+
+def evaluating(**given: Any) -> PipeTransformerTrainer:
+    return PipeTransformerTrainer(**given, eval_dataset=given["train_dataset"], compute_metrics=lambda _: {})
 
 
 def with_layerdrop():
@@ -180,6 +198,11 @@ def resume(where: Any) -> Callable[[PipeTransformerTrainer], Any]:
 # Name of the attempt to what is different in it. `options` go to the arguments; `model`, `train_dataset` and `act`
 # (in place of `train()`) are called, functions among the options with the folder.
 ATTEMPTS: dict[str, dict[str, Any]] = {
+    "output_without_rows": {
+        "options": {"pipeline_parallel_size": 1, "eval_strategy": "steps", "eval_steps": 1},
+        "model": with_prototypes,
+        "trainer": evaluating,
+    },
     "fsdp": {"options": {"fsdp": "full_shard"}},
     "deepspeed": {"options": {"deepspeed": {"zero_optimization": {"stage": 1}}}},
     "parallelism_config": {"options": {"parallelism_config": lambda _: ParallelismConfig(tp_size=2)}},

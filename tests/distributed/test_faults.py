@@ -265,6 +265,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 # What the text of the refusal must name.
 NAMED = {
+    "output_without_rows": r"outputs of shape \([0-9]+, [0-9]+\) of [0-9]+ samples over replicas",
     "lomo": "optim.*lomo",
     "adalomo": "optim.*adalomo",
     "galore": "optim.*galore",

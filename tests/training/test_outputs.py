@@ -1,0 +1,41 @@
+"""Outputs that replicas cannot join are known before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainingArguments
+
+from hf_pipetransformer.training.outputs import shape_without_rows
+from tests.distributed.refusal_worker import with_prototypes
+from tests.models import build_model, collate, make_dataset
+
+
+def ones(*_: Any) -> dict[str, float]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ignored", "has_rows"),
+    [
+        ({}, None, False),
+        ({"compute_metrics": None}, None, True),
+        ({}, ["prototypes"], True),
+        ({"preprocess_logits_for_metrics": lambda logits, _: logits[0]}, None, True),
+        ({"preprocess_logits_for_metrics": lambda logits, _: logits[0].mean()}, None, False),
+        ({"model": build_model("bert_sequence")}, None, True),
+    ],
+)
+def test_an_output_without_a_row_for_each_sample_is_found(
+    tmp_path: Path, changes: dict[str, Any], ignored: list[str] | None, has_rows: bool
+) -> None:
+    rows = make_dataset("bert_sequence", 5)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", eval_strategy="epoch")
+    given = {"model": with_prototypes(), "compute_metrics": ones, "eval_dataset": rows, **changes}
+    trainer = Trainer(args=args, data_collator=collate, **given)
+    found = shape_without_rows(trainer, trainer.model, collate([rows[i] for i in range(5)]), ignored)
+    assert (found is None) == has_rows
+    if not changes and not ignored:
+        assert found == str(tuple(trainer.model.classifier.weight.shape))
