@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers.utils import ModelOutput
 
-from hf_pipetransformer.comm.errors import PipelineError, guarded
+from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.staging import Arriving, CopyStream
 from hf_pipetransformer.comm.transfers import ObjectSender, broadcast_tree, recv_object
 from hf_pipetransformer.data.batches import (
@@ -40,8 +38,9 @@ from hf_pipetransformer.engine.program import Forward, MicroBatch, Place, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.planning.planner import evaluation_microbatches
-from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin, Whole
-from hf_pipetransformer.runtime.stage import Stage
+from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin
+from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, without_rows
+from hf_pipetransformer.runtime.stage import GradientNorms, Stage
 from hf_pipetransformer.runtime.window import Batch, Window
 from hf_pipetransformer.schedules import (
     FORWARD_ONLY,
@@ -52,7 +51,7 @@ from hf_pipetransformer.schedules import (
     find_schedule,
     forwards_first,
 )
-from hf_pipetransformer.schedules.placement import block_of, slice_bounds
+from hf_pipetransformer.schedules.placement import slice_bounds
 from hf_pipetransformer.splitters.structure import ActivationShape
 
 
@@ -275,9 +274,9 @@ class StageRunner:
         cut = [replace(part, ends_before_head=True) for part in cut]
         actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(cut))
         entering = stage.engine.begin(actions, cut, is_training=False).drain()
-        message = _as_message(self._through_head(inputs, cut, entering, count)) if stage.groups.is_last else None
+        message = as_message(self._through_head(inputs, cut, entering, count)) if stage.groups.is_last else None
         stage.view.widen()
-        return _from_message(self._spread(message), stage.settings.device)
+        return from_message(self._spread(message), stage.settings.device)
 
     @torch.no_grad()
     def _through_head(
@@ -289,35 +288,27 @@ class StageRunner:
         need not be a mean. Only what is reduced anyway (logits of a vocabulary) leaves the device part by part if it
         is large.
         """
-        rows, sequences, forward = rows_per_sample(inputs), sequences_of(inputs), parts[0].forward
-        sizes = [batch_size(with_rows(part.inputs, rows)) for part in parts]
-        join: Callable[[list[torch.Tensor]], torch.Tensor] = partial(join_blocks, sizes=sizes, rows=rows)
-        if sequences is not None:
-            join = partial(join_tokens, sequences, assign_sequences(sequences.lengths, count))
-        whole = for_model(detach_tags(inputs)[0])
+        forward, blocks = parts[0].forward, self.stage.view.structure.num_blocks
 
         def head(hidden: torch.Tensor, given: dict[str, Any]) -> Any:
-            num_blocks = self.stage.view.structure.num_blocks
-            return self.stage.view.run(range(num_blocks - 1, num_blocks), hidden, lambda: forward(dict(given)))
+            return self.stage.view.run(range(blocks - 1, blocks), hidden, lambda: forward(dict(given)))
 
         def run(hidden: torch.Tensor, given: dict[str, Any]) -> Any:
             output = head(hidden, given)
-            return _mapped(torch.Tensor.cpu, output if self.reduce is None else self.reduce(output, given))
+            return mapped(torch.Tensor.cpu, output if self.reduce is None else self.reduce(output, given))
 
         if self.reduce is not None and len(parts) > 1 and self.scope is LossScope.PARTS:
             if self._growth is None:
                 self._growth = _num_bytes(head(entering[0], parts[0].inputs)) / max(_num_bytes(entering[0]), 1)
             if self._growth * _num_bytes(entering) > JOINED_BYTES:
                 outputs = [run(hidden, part.inputs) for hidden, part in zip(entering, parts, strict=True)]
-                if sequences is not None or are_of_samples(outputs, sizes, rows):
-                    return join_outputs(outputs, [part.weight for part in parts], join)
-        hidden = join(entering) if len(parts) > 1 else entering[0]
-        if not self.joins_evaluation or self._replicas is None:
-            return run(hidden, whole)
+                joined = _joined_outputs(outputs, inputs, parts, count)
+                if joined is not None:
+                    return joined
         marked, _ = detach_tags(inputs)
-        found = self._replicas.join(Whole(hidden, marked, lambda tensor: tensor, 1.0))
+        found = HeadJoin(marked, parts, dict, self._replicas if self.joins_evaluation else None).whole(entering)
         output, num_rows = run(found.entering, for_model(found.inputs)), len(found.entering)
-        return _mapped(lambda each: found.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
+        return mapped(lambda each: found.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
 
     def cut_new_tokens(
         self, inputs: dict[str, Any], forward: Forward, num_kept: int | None
@@ -352,7 +343,7 @@ class StageRunner:
         rank = groups.pipeline_ranks[groups.position]
         if not self.is_read_by_first:
             return broadcast_tree(message, source, control, rank)
-        outline = None if message is None else _mapped(without_rows, message)
+        outline = None if message is None else mapped(without_rows, message)
         outline = broadcast_tree(outline, source, control, rank)
         if source == first:  # Some schedules have the first and the last stage on one rank.
             return outline if message is None else message
@@ -430,70 +421,23 @@ class StageRunner:
         return [self.activation.of(part) for part in parts]
 
 
+def _joined_outputs(outputs: list[Any], inputs: dict[str, Any], parts: Sequence[MicroBatch], count: int) -> Any:
+    """Return the outputs of `count` parts of a batch as one; None if they have no row for each sample."""
+    rows, sequences = rows_per_sample(inputs), sequences_of(inputs)
+    sizes = [batch_size(with_rows(part.inputs, rows)) for part in parts]
+    join: Callable[[list[torch.Tensor]], torch.Tensor] = partial(join_blocks, sizes=sizes, rows=rows)
+    if sequences is not None:
+        join = partial(join_tokens, sequences, assign_sequences(sequences.lengths, count))
+    elif not are_of_samples(outputs, sizes, rows):
+        return None
+    return join_outputs(outputs, [part.weight for part in parts], join)
+
+
 def inputs_of_all(batch: LoaderBatch, cut: Sequence[MicroBatch]) -> dict[str, Any]:
     """Return the inputs of a batch, with the entries that a frozen reference has given for its micro-batches."""
     whole, _ = detach_tags(batch.inputs)
     of_reference = [name for name in cut[0].inputs if name not in whole]
     return whole | {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
-
-
-class GradientNorms:
-    """Squared gradient norms of the model's layers, which freezing and gradient clipping share."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self._layer_of = {
-            # Index into `squares`: layers, head, embeddings. Block 0, the embeddings, wraps to the last one.
-            name: (block_of(blocks[0]) - 1) % (stage.layout.num_layers + 2)
-            for name, blocks in stage.view.structure.blocks_of_parameter.items()
-        }
-        self._places: tuple[int, ...] = ()
-        self._mask = torch.zeros(0, 0, dtype=torch.bool)
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Return this rank's parameters with a gradient. A shared one has its gradient on its first user only."""
-        return [p for p in self.stage.store.held().values() if p.grad is not None]
-
-    def squares(self) -> torch.Tensor:
-        """Return squared L2 norms of the reduced gradients of the whole model, `(num_layers + 2,)`, float64.
-
-        One entry per layer, then the head, then the embeddings. Both freezing and gradient clipping use the result.
-        Collective: call on every rank of the pipeline.
-        """
-        return self.sum_over_stages(self.own_squares())
-
-    def sum_over_stages(self, squares: torch.Tensor) -> torch.Tensor:
-        """Sum the result of `own_squares` over the stages. Collective: call on every rank of the pipeline."""
-        group = self.stage.groups.pipeline_group
-        if group is not None:
-            guarded(lambda: dist.all_reduce(squares, group=group), "summing the gradient norms over the stages")
-        return squares
-
-    def own_squares(self) -> torch.Tensor:
-        """Return `squares` of this rank's stages only."""
-        num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
-        squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
-        held = self.stage.store.held().items()
-        trained = {name: p.grad for name, p in held if p.requires_grad or p.grad is not None}
-        gradients = [gradient for gradient in trained.values() if gradient is not None]
-        if gradients:
-            known = torch._foreach_norm(gradients)
-            if len({each.dtype for each in known}) > 1:  # Otherwise one launch on a GPU converts all of them.
-                known = tuple(each.double() for each in known)
-            found, none = iter(known), known[0].new_zeros(())
-            # Parameters without gradient count as zeros. Without them the cached mask would change from step to step.
-            norms = torch.stack([none if each is None else next(found) for each in trained.values()]).double()
-            parts = self._parts(tuple(self._layer_of[name] for name in trained))
-            # Not index_add_, which is nondeterministic on a GPU: replicas must get bitwise equal results.
-            squares = torch.where(parts, norms.square(), 0.0).sum(dim=1)
-        return squares
-
-    def _parts(self, places: tuple[int, ...]) -> torch.Tensor:
-        # The mask, `(num_layers + 2, parameters)`, is the same in almost every step; building it copies to the device.
-        if self._places != places:
-            parts = torch.arange(self.stage.layout.num_layers + 2)[:, None] == torch.tensor(places)
-            self._places, self._mask = places, parts.to(self.stage.settings.device)
-        return self._mask
 
 
 class OnDevice(Sequence[MicroBatch]):
@@ -535,55 +479,9 @@ class OnDevice(Sequence[MicroBatch]):
             self._coming[i] = self._copies.start(lambda: self._prepare(given))
 
 
-def only_loss(output: Any, _inputs: dict[str, Any]) -> Any:
-    """Return a model's output without anything but the loss."""
-    return {"loss": output["loss"] if isinstance(output, dict) else output[0]}
-
-
 def _num_bytes(value: Any) -> int:
     """Return the bytes of all tensors of a tree."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return sum(map(_num_bytes, inner))
-
-
-def _as_message(output: Any) -> dict[str, Any]:
-    kind = type(output)
-    if kind is tuple:  # A loss, and the output that it was computed from.
-        return {"parts": [_as_message(part) for part in output]}
-    if isinstance(output, ModelOutput) and is_dataclass(kind):
-        return {"module": kind.__module__, "name": kind.__qualname__, "value": dict(output)}
-    return {"module": None, "name": None, "value": output}
-
-
-def _from_message(message: dict[str, Any], device: torch.device) -> Any:
-    if "parts" in message:
-        return tuple(_from_message(part, device) for part in message["parts"])
-    value = _mapped(lambda tensor: tensor.to(device), message["value"])
-    if message["module"] is None:
-        return value
-    kind = getattr(importlib.import_module(message["module"]), message["name"], None)
-    if not (isinstance(kind, type) and issubclass(kind, ModelOutput) and is_dataclass(kind)):
-        raise PipelineError(
-            f"The last stage sent an output of class {message['module']}.{message['name']}: expected a dataclass of "
-            "transformers' ModelOutput that every rank can import."
-        )
-    known = {field.name for field in fields(kind)}
-    return kind(**{key: item for key, item in value.items() if key in known})
-
-
-def without_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of no samples, `(0, ...)`, which does not keep the given one; scalars stay as they are."""
-    return tensor.new_empty((0, *tensor.shape[1:])) if tensor.dim() else tensor
-
-
-def _mapped(call: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a tree with `call` applied to its tensors."""
-    if isinstance(value, torch.Tensor):
-        return call(value)
-    if isinstance(value, dict):
-        return type(value)(**{key: _mapped(call, item) for key, item in value.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(call, item) for item in value)
-    return value

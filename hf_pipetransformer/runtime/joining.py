@@ -94,15 +94,16 @@ class HeadJoin:
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
     replicas: ReplicaJoin | None = None
 
-    def __call__(self, entered: Tensors) -> Joined:
+    def whole(self, entered: Tensors) -> Whole:
         """Join what entered the head in all micro-batches. Collective over the replicas, if they are joined."""
-        slices = self._slices_of(entered)
-        rows = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in slices]
-        parts, num_rows = self._slices_of(self.cut), rows_per_sample(self.inputs)
-        axis = Axis.of(self.inputs, [batch_size(with_rows(part.inputs, num_rows)) for part, *_ in parts])
-        found = Whole(axis.join(rows), dict(self.inputs), lambda gradient: gradient, 1.0)
-        if self.replicas is not None:
-            found = self.replicas.join(found)
+        rows, axis = self._rows_of(entered), self._axis()
+        whole = rows[0] if len(rows) == 1 else axis.join(rows)
+        found = Whole(whole, dict(self.inputs), lambda gradient: gradient, 1.0)
+        return found if self.replicas is None else self.replicas.join(found)
+
+    def __call__(self, entered: Tensors) -> Joined:
+        """Join for a backward too. Collective over the replicas, if they are joined."""
+        slices, rows, axis, found = self._slices_of(entered), self._rows_of(entered), self._axis(), self.whole(entered)
         inputs = self.prepare(for_model(found.inputs))
         whole = replace(
             self.cut[0], index=0, inputs=inputs, weight=found.share, activation_shape=(), tags=None, place=None
@@ -116,6 +117,15 @@ class HeadJoin:
             return [part for parts in of_slices for part in parts] if len(slices) < len(entered) else own
 
         return Joined(whole, found.entering, cut)
+
+    def _rows_of(self, entered: Tensors) -> list[torch.Tensor]:
+        slices = self._slices_of(entered)
+        return [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in slices]
+
+    def _axis(self) -> Axis:
+        num_rows = rows_per_sample(self.inputs)
+        sizes = [batch_size(with_rows(part.inputs, num_rows)) for part, *_ in self._slices_of(self.cut)]
+        return Axis.of(self.inputs, sizes)
 
     def _slices_of(self, values: Sequence[T]) -> list[list[T]]:
         """Group what belongs to the token slices of a micro-batch; without slices each is alone."""

@@ -9,8 +9,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import broadcast_tree
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients
@@ -182,3 +184,62 @@ class Stage:
             yield
         finally:
             self.view.remove()  # Correct even if the layout changed inside: all layouts share one view.
+
+
+class GradientNorms:
+    """Squared gradient norms of the model's layers, which freezing and gradient clipping share."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self._layer_of = {
+            # Index into `squares`: layers, head, embeddings. Block 0, the embeddings, wraps to the last one.
+            name: (block_of(blocks[0]) - 1) % (stage.layout.num_layers + 2)
+            for name, blocks in stage.view.structure.blocks_of_parameter.items()
+        }
+        self._places: tuple[int, ...] = ()
+        self._mask = torch.zeros(0, 0, dtype=torch.bool)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return this rank's parameters with a gradient. A shared one has its gradient on its first user only."""
+        return [p for p in self.stage.store.held().values() if p.grad is not None]
+
+    def squares(self) -> torch.Tensor:
+        """Return squared L2 norms of the reduced gradients of the whole model, `(num_layers + 2,)`, float64.
+
+        One entry per layer, then the head, then the embeddings. Both freezing and gradient clipping use the result.
+        Collective: call on every rank of the pipeline.
+        """
+        return self.sum_over_stages(self.own_squares())
+
+    def sum_over_stages(self, squares: torch.Tensor) -> torch.Tensor:
+        """Sum the result of `own_squares` over the stages. Collective: call on every rank of the pipeline."""
+        group = self.stage.groups.pipeline_group
+        if group is not None:
+            guarded(lambda: dist.all_reduce(squares, group=group), "summing the gradient norms over the stages")
+        return squares
+
+    def own_squares(self) -> torch.Tensor:
+        """Return `squares` of this rank's stages only."""
+        num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
+        squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
+        held = self.stage.store.held().items()
+        trained = {name: p.grad for name, p in held if p.requires_grad or p.grad is not None}
+        gradients = [gradient for gradient in trained.values() if gradient is not None]
+        if gradients:
+            known = torch._foreach_norm(gradients)
+            if len({each.dtype for each in known}) > 1:  # Otherwise one launch on a GPU converts all of them.
+                known = tuple(each.double() for each in known)
+            found, none = iter(known), known[0].new_zeros(())
+            # Parameters without gradient count as zeros. Without them the cached mask would change from step to step.
+            norms = torch.stack([none if each is None else next(found) for each in trained.values()]).double()
+            parts = self._parts(tuple(self._layer_of[name] for name in trained))
+            # Not index_add_, which is nondeterministic on a GPU: replicas must get bitwise equal results.
+            squares = torch.where(parts, norms.square(), 0.0).sum(dim=1)
+        return squares
+
+    def _parts(self, places: tuple[int, ...]) -> torch.Tensor:
+        # The mask, `(num_layers + 2, parameters)`, is the same in almost every step; building it copies to the device.
+        if self._places != places:
+            parts = torch.arange(self.stage.layout.num_layers + 2)[:, None] == torch.tensor(places)
+            self._places, self._mask = places, parts.to(self.stage.settings.device)
+        return self._mask

@@ -31,8 +31,8 @@ from hf_pipetransformer.data.rng import drawing_alike
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.runtime.execution import only_loss
 from hf_pipetransformer.runtime.generation import join_tokens, settings_of
+from hf_pipetransformer.runtime.messages import only_loss
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import main_input_of

@@ -13,7 +13,7 @@ from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.data.flattened import num_left_out
 from hf_pipetransformer.data.loader import PipelineLoader
-from hf_pipetransformer.runtime.execution import without_rows
+from hf_pipetransformer.runtime.messages import without_rows
 from hf_pipetransformer.training.outputs import REMEDY, has_rows
 
 

@@ -15,7 +15,8 @@ from hf_pipetransformer.comm.staging import CopyStream
 from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.runtime.execution import OnDevice, _as_message, _from_message
+from hf_pipetransformer.runtime.execution import OnDevice
+from hf_pipetransformer.runtime.messages import as_message, from_message
 from hf_pipetransformer.schedules import COMPUTATIONS, SENDS, find_schedule
 from hf_pipetransformer.schedules.placement import Placement
 from tests.one_process import CPU, make_links, together
@@ -88,7 +89,7 @@ def test_inputs_are_prepared_once_and_stay_until_the_last_use(name: str, num_chu
 
 def test_an_output_keeps_its_class_on_its_way_to_the_other_ranks() -> None:
     output = SequenceClassifierOutput(loss=torch.tensor(1.5), logits=torch.ones(2, 3))
-    found = _from_message(_as_message(output), CPU)
+    found = from_message(as_message(output), CPU)
     assert type(found) is SequenceClassifierOutput and found.keys() == output.keys()
     assert torch.equal(found.logits, output.logits)
 
@@ -97,4 +98,4 @@ def test_an_output_keeps_its_class_on_its_way_to_the_other_ranks() -> None:
 def test_a_message_makes_outputs_only(name: str) -> None:
     module, _, kind = name.rpartition(".")
     with pytest.raises(PipelineError, match=f"output of class {name}: expected"):
-        _from_message({"module": module, "name": kind, "value": {}}, CPU)
+        from_message({"module": module, "name": kind, "value": {}}, CPU)
