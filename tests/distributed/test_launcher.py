@@ -160,7 +160,7 @@ def test_accelerate_launch_starts_every_process(script):
 def test_accelerate_launch_is_killed_at_the_time_limit(script):
     body = "open(f'{sys.argv[1]}.{rank}', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     path = script(body)
-    result = accelerate_launch(path, [path], num_processes=2, timeout=10, check=False)
+    result = accelerate_launch(path, [path], num_processes=2, timeout=25, check=False)
     assert result.timed_out
     for rank in range(2):
         pid = Path(f"{path}.{rank}").read_text()
