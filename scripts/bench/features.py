@@ -78,7 +78,7 @@ def share_of_check(name: str, micro_batches: int, num_steps: int) -> float:
     return statistics.median(checked) / statistics.median(others) - 1
 
 
-@experiment("features.json", section="loss_check", minutes=8, quick_minutes=2)
+@experiment("features.json", section="loss_check", minutes=15, quick_minutes=2)
 def features_loss_check(settings: Settings) -> dict[str, Any]:
     """Share of a step that the check of a known loss takes: of a step with it, and over all steps of a run."""
     table: dict[str, Any] = {"every steps": loss_check.INTERVAL}
