@@ -1,4 +1,4 @@
-"""What is said of a run that fails: the cause, the newest checkpoint and how to resume.
+"""Messages of a run that fails: the cause, the newest checkpoint and how to resume.
 
 Notes of the error say it, which Python prints below it. Under torch's elastic agent (`torchrun`, `accelerate launch`)
 they also go into the agent's error file, as with `torch.distributed.elastic`'s `record`: it is what the agent prints
@@ -63,7 +63,7 @@ _STOP = b"\0"
 
 @dataclass
 class _Run:
-    """What is known of the present run of this process."""
+    """Facts of the present run of this process."""
 
     output_dir: str | None = None
     is_resumed: bool = False
@@ -156,17 +156,23 @@ def _end_soon_after(error: BaseException) -> None:
     Those of process groups wait for peers that are gone: of NCCL's for longer than its timeout (measured).
     """
 
-    def end() -> None:
-        # Python 3.12 has the one, 3.11 the other.
-        if error in (getattr(sys, "last_exc", None), getattr(sys, "last_value", None)):
-            atexit.unregister(end)
-            atexit._run_exitfuncs()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):
-                    stream.flush()
-            os._exit(1)
+    # A reference would keep alive what the frames of the error hold, for a script that catches it and goes on.
+    with contextlib.suppress(Exception):  # A class of the user's may be frozen.
+        error._ends_rank = True  # type: ignore[attr-defined]
+    atexit.unregister(_end_if_uncaught)
+    atexit.register(_end_if_uncaught)
 
-    atexit.register(end)
+
+def _end_if_uncaught() -> None:
+    # Python 3.12 has the one, 3.11 the other.
+    last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if getattr(last, "_ends_rank", False):
+        atexit.unregister(_end_if_uncaught)
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(1)
 
 
 def space_left(error: BaseException) -> str | None:

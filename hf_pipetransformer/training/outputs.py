@@ -1,4 +1,4 @@
-"""Whether what evaluations gather of a model's output has one row a sample, which several replicas can join."""
+"""Search for outputs that several replicas cannot join in an evaluation: those without one row a sample."""
 
 from __future__ import annotations
 

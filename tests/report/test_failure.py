@@ -153,6 +153,16 @@ def test_a_rank_whose_run_failed_ends_without_waiting_for_its_groups(
     assert [line for line in lines if line in ("hook", "destroyed")] == ends
 
 
+def test_an_error_that_is_handled_keeps_nothing_alive(tmp_path: Path) -> None:
+    """A script may catch an out-of-memory and try again with a smaller batch."""
+    before = (
+        "import gc, weakref\nclass Activations: pass\nrefs = []\n"
+        "def fail():\n    held = Activations()\n    refs.append(weakref.ref(held))\n    raise RuntimeError('planted')\n"
+    )
+    script = "try:\n    with training(): fail()\nexcept RuntimeError: pass\ngc.collect()\nassert refs[0]() is None"
+    assert run(tmp_path, script, before=before, RANK="0", WORLD_SIZE="2") == (0, [])
+
+
 def test_ctrl_c_is_told_by_the_status_still(tmp_path: Path) -> None:
     code, lines = run(tmp_path, "with training(): os.kill(os.getpid(), signal.SIGINT); time.sleep(30)")
     assert code == -signal.SIGINT
