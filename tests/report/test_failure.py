@@ -157,7 +157,8 @@ def test_an_error_that_is_handled_keeps_nothing_alive(tmp_path: Path) -> None:
     """A script may catch an out-of-memory and try again with a smaller batch."""
     before = (
         "import gc, weakref\nclass Activations: pass\nrefs = []\n"
-        "def fail():\n    held = Activations()\n    refs.append(weakref.ref(held))\n    raise RuntimeError('planted')\n"
+        "def fail():\n    held = Activations()\n    refs.append(weakref.ref(held))\n"
+        "\n    raise RuntimeError('planted')\n"
     )
     script = "try:\n    with training(): fail()\nexcept RuntimeError: pass\ngc.collect()\nassert refs[0]() is None"
     assert run(tmp_path, script, before=before, RANK="0", WORLD_SIZE="2") == (0, [])
