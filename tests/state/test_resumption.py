@@ -155,7 +155,7 @@ def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pyt
     shapes = {0: PipelineShape(4, 1, 1, "1f1b"), 5: PipelineShape(2, 2, 1, "1f1b")}
     layouts = {step: plan_layout([1.0] * 10, range(11), shape, 3, 2) for step, shape in shapes.items()}
     monkeypatch.setattr(resumption, "read_layouts", lambda _: dict(layouts))
-    args: Any = SimpleNamespace(layout_plan="plan", pipeline_schedule="1f1b")
+    args: Any = SimpleNamespace(layout_plan="plan", pipeline_schedule="1f1b", asked_schedule="")
     structure: Any = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
 
     def replayed(local: int, allowed: list[int]) -> Any:
@@ -167,6 +167,27 @@ def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pyt
     assert replayed(2, [1, 2, 4]) == {0: replace(layouts[0], cache_level=0), 5: layouts[5]}
     with pytest.raises(ValueError, match="holds at step 0 pipelines of 4 ranks, and these nodes allow .1, 2."):
         replayed(2, [1, 2])
+
+
+def test_a_plan_is_replayed_under_a_loss_of_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has replaced the schedule that the script asked for."""
+    args: Any = SimpleNamespace(layout_plan="plan", pipeline_schedule="gpipe", asked_schedule="1f1b")
+    nodes: Any = {"local_world_size": 2, "pipeline_sizes": [1, 2], "world_size": 2}
+    topology: Any = SimpleNamespace(gather=lambda value: [value], **nodes)
+    structure: Any = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
+
+    def replayed(layout: Any) -> Any:
+        monkeypatch.setattr(resumption, "read_layouts", lambda _: {0: layout})
+        return read_plan(args, structure, topology)
+
+    layout = plan_layout([1.0] * 10, range(11), PipelineShape(2, 1, 2, "1f1b"))
+    assert replayed(layout) == {0: replace(layout, schedule="gpipe")}
+    with pytest.raises(ValueError, match="holds at step 0 a layout under 'zb_h1'.* set pipeline_schedule='zb_h1'"):
+        replayed(replace(layout, schedule="zb_h1"))
+    args.asked_schedule = "interleaved_1f1b"
+    layout = plan_layout([1.0] * 10, range(11), PipelineShape(2, 1, 2, "interleaved_1f1b", num_chunks=2))
+    with pytest.raises(ValueError, match="all forwards of 2 stages a rank cannot come first.*pipeline_loss='parts'"):
+        replayed(layout)
 
 
 # ---- a state whose hash holds ----
