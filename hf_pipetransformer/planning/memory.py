@@ -39,12 +39,15 @@ class MemoryRules:
         recompute: a value of `pipeline_checkpoint`.
         casts: True if autocast keeps a copy of the float32 weights in 16 bits.
         sums: True if the gradients of half-precision weights are added in float32.
+        loss_sees: samples that the head and the loss see at once: `parts` for those of a micro-batch, `replica` or
+            `batch` for those of one replica or of all.
     """
 
     optim: str = "adamw_torch"
     recompute: str = "never"
     casts: bool = False
     sums: bool = False
+    loss_sees: str = "parts"
 
     def state_bytes(self, elements: float, weight_bytes: float) -> float:
         """Return the bytes of the optimizer's state for `elements` trained weights that take `weight_bytes`.
@@ -108,6 +111,8 @@ def rank_memory(
         boundary_bytes=_times(samples, costs.boundary_bytes),
         working_bytes=_times(samples, costs.working_bytes),
     )
+    if memory.loss_sees != "parts":
+        in_each = _with_whole_head(in_each, microbatches, layout.num_replicas if memory.loss_sees == "batch" else 1)
     sums = _times(memory.sums, sum_bytes(costs))
     made = of_active(layout, [sum(both) for both in zip(costs.trained_sizes, sums, strict=True)])
     _move_shared(made, layout, costs)
@@ -141,6 +146,19 @@ def rank_memory(
         for rank, size in enumerate(reduced):
             found[rank].gradients += size
     return found
+
+
+def _with_whole_head(costs: BlockCosts, microbatches: int, num_replicas: int) -> BlockCosts:
+    """Return the costs of a micro-batch where the head runs once, on all micro-batches of `num_replicas` replicas.
+
+    Every replica computes the head for all. What it keeps counts as a share of each micro-batch, since all forwards
+    come first.
+    """
+    activation, working = list(costs.activation_bytes), list(costs.working_bytes)
+    activation[-1] = num_replicas * (activation[-1] + (costs.boundary_bytes[-1] if costs.boundary_bytes else 0.0))
+    if working:
+        working[-1] *= num_replicas * microbatches
+    return replace(costs, activation_bytes=tuple(activation), working_bytes=tuple(working))
 
 
 def _move_shared(gradients: list[float], layout: Layout, costs: BlockCosts) -> None:

@@ -14,7 +14,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import CommonLength
-from hf_pipetransformer.engine.losses import FoundRule
+from hf_pipetransformer.engine.losses import FoundRule, LossScope
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import (
     UPDATE_WORK,
@@ -111,6 +111,7 @@ class RunPlanner:
         num_probed: number of samples in the batch that `probe.block_flops` refers to.
         sums: if gradients of half-precision weights are added in float32, once a training has begun; None before.
         dropout_from: see `model.dropout_from`.
+        scope: samples that one call of the loss sees.
     """
 
     args: PipeTransformerArguments
@@ -124,6 +125,7 @@ class RunPlanner:
     num_probed: int = 1
     sums: bool | None = None
     dropout_from: float = math.inf
+    scope: LossScope = LossScope.PARTS
 
     def trying(self, layout: Layout) -> dict[str, Any]:
         """Return the fields that an out-of-memory event under `layout` records for `read_unfit`."""
@@ -141,8 +143,9 @@ class RunPlanner:
     @property
     def memory_rules(self) -> MemoryRules:
         """Rules of the optimizer, recomputation and precision that memory depends on."""
-        args = self.args
-        return MemoryRules(OptimizerNames(args.optim).value, args.pipeline_checkpoint, bool(args.bf16 or args.fp16))
+        args, casts = self.args, bool(self.args.bf16 or self.args.fp16)
+        optim = OptimizerNames(args.optim).value
+        return MemoryRules(optim, args.pipeline_checkpoint, casts, loss_sees=self.scope.value)
 
     def sums_in_float32(self, layout: Layout) -> bool:
         """Return True if a run that begins with `layout` adds the gradients of half-precision weights in float32."""
@@ -432,3 +435,8 @@ class StartUp:
     plans: RunPlanner
     shape_without_rows: str | None = None
     trainer_adds_up: bool = False
+
+    def with_scope(self, scope: LossScope) -> StartUp:
+        """Return the findings for a run of which one call of the loss sees other samples."""
+        loss_rule, plans = replace(self.loss_rule, scope=scope), replace(self.plans, scope=scope)
+        return replace(self, loss_rule=loss_rule, plans=plans)

@@ -149,6 +149,7 @@ def inspect_model(
             topology.decide(lambda: read_unfit(events, memory_conditions(args, probe, device_bytes))),
             batch_size(given.inputs),
             dropout_from=dropout_from(model, probe.structure),
+            scope=loss_rule.scope,
         ),
     )
 

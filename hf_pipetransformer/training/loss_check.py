@@ -221,9 +221,10 @@ class LossCheck:
 
     def _why_not_joined(self) -> str | None:
         """Return what to change if the loss of whole batches cannot take over. The same on every rank."""
-        args, layout, plans = self.context.args, self.pipeline.layout, self.pipeline.start_up.plans
+        args, layout = self.context.args, self.pipeline.layout
         if args.pipeline_loss != "auto" or layout.num_chunks > 1:
             return "Set pipeline_loss='batch', which computes the loss of the whole batch at once."
+        plans = self.pipeline.start_up.with_scope(LossScope.BATCH).plans
         if not plans.fits(replace(layout, schedule="gpipe"), args.train_samples_per_device):
             return (
                 "That of the whole batch takes all forwards before the first backward, which does not fit in memory: "
@@ -234,8 +235,7 @@ class LossCheck:
     def _run_again(self) -> torch.Tensor:
         """Run the batches of this step with the loss of the whole batch, from where the step began."""
         states, kept, mark = self._start
-        start_up = self.pipeline.start_up
-        self.pipeline.start_up = replace(start_up, loss_rule=replace(start_up.loss_rule, scope=LossScope.BATCH))
+        self.pipeline.start_up = self.pipeline.start_up.with_scope(LossScope.BATCH)
         self._runner.scope = LossScope.BATCH
         self.pipeline.shell.zero_grad()
         kept.restore()

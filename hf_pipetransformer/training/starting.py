@@ -151,8 +151,7 @@ class ModelReport:
 
     def adding_losses(self) -> ModelReport:
         """Return the report of a run that adds the losses of micro-batches."""
-        start_up = self.start_up
-        return replace(self, start_up=replace(start_up, loss_rule=replace(start_up.loss_rule, scope=LossScope.PARTS)))
+        return replace(self, start_up=self.start_up.with_scope(LossScope.PARTS))
 
     def adding(self, in_float32: bool) -> ModelReport:
         """Return the report of a training whose gradients of half-precision weights are added in float32, or not."""

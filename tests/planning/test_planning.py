@@ -956,6 +956,21 @@ def test_the_gradient_of_a_table_comes_after_the_activations(
     assert alone[0] == alone[1], "a stage with the head keeps nothing back"
 
 
+def test_a_head_that_sees_all_replicas_needs_room_for_all() -> None:
+    """Its output for the whole batch lies beside what layers keep of every micro-batch."""
+    costs = replace(SMALL, parameters=(0,) * 4, activation_bytes=(0, 0, 30, 100), working_bytes=(0, 0, 0, 50))
+    layout = replace(SMALL_LAYOUT, schedule="gpipe", num_replicas=2)
+
+    def activations(loss_sees: str, at: Layout = layout) -> float:
+        return rank_memory(at, costs, 2, memory=MemoryRules(loss_sees=loss_sees))[-1].activations
+
+    # Two micro-batches of a sample each.
+    assert activations("parts") == 2 * (30 + 100) + 50
+    assert activations("replica") == 2 * (30 + 100) + 2 * 50
+    assert activations("batch") == 2 * (30 + 2 * 100) + 2 * 2 * 50
+    assert activations("batch", replace(layout, num_replicas=1)) == activations("replica")
+
+
 def test_a_table_beside_few_activations_is_counted_at_the_end() -> None:
     costs = replace(SMALL, activation_bytes=(0, 0, 0, 0), table=(32.0, 8.0))
     first = rank_memory(replace(SMALL_LAYOUT, num_microbatches=4, num_replicas=1), costs, 4)[0]
