@@ -208,7 +208,7 @@ class FrozenWeights:
         told = {str(block): digest for block, digest in found.items()}
         for answer in all_gather_trees(told, stage.groups.pipeline_control, stage.groups.pipeline_size):
             self.digests.update({int(block): digest for block, digest in answer.items()})
-        self._find_context = partial(_context, model, args)
+        self._find_context = partial(settings_of, model, args)
         self._context = self._find_context()
         self.keys = chain_keys(self.digests, layout.cache_level, self._context)
         """By number of blocks, a key for everything that affects their output."""
@@ -254,7 +254,7 @@ class FrozenWeights:
         return changed
 
 
-def _context(model: Any, args: PipeTransformerArguments) -> str:
+def settings_of(model: Any, args: PipeTransformerArguments) -> str:
     """Return everything besides the weights that affects stored activations."""
     attention = config_value(model, "_attn_implementation")
     # Device type and float32 precision settings (TF32, bfloat16) may differ in a later run.

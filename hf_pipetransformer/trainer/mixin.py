@@ -234,6 +234,12 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             self.end()
             raise
 
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Train on a batch; of a run that is left to Trainer, frozen parts are looked up where they were computed."""
+        if self.pipeline_run.is_left_to_trainer:
+            self.pipeline_run.trainings.computed_once.begin_step(inputs)
+        return super().training_step(model, inputs, num_items_in_batch)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -49,6 +49,7 @@ from hf_pipetransformer.training.callbacks import (
     give_handler_back,
     give_whole_model,
 )
+from hf_pipetransformer.training.computed_once import ComputedOnce
 from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.loaders import (
     check_undivided,
@@ -85,6 +86,7 @@ class Trainings:
         self._setup: TrainingSetup
         self.weights = WeightLoading(self.context)
         self.ending = Ending(starter)
+        self.computed_once = ComputedOnce(self.context)
         self._in_loop = ExitStack()
         self.operations: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
         """Trainer's estimate of a batch's floating-point operations, by the shapes of its inputs."""
@@ -116,7 +118,10 @@ class Trainings:
         if self.starter.is_left_to_trainer:
             self.weights.cast()
             with self._only_run(trial):
-                yield where
+                try:
+                    yield where
+                finally:
+                    self.computed_once.end()
             return
         try:
             timeouts.rest()
@@ -134,6 +139,7 @@ class Trainings:
                     self.starter.resumes_own = not self.resumption.is_plain
                 yield None if self.resumption is None else self.resumption.folder
         finally:
+            self.computed_once.end()
             self._leave()
 
     def _choose_who_trains(self, where: str | bool | None) -> str | bool | None:

@@ -100,6 +100,11 @@ class RunOptions:
         return isinstance(error, UnsupportedModelError)
 
     @property
+    def only_store(self) -> bool:
+        """True if a pipeline would be of use for nothing but storing what the script froze."""
+        return self.is_undivided and not (self._freeze or self._ask_for_parts or self.args.plan_only)
+
+    @property
     def is_undivided(self) -> bool:
         """True if one process computes each batch as a whole."""
         return self.args.world_size == 1 and self.args.num_microbatches in (None, 1)
@@ -236,7 +241,10 @@ class Starter:
     def inspect_or_leave(self, given: Request | Any, is_training: bool) -> ModelReport | None:
         """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over."""
         try:
-            return self.inspect(given, is_training)
+            report = self.inspect(given, is_training)
+            stores_layers = report.start_up.plans.num_frozen_by_user > 0
+            if stores_layers or not is_training or self.resumes_own or not self.options.only_store:
+                return report
         except (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError) as error:
             # Trainer can only resume a run from its own kind of checkpoint.
             if self.resumes_own or not (self._may_do_without or self.options.does_without(error)):

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache import training as storing
 from hf_pipetransformer.cache.cache import ActivationCache
-from hf_pipetransformer.cache.chain import _context
+from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores
 from hf_pipetransformer.cache.planner import StorageSpeed
 from hf_pipetransformer.cache.records import RecordFormat
@@ -405,17 +405,17 @@ def test_a_kept_store_is_of_one_padding_where_the_loss_sees_it(tmp_path: Path) -
 def test_rows_are_of_one_device_and_one_precision_of_products(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     model, args = trainer.model, trainer.args
-    names = {_context(model, args)}
+    names = {settings_of(model, args)}
     for settings in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.cudnn.conv):
         before = settings.fp32_precision
         settings.fp32_precision = "ieee" if before == "tf32" else "tf32"
         try:
-            names.add(_context(model, args))
+            names.add(settings_of(model, args))
         finally:
             settings.fp32_precision = before
     elsewhere = SimpleNamespace(fp16=False, bf16=False, device=torch.device("cuda"))
-    assert _context(model, SimpleNamespace(fp16=False, bf16=False, device=torch.device("cpu"))) in names
-    assert len({*names, _context(model, elsewhere)}) == 5
+    assert settings_of(model, SimpleNamespace(fp16=False, bf16=False, device=torch.device("cpu"))) in names
+    assert len({*names, settings_of(model, elsewhere)}) == 5
 
 
 class Wasteful(torch.utils.data.Dataset[Any]):

@@ -17,7 +17,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils.quantization_config import GgufConfig
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.cache.chain import _context
+from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.planning.costs import BlockCosts, trained_elements
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.runtime.pipeline import PipelineShell
@@ -204,15 +204,15 @@ def test_the_layer_that_is_measured_trains_its_adapters_alone() -> None:
 
 def test_what_stored_activations_hang_on_names_the_adapters(tmp_path: Path) -> None:
     args, model = arguments(tmp_path), adapted("bert", "lora")
-    before = _context(model, args)
+    before = settings_of(model, args)
     model.save_pretrained(tmp_path / "saved")
-    assert _context(model, args) == before == _context(adapted("bert", "lora"), args)
+    assert settings_of(model, args) == before == settings_of(adapted("bert", "lora"), args)
     louder = adapted("bert", "lora")
     louder.base_model.model.bert.encoder.layer[0].attention.self.query.scale_layer(2.0)
-    assert _context(louder, args) != before
+    assert settings_of(louder, args) != before
     with model.disable_adapter():
-        assert _context(model, args) != before
-    assert "adapters" not in _context(base_of("bert"), args)
+        assert settings_of(model, args) != before
+    assert "adapters" not in settings_of(base_of("bert"), args)
 
 
 # ---- files ----

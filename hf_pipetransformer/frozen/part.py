@@ -1,0 +1,219 @@
+"""A frozen part of a model: its forward looks up what it has computed before, row by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_pipetransformer.cache.files import Array
+from hf_pipetransformer.frozen.contents import ContentStore
+from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
+
+
+@dataclass(frozen=True)
+class Pick:
+    """An output tensor of a part that the model reads: all of it, or of each row the first position alone."""
+
+    number: int
+    is_first: bool = False
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:, 0] if self.is_first else tensor
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What of a part's outputs the model reads, and so what a record holds.
+
+    Args:
+        picks: the output tensors that are read, in their order.
+        cuts_padding: True if what lies beyond a row's last real token may be zero.
+        of_tokens: output tensors whose second dimension is the padded length of the call.
+    """
+
+    picks: tuple[Pick, ...]
+    cuts_padding: bool = True
+    of_tokens: frozenset[int] = frozenset()
+
+    @property
+    def is_by_token(self) -> bool:
+        """True if records have one entry a token, up to the last real one."""
+        only = self.picks[0] if len(self.picks) == 1 else Pick(-1)
+        return self.cuts_padding and only.number in self.of_tokens and not only.is_first
+
+    def records(self, leaves: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+        """Return the records `(rows, tokens, values)` of output tensors; without tokens a row's values are in a line.
+
+        Raises:
+            NotStorableError: the tensors do not have a row for each row of the call, or differ in dtype.
+        """
+        read = [pick.of(leaves[pick.number]) for pick in self.picks]
+        if any(not each.dim() or each.shape[0] != rows.number for each in read):
+            shapes = ", ".join(str(tuple(each.shape)) for each in read)
+            raise NotStorableError(f"gives outputs of shape {shapes} for {rows.number} rows")
+        kinds = {each.dtype for each in read if each.is_floating_point()}
+        stored = [each.to(next(iter(kinds), torch.float32)) for each in read]
+        # Masks and small whole numbers are stored among the others.
+        if len(kinds) != 1 or any(
+            not torch.equal(a.to(b.dtype), b) for a, b in zip(stored, read, strict=True) if not b.is_floating_point()
+        ):
+            names = ", ".join(sorted({str(each.dtype) for each in read}))
+            raise NotStorableError(f"gives outputs of {names}, expected one kind of floating point numbers")
+        if self.is_by_token:
+            return stored[0].reshape(rows.number, rows.length, -1)
+        return torch.cat([each.reshape(rows.number, -1) for each in stored], dim=1)[:, :, None]
+
+
+class Template:
+    """Shape of a part's outputs for calls of one kind, from which those of any number of rows are put together."""
+
+    def __init__(self, output: Any, reading: Reading, rows: Rows) -> None:
+        leaves = tensors_of(output)
+        self._output = rebuilt(output, lambda tensor: tensor.detach().new_empty(0))
+        self._reading = reading
+        self._likes = [(leaf.detach()[:1].clone(), leaf.requires_grad) for leaf in leaves]
+        self._num_values = reading.records(leaves, rows).shape[1]
+
+    def num_tokens(self, rows: Rows) -> int:
+        """Return the tokens of a record for a call, or the values of one without tokens."""
+        return rows.length if self._reading.is_by_token else self._num_values
+
+    def filled(self, records: torch.Tensor, length: int) -> Any:
+        """Return outputs for `records` `(rows, tokens, values)` of a call whose rows are padded to `length` tokens.
+
+        What is not read is nan, so that whoever reads it shows.
+        """
+        number, start, found = len(records), 0, list[torch.Tensor]()
+        by_number = {pick.number: pick for pick in self._reading.picks}
+        for position, (like, requires_grad) in enumerate(self._likes):
+            pick, shape = by_number.get(position), [number, *like.shape[1:]]
+            if position in self._reading.of_tokens:
+                shape[1] = length
+            if pick is None:
+                values = like.new_full((), math.nan).expand(shape)
+            else:
+                own_shape = [number, *shape[2:]] if pick.is_first else shape
+                size = math.prod(own_shape[1:])
+                values = records.reshape(number, -1)[:, start : start + size].to(like).reshape(own_shape)
+                start += size
+            if pick is not None and pick.is_first:
+                whole = like.new_full(shape, math.nan)
+                whole[:, 0] = values
+                values = whole
+            found.append(values.requires_grad_() if requires_grad else values)
+        following = iter(found)
+        return rebuilt(self._output, lambda _: next(following))
+
+
+@dataclass
+class Counts:
+    """Rows of the calls of a part, found or computed."""
+
+    hits: int = 0
+    misses: int = 0
+
+
+class FrozenPart:
+    """A module without trained parameters; while it replaces its forward, that is looked up row by row.
+
+    Args:
+        name: path of the module in the model.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.in_evaluation = False
+        """True to run it in evaluation mode, without dropout."""
+        self.is_training: Callable[[], bool] = lambda: True
+        """Says if the model trains; evaluations compute, because their outputs may show what no loss reads."""
+        self.reading = Reading(())
+        self.store: ContentStore | None = None
+        self.counts = Counts()
+        self._forward = module.forward
+        self._templates: dict[bytes, Template] = {}
+
+    @contextmanager
+    def replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Let calls of the module run `forward` inside."""
+        own = vars(self.module).get("forward")
+        self.module.forward = forward
+        try:
+            yield
+        finally:
+            del self.module.forward
+            if own is not None:
+                self.module.forward = own
+
+    def compute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module's own forward, in evaluation mode if it is to be without dropout."""
+        training = [module for module in self.module.modules() if module.training] if self.in_evaluation else []
+        for module in training:
+            module.training = False
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            for module in training:
+                module.training = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs, those of rows that were stored from their records."""
+        try:
+            rows = Rows.of(args, kwargs, self.reading.cuts_padding)
+            if self.store is not None and not self.store.is_off and rows.number and self.is_training():
+                return self._looked_up(rows, self.store)
+        # Another kind of call than those that were tried.
+        except NotStorableError:
+            pass
+        return self.compute(args, kwargs)
+
+    def _looked_up(self, rows: Rows, store: ContentStore) -> Any:
+        salt = _precision()
+        digests = rows.digests(salt)
+        places, kind = store.find(digests), salt + rows.kind
+        template, is_hit, records = self._templates.get(kind), places >= 0, None
+        if template is not None and is_hit.any():
+            records = store.read(places[is_hit], template.num_tokens(rows))
+        if template is None or records is None:
+            output = self.compute(*rows.given)
+            self._templates[kind] = Template(output, self.reading, rows)
+            self._write(store, rows, output, digests)
+            self.counts.misses += rows.number
+            return output
+        self.counts.hits += int(is_hit.sum())
+        self.counts.misses += int((~is_hit).sum())
+        if not is_hit.all():
+            missing = np.flatnonzero(~is_hit)
+            given = rows.take(missing)
+            some = Rows.of(*given, self.reading.cuts_padding)
+            new = self._write(store, some, self.compute(*given), digests[missing])
+            whole = new.new_empty(rows.number, *new.shape[1:])
+            whole[torch.from_numpy(is_hit)] = records.to(new.device)
+            whole[torch.from_numpy(~is_hit)] = new
+            records = whole
+        return template.filled(records, rows.length)
+
+    def _write(self, store: ContentStore, rows: Rows, output: Any, digests: Array) -> torch.Tensor:
+        """Store the records of computed outputs, and return them."""
+        leaves = tensors_of(output)
+        records = self.reading.records(leaves, rows).detach()
+        lengths = np.full(rows.number, records.shape[1])
+        if rows.lengths is not None and self.reading.is_by_token:
+            lengths = rows.lengths
+        store.write(digests, records.cpu(), lengths)
+        return records
+
+
+def _precision() -> bytes:
+    """Return the autocast setting of the present call, by whose change outputs change."""
+    device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
+    is_on = torch.is_autocast_enabled(device)
+    return f"{device} {torch.get_autocast_dtype(device)}".encode() if is_on else b""

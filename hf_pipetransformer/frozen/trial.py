@@ -1,0 +1,311 @@
+"""Find the frozen parts of a model whose outputs can be stored, by running it on a few samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import set_seed
+
+from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, differs
+from hf_pipetransformer.frozen.part import FrozenPart, Pick, Reading, Template
+from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
+
+
+WORTH = 0.03
+"""Share of a forward from which on a part is looked at."""
+
+MORE_PADDING = 3
+"""Tokens of padding that a part is tried with besides those of its batch."""
+
+
+def maximal_frozen(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have parameters, none of them trained, and are in no larger such module, by their path.
+
+    Whether a parameter is trained tells its own `requires_grad`, never that of an activation.
+    """
+    found: dict[str, nn.Module] = {}
+
+    def look(name: str, module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            found[name] = module
+        elif parameters:
+            for child, each in module.named_children():
+                look(f"{name}.{child}" if name else child, each)
+
+    look("", model)
+    return {name: module for name, module in found.items() if name}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a module in a forward of the whole model."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part, and what is known of it.
+
+    Args:
+        call: its first call in the forward.
+        seconds: of a row of its forward.
+        rows: in a forward of the samples.
+        why_not: why its outputs cannot be stored; None if they can.
+        has_dropout: True if random numbers or statistics of the batch alone keep them from being stored.
+    """
+
+    part: FrozenPart
+    call: Call
+    seconds: float
+    rows: int
+    why_not: str | None = None
+    has_dropout: bool = False
+
+
+@dataclass
+class Trial:
+    """Runs of a model on a few samples.
+
+    Args:
+        run: computes the loss and the outputs of the samples, each time with the same random numbers.
+        precision: `fp32`, `bf16` or `fp16`.
+        may_evaluate: True if parts with dropout may be run in evaluation mode instead.
+    """
+
+    model: nn.Module
+    run: Callable[[], tuple[torch.Tensor, Any]]
+    precision: str
+    may_evaluate: bool
+    seconds: float = 0.0
+    """Of the forward that was watched."""
+
+    def find(self) -> list[Found]:
+        """Return the parts whose work is worth a look, in the order of their calls."""
+        candidates = maximal_frozen(self.model)
+        calls = self._watch(candidates)
+        by_name: dict[str, list[Call]] = {}
+        for call in calls:
+            by_name.setdefault(call.name, []).append(call)
+        found: list[Found] = []
+        taken: set[int] = set()
+        for name, own in by_name.items():
+            if sum(call.seconds for call in own) < WORTH * self.seconds:
+                continue
+            given = _tensors_in((own[0].args, own[0].kwargs))
+            # What computes from stored outputs, or from what is trained, is not looked up itself.
+            if any(each.requires_grad or _memory(each) in taken for each in given):
+                continue
+            found.append(self._tried(FrozenPart(name, candidates[name]), own[0]))
+            taken |= {_memory(each) for call in own for each in _tensors_in(call.output)}
+        return found
+
+    def _watch(self, candidates: dict[str, nn.Module]) -> list[Call]:
+        calls: list[Call] = []
+        with ExitStack() as stack:
+            for name, module in candidates.items():
+                stack.enter_context(_noting(name, module, calls))
+            start = time.perf_counter()
+            self.run()
+            self.seconds = time.perf_counter() - start
+        return calls
+
+    def _tried(self, part: FrozenPart, call: Call) -> Found:
+        try:
+            rows = Rows.of(call.args, call.kwargs)
+            if not rows.number:
+                raise NotStorableError("gets no rows")
+            if (hook := _hook_inside(part.module)) is not None:
+                raise NotStorableError(f"has a hook on {hook}, which would not run")
+            seconds = call.seconds / rows.number
+            reason = self._changes(part, call)
+            if reason is not None and not self.may_evaluate:
+                return Found(part, call, seconds, rows.number, reason, has_dropout=True)
+            if reason is not None:
+                part.in_evaluation = True
+                reason = self._changes(part, call)
+            reason = reason or self._why_not_by_rows(part, rows) or self._read(part)
+            return Found(part, call, seconds, rows.number, reason)
+        except NotStorableError as error:
+            return Found(part, call, 0.0, 0, str(error))
+
+    def _changes(self, part: FrozenPart, call: Call) -> str | None:
+        """Return why two calls with the same inputs are not the same."""
+        buffers = [buffer.clone() for buffer in part.module.buffers()]
+        first, second = ([*_tensors_in(self._again(part, call.args, call.kwargs, seed))] for seed in (1, 2))
+        for buffer, before in zip(part.module.buffers(), buffers, strict=True):
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
+                return "keeps statistics of its batches (batch normalization in training mode)"
+        tolerance = SAME_BATCH_TOLERANCE[self.precision]
+        if any(differs(one, other, tolerance) for one, other in zip(first, second, strict=True)):
+            return "draws random numbers (dropout)"
+        return None
+
+    def _again(self, part: FrozenPart, args: Sequence[Any], kwargs: dict[str, Any], seed: int) -> Any:
+        set_seed(seed)
+        with torch.no_grad():
+            return part.compute(args, kwargs)
+
+    def _why_not_by_rows(self, part: FrozenPart, rows: Rows) -> str | None:
+        """Return why a row's outputs are not the same in other company: in another order, alone, padded further."""
+        everything = np.arange(rows.number)
+        order = everything[::-1].copy() if rows.number > 1 else np.array([0, 0])
+        expected = tensors_of(self._again(part, *rows.given, 1))
+        if not expected or any(not each.dim() or each.shape[0] != rows.number for each in expected):
+            shapes = ", ".join(str(tuple(each.shape)) for each in expected)
+            return f"gives outputs of shape {shapes or 'none'} for {rows.number} rows"
+        for chosen in (order, order[:1]):
+            found = tensors_of(self._again(part, *rows.take(chosen), 1))
+            where = torch.from_numpy(chosen)
+            if not self._are_alike(found, [each[where.to(each.device)] for each in expected]):
+                return "depends on the other samples of its batch"
+        if rows.lengths is not None:
+            length = rows.length + MORE_PADDING
+            found = tensors_of(self._again(part, *rows.take(everything, length), 1))
+            grown = {n for n, each in enumerate(found) if each.dim() > 1 and each.shape[1] == length}
+            grown &= {n for n, each in enumerate(expected) if each.dim() > 1 and each.shape[1] == rows.length}
+            part.reading = Reading((), of_tokens=frozenset(grown))
+            cut = [each[:, : rows.length] if number in grown else each for number, each in enumerate(found)]
+            if not self._are_alike(cut, expected):
+                return "depends on how far its batch is padded"
+        return None
+
+    def _are_alike(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+        tolerance = OTHER_BATCH_TOLERANCE[self.precision]
+        pairs = zip(found, expected, strict=True)
+        return all(not differs(one.float(), other.float(), tolerance) for one, other in pairs)
+
+    def _read(self, part: FrozenPart) -> str | None:
+        """Find what of its outputs the model reads; return why not, if that is not all that the model uses of it."""
+        with part.replaced(lambda *args, **kwargs: part.compute(args, kwargs)):
+            loss, outputs = self.run()
+            expected = [loss.detach(), *_tensors_in(outputs)]
+        first, all_read = self._picks(part)
+        if not all_read:
+            return "gives nothing that the loss depends on"
+        for picks, cuts in ((first, True), (all_read, True), (all_read, False)):
+            part.reading = Reading(tuple(picks), cuts, part.reading.of_tokens)
+            if self._is_enough(part, expected):
+                return None
+        return "is used for more than what it returns (its layers are read by a hook, or for hidden states)"
+
+    def _picks(self, part: FrozenPart) -> tuple[list[Pick], list[Pick]]:
+        """Return the outputs that the loss depends on, those of first positions told apart, and the same as wholes."""
+        noted: list[list[torch.Tensor]] = []
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = part.compute(args, kwargs)
+            noted.append([])
+
+            def leaf(tensor: torch.Tensor) -> torch.Tensor:
+                own = tensor.detach()
+                noted[-1].append(own.requires_grad_() if own.is_floating_point() else own)
+                return own.view_as(own)
+
+            return rebuilt(output, leaf)
+
+        with part.replaced(watched), torch.enable_grad():
+            loss, _ = self.run()
+        first, whole = [], []
+        for call in noted:
+            sources = [leaf for leaf in call if leaf.requires_grad]
+            found = iter(torch.autograd.grad(loss, sources, allow_unused=True, retain_graph=True))
+            for number, leaf in enumerate(call):
+                gradient = next(found) if leaf.requires_grad else None
+                if leaf.requires_grad and gradient is None:
+                    continue
+                is_first = gradient is not None and gradient.dim() > 2 and not gradient[:, 1:].any()
+                whole.append(Pick(number))
+                first.append(Pick(number, bool(is_first)))
+        return list(dict.fromkeys(first)), list(dict.fromkeys(whole))
+
+    def _is_enough(self, part: FrozenPart, expected: Sequence[torch.Tensor]) -> bool:
+        """Return True if the model's loss and outputs are the same from the part's records alone.
+
+        But for outputs of the part that the model hands on: no loss sees what is missing of them.
+        """
+        filled: list[Any] = []
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            rows, output = Rows.of(args, kwargs, part.reading.cuts_padding), part.compute(args, kwargs)
+            leaves = tensors_of(output)
+            records = part.reading.records(leaves, rows).detach().clone()
+            if rows.lengths is not None and part.reading.is_by_token:
+                for row, length in enumerate(rows.lengths.tolist()):
+                    records[row, length:] = 0
+            filled.append(Template(output, part.reading, rows).filled(records, rows.length))
+            return output
+
+        with part.replaced(recorded):
+            self.run()
+        following = iter(filled)
+        with part.replaced(lambda *_args, **_kwargs: next(following)):
+            loss, outputs = self.run()
+        handed_on = {_memory(each) for value in filled for each in tensors_of(value)}
+        found, tolerance = [loss.detach(), *_tensors_in(outputs)], SAME_BATCH_TOLERANCE[self.precision]
+        return len(found) == len(expected) and not any(
+            differs(one.float(), other.float(), tolerance)
+            for one, other in zip(found, expected, strict=True)
+            if _memory(one) not in handed_on
+        )
+
+
+@contextmanager
+def _noting(name: str, module: nn.Module, calls: list[Call]) -> Iterator[None]:
+    started: list[float] = []
+
+    def before(_module: nn.Module, _args: Any) -> None:
+        started.append(time.perf_counter())
+
+    def after(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        seconds = time.perf_counter() - started.pop()
+        # A copy: models of several modalities write into what their towers return.
+        calls.append(Call(name, args, kwargs, _copied(output), seconds))
+
+    hooks = module.register_forward_pre_hook(before), module.register_forward_hook(after, with_kwargs=True)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _copied(output: Any) -> Any:
+    try:
+        return rebuilt(output, lambda tensor: tensor)
+    except NotStorableError:
+        return output
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def _hook_inside(part: nn.Module) -> str | None:
+    """Return the path of a module inside a part that has a forward hook of other code than transformers'."""
+    for name, module in part.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) if name else ():
+            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                return name
+    return None
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a value, none if it holds objects of another kind."""
+    try:
+        return tensors_of(list(value) if type(value) is tuple else value)
+    except NotStorableError:
+        return []
