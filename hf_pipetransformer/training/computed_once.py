@@ -7,7 +7,8 @@ feature extractors of models whose forward runs as it is.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.chain import SAME_BATCH_TOLERANCE, PrefixWatch, differs, settings_of
@@ -73,8 +74,7 @@ class ComputedOnce:
         self._is_tried = False
         self._epoch = -1
         self._checked_at = 0
-        self._at_epoch = (0, 0)
-        """Rows found and computed before this epoch."""
+        self._at_end = _ChecksEpochs(self)
 
     @property
     def args(self) -> PipeTransformerArguments:
@@ -105,6 +105,8 @@ class ComputedOnce:
                     f"({counts.hits / looked_up:.0%})."
                 )
         self._serving.clear()
+        if self._at_end in self.trainer.callback_handler.callbacks:
+            self.trainer.remove_callback(self._at_end)
         self._is_tried = False
 
     # ---- finding and deciding ----
@@ -117,7 +119,7 @@ class ComputedOnce:
         size = batch_size(inputs)
         num_samples = min(NUM_TRIED, size)
         try:
-            with leaving_no_trace(self.trainer):
+            with leaving_no_trace(self.trainer), _buffers_kept(model):
                 trial = self._trial(take_samples(inputs, slice(0, num_samples)), model)
                 found = trial.find()
         # Models and losses of users may fail on a few samples in any way; Trainer's own step says so if it fails too.
@@ -130,6 +132,9 @@ class ComputedOnce:
             else:
                 self._decide(each, trial, num_samples)
         self._epoch, self._checked_at = self._present_epoch, self.trainer.state.global_step
+        if self._serving:
+            # Before the user's own, which may change a part when an epoch has ended.
+            self.trainer.callback_handler.callbacks.insert(0, self._at_end)
 
     def _trial(self, inputs: dict[str, Any], model: nn.Module) -> Trial:
         trainer = self.trainer
@@ -184,7 +189,6 @@ class ComputedOnce:
         part.store, part.is_training = store, lambda: bool(self.trainer.model.training)
         given = rows.take(np.arange(min(NUM_CHECKED, rows.number)))
         serving = _Serving(part, Rows.of(*given), [], _watch_of(part), store)
-        serving.output = self._computed(serving)
         self._name_weights(serving)
         part.module.forward = part
         self._serving.append(serving)
@@ -238,6 +242,8 @@ class ComputedOnce:
         return int(self.trainer.state.epoch or 0)
 
     def _name_weights(self, serving: _Serving) -> None:
+        """Serve records of the part's present weights."""
+        serving.watch, serving.output = _watch_of(serving.part), self._computed(serving)
         serving.store.use_weights(f"{self._weights_key(serving.part)} {serving.num_distrusted}")
 
     def _computed(self, serving: _Serving) -> list[torch.Tensor]:
@@ -248,32 +254,40 @@ class ComputedOnce:
     def _check(self) -> None:
         is_new_epoch = self._present_epoch != self._epoch
         for serving in self._serving:
-            if serving.watch.has_changed(thoroughly=is_new_epoch):
-                serving.watch = _watch_of(serving.part)
-                serving.output = self._computed(serving)
+            if serving.watch.has_changed():
                 self._say(f"Weights of {serving.part.name} were changed from outside: its outputs are computed again.")
                 self._name_weights(serving)
-            elif is_new_epoch:
-                self._check_output(serving)
         if is_new_epoch:
-            self._epoch, self._checked_at = self._present_epoch, self.trainer.state.global_step
+            self.check_thoroughly()
+            self._epoch = self._present_epoch
             for serving in list(self._serving):
                 self._stop_if_useless(serving)
 
-    def _check_output(self, serving: _Serving) -> None:
-        part, found, tolerance = serving.part, self._computed(serving), SAME_BATCH_TOLERANCE[precision_of(self.args)]
-        if not any(differs(one, other, tolerance) for one, other in zip(found, serving.output, strict=True)):
+    def check_thoroughly(self) -> None:
+        """Check all bytes of the parts' weights, and what they compute, at the begin and the end of an epoch.
+
+        Raises:
+            ValueError: a part was changed unseen, and batches since the last check may have read records of before.
+        """
+        tolerance = SAME_BATCH_TOLERANCE[precision_of(self.args)]
+        for serving in self._serving:
+            part, found = serving.part, self._computed(serving)
+            is_other = any(differs(one, other, tolerance) for one, other in zip(found, serving.output, strict=True))
+            if is_other or serving.watch.has_changed(thoroughly=True):
+                if part.counts.hits > serving.has_served:
+                    step = self.trainer.state.global_step
+                    raise ValueError(
+                        f"Steps {self._checked_at + 1} to {step} may have used stored outputs of {part.name} that do "
+                        "not hold any more: it computes something else now, and no version counter shows it (a write "
+                        "past autograd, a hook, another module or an attribute). Change it between epochs "
+                        "(on_epoch_begin), write with parameter.copy_() under torch.no_grad(), or set "
+                        "activation_cache='off'."
+                    )
+                serving.num_distrusted += 1
+                self._say(f"{part.name} was changed from outside: its outputs are computed again.")
+                self._name_weights(serving)
             serving.has_served = part.counts.hits
-            return
-        if part.counts.hits > serving.has_served:
-            raise ValueError(
-                f"Steps {self._checked_at + 1} to {self.trainer.state.global_step} may have used stored outputs of "
-                f"{part.name} that do not hold any more: it computes something else now, and no version counter shows "
-                "it (a write past autograd, a hook, another module or an attribute). Change it between epochs "
-                "(on_epoch_begin), write with parameter.copy_() under torch.no_grad(), or set activation_cache='off'."
-            )
-        serving.output, serving.num_distrusted = found, serving.num_distrusted + 1
-        self._name_weights(serving)
+        self._checked_at = self.trainer.state.global_step
 
     def _stop_if_useless(self, serving: _Serving) -> None:
         """End the storing of a part none of whose inputs came again in a whole epoch."""
@@ -291,6 +305,28 @@ class ComputedOnce:
     def _say(self, text: str) -> None:
         if self.context.topology.rank == 0:
             announce(text)
+
+
+class _ChecksEpochs(TrainerCallback):
+    """Checks the parts when an epoch has ended."""
+
+    def __init__(self, computed_once: ComputedOnce) -> None:
+        self._computed_once = computed_once
+
+    def on_epoch_end(self, *_args: Any, **_kwargs: Any) -> None:
+        self._computed_once.check_thoroughly()
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put back what forwards in training mode write into buffers, such as the statistics of batch normalization."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 def _watch_of(part: FrozenPart) -> PrefixWatch:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.adapted import ADDS
 from tests.distributed.replica_worker import compare
 from tests.distributed.scenarios import run
 
@@ -20,7 +21,6 @@ USED = (
     "made by a function",
     "T5",
     "adapters",
-    "an added adapter",
     "defaults: prompts",
     "defaults: several outputs",
     "defaults: a model of transformers without layers",
@@ -53,3 +53,9 @@ pytestmark = pytest.mark.distributed
 
 def test_what_no_pipeline_runs_is_data_parallel_as_in_trainer(tmp_path: Path) -> None:
     assert run(compare, tmp_path, 2, {"names": USED}, timeout=240) == [list(USED)] * 2
+
+
+@ADDS
+def test_an_added_adapter_is_data_parallel_as_in_trainer(tmp_path: Path) -> None:
+    names = ["an added adapter"]
+    assert run(compare, tmp_path, 2, {"names": names}, timeout=240) == [names] * 2

@@ -1,0 +1,229 @@
+"""What a script froze is computed once: the numbers of plain Trainer, and what may not be stored is said."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+from hf_pipetransformer import PipeTransformerTrainer
+from tests.frozen_models import (
+    CASES,
+    NUM_SAMPLES,
+    Case,
+    captions,
+    images,
+    llava,
+    logged,
+    pad,
+    resnet,
+    stack,
+    t5,
+    texts,
+    trainer_of,
+)
+
+
+TOLERANCE = 1e-5
+
+
+def both(case: Case, folder: Path, **options: Any) -> tuple[Trainer, Trainer]:
+    """Plain Trainer and ours after the same training, with losses, norms and weights compared."""
+    plain = trainer_of(Trainer, case, folder / "plain", **options)
+    expected = logged(plain)
+    ours = trainer_of(PipeTransformerTrainer, case, folder / "ours", **options)
+    found = logged(ours)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    for name, weight in plain.model.state_dict().items():
+        torch.testing.assert_close(ours.model.state_dict()[name], weight, rtol=TOLERANCE, atol=TOLERANCE)
+    return plain, ours
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_frozen_is_computed_once_with_trainers_numbers(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = CASES[name]
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        _, ours = both(case, tmp_path)
+    rows = 2 * NUM_SAMPLES if name == "smolvlm" else NUM_SAMPLES
+    assert f"{case.part}: {2 * rows} of {3 * rows} outputs were read instead of computed" in said(caplog)
+    assert all("forward" not in vars(module) for module in ours.model.modules())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bf16": True},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        {"gradient_checkpointing": True},
+        {"per_device_train_batch_size": 5},
+    ],
+    ids=str,
+)
+def test_numbers_are_trainers_under_other_settings(options: dict[str, Any], tmp_path: Path) -> None:
+    both(CASES["llava"], tmp_path, **options)
+
+
+def test_a_record_holds_only_what_is_read(tmp_path: Path) -> None:
+    """Of LLaVA's tower the features of one layer, 16 patches of 32 values; of CLIP's the pooled output."""
+
+    def values_of_record(name: str) -> int:
+        trainer = trainer_of(PipeTransformerTrainer, CASES[name], tmp_path / name)
+        found: list[int] = []
+
+        class Look(TrainerCallback):
+            def on_epoch_end(self, *_args: Any, **_kwargs: Any) -> None:
+                (serving,) = trainer.pipeline_run.trainings.computed_once._serving
+                found.append(int(serving.store._store.entries(np.arange(1))["length"][0]))
+
+        trainer.add_callback(Look())
+        trainer.train()
+        return found[-1]
+
+    assert values_of_record("llava") == 17 * 32
+    assert values_of_record("clip") == 32
+
+
+# ---- what may not be stored ----
+
+
+def test_dropout_stays_as_in_trainer_unless_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = Case(lambda: t5(dropout=0.1), texts, "encoder", pad)
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(case, tmp_path / "auto", activation_cache="auto")
+    assert "encoder is frozen and computed as in Trainer in every epoch: it draws random numbers" in said(caplog)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        found = logged(trainer_of(PipeTransformerTrainer, case, tmp_path / "on"))
+    assert "is computed once in evaluation mode, without dropout" in said(caplog)
+    plain = trainer_of(Trainer, case, tmp_path / "plain")
+
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        plain.model.encoder.eval()
+        return forward(*args, **kwargs)
+
+    forward, plain.model.forward = plain.model.forward, evaluated
+    np.testing.assert_allclose(found, logged(plain), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_batch_statistics_are_kept_as_in_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(Case(resnet, images, "resnet"), tmp_path, activation_cache="auto")
+    assert "keeps statistics of its batches (batch normalization in training mode)" in said(caplog)
+
+
+def test_a_part_that_looks_at_the_whole_batch_is_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Centred(torch.nn.Linear):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return super().forward(given - given.mean(0))
+
+    def build() -> torch.nn.Module:
+        model = CASES["whisper"].build()
+        model.model.encoder.layers[1].fc2 = Centred(64, 32).requires_grad_(False)
+        return model
+
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(Case(build, CASES["whisper"].data, "model.encoder"), tmp_path)
+    assert "it depends on the other samples of its batch" in said(caplog)
+
+
+def test_a_hook_inside_a_part_goes_on_seeing_every_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[int] = []
+
+    def build() -> torch.nn.Module:
+        model = CASES["whisper"].build()
+        model.model.encoder.layers[0].register_forward_hook(lambda *_: seen.append(1))
+        return model
+
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(Case(build, CASES["whisper"].data, "model.encoder"), tmp_path)
+    assert "it has a hook on layers.0, which would not run" in said(caplog)
+
+
+def test_images_augmented_anew_end_the_storing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Noisy(torch.utils.data.Dataset[Any]):
+        rows = captions()
+
+        def __len__(self) -> int:
+            return len(self.rows)
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            row = self.rows[index]
+            return {**row, "pixel_values": row["pixel_values"] + 0.1 * torch.randn(3, 32, 32)}
+
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(Case(llava, lambda: Noisy(), "model.vision_tower"), tmp_path)  # type: ignore[arg-type, return-value]
+    assert "none of its inputs came a second time" in said(caplog)
+
+
+# ---- what changes in a run ----
+
+
+class Changes(TrainerCallback):
+    """Changes the weights of LLaVA's tower after the second epoch has begun or in its middle."""
+
+    def __init__(self, at: str, past_autograd: bool) -> None:
+        self.at, self.past_autograd = at, past_autograd
+
+    def _change(self, model: torch.nn.Module) -> None:
+        weight = next(p for n, p in model.named_parameters() if "vision_tower" in n and "layers.0.mlp.fc1.weight" in n)
+        with torch.no_grad():
+            if self.past_autograd:
+                weight.data[0] = 1.0
+            else:
+                weight.add_(0.5)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self.at == "epoch" and state.epoch:
+            self._change(model)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self.at == "step" and state.global_step == 4:
+            self._change(model)
+
+
+def changed(kind: type, folder: Path, at: str, past_autograd: bool) -> Any:
+    trainer = trainer_of(kind, CASES["llava"], folder / kind.__name__)
+    trainer.add_callback(Changes(at, past_autograd))
+    return logged(trainer)
+
+
+@pytest.mark.parametrize(("at", "past_autograd"), [("epoch", False), ("epoch", True), ("step", False)])
+def test_weights_that_are_changed_are_followed(at: str, past_autograd: bool, tmp_path: Path) -> None:
+    expected, found = (changed(kind, tmp_path, at, past_autograd) for kind in (Trainer, PipeTransformerTrainer))
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_change_that_shows_too_late_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Steps 4 to 6 may have used stored outputs of .*vision_tower.* no version"):
+        changed(PipeTransformerTrainer, tmp_path, "step", past_autograd=True)
+
+
+def test_a_kept_store_serves_the_next_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = {"activation_cache_keep": True, "activation_cache_dir": str(tmp_path / "cache")}
+    plain = logged(trainer_of(Trainer, CASES["whisper"], tmp_path / "plain"))
+    for number, read in enumerate((2 * NUM_SAMPLES, 3 * NUM_SAMPLES - 4)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+            found = logged(trainer_of(PipeTransformerTrainer, CASES["whisper"], tmp_path / str(number), **kept))
+        np.testing.assert_allclose(found, plain, rtol=TOLERANCE, atol=TOLERANCE)
+        assert f"model.encoder: {read} of {3 * NUM_SAMPLES} outputs were read" in said(caplog)
+
+
+def test_stacks_are_left_alone(tmp_path: Path) -> None:
+    """A model whose trained part alone is given stores nothing and has no part."""
+    trainer = trainer_of(PipeTransformerTrainer, Case(lambda: CASES["clip"].build().requires_grad_(True),
+        CASES["clip"].data, "", CASES["clip"].collate), tmp_path, activation_cache="auto")  # fmt: skip
+    logged(trainer)
+    assert not trainer.pipeline_run.trainings.computed_once._serving
+    assert stack([{"a": 1}])["a"].tolist() == [1]
