@@ -126,9 +126,9 @@ class Trial:
         try:
             rows = Rows.of(call.args, call.kwargs)
             if not rows.number:
-                raise NotStorableError("gets no rows")
+                return Found(part, call, 0.0, 0, "gets an empty batch")
             if (hook := _hook_inside(part.module)) is not None:
-                raise NotStorableError(f"has a hook on {hook}, which would not run")
+                raise NotStorableError(f"has a hook on {hook} that stored outputs would pass by")
             seconds = call.seconds / rows.number
             reason = self._changes(part, call)
             if reason is not None and not self.may_evaluate:
@@ -222,7 +222,7 @@ class Trial:
         first, whole = [], []
         for call in noted:
             sources = [leaf for leaf in call if leaf.requires_grad]
-            found = iter(torch.autograd.grad(loss, sources, allow_unused=True, retain_graph=True))
+            found = iter(torch.autograd.grad(loss, sources, allow_unused=True, retain_graph=True) if sources else ())
             for number, leaf in enumerate(call):
                 gradient = next(found) if leaf.requires_grad else None
                 if leaf.requires_grad and gradient is None:

@@ -236,7 +236,8 @@ def test_ranks_without_a_heartbeat_end_the_run_though_nobody_waits_for_them(monk
         board._watch._store = SimpleNamespace(set=_hang)
     assert aborted.wait(15)
     cause = boards[0].report("Lost contact", is_first_hand=False)
-    assert cause.startswith("rank 2") and "not answer" in cause and "no heartbeat of rank" in cause
+    # Both are silent, and which of them is named first is up to the moment.
+    assert cause.startswith(("rank 2", "rank 3")) and "not answer" in cause and "no heartbeat of rank" in cause
     boards[0].end()
 
 

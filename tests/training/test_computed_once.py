@@ -147,7 +147,7 @@ def test_a_hook_inside_a_part_goes_on_seeing_every_batch(tmp_path: Path, caplog:
 
     with caplog.at_level(logging.INFO, "hf_pipetransformer"):
         both(Case(build, CASES["whisper"].data, "model.encoder"), tmp_path)
-    assert "it has a hook on layers.0, which would not run" in said(caplog)
+    assert "it has a hook on layers.0 that stored outputs would pass by" in said(caplog)
 
 
 def test_images_augmented_anew_end_the_storing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

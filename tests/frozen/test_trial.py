@@ -1,0 +1,145 @@
+"""What of a model is frozen, what of it may be stored, and why the rest may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from hf_pipetransformer.frozen.part import Pick
+from hf_pipetransformer.frozen.trial import Found, Trial, maximal_frozen
+
+
+class Tower(nn.Module):
+    """Features `(batch, tokens, 4)` and their mean, in other rows or kinds as a test asks."""
+
+    def __init__(self, change: Callable[[torch.Tensor], Any] = lambda hidden: hidden) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).requires_grad_(False)
+        self.change = change
+
+    def forward(self, pixels: torch.Tensor) -> Any:
+        hidden = self.change(self.layer(pixels))
+        pooled = hidden.mean(1) if isinstance(hidden, torch.Tensor) and hidden.dim() > 2 else None
+        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
+
+
+class Model(nn.Module):
+    def __init__(self, tower: nn.Module, read: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.tower, self.read, self.head = tower, read, nn.Linear(4, 1)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.head(self.read(self.tower(pixels)))
+
+
+def found_in(model: nn.Module, may_evaluate: bool = False) -> list[Found]:
+    pixels = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+
+    def run() -> tuple[torch.Tensor, Any]:
+        torch.manual_seed(0)
+        output = model(pixels)
+        return output.square().mean(), output
+
+    return Trial(model.train(), run, "fp32", may_evaluate).find()
+
+
+def pooled(output: Any) -> torch.Tensor:
+    return output.pooler_output
+
+
+def test_the_largest_modules_without_trained_parameters_are_frozen() -> None:
+    model = Model(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), lambda hidden: hidden)
+    assert maximal_frozen(model) == {}
+    model.tower.requires_grad_(False)
+    assert list(maximal_frozen(model)) == ["tower"]
+    model.tower[2].bias.requires_grad_(True)
+    assert list(maximal_frozen(model)) == ["tower.0"]
+
+
+@pytest.mark.parametrize(
+    ("read", "picks"),
+    [
+        (pooled, (Pick(1),)),
+        (lambda output: output.last_hidden_state, (Pick(0),)),
+        (lambda output: output.last_hidden_state[:, 0], (Pick(0, is_first=True),)),
+        (lambda output: output.last_hidden_state[:, 1], (Pick(0),)),
+        (lambda output: output[0][:, 0] + output[1], (Pick(0, is_first=True), Pick(1))),
+    ],
+)
+def test_a_record_has_what_is_read(read: Callable[[Any], torch.Tensor], picks: tuple[Pick, ...]) -> None:
+    (found,) = found_in(Model(Tower(), read))
+    assert found.why_not is None and found.part.name == "tower" and found.rows == 3
+    assert found.part.reading.picks == picks
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda hidden: nn.functional.dropout(hidden, 0.5), "draws random numbers (dropout)"),
+        (lambda hidden: hidden - hidden.mean(0), "depends on the other samples of its batch"),
+        (lambda hidden: hidden.flatten(0, 1)[:, None], "gives outputs of shape (15, 1, 4), (15, 4) for 3 rows"),
+        (lambda hidden: hidden.to(torch.complex64), "expected one kind of floating point numbers"),
+    ],
+)
+def test_what_may_not_be_stored_is_said(change: Callable[[torch.Tensor], Any], reason: str) -> None:
+    (found,) = found_in(Model(Tower(change), lambda output: output.last_hidden_state.real.reshape(3, 5, 4)))
+    assert found.why_not is not None and reason in found.why_not
+
+
+def test_what_the_loss_does_not_read_is_not_stored() -> None:
+    (found,) = found_in(Model(Tower(), lambda output: torch.ones_like(output.pooler_output)))
+    assert found.why_not == "gives nothing that the loss depends on"
+
+
+def test_what_reads_past_the_outputs_is_found() -> None:
+    """The model reads a value that the tower has left on itself."""
+
+    class Leaves(Tower):
+        def forward(self, pixels: torch.Tensor) -> Any:
+            self.left = [self.layer(pixels).mean(1), *getattr(self, "left", [])][:1]
+            return super().forward(pixels)
+
+    def read(output: Any) -> torch.Tensor:
+        return output.pooler_output + tower.left.pop()
+
+    tower = Leaves()
+    with pytest.raises(IndexError):
+        found_in(Model(tower, read))
+
+
+def test_dropout_may_be_left_out_where_asked() -> None:
+    class Drops(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, pixels: torch.Tensor) -> Any:
+            return super().forward(self.drop(pixels))
+
+    (found,) = found_in(Model(Drops(), pooled))
+    assert found.has_dropout and found.why_not == "draws random numbers (dropout)"
+    model = Model(Drops(), pooled)
+    (found,) = found_in(model, may_evaluate=True)
+    assert found.why_not is None and found.part.in_evaluation and model.tower.drop.training
+
+
+def test_a_tower_is_not_looked_up_above_another() -> None:
+    """The second gets what the first gives, and would be skipped with it."""
+    model = Model(nn.Sequential(Tower(), Tower()), pooled)
+    model.tower = nn.ModuleDict({"one": Tower(), "other": nn.Linear(4, 4).requires_grad_(False)})
+    model.tower["head"] = nn.Linear(4, 4)
+
+    class Chained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model.tower
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return self.parts["head"](self.parts["other"](self.parts["one"](pixels).last_hidden_state))
+
+    assert [found.part.name for found in found_in(Chained())] == ["parts.one"]

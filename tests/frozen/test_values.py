@@ -1,0 +1,90 @@
+"""Rows of a call: what they are known by, alone and among others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
+
+
+def digests(*args: Any, salt: bytes = b"", **kwargs: Any) -> list[tuple[int, int]]:
+    return [tuple(row) for row in Rows.of(args, kwargs).digests(salt).tolist()]
+
+
+def test_tensors_are_found_and_changed_wherever_they_are() -> None:
+    one, other = torch.ones(2), torch.zeros(3)
+    value = BaseModelOutput(last_hidden_state=one, hidden_states=(one, {"a": [other, None, 3]}))
+    assert [id(each) for each in tensors_of(value)] == [id(one), id(one), id(other)]
+    changed = rebuilt(value, lambda tensor: tensor + 1)
+    assert isinstance(changed, BaseModelOutput)
+    assert changed.hidden_states[1]["a"][0].tolist() == [1, 1, 1] and changed.hidden_states[1]["a"][1:] == [None, 3]
+    with pytest.raises(NotStorableError, match="has a DynamicCache among its inputs or outputs, expected tensors"):
+        tensors_of((one, DynamicCache()))
+
+
+def test_a_row_is_known_by_its_own_content_alone() -> None:
+    images = torch.randn(4, 3, 5, dtype=torch.float64)
+    alone = [digests(image[None])[0] for image in images]
+    assert digests(images) == alone
+    assert digests(images[[2, 0]]) == [alone[2], alone[0]]
+    assert len({*alone}) == 4
+    changed = images.clone()
+    changed[1, 2, 4] += 1e-9
+    assert [one == other for one, other in zip(digests(changed), alone, strict=True)] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"salt": b"bf16"},
+        {"flag": False},
+        {"scale": torch.tensor([1.0, 2.0, 3.0])},
+        {"mask": torch.tensor([[True], [True]])},
+    ],
+    ids=str,
+)
+def test_whatever_else_a_call_gets_makes_other_rows(other: dict[str, Any]) -> None:
+    images = torch.randn(2, 3)
+    given = {"flag": True, "scale": torch.tensor([1.0, 2.0, 4.0]), "mask": torch.tensor([[True], [False]])}
+    first, second = digests(images, **given), digests(images, **{**given, **other})
+    assert first[1] != second[1]
+    # The first row's mask is the same.
+    assert (first[0] == second[0]) == ("mask" in other)
+    assert digests(images.float(), **given) != digests(images.half(), **given)
+    assert digests(images.view(2, 3, 1)) != digests(images.view(2, 1, 3))
+
+
+def test_padding_makes_no_other_row_where_it_is_cut() -> None:
+    ids, mask = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    longer = [torch.nn.functional.pad(each, (0, 4)) for each in (ids, mask)]
+    found = digests(ids, attention_mask=mask)
+    assert digests(longer[0], attention_mask=longer[1]) == found
+    assert digests(ids[1:, :2], attention_mask=mask[1:, :2]) == found[1:]
+    # What is masked inside a text belongs to it.
+    hole = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    assert digests(ids, attention_mask=hole)[0] != found[0]
+    whole = Rows.of((ids,), {"attention_mask": mask}, cuts_padding=False)
+    assert whole.lengths is None and whole.length == 0
+    longer_whole = Rows.of((longer[0],), {"attention_mask": longer[1]}, cuts_padding=False)
+    assert (whole.digests(b"") != longer_whole.digests(b"")).all()
+
+
+def test_some_rows_are_taken_and_padded() -> None:
+    ids, mask = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    rows = Rows.of((ids, "flag"), {"attention_mask": mask, "table": torch.ones(7)})
+    assert rows.lengths is not None and rows.lengths.tolist() == [3, 2]
+    args, kwargs = rows.take(np.array([1]), length=4)
+    assert args[0].tolist() == [[8, 9, 0, 0]] and args[1] == "flag"
+    assert kwargs["attention_mask"].tolist() == [[1, 1, 0, 0]] and kwargs["table"].shape == (7,)
+
+
+def test_a_call_without_rows_is_refused() -> None:
+    for args in ((), (torch.tensor(1.0),), ("text",)):
+        with pytest.raises(NotStorableError, match="takes no tensor with a row for each sample"):
+            Rows.of(args, {})
