@@ -29,13 +29,13 @@ INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.demo_installed
 CHECKED := hf_pipetransformer scripts tests examples
 
-.PHONY: help demo docs tables cards test test-all test-lowest test-latest test-faults families gpu-check quality style
+.PHONY: help demo docs tables cards test test-all test-nightly test-lowest test-latest test-faults families gpu-check quality style
 .PHONY: benchmark benchmark-quick pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
 	@echo "make docs       the site in build/site, without a network; make tables: tables of the pages from benchmarks/"
-	@echo "make test       the tests of every change; make test-all: all of them"
+	@echo "make test       the tests of every change; make test-nightly: the others, make test-all: all of them"
 	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows; test-latest: the newest"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
 	@echo "make cards      the runs of the cards in model_cards/, beside plain Trainer, half an hour"
@@ -67,8 +67,7 @@ demo: $(DEMO_INSTALLED)
 
 # What starts several processes leaves cores half idle: the tests run in two halves, and the other half prints when it is
 # done. Whatever is not named here runs in the other half.
-LAUNCHING := $(filter-out tests/distributed/test_equality.py,$(wildcard tests/distributed/test_*.py)) \
-	tests/gpu/test_checks.py tests/scripts/test_scripts.py $(wildcard tests/conformance/test_*.py)
+LAUNCHING := $(wildcard tests/distributed/test_*.py) tests/gpu/test_checks.py
 
 test: $(INSTALLED)
 	@log=$$(mktemp); \
@@ -80,6 +79,10 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu"
+
+# What `make test` leaves out: tests/nightly.py, and what is marked slow where it stands. An hour or two.
+test-nightly: $(INSTALLED)
+	$(BIN)/python -m pytest -m "slow and not gpu"
 
 # The lower bounds of pyproject.toml as constraints of pip, in an environment of its own.
 test-lowest:

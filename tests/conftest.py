@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import is_nightly
+
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_nightly(item.nodeid):
+            item.add_marker(pytest.mark.slow)
     if SHARED.is_dir():
         return
     skip = pytest.mark.skip(reason="needs the folders ../shared/data and ../shared/models beside the repository")
