@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,11 @@ class FrozenPart:
             del self.module.forward
             if own is not None:
                 self.module.forward = own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Give a copy of the model its own forward: a callback may keep an average of the weights."""
+        copied = memo[id(self.module)]
+        return MethodType(type(copied).forward, copied)
 
     def compute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's own forward, in evaluation mode if it is to be without dropout."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,13 +46,18 @@ def maximal_frozen(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a module in a forward of the whole model."""
+    """A call of a module in a forward of the whole model; without what it got and gave if that depends on training."""
 
     name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
     seconds: float
+    depends_on_trained: bool
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    output: Any = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return _tensors_in((self.args, self.kwargs))
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,14 @@ class Trial:
 
     Args:
         run: computes the loss and the outputs of the samples, each time with the same random numbers.
+        given: the tensors of the samples.
         precision: `fp32`, `bf16` or `fp16`.
         may_evaluate: True if parts with dropout may be run in evaluation mode instead.
     """
 
     model: nn.Module
     run: Callable[[], tuple[torch.Tensor, Any]]
+    given: Sequence[torch.Tensor]
     precision: str
     may_evaluate: bool
     seconds: float = 0.0
@@ -104,9 +111,8 @@ class Trial:
         for name, own in by_name.items():
             if sum(call.seconds for call in own) < WORTH * self.seconds:
                 continue
-            given = _tensors_in((own[0].args, own[0].kwargs))
             # What computes from stored outputs, or from what is trained, is not looked up itself.
-            if any(each.requires_grad or _memory(each) in taken for each in given):
+            if own[0].depends_on_trained or any(_memory(each) in taken for each in own[0].tensors):
                 continue
             found.append(self._tried(FrozenPart(name, candidates[name]), own[0]))
             taken |= {_memory(each) for call in own for each in _tensors_in(call.output)}
@@ -114,12 +120,13 @@ class Trial:
 
     def _watch(self, candidates: dict[str, nn.Module]) -> list[Call]:
         calls: list[Call] = []
+        given = {_memory(each) for each in self.given}
         with ExitStack() as stack:
             for name, module in candidates.items():
-                stack.enter_context(_noting(name, module, calls))
-            start = time.perf_counter()
+                stack.enter_context(_noting(name, module, given, calls))
+            start = _now()
             self.run()
-            self.seconds = time.perf_counter() - start
+            self.seconds = _now() - start
         return calls
 
     def _tried(self, part: FrozenPart, call: Call) -> Found:
@@ -140,6 +147,9 @@ class Trial:
             return Found(part, call, seconds, rows.number, reason)
         except NotStorableError as error:
             return Found(part, call, 0.0, 0, str(error))
+        # Code of others on a few rows: whatever it raises, Trainer's own step may go well.
+        except Exception as error:
+            return Found(part, call, 0.0, 0, f"raises {type(error).__name__} on some of its rows: {error}")
 
     def _changes(self, part: FrozenPart, call: Call) -> str | None:
         """Return why two calls with the same inputs are not the same."""
@@ -264,16 +274,21 @@ class Trial:
 
 
 @contextmanager
-def _noting(name: str, module: nn.Module, calls: list[Call]) -> Iterator[None]:
+def _noting(name: str, module: nn.Module, given: set[int], calls: list[Call]) -> Iterator[None]:
     started: list[float] = []
 
     def before(_module: nn.Module, _args: Any) -> None:
-        started.append(time.perf_counter())
+        started.append(_now())
 
     def after(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        seconds = time.perf_counter() - started.pop()
-        # A copy: models of several modalities write into what their towers return.
-        calls.append(Call(name, args, kwargs, _copied(output), seconds))
+        seconds, inputs = _now() - started.pop(), _tensors_in((args, kwargs))
+        # Without gradients, as in a recomputed layer, only the samples themselves are known not to depend on training.
+        is_free = torch.is_grad_enabled() and not any(each.requires_grad for each in inputs)
+        if is_free or all(_memory(each) in given for each in inputs):
+            # A copy: models of several modalities write into what their towers return.
+            calls.append(Call(name, seconds, False, args, kwargs, _copied(output)))
+        else:
+            calls.append(Call(name, seconds, True))
 
     hooks = module.register_forward_pre_hook(before), module.register_forward_hook(after, with_kwargs=True)
     try:
@@ -281,6 +296,13 @@ def _noting(name: str, module: nn.Module, calls: list[Call]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _now() -> float:
+    """Return the time in seconds, of the device's work too."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _copied(output: Any) -> Any:

@@ -149,7 +149,8 @@ class ComputedOnce:
                     trainer.model_wrapped, dict(given), return_outputs=True, num_items_in_batch=items
                 )
 
-        return Trial(model, run, precision_of(self.args), self.args.activation_cache == "on")
+        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+        return Trial(model, run, tensors, precision_of(self.args), self.args.activation_cache == "on")
 
     def _say_why_not(self, found: Found, trial: Trial) -> None:
         share = found.seconds * found.rows / trial.seconds if trial.seconds else 0.0

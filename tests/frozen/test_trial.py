@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ def found_in(model: nn.Module, may_evaluate: bool = False) -> list[Found]:
         output = model(pixels)
         return output.square().mean(), output
 
-    return Trial(model.train(), run, "fp32", may_evaluate).find()
+    return Trial(model.train(), run, [pixels], "fp32", may_evaluate).find()
 
 
 def pooled(output: Any) -> torch.Tensor:
@@ -108,8 +109,8 @@ def test_what_reads_past_the_outputs_is_found() -> None:
         return output.pooler_output + tower.left.pop()
 
     tower = Leaves()
-    with pytest.raises(IndexError):
-        found_in(Model(tower, read))
+    (found,) = found_in(Model(tower, read))
+    assert found.why_not is not None and found.why_not.startswith("raises IndexError")
 
 
 def test_dropout_may_be_left_out_where_asked() -> None:
@@ -126,6 +127,44 @@ def test_dropout_may_be_left_out_where_asked() -> None:
     model = Model(Drops(), pooled)
     (found,) = found_in(model, may_evaluate=True)
     assert found.why_not is None and found.part.in_evaluation and model.tower.drop.training
+
+
+class InnerModel(Model):
+    """The tower runs without gradients on the samples, or on what is trained."""
+
+    def __init__(self, is_first: bool) -> None:
+        super().__init__(Tower(), pooled)
+        self.is_first, self.before = is_first, nn.Linear(4, 4)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        trained = self.before(pixels)
+        with torch.no_grad():
+            output = self.tower(pixels if self.is_first else trained)
+        return self.head(pooled(output)) + trained.mean()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_part_without_gradients_is_looked_up_only_on_samples_themselves(is_first: bool) -> None:
+    assert [found.part.name for found in found_in(InnerModel(is_first))] == (["tower"] if is_first else [])
+
+
+def test_a_part_that_fails_on_some_rows_is_left_alone() -> None:
+    class OfThree(Tower):
+        def forward(self, pixels: torch.Tensor) -> Any:
+            return super().forward(pixels + torch.zeros(3, 1, 1))
+
+    (found,) = found_in(Model(OfThree(), pooled))
+    assert found.why_not is not None
+
+
+def test_a_copy_of_the_model_computes_by_itself() -> None:
+    model = Model(Tower(), pooled)
+    (found,) = found_in(model)
+    model.tower.forward = found.part
+    copied = copy.deepcopy(model)
+    assert copied.tower.forward.__self__ is copied.tower
+    pixels = torch.randn(2, 5, 4)
+    torch.testing.assert_close(copied(pixels), model(pixels))
 
 
 def test_a_tower_is_not_looked_up_above_another() -> None:
