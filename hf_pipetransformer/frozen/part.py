@@ -37,17 +37,24 @@ class Reading:
         picks: the output tensors that are read, in their order.
         cuts_padding: True if what lies beyond a row's last real token may be zero.
         of_tokens: output tensors whose second dimension is the padded length of the call.
+        is_whole: True if the picks are all output tensors, as wholes.
     """
 
     picks: tuple[Pick, ...]
     cuts_padding: bool = True
     of_tokens: frozenset[int] = frozenset()
+    is_whole: bool = False
 
     @property
     def is_by_token(self) -> bool:
         """True if records have one entry a token, up to the last real one."""
         only = self.picks[0] if len(self.picks) == 1 else Pick(-1)
         return self.cuts_padding and only.number in self.of_tokens and not only.is_first
+
+    @property
+    def is_complete(self) -> bool:
+        """True if records hold all of the outputs."""
+        return self.is_whole and not self.is_by_token
 
     def records(self, leaves: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
         """Return the records `(rows, tokens, values)` of output tensors; without tokens a row's values are in a line.
@@ -134,7 +141,7 @@ class FrozenPart:
         self.in_evaluation = False
         """True to run it in evaluation mode, without dropout."""
         self.is_training: Callable[[], bool] = lambda: True
-        """Says if the model trains; evaluations compute, because their outputs may show what no loss reads."""
+        """Says if the model trains: the outputs of evaluations may show what no loss reads."""
         self.reading = Reading(())
         self.store: ContentStore | None = None
         self.counts = Counts()
@@ -174,7 +181,8 @@ class FrozenPart:
         """Return the module's outputs, those of rows that were stored from their records."""
         try:
             rows = Rows.of(args, kwargs, self.reading.cuts_padding)
-            if self.store is not None and not self.store.is_off and rows.number and self.is_training():
+            is_enough = self.reading.is_complete or self.is_training()
+            if self.store is not None and not self.store.is_off and rows.number and is_enough:
                 return self._looked_up(rows, self.store)
         # Another kind of call than those that were tried.
         except NotStorableError:

@@ -203,17 +203,21 @@ class Trial:
         with part.replaced(lambda *args, **kwargs: part.compute(args, kwargs)):
             loss, outputs = self.run()
             expected = [loss.detach(), *_tensors_in(outputs)]
-        first, all_read = self._picks(part)
+        first, all_read, number = self._picks(part)
         if not all_read:
             return "gives nothing that the loss depends on"
         for picks, cuts in ((first, True), (all_read, True), (all_read, False)):
-            part.reading = Reading(tuple(picks), cuts, part.reading.of_tokens)
+            is_whole = len(picks) == number and not any(pick.is_first for pick in picks)
+            part.reading = Reading(tuple(picks), cuts, part.reading.of_tokens, is_whole)
             if self._is_enough(part, expected):
                 return None
         return "is used for more than what it returns (its layers are read by a hook, or for hidden states)"
 
-    def _picks(self, part: FrozenPart) -> tuple[list[Pick], list[Pick]]:
-        """Return the outputs that the loss depends on, those of first positions told apart, and the same as wholes."""
+    def _picks(self, part: FrozenPart) -> tuple[list[Pick], list[Pick], int]:
+        """Return the outputs that the loss depends on, those of first positions told apart, and the same as wholes.
+
+        And the number of all outputs.
+        """
         noted: list[list[torch.Tensor]] = []
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -240,7 +244,7 @@ class Trial:
                 is_first = gradient is not None and gradient.dim() > 2 and not gradient[:, 1:].any()
                 whole.append(Pick(number))
                 first.append(Pick(number, bool(is_first)))
-        return list(dict.fromkeys(first)), list(dict.fromkeys(whole))
+        return list(dict.fromkeys(first)), list(dict.fromkeys(whole)), max(map(len, noted), default=0)
 
     def _is_enough(self, part: FrozenPart, expected: Sequence[torch.Tensor]) -> bool:
         """Return True if the model's loss and outputs are the same from the part's records alone.

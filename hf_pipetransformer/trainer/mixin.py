@@ -13,7 +13,7 @@ from typing import Any, get_args
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
 from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.topology import Topology, let_group_threads_finish
@@ -239,6 +239,12 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         if self.pipeline_run.is_left_to_trainer:
             self.pipeline_run.trainings.computed_once.begin_step(inputs)
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate or predict; frozen parts of a run that is left to Trainer are looked up here, too."""
+        if self.pipeline_run.is_left_to_trainer:
+            self.pipeline_run.trainings.computed_once.begin_evaluation()
+        return super().evaluation_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.

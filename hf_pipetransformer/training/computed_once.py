@@ -92,6 +92,10 @@ class ComputedOnce:
         elif self._serving:
             self._check()
 
+    def begin_evaluation(self) -> None:
+        """Notice weights that were changed since the last step, for parts that evaluations look up too."""
+        self._notice_changed_weights()
+
     def end(self) -> None:
         """Let the modules run their own forward again, and say what was saved."""
         for serving in self._serving:
@@ -207,10 +211,12 @@ class ComputedOnce:
             self._say(f"{part.name}: {len(store)} outputs of an earlier run are used where inputs are the same.")
 
     def _num_rows(self, of_a_sample: float) -> int:
-        dataset = self.trainer.train_dataset
-        if not hasattr(dataset, "__len__"):
+        evaluated = self.trainer.eval_dataset
+        others = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
+        known = [each for each in (self.trainer.train_dataset, *others) if each is not None]
+        if not all(hasattr(each, "__len__") for each in known):
             return MOST_ROWS
-        return int(1.1 * of_a_sample * len(dataset)) + 64
+        return int(1.1 * of_a_sample * sum(map(len, known))) + 64
 
     def _max_bytes(self) -> float:
         asked = self.args.activation_cache_max_gb
@@ -253,16 +259,18 @@ class ComputedOnce:
             return tensors_of(serving.part.compute(*serving.given.given))
 
     def _check(self) -> None:
-        is_new_epoch = self._present_epoch != self._epoch
-        for serving in self._serving:
-            if serving.watch.has_changed():
-                self._say(f"Weights of {serving.part.name} were changed from outside: its outputs are computed again.")
-                self._name_weights(serving)
-        if is_new_epoch:
+        self._notice_changed_weights()
+        if self._present_epoch != self._epoch:
             self.check_thoroughly()
             self._epoch = self._present_epoch
             for serving in list(self._serving):
                 self._stop_if_useless(serving)
+
+    def _notice_changed_weights(self) -> None:
+        for serving in self._serving:
+            if serving.watch.has_changed():
+                self._say(f"Weights of {serving.part.name} were changed from outside: its outputs are computed again.")
+                self._name_weights(serving)
 
     def check_thoroughly(self) -> None:
         """Check all bytes of the parts' weights, and what they compute, at the begin and the end of an epoch.

@@ -1,0 +1,190 @@
+"""What a script froze is computed once: later epochs beside plain Trainer, and beside the frozen part for nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+    Trainer,
+    ViTConfig,
+    ViTForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForSequenceClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+    set_seed,
+)
+
+from .measure import Settings, alternate, experiment, largest_difference, launch, ratios, report, summary
+from .training import StepClock, Timed, losses_of, make_trainer
+
+
+Rows = list[dict[str, Any]]
+NUM_STEPS = 4
+"""Of an epoch."""
+IMAGE_TOKEN = 1
+
+
+def whisper_tiny() -> nn.Module:
+    """As openai/whisper-tiny, with its own sizes."""
+    sizes = {"d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "vocab_size": 51865}
+    heads = {"encoder_attention_heads": 6, "decoder_attention_heads": 6}
+    model = WhisperForConditionalGeneration(
+        WhisperConfig(encoder_ffn_dim=1536, decoder_ffn_dim=1536, **sizes, **heads)
+    )
+    model.freeze_encoder()
+    return model
+
+
+def sounds(count: int) -> Rows:
+    return [{"input_features": torch.randn(80, 3000), "labels": torch.randint(0, 50000, (40,))} for _ in range(count)]
+
+
+def vit_small() -> nn.Module:
+    """As ViT-S/16; the head alone is trained."""
+    sizes = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+    model = ViTForImageClassification(ViTConfig(num_labels=10, **sizes))
+    model.vit.requires_grad_(False)
+    return model
+
+
+def images(count: int) -> Rows:
+    return [{"pixel_values": torch.randn(3, 224, 224), "labels": i % 10} for i in range(count)]
+
+
+def vision_language() -> nn.Module:
+    """Shapes of SmolVLM-256M, narrowed: half of the tower at 256 pixels, eight layers of language."""
+    vision = {"hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 3072}
+    text = {
+        "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 8, "num_attention_heads": 9, "pad_token_id": 2,
+        "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 8192,
+    }  # fmt: skip
+    config = SmolVLMConfig(
+        vision_config={**vision, "image_size": 256, "patch_size": 16}, text_config=text, image_token_id=IMAGE_TOKEN,
+        scale_factor=4, pad_token_id=2,
+    )  # fmt: skip
+    targets = r".*text_model.*(q_proj|k_proj|v_proj|o_proj)"
+    return get_peft_model(SmolVLMForConditionalGeneration(config), LoraConfig(r=8, target_modules=targets))
+
+
+def captions(count: int) -> Rows:
+    rows = []
+    for _ in range(count):
+        ids = torch.cat([torch.full((16,), IMAGE_TOKEN), torch.randint(3, 8000, (48,))])
+        mask = torch.ones(1, 256, 256, dtype=torch.long)
+        one = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.where(ids != IMAGE_TOKEN, -100)}
+        rows.append({"pixel_values": torch.randn(1, 3, 256, 256), "pixel_attention_mask": mask, **one})
+    return rows
+
+
+def wav2vec2_base() -> nn.Module:
+    """The convolutions of wav2vec2-base below two of its layers, without dropout."""
+    none = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0, "layerdrop": 0.0}
+    model = Wav2Vec2ForSequenceClassification(
+        Wav2Vec2Config(num_hidden_layers=2, num_labels=10, apply_spec_augment=False, **none)
+    )
+    model.freeze_feature_encoder()
+    return model
+
+
+def waves(count: int) -> Rows:
+    return [{"input_values": torch.randn(48000), "labels": i % 10} for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model with a frozen part, its samples, and samples of a batch."""
+
+    build: Callable[[], nn.Module]
+    samples: Callable[[int], Rows]
+    part: str
+    batch: int
+
+
+TASKS = {
+    "linear probe on ViT-S/16": Task(vit_small, images, "vit", 8),
+    "Whisper-tiny, encoder frozen": Task(whisper_tiny, sounds, "model.encoder", 2),
+    "SmolVLM shapes, LoRA on the language model": Task(vision_language, captions, "model.vision_model", 4),
+    "wav2vec2-base, convolutions frozen": Task(wav2vec2_base, waves, "wav2vec2.feature_extractor", 4),
+}
+
+
+class Given(Trainer):
+    """Plain Trainer that gets what the frozen part would give, of the first batch, for nothing."""
+
+    part = ""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+        module = bare.get_submodule(self.part)
+        if "forward" not in vars(module):
+            forward, kept = module.forward, []
+
+            def first(*given: Any, **named: Any) -> Any:
+                kept[:] = kept or [forward(*given, **named)]
+                # Models of several modalities write into what they get.
+                return type(kept[0])(**kept[0]) if hasattr(kept[0], "to_tuple") else kept[0]
+
+            module.forward = first
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def run(name: str, kind: str) -> dict[str, Any]:
+    """Return the seconds of a step in the first epoch and in later ones, and the losses."""
+    task = TASKS[name]
+    set_seed(0)
+    given = {"model": task.build(), "train_dataset": task.samples(NUM_STEPS * task.batch)}
+    base = {"Trainer": Trainer, "ours": Timed, "bound": type("Bound", (Given,), {"part": task.part})}[kind]
+    options = {"num_train_epochs": 3, "logging_strategy": "steps", "logging_steps": 1, "remove_unused_columns": False}
+    ours = {"pipeline_parallel_size": "1"} if kind == "ours" else {}
+    trainer = make_trainer(given, task.batch, base, **options, **ours)
+    clock = StepClock()
+    trainer.add_callback(clock)
+    trainer.train()
+    # The first step of an epoch comes after what its begin checks, and counts like the others.
+    return {
+        "first": statistics.median(clock.seconds[: NUM_STEPS - 1]),
+        "later": statistics.mean(clock.seconds[NUM_STEPS - 1 :]),
+        "losses": losses_of(trainer),
+    }
+
+
+def compare(name: str, rounds: int) -> dict[str, Any]:
+    """Let the contenders take turns."""
+    found = alternate({kind: partial(run, name, kind) for kind in ("Trainer", "ours", "bound")}, rounds)
+    seconds = {
+        kind: {part: [each[part] for each in runs] for part in ("first", "later")} for kind, runs in found.items()
+    }
+    trainers = seconds["Trainer"]["later"]
+    return {
+        "later epochs, times as fast as Trainer": summary(ratios(trainers, seconds["ours"]["later"])),
+        "the bound, times as fast as Trainer": summary(ratios(trainers, seconds["bound"]["later"])),
+        "later epochs over the bound": summary(ratios(seconds["bound"]["later"], seconds["ours"]["later"])),
+        "time of the first epoch over Trainer's": summary(
+            ratios(seconds["ours"]["first"], seconds["Trainer"]["first"])
+        ),
+        "seconds of a step of Trainer": summary(trainers),
+        "largest relative difference of the losses": max(
+            largest_difference(ours["losses"], plain["losses"])
+            for ours, plain in zip(found["ours"], found["Trainer"], strict=True)
+        ),
+    }
+
+
+@experiment("computed_once.json", section="cpu", minutes=20, quick_minutes=3)
+def computed_once(settings: Settings) -> dict[str, Any]:
+    """Later epochs of models whose part a script froze, beside plain Trainer and beside that part for nothing."""
+    table = {}
+    for name in settings.of(list(TASKS), ["Whisper-tiny, encoder frozen"]):
+        table[name] = launch(compare, 1, name, settings.of(5, 1))
+        report(name, table[name])
+    return table
