@@ -143,7 +143,7 @@ class Trial:
             if reason is not None:
                 part.in_evaluation = True
                 reason = self._changes(part, call)
-            reason = reason or self._why_not_by_rows(part, rows) or self._read(part)
+            reason = reason or self._trains(part, call) or self._why_not_by_rows(part, rows) or self._read(part)
             return Found(part, call, seconds, rows.number, reason)
         except NotStorableError as error:
             return Found(part, call, 0.0, 0, str(error))
@@ -163,6 +163,16 @@ class Trial:
         if any(differs(one, other, tolerance) for one, other in zip(first, second, strict=True)):
             return "draws random numbers (dropout)"
         return None
+
+    def _trains(self, part: FrozenPart, call: Call) -> str | None:
+        """Return why not, if gradients flow through the outputs into trained parameters of other modules."""
+        with torch.enable_grad():
+            outputs = [each for each in _tensors_in(part.compute(call.args, call.kwargs)) if each.requires_grad]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if not outputs:
+            return None
+        found = torch.autograd.grad([each.sum() for each in outputs], trained, allow_unused=True)
+        return None if all(each is None for each in found) else "computes with parameters that are trained elsewhere"
 
     def _again(self, part: FrozenPart, args: Sequence[Any], kwargs: dict[str, Any], seed: int) -> Any:
         set_seed(seed)

@@ -117,7 +117,9 @@ class ComputedOnce:
 
     def _begin(self, inputs: Mapping[str, Any]) -> None:
         model = bare_model(self.trainer.model)
-        is_alone = self.context.topology.world_size == 1 and not self.trainer.is_deepspeed_enabled
+        # Others run copies or parts of the modules.
+        is_alone = self.context.topology.world_size == 1 and self.args.n_gpu <= 1
+        is_alone &= not (self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled)
         if self.args.activation_cache == "off" or not is_alone or not maximal_frozen(model):
             return
         size = batch_size(inputs)
@@ -237,8 +239,9 @@ class ComputedOnce:
 
     def _weights_key(self, part: FrozenPart) -> str:
         hasher = xxhash.xxh3_128(settings_of(bare_model(self.trainer.model), self.args).encode())
-        for name, tensor in sorted(part.module.state_dict().items()):
-            hasher.update(f"{name} {digest_of(tensor)}\n".encode())
+        for name, value in sorted(part.module.state_dict().items()):
+            digest = digest_of(value) if isinstance(value, torch.Tensor) else repr(value)
+            hasher.update(f"{name} {digest}\n".encode())
         hasher.update(f"{part.name} {part.reading} {part.in_evaluation}".encode())
         return hasher.hexdigest()
 

@@ -155,6 +155,20 @@ def test_a_part_without_gradients_is_looked_up_only_on_samples_themselves(is_fir
     assert [found.part.name for found in found_in(InnerModel(is_first))] == (["tower"] if is_first else [])
 
 
+def test_a_part_that_computes_with_what_is_trained_elsewhere_is_found() -> None:
+    model = Model(Tower(), pooled)
+    model.tower.change = lambda hidden: hidden * model.head.weight
+    (found,) = found_in(model)
+    assert found.why_not == "computes with parameters that are trained elsewhere"
+
+
+def test_activations_that_ask_for_gradients_are_no_trained_parameters() -> None:
+    """As `enable_input_require_grads` lets them."""
+    model = Model(Tower(lambda hidden: hidden.requires_grad_()), pooled)
+    (found,) = found_in(model)
+    assert found.why_not is None
+
+
 def test_a_part_that_fails_on_some_rows_is_left_alone() -> None:
     class OfThree(Tower):
         def forward(self, pixels: torch.Tensor) -> Any:
