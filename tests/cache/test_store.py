@@ -511,7 +511,7 @@ def test_a_dropped_store_is_empty_for_all(store: ActivationStore) -> None:
 # ---- against a model ----
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(

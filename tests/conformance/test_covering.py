@@ -19,7 +19,7 @@ def factors_of(sizes: list[int]) -> dict[str, list[str]]:
 
 
 @given(SHAPES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_pair_is_covered_by_whole_rows(sizes: list[int]):
     factors = factors_of(sizes)
     rows = covering_array(factors)
@@ -29,7 +29,7 @@ def test_every_pair_is_covered_by_whole_rows(sizes: list[int]):
 
 
 @given(SHAPES, st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_no_row_holds_a_forbidden_pair(sizes: list[int], data: st.DataObject):
     # The last level of each factor is forbidden with nothing, so that every other pair can be completed.
     factors = factors_of([size + 1 for size in sizes])

@@ -30,7 +30,7 @@ devices_of_nodes = st.one_of(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 400), devices_of_nodes, st.integers(1, 6), st.integers(0, 9), st.integers(0, 9))
 def test_each_sample_comes_once_an_epoch_and_on_its_own_node_whatever_k(
     num_samples: int, devices: tuple[int, ...], a_device: int, seed: int, epoch: int

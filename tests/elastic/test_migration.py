@@ -80,7 +80,7 @@ def has_state(rank: int, bundle: Bundle, layout: Layout) -> bool:
     return bundle[0] in blocks(rank, layout) and bundle[0] >= layout.first_active_block
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(transitions())
 def test_every_rank_ends_with_what_its_stages_need_and_gets_nothing_else(
     transition: tuple[list[Bundle], Layout, Layout],
@@ -100,7 +100,7 @@ def test_every_rank_ends_with_what_its_stages_need_and_gets_nothing_else(
             assert move is None or move.with_state == needs_state
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(transitions())
 def test_a_source_has_what_it_sends_and_is_another_rank(transition: tuple[list[Bundle], Layout, Layout]) -> None:
     bundles, old, new = transition
@@ -113,7 +113,7 @@ def test_a_source_has_what_it_sends_and_is_another_rank(transition: tuple[list[B
             assert has_state(move.source, move.bundle, old)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(transitions())
 def test_frozen_bundles_carry_no_state(transition: tuple[list[Bundle], Layout, Layout]) -> None:
     bundles, old, new = transition
@@ -123,7 +123,7 @@ def test_frozen_bundles_carry_no_state(transition: tuple[list[Bundle], Layout, L
         assert not (move.with_state and move.bundle[0] < new.first_active_block)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(transitions(), st.sampled_from([1, 2, 3, 4]))
 def test_what_a_rank_of_the_node_has_comes_from_there(
     transition: tuple[list[Bundle], Layout, Layout], node_size: int
@@ -161,7 +161,7 @@ def test_nothing_moves_where_nothing_changes(transition: tuple[list[Bundle], Lay
     assert plan_moves(bundles, old, old) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(transitions())
 def test_those_that_have_a_bundle_share_the_sending(transition: tuple[list[Bundle], Layout, Layout]) -> None:
     bundles, old, new = transition
@@ -238,7 +238,7 @@ def posts(moves: Sequence[Move], world_size: int, limit: int) -> dict[int, list[
     return programs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(transitions(), st.integers(1, 40))
 def test_no_rank_waits_in_a_circle_if_every_first_transfer_blocks_its_host(
     transition: tuple[list[Bundle], Layout, Layout], limit: int
@@ -266,7 +266,7 @@ def content(bundle: Bundle, with_state: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("are_small_ones_packed", [False, True], ids=["as on the CPU", "as on a device"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(transitions())
 def test_what_moves_arrives_bit_by_bit_and_is_collected_once(
     are_small_ones_packed: bool, transition: tuple[list[Bundle], Layout, Layout]

@@ -164,7 +164,7 @@ def test_a_cut_between_nodes_does_not_move_to_where_it_does_not_fit() -> None:
     assert cuts_of(costs, slow, device_bytes=float(rooms[0]))[2] != at
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     st.sampled_from([(6, 2, 1), (4, 1, 1), (4, 2, 2), (3, 1, 2)]),
     st.lists(st.sampled_from([1.0, 50.0, 400.0]), min_size=18, max_size=18),

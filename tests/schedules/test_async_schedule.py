@@ -88,7 +88,7 @@ def test_without_its_updates_a_window_is_1f1b() -> None:
 SIZES = st.lists(st.sampled_from([0, 1, 1, 1, 2, 3, 5]), min_size=1, max_size=14).map(tuple)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pipeline_size=st.integers(1, 6), data=st.data(), step_sizes=SIZES)
 def test_the_rows_of_the_steps_are_the_window(
     pipeline_size: int, data: st.DataObject, step_sizes: tuple[int, ...]
