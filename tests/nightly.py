@@ -60,7 +60,8 @@ CASES = tuple(
         # Of each kind of transition one stays.
         r"distributed/test_transition_laws\.py::.*\[(adamw-vit|all-at-once|loader-workers|compiled-layers|not-elastic"
         r"|fruitless|custom-policy|search-cut-short|cached-adamw-vit|cached-tokens|cached-recomputed"
-        r"|cached-loader-workers|cached-own-plans|best-model|user-froze-a-middle)",
+        r"|cached-loader-workers|cached-own-plans|best-model|user-froze|sgd-bert|schedule|users-optimizer"
+        r"|cached-answers|tied-embedding-moves|own-plans)",
         # Of the ways in which Trainer is used those that differ most stay.
         rf"trainer/test_left_to_trainer\.py::test_one_process\S*\[(?!({_KEPT_USAGES})\])",
         r"trainer/test_left_to_trainer\.py::test_what_was_left_to_trainer_is_gone_on_with",

@@ -169,7 +169,7 @@ def differs(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bo
     if found.shape != expected.shape or not torch.equal(found.isfinite(), expected.isfinite()):
         return True
     found, expected = (torch.where(values.isfinite(), values, 0).double() for values in (found, expected))
-    return float((found - expected).norm()) > tolerance * float(expected.norm())
+    return float((found - expected).detach().norm()) > tolerance * float(expected.detach().norm())
 
 
 class FrozenWeights:

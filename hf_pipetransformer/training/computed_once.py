@@ -6,6 +6,7 @@ feature extractors of models whose forward runs as it is.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ NUM_TRIED = 4
 """Samples that the model is tried on."""
 NUM_CHECKED = 4
 """Rows that a check computes again."""
+WORTH_SECONDS = 2.0
+"""Predicted gain over the run below which `auto` makes no store."""
 MOST_ROWS = 2**20
 """Records of a data set of unknown length."""
 
@@ -132,6 +135,8 @@ class ComputedOnce:
         except Exception as error:
             self._say(f"Frozen parts are computed as in Trainer: trying them raised {type(error).__name__}: {error}")
             return
+        if not found and self.args.activation_cache == "on":
+            self._say("activation_cache='on' stores nothing: no frozen part takes a share of the forward to speak of.")
         for each in found:
             if each.why_not is not None:
                 self._say_why_not(each, trial)
@@ -184,11 +189,12 @@ class ComputedOnce:
             )
             fits = min(1.0, limit / needed)
             decision = decide_cache(costs, 1, Stored(fits_share=fits), self._epochs_left(), self.args.activation_cache)
+            saved = (decision.costs["compute"] - decision.costs.get("write", math.inf)) * num_places
+            if not decision.use or (self.args.activation_cache == "auto" and saved < WORTH_SECONDS):
+                return
             self.context.journal.write(
                 "cache", what="part", part=part.name, used=decision.use, reason=decision.reason, seconds=decision.costs
             )
-            if not decision.use:
-                return
             store = ContentStore(base, num_places, content, int(limit), self._key_of_store(part, content))
         except (OSError, ValueError, StoreDamagedError) as error:
             self._say(f"{part.name} is frozen and computed as in Trainer in every epoch: {error}")

@@ -239,11 +239,16 @@ class Starter:
         return set(trainer.label_names) <= {*self.context.topology.decide(names_in_first)}
 
     def inspect_or_leave(self, given: Request | Any, is_training: bool) -> ModelReport | None:
-        """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over."""
+        """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over.
+
+        And for one whose script froze something else than layers of its stack, see `computed_once`.
+        """
         try:
             report = self.inspect(given, is_training)
-            stores_layers = report.start_up.plans.num_frozen_by_user > 0
-            if stores_layers or not is_training or self.resumes_own or not self.options.only_store:
+            has_layers = report.start_up.plans.num_frozen_by_user > 0
+            has_others = any(not each.requires_grad for each in self.context.trainer.model.parameters())
+            is_for_parts = is_training and has_others and not has_layers and self.options.only_store
+            if self.resumes_own or not is_for_parts:
                 return report
         except (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError) as error:
             # Trainer can only resume a run from its own kind of checkpoint.
