@@ -102,7 +102,7 @@ class Template:
         by_number = {pick.number: pick for pick in self._reading.picks}
         for position, (like, requires_grad) in enumerate(self._likes):
             pick, shape = by_number.get(position), [number, *like.shape[1:]]
-            if position in self._reading.of_tokens:
+            if length and position in self._reading.of_tokens:
                 shape[1] = length
             if pick is None:
                 values = like.new_full((), math.nan).expand(shape)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import set_seed
 
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, differs
+from hf_pipetransformer.data.rng import CPU, random_state
 from hf_pipetransformer.frozen.part import FrozenPart, Pick, Reading, Template
 from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
 
@@ -143,7 +144,7 @@ class Trial:
             if reason is not None:
                 part.in_evaluation = True
                 reason = self._changes(part, call)
-            reason = reason or self._trains(part, call) or self._why_not_by_rows(part, rows) or self._read(part)
+            reason = reason or self._trains(part, call) or self._why_not_by_rows(part, rows) or self._read(part, rows)
             return Found(part, call, seconds, rows.number, reason)
         except NotStorableError as error:
             return Found(part, call, 0.0, 0, str(error))
@@ -159,8 +160,14 @@ class Trial:
             if not torch.equal(buffer, before):
                 buffer.copy_(before)
                 return "keeps statistics of its batches (batch normalization in training mode)"
+        # A draw that changed nothing here may do so later (layerdrop), and whoever draws next gets what it leaves.
+        state, values = random_state(first[0].device if first else CPU)
+        with torch.no_grad():
+            part.compute(call.args, call.kwargs)
+        after, values_after = random_state(first[0].device if first else CPU)
+        draws = values != values_after or any(not torch.equal(state[name], after[name]) for name in state)
         tolerance = SAME_BATCH_TOLERANCE[self.precision]
-        if any(differs(one, other, tolerance) for one, other in zip(first, second, strict=True)):
+        if draws or any(differs(one, other, tolerance) for one, other in zip(first, second, strict=True)):
             return "draws random numbers (dropout)"
         return None
 
@@ -208,7 +215,7 @@ class Trial:
         pairs = zip(found, expected, strict=True)
         return all(not differs(one.float(), other.float(), tolerance) for one, other in pairs)
 
-    def _read(self, part: FrozenPart) -> str | None:
+    def _read(self, part: FrozenPart, rows: Rows) -> str | None:
         """Find what of its outputs the model reads; return why not, if that is not all that the model uses of it."""
         with part.replaced(lambda *args, **kwargs: part.compute(args, kwargs)):
             loss, outputs = self.run()
@@ -216,7 +223,10 @@ class Trial:
         first, all_read, number = self._picks(part)
         if not all_read:
             return "gives nothing that the loss depends on"
-        for picks, cuts in ((first, True), (all_read, True), (all_read, False)):
+        # That zeros may stand for padding shows only where there is some.
+        padded = rows.lengths is not None and bool((rows.lengths < rows.length).any())
+        tries = [(first, True), (all_read, True)] if padded else [(first, False)]
+        for picks, cuts in (*tries, (all_read, False)):
             is_whole = len(picks) == number and not any(pick.is_first for pick in picks)
             part.reading = Reading(tuple(picks), cuts, part.reading.of_tokens, is_whole)
             if self._is_enough(part, expected):

@@ -99,6 +99,29 @@ def test_what_may_not_be_stored_is_said(change: Callable[[torch.Tensor], Any], r
     assert found.why_not is not None and reason in found.why_not
 
 
+def test_a_draw_without_effect_is_a_draw() -> None:
+    """As of layers that are skipped at random, now and then; whoever draws next would draw something else."""
+    (found,) = found_in(Model(Tower(lambda hidden: hidden + 0 * torch.rand(())), pooled))
+    assert found.why_not == "draws random numbers (dropout)"
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_padding_is_cut_only_where_some_was_seen(length: int) -> None:
+    """A mean over all positions reads padding: where the tried rows have none, records keep all of a row."""
+
+    class OfTokens(Tower):
+        def forward(self, pixels: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+            return BaseModelOutputWithPooling(last_hidden_state=self.layer(pixels))
+
+    class Reads(Model):
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            mask = (torch.arange(5) < torch.tensor([5, 5, length])[:, None]).long()
+            return self.head(self.tower(pixels, attention_mask=mask).last_hidden_state.mean(1))
+
+    (found,) = found_in(Reads(OfTokens(), pooled))
+    assert found.why_not is None and not found.part.reading.cuts_padding
+
+
 def test_what_the_loss_does_not_read_is_not_stored() -> None:
     (found,) = found_in(Model(Tower(), lambda output: torch.ones_like(output.pooler_output)))
     assert found.why_not == "gives nothing that the loss depends on"
