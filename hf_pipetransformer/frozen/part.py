@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_pipetransformer.cache.files import Array
 from hf_pipetransformer.frozen.contents import ContentStore
+from hf_pipetransformer.frozen.draws import Draws, draw
 from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
 
 
@@ -82,7 +83,9 @@ class Reading:
 class Template:
     """Shape of a part's outputs for calls of one kind, from which those of any number of rows are put together."""
 
-    def __init__(self, output: Any, reading: Reading, rows: Rows) -> None:
+    def __init__(self, output: Any, reading: Reading, rows: Rows, num_draws: int = 0) -> None:
+        self.num_draws = num_draws
+        """Random numbers that the call took."""
         leaves = tensors_of(output)
         self._output = rebuilt(output, lambda tensor: tensor.detach().new_empty(0))
         self._reading = reading
@@ -140,6 +143,8 @@ class FrozenPart:
         self.module = module
         self.in_evaluation = False
         """True to run it in evaluation mode, without dropout."""
+        self.draws = False
+        """True if it draws random numbers that change nothing."""
         self.is_training: Callable[[], bool] = lambda: True
         """Says if the model trains: the outputs of evaluations may show what no loss reads."""
         self.reading = Reading(())
@@ -192,13 +197,14 @@ class FrozenPart:
     def _looked_up(self, rows: Rows, store: ContentStore) -> Any:
         salt = _precision()
         digests = rows.digests(salt)
-        places, kind = store.find(digests), salt + rows.kind
+        places, kind = store.find(digests), salt + rows.kind + bytes([self.module.training])
         template, is_hit, records = self._templates.get(kind), places >= 0, None
         if template is not None and is_hit.any():
             records = store.read(places[is_hit], template.num_tokens(rows))
         if template is None or records is None:
-            output = self.compute(*rows.given)
-            self._templates[kind] = Template(output, self.reading, rows)
+            with Draws() if self.draws else nullcontext() as draws:
+                output = self.compute(*rows.given)
+            self._templates[kind] = Template(output, self.reading, rows, draws.number if draws else 0)
             self._write(store, rows, output, digests)
             self.counts.misses += rows.number
             return output
@@ -213,6 +219,8 @@ class FrozenPart:
             whole[torch.from_numpy(is_hit)] = records.to(new.device)
             whole[torch.from_numpy(~is_hit)] = new
             records = whole
+        else:
+            draw(template.num_draws)
         return template.filled(records, rows.length)
 
     def _write(self, store: ContentStore, rows: Rows, output: Any, digests: Array) -> torch.Tensor:

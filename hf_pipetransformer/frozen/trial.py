@@ -14,7 +14,8 @@ from torch import nn
 from transformers import set_seed
 
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, differs
-from hf_pipetransformer.data.rng import CPU, random_state
+from hf_pipetransformer.data.rng import CPU, random_state, same_states, set_random_state
+from hf_pipetransformer.frozen.draws import EXTREMES, Draws, draw
 from hf_pipetransformer.frozen.part import FrozenPart, Pick, Reading, Template
 from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
 
@@ -160,14 +161,22 @@ class Trial:
             if not torch.equal(buffer, before):
                 buffer.copy_(before)
                 return "keeps statistics of its batches (batch normalization in training mode)"
-        # A draw that changed nothing here may do so later (layerdrop), and whoever draws next gets what it leaves.
-        state, values = random_state(first[0].device if first else CPU)
-        with torch.no_grad():
+        # Whoever draws next, such as the order of an epoch, gets what a part leaves in the generators. So it may be
+        # looked up only if its draws can be made up for without it, and if whatever they give changes nothing.
+        device = first[0].device if first else CPU
+        before = random_state(device)
+        with torch.no_grad(), Draws() as draws:
             part.compute(call.args, call.kwargs)
-        after, values_after = random_state(first[0].device if first else CPU)
-        draws = values != values_after or any(not torch.equal(state[name], after[name]) for name in state)
+        after = random_state(device)
+        set_random_state(*before, device)
+        draw(draws.number)
+        are_made_up_for, part.draws = same_states(random_state(device), after), draws.number > 0
+        others = [second]
+        for forced in EXTREMES if part.draws else ():
+            with Draws(forced):
+                others.append(_tensors_in(self._again(part, call.args, call.kwargs, 1)))
         tolerance = SAME_BATCH_TOLERANCE[self.precision]
-        if draws or any(differs(one, other, tolerance) for one, other in zip(first, second, strict=True)):
+        if not are_made_up_for or not all(_are_alike(first, other, tolerance) for other in others):
             return "draws random numbers (dropout)"
         return None
 
@@ -188,7 +197,7 @@ class Trial:
 
     def _why_not_by_rows(self, part: FrozenPart, rows: Rows) -> str | None:
         """Return why a row's outputs are not the same in other company: in another order, alone, padded further."""
-        everything = np.arange(rows.number)
+        everything, tolerance = np.arange(rows.number), OTHER_BATCH_TOLERANCE[self.precision]
         order = everything[::-1].copy() if rows.number > 1 else np.array([0, 0])
         expected = tensors_of(self._again(part, *rows.given, 1))
         if not expected or any(not each.dim() or each.shape[0] != rows.number for each in expected):
@@ -197,7 +206,7 @@ class Trial:
         for chosen in (order, order[:1]):
             found = tensors_of(self._again(part, *rows.take(chosen), 1))
             where = torch.from_numpy(chosen)
-            if not self._are_alike(found, [each[where.to(each.device)] for each in expected]):
+            if not _are_alike(found, [each[where.to(each.device)] for each in expected], tolerance):
                 return "depends on the other samples of its batch"
         if rows.lengths is not None:
             length = rows.length + MORE_PADDING
@@ -206,14 +215,9 @@ class Trial:
             grown &= {n for n, each in enumerate(expected) if each.dim() > 1 and each.shape[1] == rows.length}
             part.reading = Reading((), of_tokens=frozenset(grown))
             cut = [each[:, : rows.length] if number in grown else each for number, each in enumerate(found)]
-            if not self._are_alike(cut, expected):
+            if not _are_alike(cut, expected, tolerance):
                 return "depends on how far its batch is padded"
         return None
-
-    def _are_alike(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-        tolerance = OTHER_BATCH_TOLERANCE[self.precision]
-        pairs = zip(found, expected, strict=True)
-        return all(not differs(one.float(), other.float(), tolerance) for one, other in pairs)
 
     def _read(self, part: FrozenPart, rows: Rows) -> str | None:
         """Find what of its outputs the model reads; return why not, if that is not all that the model uses of it."""
@@ -338,6 +342,11 @@ def _copied(output: Any) -> Any:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def _are_alike(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], tolerance: float) -> bool:
+    pairs = zip(found, expected, strict=True)
+    return all(not differs(one.float(), other.float(), tolerance) for one, other in pairs)
 
 
 def _hook_inside(part: nn.Module) -> str | None:

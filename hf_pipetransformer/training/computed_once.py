@@ -29,6 +29,7 @@ from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.data.batches import batch_size, take_samples
+from hf_pipetransformer.data.rng import generators_kept
 from hf_pipetransformer.frozen.contents import ContentStore, record_format
 from hf_pipetransformer.frozen.part import FrozenPart
 from hf_pipetransformer.frozen.trial import Found, Trial, maximal_frozen
@@ -263,8 +264,8 @@ class ComputedOnce:
         serving.store.use_weights(f"{self._weights_key(serving.part)} {serving.num_distrusted}")
 
     def _computed(self, serving: _Serving) -> list[torch.Tensor]:
-        """Return what the part makes of the rows of its checks."""
-        with torch.no_grad(), self.trainer.compute_loss_context_manager():
+        """Return what the part makes of the rows of its checks, without a trace in the generators."""
+        with generators_kept(), torch.no_grad(), self.trainer.compute_loss_context_manager():
             return tensors_of(serving.part.compute(*serving.given.given))
 
     def _check(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -99,10 +100,24 @@ def test_what_may_not_be_stored_is_said(change: Callable[[torch.Tensor], Any], r
     assert found.why_not is not None and reason in found.why_not
 
 
-def test_a_draw_without_effect_is_a_draw() -> None:
-    """As of layers that are skipped at random, now and then; whoever draws next would draw something else."""
-    (found,) = found_in(Model(Tower(lambda hidden: hidden + 0 * torch.rand(())), pooled))
-    assert found.why_not == "draws random numbers (dropout)"
+@pytest.mark.parametrize(
+    ("change", "draws"),
+    [
+        (lambda hidden: hidden if torch.rand([]) < 0 else hidden, True),
+        (lambda hidden: hidden * (torch.rand(()) >= 0), True),
+        (lambda hidden: hidden * (torch.rand(()) > 1e-9), None),
+        (lambda hidden: hidden * (torch.rand(()) < 0.999999), None),
+        (lambda hidden: hidden + 0 * torch.rand(2).sum(), None),
+        (lambda hidden: hidden + 0 * random.random(), None),
+    ],
+)
+def test_draws_without_effect_can_be_made_up_for(change: Callable[[torch.Tensor], Any], draws: bool | None) -> None:
+    """As those of layers that are skipped with probability 0; one of 1e-9 shows with the least number there is."""
+    (found,) = found_in(Model(Tower(change), pooled))
+    if draws is None:
+        assert found.why_not == "draws random numbers (dropout)"
+    else:
+        assert found.why_not is None and found.part.draws is draws
 
 
 @pytest.mark.parametrize("length", [4, 5])

@@ -83,6 +83,19 @@ def test_numbers_are_trainers_under_other_settings(options: dict[str, Any], tmp_
     both(CASES["llava"], tmp_path, **options)
 
 
+def test_draws_of_a_part_are_made_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whisper draws a number for each layer it might skip, and the decoder's dropout and the next epoch's order follow."""
+
+    def build() -> torch.nn.Module:
+        model = CASES["whisper"].build()
+        model.model.decoder.dropout = 0.3
+        return model
+
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(Case(build, CASES["whisper"].data, "model.encoder"), tmp_path)
+    assert "model.encoder: 24 of 36 outputs were read instead of computed" in said(caplog)
+
+
 def test_a_record_holds_only_what_is_read(tmp_path: Path) -> None:
     """Of LLaVA's tower the features of one layer, 16 patches of 32 values; of CLIP's the pooled output."""
 
