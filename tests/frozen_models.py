@@ -11,11 +11,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     CLIPConfig,
     CLIPModel,
     CLIPVisionConfig,
     DetrConfig,
     DetrForObjectDetection,
+    Dinov2Config,
+    Dinov2ForImageClassification,
     GPT2Config,
     LlamaConfig,
     LlavaConfig,
@@ -33,6 +37,7 @@ from transformers import (
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
     ViTConfig,
+    ViTForImageClassification,
     Wav2Vec2Config,
     Wav2Vec2ForSequenceClassification,
     WhisperConfig,
@@ -251,6 +256,47 @@ def resnet() -> nn.Module:
     return model
 
 
+def vit_probe() -> nn.Module:
+    model = ViTForImageClassification(ViTConfig(num_hidden_layers=3, num_labels=3, **_LAYERS, **_IMAGES))
+    model.base_model.requires_grad_(False)
+    return model
+
+
+def dinov2_probe() -> nn.Module:
+    model = Dinov2ForImageClassification(
+        Dinov2Config(num_hidden_layers=3, num_labels=3, mlp_ratio=2, **_IMAGES, hidden_size=32, num_attention_heads=4)
+    )
+    model.base_model.requires_grad_(False)
+    return model
+
+
+def bert_probe(dropout: float = 0.0) -> nn.Module:
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=100, num_hidden_layers=3, num_labels=3, **_LAYERS, **rates)
+    )
+    model.base_model.requires_grad_(False)
+    return model
+
+
+def sentences() -> Rows:
+    return [{**row, "labels": torch.tensor(i % 3)} for i, row in enumerate(texts())]
+
+
+def wav2vec2_probe() -> nn.Module:
+    """As `wav2vec2`, with all of the base frozen, and nothing drawn at random."""
+    rates = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "layerdrop")
+    convolutions = {"conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+    model = Wav2Vec2ForSequenceClassification(
+        Wav2Vec2Config(
+            num_hidden_layers=2, num_labels=3, vocab_size=20, apply_spec_augment=False, **_LAYERS, **convolutions,
+            **dict.fromkeys(rates, 0.0),
+        )
+    )  # fmt: skip
+    model.freeze_base_model()
+    return model
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its data, and the path of the part that is stored."""
@@ -271,6 +317,10 @@ CASES = {
     "vision encoder and decoder": Case(vision_encoder_decoder, described, "encoder"),
     "detr": Case(detr, boxes, "model.backbone", for_detr),
     "wav2vec2": Case(wav2vec2, waves, "wav2vec2.feature_extractor"),
+    "wav2vec2 probe": Case(wav2vec2_probe, waves, "wav2vec2"),
+    "vit probe": Case(vit_probe, images, "vit"),
+    "dinov2 probe": Case(dinov2_probe, images, "dinov2"),
+    "bert probe": Case(bert_probe, sentences, "bert", pad),
 }
 
 

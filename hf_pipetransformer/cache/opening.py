@@ -221,12 +221,10 @@ class CacheInputs:
 
 
 def stored_dtype(args: PipeTransformerArguments, own: torch.dtype) -> torch.dtype:
-    """Return the dtype of cached activations, which are of dtype `own` without autocast."""
+    """Return the dtype of cached activations of dtype `own`, which by default is theirs: nothing is rounded."""
     name = args.activation_cache_dtype
-    if name != "auto":
-        asked: torch.dtype = getattr(torch, name)
-        return asked
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else own
+    asked: torch.dtype = own if name == "auto" else getattr(torch, name)
+    return asked
 
 
 def cache_base(args: PipeTransformerArguments) -> Path:

@@ -39,12 +39,14 @@ class Reading:
         cuts_padding: True if what lies beyond a row's last real token may be zero.
         of_tokens: output tensors whose second dimension is the padded length of the call.
         is_whole: True if the picks are all output tensors, as wholes.
+        does_for_evaluations: True if the model's outputs, too, are the same in evaluation mode.
     """
 
     picks: tuple[Pick, ...]
     cuts_padding: bool = True
     of_tokens: frozenset[int] = frozenset()
     is_whole: bool = False
+    does_for_evaluations: bool = False
 
     @property
     def is_by_token(self) -> bool:
@@ -145,8 +147,8 @@ class FrozenPart:
         """True to run it in evaluation mode, without dropout."""
         self.draws = False
         """True if it draws random numbers that change nothing."""
-        self.is_training: Callable[[], bool] = lambda: True
-        """Says if the model trains: the outputs of evaluations may show what no loss reads."""
+        self.is_read_as_tried: Callable[[], bool] = lambda: True
+        """Says if what calls the model reads no more of its outputs than was seen; others get all of them."""
         self.reading = Reading(())
         self.store: ContentStore | None = None
         self.counts = Counts()
@@ -186,7 +188,7 @@ class FrozenPart:
         """Return the module's outputs, those of rows that were stored from their records."""
         try:
             rows = Rows.of(args, kwargs, self.reading.cuts_padding)
-            is_enough = self.reading.is_complete or self.is_training()
+            is_enough = self.reading.is_complete or self.is_read_as_tried()
             if self.store is not None and not self.store.is_off and rows.number and is_enough:
                 return self._looked_up(rows, self.store)
         # Another kind of call than those that were tried.
@@ -197,7 +199,7 @@ class FrozenPart:
     def _looked_up(self, rows: Rows, store: ContentStore) -> Any:
         salt = _precision()
         digests = rows.digests(salt)
-        places, kind = store.find(digests), salt + rows.kind + bytes([self.module.training])
+        places, kind = store.find(digests), salt + rows.kind + bytes([self.draws and self.module.training])
         template, is_hit, records = self._templates.get(kind), places >= 0, None
         if template is not None and is_hit.any():
             records = store.read(places[is_hit], template.num_tokens(rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -234,8 +234,23 @@ class Trial:
             is_whole = len(picks) == number and not any(pick.is_first for pick in picks)
             part.reading = Reading(tuple(picks), cuts, part.reading.of_tokens, is_whole)
             if self._is_enough(part, expected):
+                part.reading = replace(part.reading, does_for_evaluations=self._does_for_evaluations(part))
                 return None
         return "is used for more than what it returns (its layers are read by a hook, or for hidden states)"
+
+    def _does_for_evaluations(self, part: FrozenPart) -> bool:
+        """Return True if the records are enough for the outputs of the model in evaluation mode, too."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            loss, outputs = self.run()
+            return self._is_enough(part, [loss.detach(), *_tensors_in(outputs)], hands_on=False)
+        # A model may be unable to compute a loss in evaluation mode: its evaluations are computed then.
+        except Exception:
+            return False
+        finally:
+            for module in training:
+                module.training = True
 
     def _picks(self, part: FrozenPart) -> tuple[list[Pick], list[Pick], int]:
         """Return the outputs that the loss depends on, those of first positions told apart, and the same as wholes.
@@ -270,10 +285,10 @@ class Trial:
                 first.append(Pick(number, bool(is_first)))
         return list(dict.fromkeys(first)), list(dict.fromkeys(whole)), max(map(len, noted), default=0)
 
-    def _is_enough(self, part: FrozenPart, expected: Sequence[torch.Tensor]) -> bool:
+    def _is_enough(self, part: FrozenPart, expected: Sequence[torch.Tensor], hands_on: bool = True) -> bool:
         """Return True if the model's loss and outputs are the same from the part's records alone.
 
-        But for outputs of the part that the model hands on: no loss sees what is missing of them.
+        With `hands_on`, but for outputs of the part that the model hands on: no loss sees what is missing of them.
         """
         filled: list[Any] = []
 
@@ -292,7 +307,7 @@ class Trial:
         following = iter(filled)
         with part.replaced(lambda *_args, **_kwargs: next(following)):
             loss, outputs = self.run()
-        handed_on = {_memory(each) for value in filled for each in tensors_of(value)}
+        handed_on = {_memory(each) for value in filled for each in tensors_of(value) if hands_on}
         found, tolerance = [loss.detach(), *_tensors_in(outputs)], SAME_BATCH_TOLERANCE[self.precision]
         return len(found) == len(expected) and not any(
             differs(one.float(), other.float(), tolerance)

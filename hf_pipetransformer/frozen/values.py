@@ -14,6 +14,10 @@ from transformers.utils import ModelOutput
 from hf_pipetransformer.cache.files import Array
 
 
+OF_THE_LOSS = "num_items_in_batch"
+"""Argument that Trainer has for the loss, and that models hand to their parts among others."""
+
+
 class NotStorableError(ValueError):
     """What a frozen part takes or gives cannot be stored; the text says why, to go on after a part's name."""
 
@@ -83,6 +87,12 @@ class Rows:
         """Padded length of the rows; 0 if they are not padded."""
         return int(tensors_of(list(self.given))[0].shape[1]) if self.lengths is not None else 0
 
+    @property
+    def _read(self) -> list[Any]:
+        """Arguments that outputs may depend on."""
+        args, kwargs = self.given
+        return [args, {name: value for name, value in kwargs.items() if name != OF_THE_LOSS}]
+
     def take(self, rows: Array, length: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of some rows, cut to or padded with zeros to a length if one is given."""
         chosen = torch.from_numpy(np.asarray(rows, np.int64))
@@ -118,14 +128,14 @@ class Rows:
             return tensor.new_empty(0, device="cpu")
 
         # What is no tensor is told by its text.
-        hasher.update(repr(rebuilt(list(self.given), note)).encode())
+        hasher.update(repr(rebuilt(self._read, note)).encode())
         return hasher.digest()
 
     def digests(self, salt: bytes) -> Array:
         """Return two words `(number, 2)` a row: a 128-bit hash of all that the row is computed from, and of `salt`."""
         start = xxhash.xxh3_128(salt + self.kind)
         columns: list[tuple[Array, int]] = []
-        for tensor in filter(self._has_rows, tensors_of(list(self.given))):
+        for tensor in filter(self._has_rows, tensors_of(self._read)):
             values = _bytes(tensor.detach().cpu().reshape(self.number, -1))
             columns.append((values, values.shape[1] // self.length if self._is_cut(tensor) else 0))
         found = np.empty((self.number, 2), np.uint64)

@@ -335,8 +335,8 @@ class PipeTransformerArguments(TrainingArguments):
     )
     activation_cache_dtype: Annotated[str, choice(CACHE_DTYPES)] = option(
         "auto",
-        "Precision of cached activations; `auto` is the autocast precision if there is one, else that of the "
-        "activations themselves.",
+        "Precision of cached activations; `auto` is that of the activations, under autocast mostly float32. "
+        "`bfloat16` halves them and rounds: other numbers than Trainer's.",
         choices=CACHE_DTYPES,
     )
     activation_cache_keep: Annotated[bool, truth] = option(

@@ -242,9 +242,11 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate or predict; frozen parts of a run that is left to Trainer are looked up here, too."""
-        if self.pipeline_run.is_left_to_trainer:
-            self.pipeline_run.trainings.computed_once.begin_evaluation()
-        return super().evaluation_loop(*args, **kwargs)
+        if not self.pipeline_run.is_left_to_trainer:
+            return super().evaluation_loop(*args, **kwargs)
+        generates = bool(getattr(self.args, "predict_with_generate", False))
+        with self.pipeline_run.trainings.computed_once.evaluating(generates):
+            return super().evaluation_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.chain import SAME_BATCH_TOLERANCE, PrefixWatch, differs, settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import safe_max_bytes
-from hf_pipetransformer.cache.opening import cache_base
+from hf_pipetransformer.cache.opening import cache_base, stored_dtype
 from hf_pipetransformer.cache.planner import measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.comm.staging import is_apart
@@ -78,6 +79,7 @@ class ComputedOnce:
         self._is_tried = False
         self._epoch = -1
         self._checked_at = 0
+        self._evaluates = False
         self._at_end = _ChecksEpochs(self)
 
     @property
@@ -96,9 +98,18 @@ class ComputedOnce:
         elif self._serving:
             self._check()
 
-    def begin_evaluation(self) -> None:
-        """Notice weights that were changed since the last step, for parts that evaluations look up too."""
+    @contextmanager
+    def evaluating(self, generates: bool) -> Iterator[None]:
+        """Serve evaluations inside, after noticing weights that were changed since the last step.
+
+        With `generates`, only parts whose records have all of their outputs: what generation reads was not tried.
+        """
         self._notice_changed_weights()
+        before, self._evaluates = self._evaluates, not generates
+        try:
+            yield
+        finally:
+            self._evaluates = before
 
     def end(self) -> None:
         """Let the modules run their own forward again, and say what was saved."""
@@ -180,7 +191,7 @@ class ComputedOnce:
         records = part.reading.records(leaves, rows)
         base, num_places = cache_base(self.args), self._num_rows(rows.number / num_samples)
         try:
-            content = record_format(records.shape[2], records.dtype)
+            content = record_format(records.shape[2], stored_dtype(self.args, records.dtype))
             record_bytes, limit = content.record_bytes(records.shape[1]), self._max_bytes()
             needed = num_places * record_bytes + content.index_bytes(num_places)
             speed = measure_storage(base, content, records.shape[1], rows.number, num_places)
@@ -200,7 +211,7 @@ class ComputedOnce:
         except (OSError, ValueError, StoreDamagedError) as error:
             self._say(f"{part.name} is frozen and computed as in Trainer in every epoch: {error}")
             return
-        part.store, part.is_training = store, lambda: bool(self.trainer.model.training)
+        part.store, part.is_read_as_tried = store, partial(self._is_read_as_tried, part)
         given = rows.take(np.arange(min(NUM_CHECKED, rows.number)))
         serving = _Serving(part, Rows.of(*given), [], _watch_of(part), store)
         self._name_weights(serving)
@@ -218,6 +229,9 @@ class ComputedOnce:
         )
         if len(store):
             self._say(f"{part.name}: {len(store)} outputs of an earlier run are used where inputs are the same.")
+
+    def _is_read_as_tried(self, part: FrozenPart) -> bool:
+        return bool(self.trainer.model.training) or (self._evaluates and part.reading.does_for_evaluations)
 
     def _num_rows(self, of_a_sample: float) -> int:
         evaluated = self.trainer.eval_dataset

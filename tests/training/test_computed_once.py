@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
+from transformers import IntervalStrategy, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
 from hf_pipetransformer.frozen import trial
@@ -84,7 +84,7 @@ def test_numbers_are_trainers_under_other_settings(options: dict[str, Any], tmp_
 
 
 def test_draws_of_a_part_are_made_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whisper draws a number for each layer it might skip, and the decoder's dropout and the next epoch's order follow."""
+    """Whisper draws a number for each layer it might skip, before the decoder's dropout and the next epoch's order."""
 
     def build() -> torch.nn.Module:
         model = CASES["whisper"].build()
@@ -97,7 +97,7 @@ def test_draws_of_a_part_are_made_without_it(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_record_holds_only_what_is_read(tmp_path: Path) -> None:
-    """Of LLaVA's tower the features of one layer, 16 patches of 32 values; of CLIP's the pooled output."""
+    """Of LLaVA's tower the features of one layer, 16 patches of 32 values; of CLIP's and of probes what is pooled."""
 
     def values_of_record(name: str) -> int:
         trainer = trainer_of(PipeTransformerTrainer, CASES[name], tmp_path / name)
@@ -114,7 +114,7 @@ def test_a_record_holds_only_what_is_read(tmp_path: Path) -> None:
         return found[-1]
 
     assert values_of_record("llava") == 17 * 32
-    assert values_of_record("clip") == 32
+    assert values_of_record("clip") == values_of_record("vit probe") == values_of_record("bert probe") == 32
 
 
 # ---- what may not be stored ----
@@ -252,8 +252,30 @@ def test_stacks_are_left_alone(tmp_path: Path) -> None:
     assert stack([{"a": 1}])["a"].tolist() == [1]
 
 
+@pytest.mark.parametrize("name", ["vit probe", "llava", "clip"])
+def test_evaluations_read_what_they_were_tried_with(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CLIP hands on what its tower's records do not have, so that the tower runs in evaluations."""
+    case = CASES[name]
+
+    def evaluated(kind: type, folder: Path) -> list[float]:
+        trainer = trainer_of(kind, case, folder, per_device_eval_batch_size=3)
+        trainer.eval_dataset, trainer.args.eval_strategy = case.data()[:6], IntervalStrategy.EPOCH
+        trainer.train()
+        return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+    expected = evaluated(Trainer, tmp_path / "plain")
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        found = evaluated(PipeTransformerTrainer, tmp_path / "ours")
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+    all_rows = 3 * NUM_SAMPLES + (0 if name == "clip" else 18)
+    hits, rows = map(int, re.findall(rf"{case.part}: (\d+) of (\d+) outputs", said(caplog))[-1])
+    assert (hits, rows) == (all_rows - NUM_SAMPLES, all_rows), "evaluated rows are among those of training"
+
+
 def test_evaluations_and_generation_read_whole_outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The second of two evaluations finds the rows of the first; tokens and losses are Trainer's."""
+    """Evaluated rows are among those of training; tokens and losses are Trainer's."""
 
     class OurSeq2Seq(PipeTransformerMixin, Seq2SeqTrainer):
         pass
@@ -290,4 +312,5 @@ def test_evaluations_and_generation_read_whole_outputs(tmp_path: Path, caplog: p
     np.testing.assert_allclose(found[0], expected[0], rtol=TOLERANCE)
     assert all(np.array_equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
     hits, rows = map(int, re.findall(r"model.encoder: (\d+) of (\d+) outputs", said(caplog))[-1])
-    assert (hits, rows) == (2 * NUM_SAMPLES, 4 * NUM_SAMPLES), "those of the second epoch and evaluation"
+    rest = NUM_SAMPLES + 2 * 3
+    assert (hits, rows) == (4 * NUM_SAMPLES - rest, 4 * NUM_SAMPLES), "all but one epoch and first calls of two kinds"
