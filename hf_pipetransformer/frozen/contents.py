@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from hf_pipetransformer.cache.files import Array, StoreDamagedError
-from hf_pipetransformer.cache.folder import take_store
+from hf_pipetransformer.cache.folder import StoreFolder, take_store
 from hf_pipetransformer.cache.records import RecordFormat, field_column
+from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.report import logger
 
 
@@ -24,31 +25,53 @@ def record_format(hidden_size: int, dtype: torch.dtype) -> RecordFormat:
 
 
 class ContentStore:
-    """Records by 128-bit hashes, in an `ActivationStore` whose places are given out in the order of writing.
+    """Records by 128-bit hashes, in an `ActivationStore` that the processes of a node share.
 
-    A failure of the store turns it off with one warning: from then on it has and takes nothing.
+    Each gives out places of its own, in the order of writing, and finds those of the others when it looks again. A
+    failure of the store turns it off with one warning: from then on it has and takes nothing.
 
     Args:
-        num_places: most records.
-        key: name of the store in its folder; None for one that no later run finds.
+        writer: number of this process among the `num_writers` of its node.
+        folder: of a store that this process has made; None for one that another made.
     """
 
     def __init__(
-        self,
+        self, store: ActivationStore, writer: int = 0, num_writers: int = 1, folder: StoreFolder | None = None
+    ) -> None:
+        self._store, self._folder = store, folder
+        self._writer, self._num_writers = writer, num_writers
+        self._places: dict[bytes, int] = {}
+        self._next = writer
+        self._weights_id = 0
+        self.is_off = False
+
+    @classmethod
+    def make(
+        cls,
         base: str | os.PathLike[str],
         num_places: int,
         content: RecordFormat,
         max_bytes: int,
         key: str | None = None,
-    ) -> None:
-        name = key or f"unnamed-{uuid.uuid4().hex}"
-        self._folder, self._store = take_store(base, name, num_places, content, max_bytes)
+        num_writers: int = 1,
+    ) -> ContentStore:
+        """Make a store of `num_places` records, or open the one that an earlier run kept under `key`.
+
+        Raises like `take_store`. Without a key no later run finds it.
+        """
+        folder, store = take_store(base, key or f"unnamed-{uuid.uuid4().hex}", num_places, content, max_bytes)
         if key is not None:
-            self._folder.keep()
-        self._places: dict[bytes, int] = {}
-        self._next = 0
-        self._weights_id = 0
-        self.is_off = False
+            folder.keep()
+        return cls(store, 0, num_writers, folder)
+
+    @classmethod
+    def open(cls, path: str, writer: int, num_writers: int) -> ContentStore:
+        """Open the store that another process of the node has made; raises like `ActivationStore.open`."""
+        return cls(ActivationStore.open(path, writer), writer, num_writers)
+
+    @property
+    def path(self) -> str:
+        return str(self._store.folder)
 
     def use_weights(self, key: str) -> None:
         """Serve the records of the weights named by `key`, of an earlier run too, and no others.
@@ -56,6 +79,10 @@ class ContentStore:
         Others are overwritten.
         """
         self._weights_id = self._store.weights_id(key)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Find the records that other processes have written, too."""
         try:
             entries = self._store.entries(np.arange(self._store.num_samples))
         except StoreDamagedError as error:
@@ -64,7 +91,8 @@ class ContentStore:
         found = np.flatnonzero(entries["weights_id"] == self._weights_id)
         words = np.stack([entries["input_digest"], entries[field_column(DIGEST_FIELD)].view(np.uint64)], axis=1)[found]
         self._places = {row.tobytes(): place for row, place in zip(words, found.tolist(), strict=True)}
-        self._next = int(found[-1]) + 1 if len(found) else 0
+        own = found[found % self._num_writers == self._writer]
+        self._next = int(own[-1]) + self._num_writers if len(own) else self._writer
 
     @property
     def bytes_taken(self) -> int:
@@ -94,10 +122,11 @@ class ContentStore:
         """Store records `(n, seq, hidden)` of rows that have none, as far as there is room."""
         names = [row.tobytes() for row in digests]
         new = [row for row in {name: row for row, name in enumerate(names)}.values() if names[row] not in self._places]
-        new = new[: self._store.num_samples - self._next]
+        places = np.arange(self._next, self._store.num_samples, self._num_writers)[: len(new)]
+        new = new[: len(places)]
         if self.is_off or not new:
             return
-        places, first, second = np.arange(self._next, self._next + len(new)), *digests[new].T.copy()
+        first, second = digests[new].T.copy()
         fields = {DIGEST_FIELD: torch.from_numpy(second.view(np.int64))}
         try:
             written = self._store.write(places, self._weights_id, activation[new], lengths[new], fields, first)
@@ -108,7 +137,7 @@ class ContentStore:
         except (OSError, ValueError, StoreDamagedError) as error:
             self.switch_off(str(error))
             return
-        self._next = int(places[-1]) + 1 if len(places) else self._next
+        self._next = int(places[-1]) + self._num_writers if len(places) else self._next
         self._places.update({names[row]: place for row, place in zip(new, places.tolist(), strict=True)})
 
     def switch_off(self, reason: str) -> None:
@@ -118,8 +147,10 @@ class ContentStore:
         self.is_off, self._places = True, {}
 
     def close(self) -> None:
-        """Close the store and delete its folder, unless it is kept for later runs."""
+        """Close the store; who made it deletes its folder, unless it is kept for later runs."""
         self._store.close()
+        if self._folder is None:
+            return
         if self._folder.is_kept:
             self._folder.release()
         else:

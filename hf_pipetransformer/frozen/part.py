@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_pipetransformer.cache.files import Array
 from hf_pipetransformer.frozen.contents import ContentStore
-from hf_pipetransformer.frozen.draws import Draws, draw
+from hf_pipetransformer.frozen.effects import Draws, draw
 from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
 
 
@@ -154,6 +154,11 @@ class FrozenPart:
         self.counts = Counts()
         self._forward = module.forward
         self._templates: dict[bytes, Template] = {}
+
+    @property
+    def description(self) -> str:
+        """What processes have to agree on to share records, as text."""
+        return f"{replace(self.reading, cuts_padding=True)} {self.in_evaluation} {self.draws}"
 
     @contextmanager
     def replaced(self, forward: Callable[..., Any]) -> Iterator[None]:

@@ -15,7 +15,7 @@ from transformers import set_seed
 
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, differs
 from hf_pipetransformer.data.rng import CPU, random_state, same_states, set_random_state
-from hf_pipetransformer.frozen.draws import EXTREMES, Draws, draw
+from hf_pipetransformer.frozen.effects import EXTREMES, Draws, draw
 from hf_pipetransformer.frozen.part import FrozenPart, Pick, Reading, Template
 from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
 
@@ -164,11 +164,11 @@ class Trial:
         # Whoever draws next, such as the order of an epoch, gets what a part leaves in the generators. So it may be
         # looked up only if its draws can be made up for without it, and if whatever they give changes nothing.
         device = first[0].device if first else CPU
-        before = random_state(device)
+        state = random_state(device)
         with torch.no_grad(), Draws() as draws:
             part.compute(call.args, call.kwargs)
         after = random_state(device)
-        set_random_state(*before, device)
+        set_random_state(*state, device)
         draw(draws.number)
         are_made_up_for, part.draws = same_states(random_state(device), after), draws.number > 0
         others = [second]

@@ -1,38 +1,37 @@
-"""What a script froze of a model that Trainer trains: it is computed once and looked up from then on.
+"""Storing of what a script froze in a model that Trainer trains: computed once, and looked up from then on.
 
 The prefix of a stack on pipeline stages has a cache of its own, see `cache.training`; here are towers, encoders and
-feature extractors of models whose forward runs as it is.
+feature extractors of models whose forward runs as it is, and all of a model below a trained head.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import nn
 from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.cache.chain import SAME_BATCH_TOLERANCE, PrefixWatch, differs, settings_of
+from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import safe_max_bytes
 from hf_pipetransformer.cache.opening import cache_base, stored_dtype
 from hf_pipetransformer.cache.planner import measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.comm.staging import is_apart
-from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.data.batches import batch_size, take_samples
-from hf_pipetransformer.data.rng import generators_kept
 from hf_pipetransformer.frozen.contents import ContentStore, record_format
+from hf_pipetransformer.frozen.effects import Alone
 from hf_pipetransformer.frozen.part import FrozenPart
+from hf_pipetransformer.frozen.served import Circumstances, ServedPart
 from hf_pipetransformer.frozen.trial import Found, Trial, maximal_frozen
 from hf_pipetransformer.frozen.values import Rows, tensors_of
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
@@ -46,27 +45,31 @@ from hf_pipetransformer.training.traces import leaving_no_trace
 
 NUM_TRIED = 4
 """Samples that the model is tried on."""
-NUM_CHECKED = 1
-"""Rows that a check computes again: twice an epoch, and of a large encoder each takes a second."""
 WORTH_SECONDS = 2.0
-"""Predicted gain over the run below which `auto` makes no store."""
+"""Predicted gain over the run, in seconds, below which `auto` makes no store."""
 MOST_ROWS = 2**20
 """Records of a data set of unknown length."""
 
 
-@dataclass
-class _Serving:
-    """A part that is looked up, and what tells that it still computes what its records hold."""
+@dataclass(frozen=True)
+class Price:
+    """What storing a part costs and saves; seconds are those of a row.
 
-    part: FrozenPart
-    given: Rows
-    """Rows that checks compute again."""
-    output: list[torch.Tensor]
-    watch: PrefixWatch
-    store: ContentStore
-    num_distrusted: int = 0
-    has_served: int = 0
-    """Rows found up to the last check."""
+    Args:
+        num_places: records of all rows that the run is expected to compute.
+        needed_bytes: of all records, `record_bytes` each.
+        hit_seconds: what reading a record saves.
+        speedup: predicted time of a step of Trainer's over that of one that reads all records.
+        reason: of the decision; `is_used` is its outcome.
+    """
+
+    num_places: int
+    record_bytes: float
+    needed_bytes: float
+    hit_seconds: float
+    speedup: float
+    is_used: bool
+    reason: str
 
 
 class ComputedOnce:
@@ -75,7 +78,7 @@ class ComputedOnce:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.trainer = context.trainer
-        self._serving: list[_Serving] = []
+        self._serving: list[tuple[ServedPart, Price]] = []
         self._is_tried = False
         self._epoch = -1
         self._checked_at = 0
@@ -86,8 +89,13 @@ class ComputedOnce:
     def args(self) -> PipeTransformerArguments:
         return self.context.args
 
+    @property
+    def served(self) -> list[ServedPart]:
+        """Parts that are looked up."""
+        return [served for served, _ in self._serving]
+
     def begin_step(self, inputs: Mapping[str, Any]) -> None:
-        """Find the parts before the first batch, and check them before later ones.
+        """Find the parts before the first batch, and check them before later ones. Collective in the first batch.
 
         Raises:
             ValueError: a part was changed unseen, and batches since the last check may have read records of before.
@@ -105,6 +113,7 @@ class ComputedOnce:
         With `generates`, only parts whose records have all of their outputs: what generation reads was not tried.
         """
         self._notice_changed_weights()
+        self._look_again()
         before, self._evaluates = self._evaluates, not generates
         try:
             yield
@@ -113,40 +122,43 @@ class ComputedOnce:
 
     def end(self) -> None:
         """Let the modules run their own forward again, and say what was saved."""
-        for serving in self._serving:
-            del serving.part.module.forward
-            serving.store.close()
-            counts = serving.part.counts
+        for served, price in self._serving:
+            served.end()
+            counts = served.part.counts
             looked_up = counts.hits + counts.misses
             if looked_up:
+                where = " by this process" if self.context.topology.is_distributed else ""
                 self._say(
-                    f"{serving.part.name}: {counts.hits} of {looked_up} outputs were read instead of computed "
-                    f"({counts.hits / looked_up:.0%})."
+                    f"{served.part.name}: {counts.hits} of {looked_up} outputs were read instead of computed{where} "
+                    f"({counts.hits / looked_up:.0%}), which saved about {counts.hits * price.hit_seconds:,.0f} s."
                 )
         self._serving.clear()
         if self._at_end in self.trainer.callback_handler.callbacks:
             self.trainer.remove_callback(self._at_end)
         self._is_tried = False
 
-    # ---- finding and deciding ----
+    # ---- finding ----
 
     def _begin(self, inputs: Mapping[str, Any]) -> None:
         model = bare_model(self.trainer.model)
         # Others run copies or parts of the modules.
-        is_alone = self.context.topology.world_size == 1 and self.args.n_gpu <= 1
-        is_alone &= not (self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled)
-        if self.args.activation_cache == "off" or not is_alone or not maximal_frozen(model):
+        is_whole = self.args.n_gpu <= 1 and not (self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled)
+        if self.args.activation_cache == "off" or not is_whole or not maximal_frozen(model):
             return
-        size = batch_size(inputs)
-        num_samples = min(NUM_TRIED, size)
+        num_samples = min(NUM_TRIED, batch_size(inputs))
+        trial, found, error = None, list[Found](), None
         try:
             with leaving_no_trace(self.trainer), _buffers_kept(model):
                 trial = self._trial(take_samples(inputs, slice(0, num_samples)), model)
                 found = trial.find()
         # Models and losses of users may fail on a few samples in any way; Trainer's own step says so if it fails too.
-        except Exception as error:
-            self._say(f"Frozen parts are computed as in Trainer: trying them raised {type(error).__name__}: {error}")
+        except Exception as raised:
+            error = f"trying them raised {type(raised).__name__}: {raised}"
+        error = next((told for told in self.context.topology.gather(error) if told is not None), None)
+        if error is not None or trial is None:
+            self._say(f"Frozen parts are computed as in Trainer: {error}")
             return
+        found = self._agreed(found)
         if not found and self.args.activation_cache == "on":
             self._say("activation_cache='on' stores nothing: no frozen part takes a share of the forward to speak of.")
         for each in found:
@@ -160,20 +172,40 @@ class ComputedOnce:
             self.trainer.callback_handler.callbacks.insert(0, self._at_end)
 
     def _trial(self, inputs: dict[str, Any], model: nn.Module) -> Trial:
-        trainer = self.trainer
+        trainer, is_distributed = self.trainer, self.context.topology.is_distributed
         given = trainer_compat.preparation(trainer)(inputs)
         passes = trainer_compat.takes_num_items(trainer) and "labels" in inputs
         items = torch.tensor(trainer_compat.items_of(trainer, inputs), device=self.args.device) if passes else None
+        # DistributedDataParallel waits for the backward of each forward.
+        tried = trainer.model if is_distributed else trainer.model_wrapped
 
         def run() -> tuple[torch.Tensor, Any]:
             set_seed(self.args.seed)
-            with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(
-                    trainer.model_wrapped, dict(given), return_outputs=True, num_items_in_batch=items
-                )
+            with Alone() if is_distributed else nullcontext(), trainer.compute_loss_context_manager():
+                return trainer.compute_loss(tried, dict(given), return_outputs=True, num_items_in_batch=items)
 
         tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
         return Trial(model, run, tensors, precision_of(self.args), self.args.activation_cache == "on")
+
+    def _agreed(self, found: list[Found]) -> list[Found]:
+        """Return the parts that all processes have found, with what holds for the samples of all. Collective."""
+        told = self.context.topology.gather(
+            [[each.part.name, each.why_not, each.part.reading.cuts_padding, each.part.description] for each in found]
+        )
+        by_name = [{name: rest for name, *rest in of_rank} for of_rank in told]
+        own = {each.part.name: each for each in found}
+        agreed: list[Found] = []
+        for name in by_name[0]:
+            if not all(name in of_rank for of_rank in by_name):
+                continue
+            each, facts = own[name], [of_rank[name] for of_rank in by_name]
+            why_not = next((reason for reason, *_ in facts if reason is not None), None)
+            if why_not is None and len({description for *_, description in facts}) > 1:
+                why_not = "gives outputs that are read in other ways by other processes"
+            cuts_padding = all(cuts for _, cuts, _ in facts)
+            each.part.reading = replace(each.part.reading, cuts_padding=cuts_padding)
+            agreed.append(replace(each, why_not=why_not))
+        return agreed
 
     def _say_why_not(self, found: Found, trial: Trial) -> None:
         share = found.seconds * found.rows / trial.seconds if trial.seconds else 0.0
@@ -185,50 +217,115 @@ class ComputedOnce:
             )
         self._say(text)
 
+    # ---- deciding ----
+
     def _decide(self, found: Found, trial: Trial, num_samples: int) -> None:
-        part, rows = found.part, Rows.of(found.call.args, found.call.kwargs, found.part.reading.cuts_padding)
-        leaves = tensors_of(found.call.output)
-        records = part.reading.records(leaves, rows)
-        base, num_places = cache_base(self.args), self._num_rows(rows.number / num_samples)
+        """Store a part if that pays. Collective."""
+        part, topology = found.part, self.context.topology
+        rows = Rows.of(found.call.args, found.call.kwargs, part.reading.cuts_padding)
+        records = part.reading.records(tensors_of(found.call.output), rows)
+        around = Circumstances(
+            settings_of(bare_model(self.trainer.model), self.args),
+            precision_of(self.args),
+            self.trainer.compute_loss_context_manager,
+            buffers_are_sent=topology.is_distributed,
+        )
+
         try:
             content = record_format(records.shape[2], stored_dtype(self.args, records.dtype))
-            record_bytes, limit = content.record_bytes(records.shape[1]), self._max_bytes()
-            needed = num_places * record_bytes + content.index_bytes(num_places)
-            speed = measure_storage(base, content, records.shape[1], rows.number, num_places)
-            hashing = _seconds_of_hashing(rows)
-            costs = CacheCosts(
-                (0.0, found.seconds), 0.0, speed.read + hashing, speed.write + hashing, is_apart(self.args.device)
-            )
-            fits = min(1.0, limit / needed)
-            decision = decide_cache(costs, 1, Stored(fits_share=fits), self._epochs_left(), self.args.activation_cache)
-            saved = (decision.costs["compute"] - decision.costs.get("write", math.inf)) * num_places
-            if not decision.use or (self.args.activation_cache == "auto" and saved < WORTH_SECONDS):
-                return
-            self.context.journal.write(
-                "cache", what="part", part=part.name, used=decision.use, reason=decision.reason, seconds=decision.costs
-            )
-            store = ContentStore(base, num_places, content, int(limit), self._key_of_store(part, content))
-        except (OSError, ValueError, StoreDamagedError) as error:
-            self._say(f"{part.name} is frozen and computed as in Trainer in every epoch: {error}")
+        except ValueError as error:
+            self._say_computed(part, str(error))
             return
-        part.store, part.is_read_as_tried = store, partial(self._is_read_as_tried, part)
-        given = rows.take(np.arange(min(NUM_CHECKED, rows.number)))
-        serving = _Serving(part, Rows.of(*given), [], _watch_of(part), store)
-        self._name_weights(serving)
-        part.module.forward = part
-        self._serving.append(serving)
-        rest = 3 * (trial.seconds / num_samples) - 3 * found.seconds * rows.number / num_samples
-        before = rest + found.seconds * rows.number / num_samples
-        after = rest + (speed.read + hashing) * rows.number / num_samples
+
+        def priced() -> dict[str, Any] | str:
+            try:
+                return vars(self._price(found, trial, num_samples, rows, content, records.shape[1]))
+            except (OSError, ValueError, StoreDamagedError) as error:
+                return str(error)
+
+        answer = topology.decide(priced)
+        if isinstance(answer, str):
+            self._say_computed(part, answer)
+            return
+        price = Price(**answer)
+        if not price.is_used:
+            return
+        store = self._open(content, price, self._key_of_store(part, content, around))
+        if isinstance(store, str):
+            self._say_computed(part, store)
+            return
+        part.is_read_as_tried = partial(self._is_read_as_tried, part)
+        self._serve(ServedPart(part, store, rows, around), price)
+
+    def _serve(self, served: ServedPart, price: Price) -> None:
+        part = served.part
+        served.begin()
+        self._serving.append((served, price))
+        self.context.journal.write("cache", what="part", part=part.name, **vars(price))
         size = sum(parameter.numel() for parameter in part.module.parameters())
         mode = " in evaluation mode, without dropout" if part.in_evaluation else ""
         self._say(
             f"{part.name} ({size / 1e6:,.3g} million parameters) is frozen: it is computed once{mode}. Its outputs "
-            f"are stored ({in_bytes(record_bytes)} each, {in_bytes(needed)} in all) and read from the second epoch "
-            f"on: about {before / after:.1f} times as fast then."
+            f"are stored ({in_bytes(price.record_bytes)} each, {in_bytes(price.needed_bytes)} in all) and read from "
+            f"the second epoch on: about {price.speedup:.1f} times as fast then."
         )
-        if len(store):
-            self._say(f"{part.name}: {len(store)} outputs of an earlier run are used where inputs are the same.")
+        if num_found := len(served.store):
+            self._say(f"{part.name}: {num_found} outputs of an earlier run are used where inputs are the same.")
+
+    def _say_computed(self, part: FrozenPart, reason: str) -> None:
+        self._say(f"{part.name} is frozen and computed as in Trainer in every epoch: {reason}")
+
+    def _price(
+        self, found: Found, trial: Trial, num_samples: int, rows: Rows, content: RecordFormat, length: int
+    ) -> Price:
+        base, num_places = cache_base(self.args), self._num_rows(rows.number / num_samples)
+        record_bytes = content.record_bytes(length)
+        needed = num_places * record_bytes + content.index_bytes(num_places)
+        speed = measure_storage(base, content, length, rows.number, num_places)
+        hashing = _seconds_of_hashing(rows)
+        read, write = speed.read + hashing, speed.write + hashing
+        costs = CacheCosts((0.0, found.seconds), 0.0, read, write, is_apart(self.args.device))
+        fits = min(1.0, self._max_bytes() / needed)
+        decision = decide_cache(costs, 1, Stored(fits_share=fits), self._epochs_left(), self.args.activation_cache)
+        saved = (decision.costs["compute"] - decision.costs.get("write", math.inf)) * num_places
+        # A backward takes twice its forward.
+        part, rest = found.seconds * rows.number, 3 * (trial.seconds - found.seconds * rows.number)
+        return Price(
+            num_places,
+            record_bytes,
+            needed,
+            found.seconds - read,
+            (rest + part) / (rest + read * rows.number),
+            decision.use and (self.args.activation_cache == "on" or saved >= WORTH_SECONDS),
+            decision.reason,
+        )
+
+    def _open(self, content: RecordFormat, price: Price, key: str | None) -> ContentStore | str:
+        """Return the node's store, which its first process makes, or why some node has none. Collective."""
+        topology = self.context.topology
+        number, num_writers = topology.ranks_here.index(topology.rank), len(topology.ranks_here)
+        store: ContentStore | None = None
+        reason: str | None = None
+
+        def attempt(make: Callable[[], ContentStore]) -> None:
+            nonlocal store, reason
+            try:
+                store = make()
+            except (OSError, ValueError, StoreDamagedError) as error:
+                reason = str(error)
+
+        if topology.is_first_here:
+            limit, base = int(self._max_bytes()), cache_base(self.args)
+            attempt(lambda: ContentStore.make(base, price.num_places, content, limit, key, num_writers))
+        path = topology.gather(None if store is None else store.path)[topology.ranks_here[0]]
+        if path is not None and not topology.is_first_here:
+            attempt(lambda: ContentStore.open(path, number, num_writers))
+        reason = next((told for told in topology.gather(reason) if told is not None), None)
+        if reason is not None or store is None:
+            if store is not None:
+                store.close()
+            return str(reason)
+        return store
 
     def _is_read_as_tried(self, part: FrozenPart) -> bool:
         return bool(self.trainer.model.training) or (self._evaluates and part.reading.does_for_evaluations)
@@ -239,11 +336,11 @@ class ComputedOnce:
         known = [each for each in (self.trainer.train_dataset, *others) if each is not None]
         if not all(hasattr(each, "__len__") for each in known):
             return MOST_ROWS
-        return int(1.1 * of_a_sample * sum(map(len, known))) + 64
+        return int(1.1 * of_a_sample * sum(map(len, known))) + 64 * self.context.topology.world_size
 
     def _max_bytes(self) -> float:
         asked = self.args.activation_cache_max_gb
-        taken = sum(serving.store.bytes_taken for serving in self._serving)
+        taken = sum(served.store.bytes_taken for served in self.served)
         return safe_max_bytes(cache_base(self.args)) if asked is None else max(0.0, asked * 1e9 - taken)
 
     def _epochs_left(self) -> float:
@@ -253,18 +350,10 @@ class ComputedOnce:
         steps = max(1, len(loader) // self.args.gradient_accumulation_steps)
         return (state.max_steps - state.global_step) / steps
 
-    def _key_of_store(self, part: FrozenPart, content: RecordFormat) -> str | None:
+    def _key_of_store(self, part: FrozenPart, content: RecordFormat, around: Circumstances) -> str | None:
         if not self.args.activation_cache_keep:
             return None
-        return f"part-{xxhash.xxh3_128_hexdigest(f'{self._weights_key(part)}{content.to_json()}'.encode())}"
-
-    def _weights_key(self, part: FrozenPart) -> str:
-        hasher = xxhash.xxh3_128(settings_of(bare_model(self.trainer.model), self.args).encode())
-        for name, value in sorted(part.module.state_dict().items()):
-            digest = digest_of(value) if isinstance(value, torch.Tensor) else repr(value)
-            hasher.update(f"{name} {digest}\n".encode())
-        hasher.update(f"{part.name} {part.reading} {part.in_evaluation}".encode())
-        return hasher.hexdigest()
+        return f"part-{xxhash.xxh3_128_hexdigest(f'{around.weights_key(part)}{content.to_json()}'.encode())}"
 
     # ---- checking ----
 
@@ -272,29 +361,24 @@ class ComputedOnce:
     def _present_epoch(self) -> int:
         return int(self.trainer.state.epoch or 0)
 
-    def _name_weights(self, serving: _Serving) -> None:
-        """Serve records of the part's present weights."""
-        serving.watch, serving.output = _watch_of(serving.part), self._computed(serving)
-        serving.store.use_weights(f"{self._weights_key(serving.part)} {serving.num_distrusted}")
-
-    def _computed(self, serving: _Serving) -> list[torch.Tensor]:
-        """Return what the part makes of the rows of its checks, without a trace in the generators."""
-        with generators_kept(), torch.no_grad(), self.trainer.compute_loss_context_manager():
-            return tensors_of(serving.part.compute(*serving.given.given))
-
     def _check(self) -> None:
         self._notice_changed_weights()
         if self._present_epoch != self._epoch:
             self.check_thoroughly()
+            self._look_again()
             self._epoch = self._present_epoch
-            for serving in list(self._serving):
-                self._stop_if_useless(serving)
+            for served in self.served:
+                self._stop_if_useless(served)
+
+    def _look_again(self) -> None:
+        for served in self.served:
+            if self.context.topology.is_distributed:
+                served.store.look_again()
 
     def _notice_changed_weights(self) -> None:
-        for serving in self._serving:
-            if serving.watch.has_changed():
-                self._say(f"Weights of {serving.part.name} were changed from outside: its outputs are computed again.")
-                self._name_weights(serving)
+        for served in self.served:
+            if served.have_weights_changed():
+                self._say(f"Weights of {served.part.name} were changed from outside: its outputs are computed again.")
 
     def check_thoroughly(self) -> None:
         """Check all bytes of the parts' weights, and what they compute, at the begin and the end of an epoch.
@@ -302,38 +386,33 @@ class ComputedOnce:
         Raises:
             ValueError: a part was changed unseen, and batches since the last check may have read records of before.
         """
-        tolerance = SAME_BATCH_TOLERANCE[precision_of(self.args)]
-        for serving in self._serving:
-            part, found = serving.part, self._computed(serving)
-            is_other = any(differs(one, other, tolerance) for one, other in zip(found, serving.output, strict=True))
-            if is_other or serving.watch.has_changed(thoroughly=True):
-                if part.counts.hits > serving.has_served:
+        for served in self.served:
+            has_served = served.has_served_since_check()
+            if not served.is_what_it_was():
+                if has_served:
                     step = self.trainer.state.global_step
                     raise ValueError(
-                        f"Steps {self._checked_at + 1} to {step} may have used stored outputs of {part.name} that do "
-                        "not hold any more: it computes something else now, and no version counter shows it (a write "
-                        "past autograd, a hook, another module or an attribute). Change it between epochs "
+                        f"Steps {self._checked_at + 1} to {step} may have used stored outputs of {served.part.name} "
+                        "that do not hold any more: it computes something else now, and no version counter shows it "
+                        "(a write past autograd, a hook, another module or an attribute). Change it between epochs "
                         "(on_epoch_begin), write with parameter.copy_() under torch.no_grad(), or set "
                         "activation_cache='off'."
                     )
-                serving.num_distrusted += 1
-                self._say(f"{part.name} was changed from outside: its outputs are computed again.")
-                self._name_weights(serving)
-            serving.has_served = part.counts.hits
+                self._say(f"{served.part.name} was changed from outside: its outputs are computed again.")
+                served.distrust()
         self._checked_at = self.trainer.state.global_step
 
-    def _stop_if_useless(self, serving: _Serving) -> None:
+    def _stop_if_useless(self, served: ServedPart) -> None:
         """End the storing of a part none of whose inputs came again in a whole epoch."""
-        counts = serving.part.counts
+        counts = served.part.counts
         if self._epoch < 2 or counts.hits or not counts.misses:
             return
         self._say(
-            f"{serving.part.name} is computed from here on: none of its inputs came a second time (random "
+            f"{served.part.name} is computed from here on: none of its inputs came a second time (random "
             "augmentation?), so nothing is stored any more."
         )
-        del serving.part.module.forward
-        serving.store.close()
-        self._serving.remove(serving)
+        served.end()
+        self._serving = [each for each in self._serving if each[0] is not served]
 
     def _say(self, text: str) -> None:
         if self.context.topology.rank == 0:
@@ -360,10 +439,6 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
-
-
-def _watch_of(part: FrozenPart) -> PrefixWatch:
-    return PrefixWatch([*part.module.parameters(), *part.module.buffers()])
 
 
 def _seconds_of_hashing(rows: Rows) -> float:

@@ -88,13 +88,17 @@ class RunOptions:
             return Need.WISH
         return Need.WISH if args.activation_cache == "auto" and _may_store(model) else Need.NONE
 
-    def does_without(self, error: ValueError) -> bool:
+    def does_without(self, error: ValueError, model: Any) -> bool:
         """Return True if `error` may leave the run to Trainer: the user asked for nothing that needs a pipeline.
+
+        Frozen parts of a model that Trainer trains may be stored, see `computed_once`.
 
         A model that cannot be split is trained without freezing. If another setting or loss would make it splittable,
         the run is refused when freezing was requested.
         """
-        if self._ask_for_parts or self.args.activation_cache == "on" or self.args.plan_only:
+        asks_for_cache = self.args.activation_cache == "on"
+        asks_for_cache &= model is None or not maximal_frozen(bare_model(model))
+        if self._ask_for_parts or asks_for_cache or self.args.plan_only:
             return False
         if isinstance(error, (ModelSettingError, LossDoesNotDecomposeError)):
             return not self._freeze
@@ -252,7 +256,8 @@ class Starter:
                 return report
         except (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError) as error:
             # Trainer can only resume a run from its own kind of checkpoint.
-            if self.resumes_own or not (self._may_do_without or self.options.does_without(error)):
+            may_do_without = self._may_do_without or self.options.does_without(error, self.context.trainer.model)
+            if self.resumes_own or not may_do_without:
                 raise
             say_left_to_trainer(error)
         self.context.args.leave_recomputing_to_trainer()
@@ -466,7 +471,7 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
             check_trained_model(model, options, values.get("optimizers", (None, None))[0])
         check_dataset(values.get("train_dataset"), "training")
     except ValueError as error:
-        if need is Need.MUST and not options.does_without(error):
+        if need is Need.MUST and not options.does_without(error, model):
             raise
         say_left_to_trainer(error)
         args.leave_recomputing_to_trainer()
@@ -479,7 +484,7 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
 def say_left_to_trainer(error: ValueError) -> None:
     """Warn why a run goes on without a pipeline."""
     if int(os.environ.get("RANK", "0")) == 0:
-        logger.warning(f"Training without a pipeline, freezing or cache, as plain Trainer does: {error}")
+        logger.warning(f"Training without a pipeline or freezing, as plain Trainer does: {error}")
 
 
 def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -> None:

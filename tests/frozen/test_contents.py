@@ -17,7 +17,7 @@ KEY = "part-0123"
 
 
 def open_store(folder: Path, num_places: int = 8, max_bytes: int = 10**7, key: str | None = None) -> ContentStore:
-    store = ContentStore(folder, num_places, record_format(2, torch.float32), max_bytes, key)
+    store = ContentStore.make(folder, num_places, record_format(2, torch.float32), max_bytes, key)
     store.use_weights("weights")
     return store
 

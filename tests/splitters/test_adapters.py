@@ -37,7 +37,7 @@ from tests.planning.test_planning import rank_bytes
 from tests.usages import BERT, USAGES, Usage, assert_same, outcome, with_adapters, with_added_adapter, with_prompts
 
 
-SAID = "without a pipeline, freezing or cache"
+SAID = "without a pipeline or freezing"
 NOTHING = {"freeze_policy": "none", "activation_cache": "auto"}
 
 

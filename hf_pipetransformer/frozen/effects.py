@@ -1,4 +1,4 @@
-"""Random numbers that a frozen part draws and does not use, such as those of layerdrop with probability 0."""
+"""What a forward does besides computing: random numbers that it draws, and talk with other processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ EXTREMES = (0.0, 1 - 2**-24)
 class Draws(TorchDispatchMode):
     """Count the single uniform numbers that the CPU's generator gives inside the context.
 
+    Such draws are those of layerdrop, which are made with probability 0, too.
+
     Args:
         forced: what they are instead; None for what the generator gives.
     """
 
     def __init__(self, forced: float | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.number = 0
         self._forced = forced
 
@@ -36,3 +38,15 @@ def draw(number: int) -> None:
     """Take as many single numbers from the generator as `Draws` counted."""
     for _ in range(number):
         torch.rand(())
+
+
+class Alone(TorchDispatchMode):
+    """Refuse communication inside the context: processes that try a model do not do so in step."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(f"the forward or the loss communicates with other processes ({func})")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,119 @@
+"""A frozen part that is looked up in a training, and the checks that it still computes what its records hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import xxhash
+
+from hf_pipetransformer.cache.chain import SAME_BATCH_TOLERANCE, PrefixWatch, differs
+from hf_pipetransformer.comm.transfers import digest_of
+from hf_pipetransformer.data.rng import generators_kept
+from hf_pipetransformer.frozen.contents import ContentStore
+from hf_pipetransformer.frozen.part import FrozenPart
+from hf_pipetransformer.frozen.values import Rows, tensors_of
+
+
+NUM_CHECKED = 1
+"""Rows that a check computes again: twice an epoch, and of a large encoder each takes a second."""
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the outputs of a part depend on besides its weights.
+
+    Args:
+        settings: of the run and the model, as text.
+        precision: `fp32`, `bf16` or `fp16`.
+        autocast: enters the precision of the training.
+        buffers_are_sent: True if buffers are written anew in every forward, as DistributedDataParallel does.
+    """
+
+    settings: str
+    precision: str
+    autocast: Callable[[], AbstractContextManager[object]]
+    buffers_are_sent: bool = False
+
+    def weights_key(self, part: FrozenPart) -> str:
+        """Return a name for all that the part's outputs depend on besides its inputs."""
+        hasher = xxhash.xxh3_128(self.settings.encode())
+        for name, value in sorted(part.module.state_dict().items()):
+            digest = digest_of(value) if isinstance(value, torch.Tensor) else repr(value)
+            hasher.update(f"{name} {digest}\n".encode())
+        hasher.update(f"{part.name} {part.reading} {part.in_evaluation}".encode())
+        return hasher.hexdigest()
+
+
+@dataclass
+class ServedPart:
+    """A part whose forward is replaced from `begin` to `end`.
+
+    Args:
+        rows: a call, the first of whose rows checks compute again.
+    """
+
+    part: FrozenPart
+    store: ContentStore
+    rows: Rows
+    around: Circumstances
+    _watch: PrefixWatch = field(init=False)
+    _buffers: list[str] = field(init=False)
+    _expected: list[torch.Tensor] = field(init=False)
+    _num_distrusted: int = field(default=0, init=False)
+    _hits_checked: int = field(default=0, init=False)
+
+    def begin(self) -> None:
+        """Look up from here on."""
+        self.rows = Rows.of(*self.rows.take(np.arange(min(NUM_CHECKED, self.rows.number))))
+        self.part.store = self.store
+        self.use_present_weights()
+        self.part.module.forward = self.part
+
+    def end(self) -> None:
+        """Let the module run its own forward again, and give the store back."""
+        del self.part.module.forward
+        self.store.close()
+
+    def use_present_weights(self) -> None:
+        """Serve records of the part's present weights."""
+        module = self.part.module
+        self._watch = PrefixWatch([*module.parameters(), *([] if self.around.buffers_are_sent else module.buffers())])
+        self._buffers, self._expected = self._digests_of_buffers(), self._computed()
+        self.store.use_weights(f"{self.around.weights_key(self.part)} {self._num_distrusted}")
+
+    def have_weights_changed(self) -> bool:
+        """Return True if a look at the weights shows a change; serve the new ones then."""
+        if not self._watch.has_changed():
+            return False
+        self.use_present_weights()
+        return True
+
+    def is_what_it_was(self) -> bool:
+        """Return False if bytes of the weights, or what the part makes of some rows, have changed; takes a while."""
+        tolerance = SAME_BATCH_TOLERANCE[self.around.precision]
+        pairs = zip(self._computed(), self._expected, strict=True)
+        is_other = any(differs(one, other, tolerance) for one, other in pairs)
+        is_other |= self._watch.has_changed(thoroughly=True) or self._digests_of_buffers() != self._buffers
+        return not is_other
+
+    def distrust(self) -> None:
+        """Use no record from before this call."""
+        self._num_distrusted += 1
+        self.use_present_weights()
+
+    def has_served_since_check(self) -> bool:
+        """Return True if records were read since the last call."""
+        before, self._hits_checked = self._hits_checked, self.part.counts.hits
+        return self._hits_checked > before
+
+    def _digests_of_buffers(self) -> list[str]:
+        return [str(digest_of(buffer)) for buffer in self.part.module.buffers()]
+
+    def _computed(self) -> list[torch.Tensor]:
+        """Return what the part makes of the rows of checks, without a trace in the generators."""
+        with generators_kept(), torch.no_grad(), self.around.autocast():
+            return tensors_of(self.part.compute(*self.rows.given))

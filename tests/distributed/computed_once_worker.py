@@ -1,0 +1,46 @@
+"""Trainings of models with frozen parts on two processes, by plain Trainer and by ours."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.frozen import trial
+from tests.distributed.scenarios import scenario
+from tests.frozen_models import CASES, logged, trainer_of
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@scenario
+def train(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Return losses and norms of both trainers, and what ours read and said."""
+    trial.WORTH = 0.0
+    lines = _Lines()
+    logging.getLogger("hf_pipetransformer").addHandler(lines)
+    found: dict[str, Any] = {}
+    for name in names:
+        plain = logged(trainer_of(Trainer, CASES[name], folder / f"{name} plain", per_device_train_batch_size=3))
+        ours = trainer_of(PipeTransformerTrainer, CASES[name], folder / f"{name} ours", per_device_train_batch_size=3)
+        counts: list[list[int]] = []
+        once = ours.pipeline_run.trainings.computed_once
+        end = once.end
+
+        def note(end: Any = end, once: Any = once, counts: Any = counts) -> None:
+            counts.extend([each.part.counts.hits, each.part.counts.misses] for each in once.served)
+            end()
+
+        once.end = note
+        found[name] = {"plain": plain, "ours": logged(ours), "counts": counts}
+    return {**found, "said": lines.lines}

@@ -1,0 +1,28 @@
+"""Frozen parts on two processes: DistributedDataParallel's numbers, and one store, all of which both read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed.computed_once_worker import train
+from tests.distributed.scenarios import run
+from tests.frozen_models import NUM_SAMPLES
+
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+
+
+def test_processes_read_what_the_others_have_computed(tmp_path: Path) -> None:
+    """Epochs are shuffled anew, so that each process gets rows of the other."""
+    names = ["whisper", "t5", "clip"]
+    ranks = run(train, tmp_path, 2, {"names": names}, timeout=150)
+    for found in ranks:
+        for name in names:
+            told = found[name]
+            np.testing.assert_allclose(told["ours"], told["plain"], rtol=1e-5, atol=1e-5)
+            # Of 3 epochs of half of the rows each; the first reads none.
+            assert [2 * NUM_SAMPLES // 2, NUM_SAMPLES // 2] in told["counts"], (name, told["counts"])
+    assert any("outputs were read instead of computed by this process" in line for line in ranks[0]["said"])
