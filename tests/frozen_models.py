@@ -327,8 +327,9 @@ CASES = {
 def trainer_of(kind: type, case: Case, folder: Path, data: Any = None, **options: Any) -> Trainer:
     """Return a trainer of three epochs, plain or with a cache that stores whatever it may."""
     set_seed(1)
-    model, ours = case.build(), {"activation_cache": "on"} if kind is PipeTransformerTrainer else {}
-    make = PipeTransformerArguments if kind is PipeTransformerTrainer else TrainingArguments
+    is_ours = issubclass(kind, PipeTransformerTrainer)
+    model, ours = case.build(), {"activation_cache": "on"} if is_ours else {}
+    make = PipeTransformerArguments if is_ours else TrainingArguments
     own = {name: value for name, value in options.items() if ours or not name.startswith(("activation_", "pipeline_"))}
     args = make(
         **{

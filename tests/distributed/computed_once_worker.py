@@ -23,6 +23,15 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+class Talks(PipeTransformerTrainer):
+    """Compares losses with the other processes, as contrastive ones do."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().compute_loss(*args, **kwargs)
+        self.accelerator.gather(found[0].detach() if isinstance(found, tuple) else found.detach())
+        return found
+
+
 @scenario
 def train(folder: Path, names: list[str]) -> dict[str, Any]:
     """Return losses and norms of both trainers, and what ours read and said."""
@@ -43,4 +52,5 @@ def train(folder: Path, names: list[str]) -> dict[str, Any]:
 
         once.end = note
         found[name] = {"plain": plain, "ours": logged(ours), "counts": counts}
-    return {**found, "said": lines.lines}
+    talks = logged(trainer_of(Talks, CASES["whisper"], folder / "talks", per_device_train_batch_size=3))
+    return {**found, "talks": talks, "said": lines.lines}

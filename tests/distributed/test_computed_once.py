@@ -25,4 +25,6 @@ def test_processes_read_what_the_others_have_computed(tmp_path: Path) -> None:
             np.testing.assert_allclose(told["ours"], told["plain"], rtol=1e-5, atol=1e-5)
             # Of 3 epochs of half of the rows each; the first reads none.
             assert [2 * NUM_SAMPLES // 2, NUM_SAMPLES // 2] in told["counts"], (name, told["counts"])
+        np.testing.assert_allclose(found["talks"], found["whisper"]["plain"], rtol=1e-5, atol=1e-5)
+    assert any("the loss communicates with other processes" in line for line in ranks[0]["said"])
     assert any("outputs were read instead of computed by this process" in line for line in ranks[0]["said"])
