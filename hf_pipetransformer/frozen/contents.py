@@ -98,6 +98,10 @@ class ContentStore:
     def bytes_taken(self) -> int:
         return self._store.bytes_taken
 
+    @property
+    def bytes_stored(self) -> int:
+        return self._store.bytes_stored
+
     def __len__(self) -> int:
         return len(self._places)
 

@@ -149,6 +149,9 @@ class FrozenPart:
         """True if it draws random numbers that change nothing."""
         self.is_read_as_tried: Callable[[], bool] = lambda: True
         """Says if what calls the model reads no more of its outputs than was seen; others get all of them."""
+        self.forms: set[str] = set()
+        """Of the calls that were tried."""
+        self.num_outputs = 0
         self.reading = Reading(())
         self.store: ContentStore | None = None
         self.counts = Counts()
@@ -193,7 +196,8 @@ class FrozenPart:
         """Return the module's outputs, those of rows that were stored from their records."""
         try:
             rows = Rows.of(args, kwargs, self.reading.cuts_padding)
-            is_enough = self.reading.is_complete or self.is_read_as_tried()
+            is_as_tried = self.is_read_as_tried() and rows.form in self.forms
+            is_enough = self.reading.is_complete or is_as_tried
             if self.store is not None and not self.store.is_off and rows.number and is_enough:
                 return self._looked_up(rows, self.store)
         # Another kind of call than those that were tried.
@@ -211,6 +215,8 @@ class FrozenPart:
         if template is None or records is None:
             with Draws() if self.draws else nullcontext() as draws:
                 output = self.compute(*rows.given)
+            if len(tensors_of(output)) != self.num_outputs:
+                return output
             self._templates[kind] = Template(output, self.reading, rows, draws.number if draws else 0)
             self._write(store, rows, output, digests)
             self.counts.misses += rows.number

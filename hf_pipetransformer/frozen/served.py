@@ -85,6 +85,11 @@ class ServedPart:
         self._buffers, self._expected = self._digests_of_buffers(), self._computed()
         self.store.use_weights(f"{self.around.weights_key(self.part)} {self._num_distrusted}")
 
+    @property
+    def is_trained(self) -> bool:
+        """True if one of the part's parameters asks for gradients by now."""
+        return any(parameter.requires_grad for parameter in self.part.module.parameters())
+
     def have_weights_changed(self) -> bool:
         """Return True if a look at the weights shows a change; serve the new ones then."""
         if not self._watch.has_changed():

@@ -30,13 +30,15 @@ MORE_PADDING = 3
 def maximal_frozen(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that have parameters, none of them trained, and are in no larger such module, by their path.
 
-    Whether a parameter is trained tells its own `requires_grad`, never that of an activation.
+    Lists of modules, which are never called, are none. Whether a parameter is trained tells its own `requires_grad`,
+    never that of an activation.
     """
     found: dict[str, nn.Module] = {}
 
     def look(name: str, module: nn.Module) -> None:
         parameters = list(module.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
+        is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if parameters and is_called and not any(parameter.requires_grad for parameter in parameters):
             found[name] = module
         elif parameters:
             for child, each in module.named_children():
@@ -290,11 +292,13 @@ class Trial:
 
         With `hands_on`, but for outputs of the part that the model hands on: no loss sees what is missing of them.
         """
-        filled: list[Any] = []
+        filled, forms = list[Any](), set[str]()
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             rows, output = Rows.of(args, kwargs, part.reading.cuts_padding), part.compute(args, kwargs)
             leaves = tensors_of(output)
+            forms.add(rows.form)
+            part.num_outputs = len(leaves)
             records = part.reading.records(leaves, rows).detach().clone()
             if rows.lengths is not None and part.reading.is_by_token:
                 for row, length in enumerate(rows.lengths.tolist()):
@@ -309,11 +313,13 @@ class Trial:
             loss, outputs = self.run()
         handed_on = {_memory(each) for value in filled for each in tensors_of(value) if hands_on}
         found, tolerance = [loss.detach(), *_tensors_in(outputs)], SAME_BATCH_TOLERANCE[self.precision]
-        return len(found) == len(expected) and not any(
+        is_enough = len(found) == len(expected) and not any(
             differs(one.float(), other.float(), tolerance)
             for one, other in zip(found, expected, strict=True)
             if _memory(one) not in handed_on
         )
+        part.forms |= forms if is_enough else set()
+        return is_enough
 
 
 @contextmanager

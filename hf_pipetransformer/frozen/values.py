@@ -110,6 +110,11 @@ class Rows:
         return tuple(args), kwargs
 
     @property
+    def form(self) -> str:
+        """What is no tensor of the arguments that outputs may depend on, and where the tensors are."""
+        return repr(rebuilt(self._read, lambda tensor: tensor.new_empty(0, device="cpu")))
+
+    @property
     def kind(self) -> bytes:
         """Hash of what is no row's content: shapes without the number of rows, dtypes, options of the call.
 

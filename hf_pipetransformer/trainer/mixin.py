@@ -236,9 +236,13 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Train on a batch; of a run that is left to Trainer, frozen parts are looked up where they were computed."""
-        if self.pipeline_run.is_left_to_trainer:
-            self.pipeline_run.trainings.computed_once.begin_step(inputs)
-        return super().training_step(model, inputs, num_items_in_batch)
+        if not self.pipeline_run.is_left_to_trainer:
+            return super().training_step(model, inputs, num_items_in_batch)
+        computed_once = self.pipeline_run.trainings.computed_once
+        computed_once.begin_step(inputs)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        computed_once.end_step(inputs, loss)
+        return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate or predict; frozen parts of a run that is left to Trainer are looked up here, too."""

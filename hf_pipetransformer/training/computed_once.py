@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.frozen.contents import ContentStore, record_format
 from hf_pipetransformer.frozen.effects import Alone
-from hf_pipetransformer.frozen.part import FrozenPart
+from hf_pipetransformer.frozen.part import Counts, FrozenPart
 from hf_pipetransformer.frozen.served import Circumstances, ServedPart
 from hf_pipetransformer.frozen.trial import Found, Trial, maximal_frozen
 from hf_pipetransformer.frozen.values import Rows, tensors_of
@@ -83,6 +83,7 @@ class ComputedOnce:
         self._epoch = -1
         self._checked_at = 0
         self._evaluates = False
+        self._reported = Counts()
         self._at_end = _ChecksEpochs(self)
 
     @property
@@ -106,6 +107,29 @@ class ComputedOnce:
         elif self._serving:
             self._check()
 
+    def end_step(self, inputs: Mapping[str, Any], loss: torch.Tensor) -> None:
+        """Look if the loss of a step has read what is not stored, which is nan.
+
+        Raises:
+            ValueError: it has; no optimizer step was made of it.
+        """
+        partly = [served.part for served in self.served if not served.part.reading.is_whole]
+        if not partly or self._has_known_loss or not loss.isnan():
+            return
+        with leaving_no_trace(self.trainer), _buffers_kept(self.trainer.model), ExitStack() as stack:
+            for served in self.served:
+                part = served.part
+                stack.enter_context(part.replaced(lambda *args, _part=part, **kwargs: _part.compute(args, kwargs)))
+            stack.enter_context(torch.no_grad())
+            computed = self._loss_of(trainer_compat.preparation(self.trainer)(dict(inputs)))()
+        if not computed[0].isnan():
+            names = ", ".join(part.name for part in partly)
+            raise ValueError(
+                f"The loss of step {self.trainer.state.global_step + 1} reads outputs of {names} that the first batch "
+                "did not read, so that no record has them. Set activation_cache='off', or freeze and read them in "
+                "the same way in all steps."
+            )
+
     @contextmanager
     def evaluating(self, generates: bool) -> Iterator[None]:
         """Serve evaluations inside, after noticing weights that were changed since the last step.
@@ -120,6 +144,16 @@ class ComputedOnce:
         finally:
             self._evaluates = before
 
+    def end_epoch(self) -> None:
+        """Check the parts, and write down for the report what this process has read and computed in the epoch."""
+        self.check_thoroughly()
+        counts = [served.part.counts for served in self.served]
+        total = Counts(sum(each.hits for each in counts), sum(each.misses for each in counts))
+        hits, misses = total.hits - self._reported.hits, total.misses - self._reported.misses
+        self._reported = total
+        stored = sum(served.store.bytes_stored for served in self.served)
+        self.context.journal.write("cache", what="epoch", hits=hits, misses=misses, bytes_stored=stored)
+
     def end(self) -> None:
         """Let the modules run their own forward again, and say what was saved."""
         for served, price in self._serving:
@@ -133,6 +167,7 @@ class ComputedOnce:
                     f"({counts.hits / looked_up:.0%}), which saved about {counts.hits * price.hit_seconds:,.0f} s."
                 )
         self._serving.clear()
+        self._reported = Counts()
         if self._at_end in self.trainer.callback_handler.callbacks:
             self.trainer.remove_callback(self._at_end)
         self._is_tried = False
@@ -171,11 +206,23 @@ class ComputedOnce:
             # Before the user's own, which may change a part when an epoch has ended.
             self.trainer.callback_handler.callbacks.insert(0, self._at_end)
 
+    @property
+    def _has_known_loss(self) -> bool:
+        """True if code of transformers alone computes the loss, which reads the same outputs in all steps."""
+        forward = type(bare_model(self.trainer.model)).forward
+        return trainer_compat.has_plain_loss(self.trainer) and trainer_compat.is_known_code(forward)
+
     def _trial(self, inputs: dict[str, Any], model: nn.Module) -> Trial:
+        given = trainer_compat.preparation(self.trainer)(inputs)
+        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+        may_evaluate = self.args.activation_cache == "on"
+        return Trial(model, self._loss_of(given), tensors, precision_of(self.args), may_evaluate)
+
+    def _loss_of(self, given: dict[str, Any]) -> Callable[[], tuple[torch.Tensor, Any]]:
+        """Return what computes loss and outputs of samples on the device, each time with the same random numbers."""
         trainer, is_distributed = self.trainer, self.context.topology.is_distributed
-        given = trainer_compat.preparation(trainer)(inputs)
-        passes = trainer_compat.takes_num_items(trainer) and "labels" in inputs
-        items = torch.tensor(trainer_compat.items_of(trainer, inputs), device=self.args.device) if passes else None
+        passes = trainer_compat.takes_num_items(trainer) and "labels" in given
+        items = torch.tensor(trainer_compat.items_of(trainer, given), device=self.args.device) if passes else None
         # DistributedDataParallel waits for the backward of each forward.
         tried = trainer.model if is_distributed else trainer.model_wrapped
 
@@ -184,8 +231,7 @@ class ComputedOnce:
             with Alone() if is_distributed else nullcontext(), trainer.compute_loss_context_manager():
                 return trainer.compute_loss(tried, dict(given), return_outputs=True, num_items_in_batch=items)
 
-        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
-        return Trial(model, run, tensors, precision_of(self.args), self.args.activation_cache == "on")
+        return run
 
     def _agreed(self, found: list[Found]) -> list[Found]:
         """Return the parts that all processes have found, with what holds for the samples of all. Collective."""
@@ -377,7 +423,10 @@ class ComputedOnce:
 
     def _notice_changed_weights(self) -> None:
         for served in self.served:
-            if served.have_weights_changed():
+            if served.is_trained:
+                self._say(f"{served.part.name} is not frozen any more: it is computed as in Trainer from here on.")
+                self._stop(served)
+            elif served.have_weights_changed():
                 self._say(f"Weights of {served.part.name} were changed from outside: its outputs are computed again.")
 
     def check_thoroughly(self) -> None:
@@ -411,6 +460,9 @@ class ComputedOnce:
             f"{served.part.name} is computed from here on: none of its inputs came a second time (random "
             "augmentation?), so nothing is stored any more."
         )
+        self._stop(served)
+
+    def _stop(self, served: ServedPart) -> None:
         served.end()
         self._serving = [each for each in self._serving if each[0] is not served]
 
@@ -426,7 +478,7 @@ class _ChecksEpochs(TrainerCallback):
         self._computed_once = computed_once
 
     def on_epoch_end(self, *_args: Any, **_kwargs: Any) -> None:
-        self._computed_once.check_thoroughly()
+        self._computed_once.end_epoch()
 
 
 @contextmanager

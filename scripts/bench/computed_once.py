@@ -30,7 +30,7 @@ from .training import StepClock, Timed, losses_of, make_trainer
 
 Rows = list[dict[str, Any]]
 NUM_STEPS = 12
-"""Of an epoch, whose begin and end are checked."""
+"""Of an epoch."""
 IMAGE_TOKEN = 1
 
 
@@ -156,10 +156,12 @@ def run(name: str, kind: str) -> dict[str, Any]:
     clock = StepClock()
     trainer.add_callback(clock)
     trainer.train()
-    # The first step of an epoch comes after what its begin checks, and counts like the others.
+    # The first step of an epoch comes after what is done between two, such as the checks of a part.
+    turn, later = clock.seconds[NUM_STEPS - 1], statistics.median(clock.seconds[NUM_STEPS:])
     return {
         "first": statistics.median(clock.seconds[: NUM_STEPS - 1]),
-        "later": statistics.mean(clock.seconds[NUM_STEPS - 1 :]),
+        "later": later,
+        "turn": turn - later,
         "losses": losses_of(trainer),
     }
 
@@ -168,7 +170,8 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
     """Let the contenders take turns."""
     found = alternate({kind: partial(run, name, kind) for kind in ("Trainer", "ours", "bound")}, rounds)
     seconds = {
-        kind: {part: [each[part] for each in runs] for part in ("first", "later")} for kind, runs in found.items()
+        kind: {part: [each[part] for each in runs] for part in ("first", "later", "turn")}
+        for kind, runs in found.items()
     }
     trainers = seconds["Trainer"]["later"]
     return {
@@ -179,6 +182,7 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
             ratios(seconds["ours"]["first"], seconds["Trainer"]["first"])
         ),
         "seconds of a step of Trainer": summary(trainers),
+        "seconds between two epochs": summary(seconds["ours"]["turn"]),
         "largest relative difference of the losses": max(
             largest_difference(ours["losses"], plain["losses"])
             for ours, plain in zip(found["ours"], found["Trainer"], strict=True)

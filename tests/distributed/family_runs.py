@@ -72,7 +72,7 @@ def run(subjects: Sequence[Subject], folder: Path, in_parts: bool = True) -> dic
 
 def _run_part(names: Sequence[str], folder: Path, in_parts: bool) -> dict[str, dict[str, Any]]:
     outcomes: dict[str, dict[str, Any]] = {}
-    plain = _launch_all(names, folder, "parts" if in_parts else "plain", 1)
+    plain = launch_all(names, folder, "parts" if in_parts else "plain", 1)
     trained = []
     for name in names:
         reason = _why_skipped(plain[name])
@@ -80,11 +80,11 @@ def _run_part(names: Sequence[str], folder: Path, in_parts: bool) -> dict[str, d
             trained.append(name)
         else:
             outcomes[name] = {"outcome": "skipped", "reason": reason}
-    split = _launch_all(trained, folder, "split", 2)
+    split = launch_all(trained, folder, "split", 2)
     # A crash is followed up, too: with all defaults, Trainer should have trained the model.
-    refused = [name for name in trained if "error" in _part(split[name], "split")]
-    defaults = _launch_all(refused, folder, "defaults", 2)
-    replicas = _launch_all(refused, folder, "replicas", 2)
+    refused = [name for name in trained if "error" in part_of(split[name], "split")]
+    defaults = launch_all(refused, folder, "defaults", 2)
+    replicas = launch_all(refused, folder, "replicas", 2)
     for name in trained:
         outcomes[name] = _outcome(name, folder, plain[name], split[name])
         if name in refused:
@@ -105,7 +105,7 @@ Found = list[dict[str, Any]]
 """What the ranks wrote down about one model."""
 
 
-def _launch_all(names: Sequence[str], folder: Path, mode: str, num_processes: int) -> dict[str, Found]:
+def launch_all(names: Sequence[str], folder: Path, mode: str, num_processes: int) -> dict[str, Found]:
     """All models, in one launch if it can be; one that ends its launch does not take those behind it along."""
     found: dict[str, Found] = {}
     left = list(names)
@@ -142,7 +142,7 @@ def _died(output: str) -> dict[str, Any]:
 # ---- judgement ----
 
 
-def _part(found: Found, part: str) -> dict[str, Any]:
+def part_of(found: Found, part: str) -> dict[str, Any]:
     """What the rank with the most to say says: of several errors that which is no consequence of another one."""
     parts = [rank.get(part) or rank.get("died") or {} for rank in found]
     failed = [p for p in parts if "error" in p]
@@ -156,42 +156,42 @@ def _is_refused(found: Found, part: str) -> bool:
 
 
 def _why_skipped(found: Found) -> str | None:
-    alone = _part(found, "plain")
+    alone = part_of(found, "plain")
     if "error" in alone:
         error = alone["error"]
-        return f"Trainer alone: {error['type']}: {_one_line(error['text'])}"
+        return f"Trainer alone: {error['type']}: {one_line(error['text'])}"
     if not all(map(math.isfinite, alone["loss"])):
         return f"Trainer alone: losses {alone['loss']}"
     return None
 
 
 def _outcome(name: str, folder: Path, plain: Found, split: Found) -> dict[str, Any]:
-    found = _part(split, "split")
+    found = part_of(split, "split")
     if "error" in found:
         if _is_refused(split, "split"):
-            return {"outcome": "refused", "sentence": _one_line(found["error"]["text"])}
-        return {"outcome": "crash", "split": _short(found["error"])}
+            return {"outcome": "refused", "sentence": one_line(found["error"]["text"])}
+        return {"outcome": "crash", "split": short(found["error"])}
     if split[0]["split"]["loss"] != split[1]["split"]["loss"]:
         return {"outcome": "wrong", "found": "the ranks logged different losses"}
-    difference = _difference(found, _part(plain, "plain"), folder, name, "split", "plain")
-    return {"outcome": "equal"} if difference is None else {"outcome": "wrong", "found": difference}
+    off = difference(found, part_of(plain, "plain"), folder, name, "split", "plain")
+    return {"outcome": "equal"} if off is None else {"outcome": "wrong", "found": off}
 
 
 def _with_defaults(name: str, folder: Path, defaults: Found, replicas: Found) -> dict[str, Any]:
     """What becomes of a class with all defaults; an outcome only if that is a worse one."""
-    ours, theirs = _part(defaults, "defaults"), _part(replicas, "replicas")
+    ours, theirs = part_of(defaults, "defaults"), part_of(replicas, "replicas")
     if "error" in theirs and "error" in ours and _cause(ours) == _cause(theirs):
-        return {"defaults": f"fails as Trainer does: {_short(theirs['error'])}"}
+        return {"defaults": f"fails as Trainer does: {short(theirs['error'])}"}
     if "error" in theirs:
-        return {"outcome": "wrong", "defaults": f"Trainer alone fails: {_short(theirs['error'])}"}
+        return {"outcome": "wrong", "defaults": f"Trainer alone fails: {short(theirs['error'])}"}
     if "error" in ours:
         is_refused = _is_refused(defaults, "defaults")
-        return {"outcome": "barred" if is_refused else "crash", "defaults": _short(ours["error"])}
+        return {"outcome": "barred" if is_refused else "crash", "defaults": short(ours["error"])}
     if not ours["is_left"]:
         # Refused on two stages only, in a step: with all defaults one stage on two replicas trains it. Its masks are
         # not those of DDP, nor is DDP's loss where the model ignores `num_items_in_batch` (transformers#47688).
         return {"defaults": "trained by one stage on two replicas"}
-    found = _difference(ours, theirs, folder, name, "defaults", "replicas", exact=True)
+    found = difference(ours, theirs, folder, name, "defaults", "replicas", exact=True)
     if found is not None:
         return {"outcome": "wrong", "defaults": found}
     return {"defaults": "as Trainer"}
@@ -203,18 +203,18 @@ def _cause(found: dict[str, Any]) -> str:
 
 def _with_micro_batches(name: str, folder: Path, plain: Found, result: dict[str, Any]) -> dict[str, Any]:
     """Two micro-batches in one process; they are equal, or refused."""
-    ours = _part(plain, "micro-batches")
+    ours = part_of(plain, "micro-batches")
     if "error" not in ours:
-        found = _difference(ours, _part(plain, "plain"), folder, name, "micro-batches", "plain")
+        found = difference(ours, part_of(plain, "plain"), folder, name, "micro-batches", "plain")
         if found is None:
             return {**result, "micro-batches": "equal"}
         return {**result, "outcome": "wrong", "micro-batches": f"wrong: {found}"}
     if ours["error"]["is_sentence"]:
         return {**result, "micro-batches": "refused"}
-    return {**result, "outcome": "crash", "micro-batches": _short(ours["error"])}
+    return {**result, "outcome": "crash", "micro-batches": short(ours["error"])}
 
 
-def _difference(
+def difference(
     ours: dict[str, Any], theirs: dict[str, Any], folder: Path, name: str, our: str, their: str, exact: bool = False
 ) -> str | None:
     """Where two trainings differ, in words; None if they do not."""
@@ -241,13 +241,13 @@ def _difference(
     return None
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text)[:600]
 
 
-def _short(error: dict[str, Any]) -> str:
+def short(error: dict[str, Any]) -> str:
     where = f" ({' < '.join(reversed(error['where'][-3:]))})" if error.get("where") else ""
-    return f"{error['type']}: {_one_line(error['text'])[:300]}{where}"
+    return f"{error['type']}: {one_line(error['text'])[:300]}{where}"
 
 
 # ---- the record ----

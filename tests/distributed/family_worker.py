@@ -1,7 +1,8 @@
 """Train a list of tiny models for three steps each and write down what came out.
 
 `plain`: Trainer in one process; `parts`: also our trainer there, with two micro-batches. `split`: two stages on two
-processes. `defaults`: our trainer with all its defaults on two processes; `replicas`: Trainer on two.
+processes. `defaults`: our trainer with all its defaults on two processes; `replicas`: Trainer on two. `frozen`: both
+trainers in one process for two epochs, with a part of the model frozen.
 
 Each rank notes `<name>.<mode>`, rank 0 also writes the weights. After a model the ranks look whether
 both came to the same end in order: where they did not, the launch ends, and whoever started it goes on in another one
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import time
 import traceback
@@ -26,6 +28,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from hf_pipetransformer.frozen import trial
 from tests.distributed.scenarios import RANK, WORLD_SIZE, note, noted, scenario
 from tests.every_family import Subject, build, collate, every_subject, rows
 
@@ -58,17 +61,36 @@ def options_of(folder: Path, world_size: int) -> dict[str, Any]:
     }
 
 
+def freeze_largest(model: torch.nn.Module, share: float) -> str | None:
+    """Freeze the module with most parameters that has less than a share of all; return its path."""
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
+    bound = share * sizes.pop("")
+    fitting = {name: size for name, size in sizes.items() if 0 < size < bound}
+    if not fitting:
+        return None
+    chosen = max(fitting, key=lambda name: fitting[name])
+    model.get_submodule(chosen).requires_grad_(False)
+    return chosen
+
+
 def trained(
-    subject: Subject, folder: Path, pipeline_options: dict[str, Any] | None, as_released: bool
+    subject: Subject,
+    folder: Path,
+    pipeline_options: dict[str, Any] | None,
+    as_released: bool,
+    frozen_share: float | None = None,
 ) -> tuple[Trainer, dict[str, torch.Tensor]]:
-    """A trainer after three steps, and its model's values before them."""
+    """A trainer after three steps, or four in two epochs of a model with a frozen part, and its values before them."""
     model = build(subject, as_released)
     before = values_of(model)
-    data = rows(subject, model, GLOBAL_BATCH * NUM_STEPS)
+    data = rows(subject, model, GLOBAL_BATCH * (NUM_STEPS if frozen_share is None else 2))
     pad = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
     shared = {"train_dataset": data, "data_collator": partial(collate, pad=pad)}
     # Two launches run side by side, and no two runs may train in one folder.
     options = options_of(folder / "output" / subject.name, WORLD_SIZE)
+    if frozen_share is not None:
+        freeze_largest(model, frozen_share)
+        options["max_steps"] = 4
     if pipeline_options is None:
         trainer = Trainer(model, TrainingArguments(**options), **shared)
     else:
@@ -88,11 +110,16 @@ def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def account(
-    subject: Subject, folder: Path, name: str, pipeline_options: dict[str, Any] | None, as_released: bool = False
+    subject: Subject,
+    folder: Path,
+    name: str,
+    pipeline_options: dict[str, Any] | None,
+    as_released: bool = False,
+    frozen_share: float | None = None,
 ) -> dict[str, Any]:
     """One training: what Trainer logged, or how it failed; the weights go into a file."""
     try:
-        trainer, before = trained(subject, folder, pipeline_options, as_released)
+        trainer, before = trained(subject, folder, pipeline_options, as_released, frozen_share)
     except Exception as error:
         return {"error": described(error)}
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -103,7 +130,7 @@ def account(
         found["layout"] = None if layout is None else [layout.pipeline_size, layout.num_replicas]
     if RANK == 0:
         save_file(values_of(trainer.model), folder / f"{subject.name}.{name}.safetensors")
-        if name == "plain":
+        if name.endswith("plain"):
             save_file(before, folder / f"{subject.name}.before.safetensors")
     return found
 
@@ -148,12 +175,44 @@ def replicas(subject: Subject, folder: Path) -> dict[str, Any]:
     return {"replicas": account(subject, folder, "replicas", None, as_released=True)}
 
 
+FROZEN = {"most": 1.0, "half": 0.6}
+"""Share of the parameters that the frozen module stays below."""
+
+
+def frozen(subject: Subject, folder: Path) -> dict[str, Any]:
+    """Trainings of both trainers with a part of the model frozen, and what ours said of it."""
+    trial.WORTH = 0.0
+    said = _Lines()
+    logging.getLogger("hf_pipetransformer").addHandler(said)
+    found: dict[str, Any] = {}
+    for what, share in FROZEN.items():
+        found[f"{what} plain"] = account(subject, folder, f"{what} plain", None, frozen_share=share)
+        if "error" in found[f"{what} plain"]:
+            continue
+        said.lines.clear()
+        options = {"activation_cache": "on"}
+        found[f"{what} stored"] = account(subject, folder, f"{what} stored", options, frozen_share=share)
+        found[f"{what} said"] = {"lines": list(said.lines)}
+    logging.getLogger("hf_pipetransformer").removeHandler(said)
+    return found
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 MODES: dict[str, Callable[[Subject, Path], dict[str, Any]]] = {
     "plain": plain,
     "parts": plain_and_in_parts,
     "split": split,
     "defaults": defaults,
     "replicas": replicas,
+    "frozen": frozen,
 }
 
 

@@ -68,6 +68,8 @@ def test_the_largest_modules_without_trained_parameters_are_frozen() -> None:
     assert list(maximal_frozen(model)) == ["tower"]
     model.tower[2].bias.requires_grad_(True)
     assert list(maximal_frozen(model)) == ["tower.0"]
+    model.tower = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).requires_grad_(False)
+    assert list(maximal_frozen(model)) == ["tower.0", "tower.1"], "nobody calls a list"
 
 
 @pytest.mark.parametrize(

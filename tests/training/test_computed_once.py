@@ -97,6 +97,15 @@ def test_draws_of_a_part_are_made_without_it(tmp_path: Path, caplog: pytest.LogC
     assert "model.encoder: 24 of 36 outputs were read instead of computed" in said(caplog)
 
 
+def test_the_report_shows_what_was_read(tmp_path: Path) -> None:
+    trainer = trainer_of(PipeTransformerTrainer, CASES["whisper"], tmp_path)
+    trainer.train()
+    lines = Path(str(trainer.events.path)).read_text().splitlines()
+    epochs = [each for each in map(json.loads, lines) if each["event"] == "cache" and each["what"] == "epoch"]
+    assert [(each["hits"], each["misses"]) for each in epochs] == [(0, 12), (12, 0), (12, 0)]
+    assert epochs[-1]["bytes_stored"] > 12 * 50 * 32 * 4
+
+
 def test_a_record_holds_only_what_is_read(tmp_path: Path) -> None:
     """Of LLaVA's tower the features of one layer, 16 patches of 32 values; of CLIP's and of probes what is pooled."""
 
@@ -109,6 +118,45 @@ def test_a_record_holds_only_what_is_read(tmp_path: Path) -> None:
 
     assert values_of_record("llava") == 17 * 32
     assert values_of_record("clip") == values_of_record("vit probe") == values_of_record("bert probe") == 32
+
+
+class ReadsMore:
+    """Reads in every other step what the first one did not."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        reads_more = self.state.global_step % 2 == 1  # type: ignore[attr-defined]
+        outputs = model(**inputs, output_hidden_states=reads_more)
+        loss = outputs.loss
+        if reads_more:
+            loss = loss + model.classifier(outputs.hidden_states[1][:, 1]).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_call_of_another_form_is_computed(tmp_path: Path) -> None:
+    kinds = [type(f"Other{base.__name__}", (ReadsMore, base), {}) for base in (Trainer, PipeTransformerTrainer)]
+    expected, found = (logged(trainer_of(kind, CASES["vit probe"], tmp_path / kind.__name__)) for kind in kinds)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class ReadsLater(Trainer):
+    """Reads from the third step on what the first two do not, in calls of the same form."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs, output_hidden_states=True)
+        loss = outputs.loss
+        if self.state.global_step >= 4:
+            loss = loss + model.classifier(outputs.hidden_states[1][:, 1]).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_what_is_read_in_later_steps_alone_ends_the_run(tmp_path: Path) -> None:
+    kind = type("OurReadsLater", (PipeTransformerMixin, ReadsLater), {})
+    trainer = trainer_of(kind, CASES["vit probe"], tmp_path, activation_cache="on")
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(ValueError, match="The loss of step 5 reads outputs of vit that the first batch did not read"):
+        trainer.train()
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+    assert not torch.equal(before["classifier.weight"], trainer.model.state_dict()["classifier.weight"])
 
 
 # ---- what may not be stored ----
@@ -219,6 +267,42 @@ def changed(kind: type, folder: Path, at: str, past_autograd: bool) -> Any:
 def test_weights_that_are_changed_are_followed(at: str, past_autograd: bool, tmp_path: Path) -> None:
     expected, found = (changed(kind, tmp_path, at, past_autograd) for kind in (Trainer, PipeTransformerTrainer))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_part_that_a_callback_unfreezes_is_trained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As gradual unfreezing does, with an optimizer that has all parameters from the start."""
+
+    class Unfreezes(TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.epoch:
+                model.vit.requires_grad_(True)
+
+    def unfrozen(kind: type) -> Any:
+        trainer = trainer_of(kind, CASES["vit probe"], tmp_path / kind.__name__)
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        trainer.add_callback(Unfreezes())
+        return logged(trainer)
+
+    expected = unfrozen(Trainer)
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        np.testing.assert_allclose(unfrozen(PipeTransformerTrainer), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert "vit is not frozen any more" in said(caplog)
+
+
+@pytest.mark.parametrize("name", ["whisper", "bert probe"])
+def test_a_resumed_run_goes_on_as_trainers(name: str, tmp_path: Path) -> None:
+    def resumed(kind: type) -> Any:
+        options = {"save_strategy": "steps", "save_steps": 4}
+        trainer_of(kind, CASES[name], tmp_path / kind.__name__, **options).train()
+        trainer = trainer_of(kind, CASES[name], tmp_path / kind.__name__, **options)
+        trainer.train(resume_from_checkpoint=str(tmp_path / kind.__name__ / "checkpoint-4"))
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, trainer.model.state_dict()
+
+    expected, found = resumed(Trainer), resumed(PipeTransformerTrainer)
+    np.testing.assert_allclose(found[0], expected[0], rtol=TOLERANCE)
+    for key, value in expected[1].items():
+        torch.testing.assert_close(found[1][key], value, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_a_change_that_shows_too_late_ends_the_run(tmp_path: Path) -> None:
