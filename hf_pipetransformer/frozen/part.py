@@ -38,8 +38,9 @@ class Reading:
         picks: the output tensors that are read, in their order.
         cuts_padding: True if what lies beyond a row's last real token may be zero.
         of_tokens: output tensors whose second dimension is the padded length of the call.
-        is_whole: True if the picks are all output tensors, as wholes.
+        is_whole: True if the picks are all output tensors, as wholes, but for those that are handed on.
         does_for_evaluations: True if the model's outputs, too, are the same in evaluation mode.
+        handed_on: pairs of an output and the input that it is.
     """
 
     picks: tuple[Pick, ...]
@@ -47,6 +48,7 @@ class Reading:
     of_tokens: frozenset[int] = frozenset()
     is_whole: bool = False
     does_for_evaluations: bool = False
+    handed_on: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_by_token(self) -> bool:
@@ -98,14 +100,18 @@ class Template:
         """Return the tokens of a record for a call, or the values of one without tokens."""
         return rows.length if self._reading.is_by_token else self._num_values
 
-    def filled(self, records: torch.Tensor, length: int) -> Any:
-        """Return outputs for `records` `(rows, tokens, values)` of a call whose rows are padded to `length` tokens.
+    def filled(self, records: torch.Tensor, rows: Rows) -> Any:
+        """Return outputs for `records` `(rows, tokens, values)` of a call.
 
         What is not read is nan, so that whoever reads it shows.
         """
-        number, start, found = len(records), 0, list[torch.Tensor]()
+        number, length, start, found = len(records), rows.length, 0, list[torch.Tensor]()
+        given = {output: rows.tensors[source] for output, source in self._reading.handed_on}
         by_number = {pick.number: pick for pick in self._reading.picks}
         for position, (like, requires_grad) in enumerate(self._likes):
+            if position in given:
+                found.append(given[position])
+                continue
             pick, shape = by_number.get(position), [number, *like.shape[1:]]
             if length and position in self._reading.of_tokens:
                 shape[1] = length
@@ -234,7 +240,7 @@ class FrozenPart:
             records = whole
         else:
             draw(template.num_draws)
-        return template.filled(records, rows.length)
+        return template.filled(records, rows)
 
     def _write(self, store: ContentStore, rows: Rows, output: Any, digests: Array) -> torch.Tensor:
         """Store the records of computed outputs, and return them."""

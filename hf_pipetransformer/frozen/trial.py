@@ -226,15 +226,20 @@ class Trial:
         with part.replaced(lambda *args, **kwargs: part.compute(args, kwargs)):
             loss, outputs = self.run()
             expected = [loss.detach(), *_tensors_in(outputs)]
-        first, all_read, number = self._picks(part)
+        first, all_read, handed_on, number = self._picks(part)
         if not all_read:
             return "gives nothing that the loss depends on"
         # That zeros may stand for padding shows only where there is some.
         padded = rows.lengths is not None and bool((rows.lengths < rows.length).any())
         tries = [(first, True), (all_read, True)] if padded else [(first, False)]
         for picks, cuts in (*tries, (all_read, False)):
-            is_whole = len(picks) == number and not any(pick.is_first for pick in picks)
-            part.reading = Reading(tuple(picks), cuts, part.reading.of_tokens, is_whole)
+            is_whole = len(picks) + len(handed_on) == number and not any(pick.is_first for pick in picks)
+            of_tokens = part.reading.of_tokens
+            part.reading = Reading(tuple(picks), cuts, of_tokens, is_whole, handed_on=tuple(handed_on.items()))
+            # Of several outputs a record is one line, whose length is that of the batch if one of them has tokens.
+            has_tokens = any(pick.number in of_tokens and not pick.is_first for pick in picks)
+            if cuts and has_tokens and not part.reading.is_by_token:
+                continue
             if self._is_enough(part, expected):
                 part.reading = replace(part.reading, does_for_evaluations=self._does_for_evaluations(part))
                 return None
@@ -254,15 +259,19 @@ class Trial:
             for module in training:
                 module.training = True
 
-    def _picks(self, part: FrozenPart) -> tuple[list[Pick], list[Pick], int]:
+    def _picks(self, part: FrozenPart) -> tuple[list[Pick], list[Pick], dict[int, int], int]:
         """Return the outputs that the loss depends on, those of first positions told apart, and the same as wholes.
 
-        And the number of all outputs.
+        And the outputs that are inputs, with these, and the number of all outputs.
         """
         noted: list[list[torch.Tensor]] = []
+        handed_on: list[dict[int, int]] = []
 
         def watched(*args: Any, **kwargs: Any) -> Any:
+            given = {id(tensor): number for number, tensor in enumerate(tensors_of([args, kwargs]))}
             output = part.compute(args, kwargs)
+            leaves = tensors_of(output)
+            handed_on.append({n: given[id(each)] for n, each in enumerate(leaves) if id(each) in given})
             noted.append([])
 
             def leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -275,17 +284,18 @@ class Trial:
         with part.replaced(watched), torch.enable_grad():
             loss, _ = self.run()
         first, whole = [], []
+        common = dict(set.intersection(*(set(each.items()) for each in handed_on))) if handed_on else {}
         for call in noted:
             sources = [leaf for leaf in call if leaf.requires_grad]
             found = iter(torch.autograd.grad(loss, sources, allow_unused=True, retain_graph=True) if sources else ())
             for number, leaf in enumerate(call):
                 gradient = next(found) if leaf.requires_grad else None
-                if leaf.requires_grad and gradient is None:
+                if number in common or (leaf.requires_grad and gradient is None):
                     continue
                 is_first = gradient is not None and gradient.dim() > 2 and not gradient[:, 1:].any()
                 whole.append(Pick(number))
                 first.append(Pick(number, bool(is_first)))
-        return list(dict.fromkeys(first)), list(dict.fromkeys(whole)), max(map(len, noted), default=0)
+        return list(dict.fromkeys(first)), list(dict.fromkeys(whole)), common, max(map(len, noted), default=0)
 
     def _is_enough(self, part: FrozenPart, expected: Sequence[torch.Tensor], hands_on: bool = True) -> bool:
         """Return True if the model's loss and outputs are the same from the part's records alone.
@@ -303,7 +313,7 @@ class Trial:
             if rows.lengths is not None and part.reading.is_by_token:
                 for row, length in enumerate(rows.lengths.tolist()):
                     records[row, length:] = 0
-            filled.append(Template(output, part.reading, rows).filled(records, rows.length))
+            filled.append(Template(output, part.reading, rows).filled(records, rows))
             return output
 
         with part.replaced(recorded):
@@ -326,11 +336,16 @@ class Trial:
 def _noting(name: str, module: nn.Module, given: set[int], calls: list[Call]) -> Iterator[None]:
     started: list[float] = []
 
-    def before(_module: nn.Module, _args: Any) -> None:
+    given_to: list[Any] = []
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Copies of their containers, into which modules may write, this one or a later one.
+        given_to.append([_copied(args), _copied(kwargs)])
         started.append(_now())
 
-    def after(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        seconds, inputs = _now() - started.pop(), _tensors_in((args, kwargs))
+    def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        seconds, (args, kwargs) = _now() - started.pop(), given_to.pop()
+        inputs = _tensors_in((args, kwargs))
         # Without gradients, as in a recomputed layer, only the samples themselves are known not to depend on training.
         is_free = torch.is_grad_enabled() and not any(each.requires_grad for each in inputs)
         if is_free or all(_memory(each) in given for each in inputs):
@@ -339,7 +354,10 @@ def _noting(name: str, module: nn.Module, given: set[int], calls: list[Call]) ->
         else:
             calls.append(Call(name, seconds, True))
 
-    hooks = module.register_forward_pre_hook(before), module.register_forward_hook(after, with_kwargs=True)
+    hooks = (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    )
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 from hf_pipetransformer.cache.files import Array
 
 
+MASK = "attention_mask"
 OF_THE_LOSS = "num_items_in_batch"
 """Argument that Trainer has for the loss, and that models hand to their parts among others."""
 
@@ -54,11 +55,13 @@ class Rows:
 
     Args:
         given: positional and keyword arguments.
+        tensors: in them; modules may write into containers that they are given.
         number: rows of the tensors that have one for each image, tile, sound or text.
         lengths: `(number,)` tokens or frames of each row up to its padding; None if rows are not padded.
     """
 
     given: tuple[tuple[Any, ...], dict[str, Any]]
+    tensors: tuple[torch.Tensor, ...]
     number: int
     lengths: Array | None = None
 
@@ -69,23 +72,24 @@ class Rows:
         Raises:
             NotStorableError: there is nothing that rows could be known by.
         """
-        given = tuple(args), dict(kwargs)
-        tensors = tensors_of(list(given))
+        given: Any = rebuilt([tuple(args), dict(kwargs)], lambda tensor: tensor)
+        tensors = tuple(tensors_of(given))
         if not tensors or not tensors[0].dim():
             raise NotStorableError("takes no tensor with a row for each sample")
-        number, mask = tensors[0].shape[0], kwargs.get("attention_mask")
+        places = [kwargs, *(each for each in args if isinstance(each, dict))]
+        number, mask = tensors[0].shape[0], next((each[MASK] for each in places if MASK in each), None)
         is_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2 and tensors[0].shape[:2] == mask.shape
         if not cuts_padding or not is_mask or not number:
-            return cls(given, number)
+            return cls(tuple(given), tensors, number)
         assert isinstance(mask, torch.Tensor)
         shown = mask.detach().cpu() != 0
         ends = torch.where(shown.any(1), shown.shape[1] - shown.flip(1).int().argmax(1), 1)
-        return cls(given, number, ends.numpy().astype(np.int64))
+        return cls(tuple(given), tensors, number, ends.numpy().astype(np.int64))
 
     @property
     def length(self) -> int:
         """Padded length of the rows; 0 if they are not padded."""
-        return int(tensors_of(list(self.given))[0].shape[1]) if self.lengths is not None else 0
+        return int(self.tensors[0].shape[1]) if self.lengths is not None else 0
 
     @property
     def _read(self) -> list[Any]:

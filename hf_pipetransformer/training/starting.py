@@ -96,10 +96,12 @@ class RunOptions:
         A model that cannot be split is trained without freezing. If another setting or loss would make it splittable,
         the run is refused when freezing was requested.
         """
-        asks_for_cache = self.args.activation_cache == "on"
-        asks_for_cache &= model is None or not maximal_frozen(bare_model(model))
+        has_parts = model is not None and bool(maximal_frozen(bare_model(model)))
+        asks_for_cache = self.args.activation_cache == "on" and not has_parts
         if self._ask_for_parts or asks_for_cache or self.args.plan_only:
             return False
+        if has_parts and self.only_store:
+            return True
         if isinstance(error, (ModelSettingError, LossDoesNotDecomposeError)):
             return not self._freeze
         return isinstance(error, UnsupportedModelError)

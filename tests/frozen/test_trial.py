@@ -139,6 +139,45 @@ def test_padding_is_cut_only_where_some_was_seen(length: int) -> None:
     assert found.why_not is None and not found.part.reading.cuts_padding
 
 
+@pytest.mark.parametrize("reads_both", [False, True])
+def test_several_outputs_of_padded_rows_are_stored_with_their_padding(reads_both: bool) -> None:
+    """A record of several outputs is one line, as long as the batch was padded."""
+
+    class Both(Tower):
+        def forward(self, pixels: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+            hidden = self.layer(pixels) * attention_mask[:, :, None]
+            return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=hidden.sum(1))
+
+    class Reads(Model):
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            mask = (torch.arange(5) < torch.tensor([5, 5, 4])[:, None]).long()
+            output = self.tower(pixels, attention_mask=mask)
+            hidden = (output.last_hidden_state * mask[:, :, None]).sum(1)
+            return self.head(hidden + output.pooler_output if reads_both else hidden)
+
+    (found,) = found_in(Reads(Both(), pooled))
+    assert found.why_not is None and found.part.reading.cuts_padding is not reads_both
+
+
+def test_inputs_that_are_handed_on_are_not_stored() -> None:
+    """As the modules of sentence-transformers do, which write into one dict, and so does one behind the part."""
+
+    class Features(Tower):
+        def forward(self, features: dict[str, Any]) -> Any:
+            features["hidden"] = self.layer(features["pixels"])
+            return features
+
+    class Reads(Model):
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            features = self.tower({"pixels": pixels, "weights": torch.tensor([1, 2, 3])})
+            features["found"] = self.head(features["hidden"].mean(1)) * features["weights"][:, None]
+            return features["found"]
+
+    (found,) = found_in(Reads(Features(), pooled))
+    assert found.why_not is None and found.part.reading.is_whole
+    assert found.part.reading.picks == (Pick(2),) and dict(found.part.reading.handed_on) == {0: 0, 1: 1}
+
+
 def test_what_the_loss_does_not_read_is_not_stored() -> None:
     (found,) = found_in(Model(Tower(), lambda output: torch.ones_like(output.pooler_output)))
     assert found.why_not == "gives nothing that the loss depends on"
