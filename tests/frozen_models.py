@@ -26,6 +26,8 @@ from transformers import (
     LlavaForConditionalGeneration,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     ResNetConfig,
     ResNetForImageClassification,
     SmolVLMConfig,
@@ -297,6 +299,47 @@ def wav2vec2_probe() -> nn.Module:
     return model
 
 
+def qwen2_vl() -> nn.Module:
+    """Images of any size lie in one row of patches, with a grid of their sizes beside them."""
+    vision = {"depth": 2, "embed_dim": 32, "num_heads": 4, "hidden_size": 32, "patch_size": 4, "mlp_ratio": 2}
+    text = {**_TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+    ids = {
+        "image_token_id": _IMAGE_TOKEN,
+        "video_token_id": 98,
+        "vision_start_token_id": 97,
+        "vision_end_token_id": 96,
+    }
+    config = Qwen2VLConfig(vision_config=vision, text_config={**text, "pad_token_id": 0}, **ids)
+    targets = r".*language_model.*(q_proj|v_proj)"
+    return get_peft_model(Qwen2VLForConditionalGeneration(config), LoraConfig(r=4, target_modules=targets))
+
+
+def patches() -> Rows:
+    draw, rows = _drawn(1), []
+    for i in range(NUM_SAMPLES):
+        height, width = (4, 4 + 2 * (i % 3))
+        count = height * width // 4
+        image = torch.cat([torch.tensor([97]), torch.full((count,), _IMAGE_TOKEN), torch.tensor([96])])
+        ids = torch.cat([image, torch.randint(4, 90, (14 - count,), generator=draw)])
+        pixels = torch.randn(height * width, 3 * 2 * 4 * 4, generator=draw)
+        rows.append({"input_ids": ids, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])})
+    return rows
+
+
+def for_qwen(rows: Rows) -> dict[str, Any]:
+    found = {name: torch.cat([row[name] for row in rows]) for name in ("pixel_values", "image_grid_thw")}
+    ids = torch.stack([row["input_ids"] for row in rows])
+    kinds = (ids == _IMAGE_TOKEN).int()
+    labels = ids.where(ids < 90, -100)
+    return {
+        **found,
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": labels,
+        "mm_token_type_ids": kinds,
+    }
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its data, and the path of the part that is stored."""
@@ -317,6 +360,7 @@ CASES = {
     "vision encoder and decoder": Case(vision_encoder_decoder, described, "encoder"),
     "detr": Case(detr, boxes, "model.backbone", for_detr),
     "wav2vec2": Case(wav2vec2, waves, "wav2vec2.feature_extractor"),
+    "qwen2-vl": Case(qwen2_vl, patches, "model.visual", for_qwen),
     "wav2vec2 probe": Case(wav2vec2_probe, waves, "wav2vec2"),
     "vit probe": Case(vit_probe, images, "vit"),
     "dinov2 probe": Case(dinov2_probe, images, "dinov2"),

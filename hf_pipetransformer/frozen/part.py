@@ -37,7 +37,9 @@ class Reading:
     Args:
         picks: the output tensors that are read, in their order.
         cuts_padding: True if what lies beyond a row's last real token may be zero.
-        of_tokens: output tensors whose second dimension is the padded length of the call.
+        of_tokens: output tensors whose second dimension is the padded length of the call, or that have the patches of
+            one row behind those of the other.
+        share: how many patches of such a call have one entry in outputs that are read; 1 otherwise.
         is_whole: True if the picks are all output tensors, as wholes, but for those that are handed on.
         does_for_evaluations: True if the model's outputs, too, are the same in evaluation mode.
         handed_on: pairs of an output and the input that it is.
@@ -46,6 +48,7 @@ class Reading:
     picks: tuple[Pick, ...]
     cuts_padding: bool = True
     of_tokens: frozenset[int] = frozenset()
+    share: int = 1
     is_whole: bool = False
     does_for_evaluations: bool = False
     handed_on: tuple[tuple[int, int], ...] = ()
@@ -53,13 +56,19 @@ class Reading:
     @property
     def is_by_token(self) -> bool:
         """True if records have one entry a token, up to the last real one."""
-        only = self.picks[0] if len(self.picks) == 1 else Pick(-1)
-        return self.cuts_padding and only.number in self.of_tokens and not only.is_first
+        has_tokens = [pick.number in self.of_tokens and not pick.is_first for pick in self.picks]
+        return self.cuts_padding and bool(has_tokens) and all(has_tokens)
 
     @property
     def is_complete(self) -> bool:
         """True if records hold all of the outputs."""
         return self.is_whole and not self.is_by_token
+
+    def lengths(self, rows: Rows) -> Array:
+        """Return the tokens of each row's record `(rows,)`, if records have tokens."""
+        assert rows.lengths is not None
+        found: Array = rows.lengths // self.share
+        return found
 
     def records(self, leaves: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
         """Return the records `(rows, tokens, values)` of output tensors; without tokens a row's values are in a line.
@@ -68,7 +77,8 @@ class Reading:
             NotStorableError: the tensors do not have a row for each row of the call, or differ in dtype.
         """
         read = [pick.of(leaves[pick.number]) for pick in self.picks]
-        if any(not each.dim() or each.shape[0] != rows.number for each in read):
+        own = self.share if rows.is_flat else 0
+        if any(rows.share_of(each) != own or not (own or each.shape[:1] == (rows.number,)) for each in read):
             shapes = ", ".join(str(tuple(each.shape)) for each in read)
             raise NotStorableError(f"gives outputs of shape {shapes} for {rows.number} rows")
         kinds = {each.dtype for each in read if each.is_floating_point()}
@@ -79,8 +89,12 @@ class Reading:
         ):
             names = ", ".join(sorted({str(each.dtype) for each in read}))
             raise NotStorableError(f"gives outputs of {names}, expected one kind of floating point numbers")
+        if rows.is_flat:
+            sizes = self.lengths(rows).tolist()
+            whole = torch.cat([each.reshape(each.shape[0], -1) for each in stored], dim=1)
+            return nn.utils.rnn.pad_sequence(whole.split(sizes), batch_first=True)
         if self.is_by_token:
-            return stored[0].reshape(rows.number, rows.length, -1)
+            return torch.cat([each.reshape(rows.number, rows.length, -1) for each in stored], dim=2)
         return torch.cat([each.reshape(rows.number, -1) for each in stored], dim=1)[:, :, None]
 
 
@@ -93,42 +107,54 @@ class Template:
         leaves = tensors_of(output)
         self._output = rebuilt(output, lambda tensor: tensor.detach().new_empty(0))
         self._reading = reading
-        self._likes = [(leaf.detach()[:1].clone(), leaf.requires_grad) for leaf in leaves]
+        self._likes = [leaf.detach()[:1].clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+        self._shares = [rows.share_of(leaf) for leaf in leaves]
         self._num_values = reading.records(leaves, rows).shape[1]
 
     def num_tokens(self, rows: Rows) -> int:
         """Return the tokens of a record for a call, or the values of one without tokens."""
-        return rows.length if self._reading.is_by_token else self._num_values
+        return rows.length // self._reading.share if self._reading.is_by_token else self._num_values
 
     def filled(self, records: torch.Tensor, rows: Rows) -> Any:
         """Return outputs for `records` `(rows, tokens, values)` of a call.
 
         What is not read is nan, so that whoever reads it shows.
         """
-        number, length, start, found = len(records), rows.length, 0, list[torch.Tensor]()
         given = {output: rows.tensors[source] for output, source in self._reading.handed_on}
-        by_number = {pick.number: pick for pick in self._reading.picks}
-        for position, (like, requires_grad) in enumerate(self._likes):
-            if position in given:
-                found.append(given[position])
+        picks = {pick.number: pick for pick in self._reading.picks}
+        if rows.is_flat:
+            lengths = self._reading.lengths(rows).tolist()
+            records = torch.cat([record[:length] for record, length in zip(records, lengths, strict=True)])
+        elif not self._reading.is_by_token:
+            records = records.reshape(len(records), -1)
+        found, start = list[torch.Tensor](), 0
+        for number, like in enumerate(self._likes):
+            if number in given:
+                found.append(given[number])
                 continue
-            pick, shape = by_number.get(position), [number, *like.shape[1:]]
-            if length and position in self._reading.of_tokens:
-                shape[1] = length
-            if pick is None:
-                values = like.new_full((), math.nan).expand(shape)
-            else:
-                own_shape = [number, *shape[2:]] if pick.is_first else shape
-                size = math.prod(own_shape[1:])
-                values = records.reshape(number, -1)[:, start : start + size].to(like).reshape(own_shape)
+            shape, pick = self._shape(number, rows), picks.get(number)
+            values = like.new_full((), math.nan).expand(shape)
+            if pick is not None:
+                own_shape = [shape[0], *shape[2:]] if pick.is_first else shape
+                size = math.prod(own_shape[records.dim() - 1 :])
+                own = records[..., start : start + size].to(like).reshape(own_shape)
                 start += size
-            if pick is not None and pick.is_first:
-                whole = like.new_full(shape, math.nan)
-                whole[:, 0] = values
-                values = whole
-            found.append(values.requires_grad_() if requires_grad else values)
+                if pick.is_first:
+                    values = like.new_full(shape, math.nan)
+                    values[:, 0] = own
+                else:
+                    values = own
+            found.append(values.requires_grad_() if like.requires_grad else values)
         following = iter(found)
         return rebuilt(self._output, lambda _: next(following))
+
+    def _shape(self, number: int, rows: Rows) -> list[int]:
+        shape, share = [rows.number, *self._likes[number].shape[1:]], self._shares[number]
+        if share:
+            shape[0] = int(rows.tensors[0].shape[0]) // share
+        elif number in self._reading.of_tokens and rows.length:
+            shape[1] = rows.length
+        return shape
 
 
 @dataclass
@@ -158,6 +184,8 @@ class FrozenPart:
         self.forms: set[str] = set()
         """Of the calls that were tried."""
         self.num_outputs = 0
+        self.shares: list[int] = []
+        """How many patches of a call have one entry in each output, see `Rows.share_of`."""
         self.reading = Reading(())
         self.store: ContentStore | None = None
         self.counts = Counts()
@@ -234,9 +262,9 @@ class FrozenPart:
             given = rows.take(missing)
             some = Rows.of(*given, self.reading.cuts_padding)
             new = self._write(store, some, self.compute(*given), digests[missing])
-            whole = new.new_empty(rows.number, *new.shape[1:])
-            whole[torch.from_numpy(is_hit)] = records.to(new.device)
-            whole[torch.from_numpy(~is_hit)] = new
+            whole = new.new_zeros(rows.number, records.shape[1], new.shape[2])
+            whole[torch.from_numpy(is_hit)] = records.to(new)
+            whole[torch.from_numpy(~is_hit), : new.shape[1]] = new
             records = whole
         else:
             draw(template.num_draws)
@@ -246,9 +274,8 @@ class FrozenPart:
         """Store the records of computed outputs, and return them."""
         leaves = tensors_of(output)
         records = self.reading.records(leaves, rows).detach()
-        lengths = np.full(rows.number, records.shape[1])
-        if rows.lengths is not None and self.reading.is_by_token:
-            lengths = rows.lengths
+        by_token = self.reading.is_by_token
+        lengths = self.reading.lengths(rows) if by_token else np.full(rows.number, records.shape[1])
         store.write(digests, records.cpu(), lengths)
         return records
 

@@ -202,15 +202,22 @@ class Trial:
         everything, tolerance = np.arange(rows.number), OTHER_BATCH_TOLERANCE[self.precision]
         order = everything[::-1].copy() if rows.number > 1 else np.array([0, 0])
         expected = tensors_of(self._again(part, *rows.given, 1))
-        if not expected or any(not each.dim() or each.shape[0] != rows.number for each in expected):
+        part.shares = [rows.share_of(each) for each in expected]
+        is_known = [
+            share or each.shape[:1] == (rows.number,) for each, share in zip(expected, part.shares, strict=True)
+        ]
+        if not expected or not all(is_known):
             shapes = ", ".join(str(tuple(each.shape)) for each in expected)
             return f"gives outputs of shape {shapes or 'none'} for {rows.number} rows"
         for chosen in (order, order[:1]):
             found = tensors_of(self._again(part, *rows.take(chosen), 1))
-            where = torch.from_numpy(chosen)
-            if not _are_alike(found, [each[where.to(each.device)] for each in expected], tolerance):
+            if not _are_alike(found, [rows.rows_of(each, chosen) for each in expected], tolerance):
                 return "depends on the other samples of its batch"
-        if rows.lengths is not None:
+        if rows.is_flat:
+            part.reading = Reading(
+                (), of_tokens=frozenset(number for number, share in enumerate(part.shares) if share)
+            )
+        elif rows.lengths is not None:
             length = rows.length + MORE_PADDING
             found = tensors_of(self._again(part, *rows.take(everything, length), 1))
             grown = {n for n, each in enumerate(found) if each.dim() > 1 and each.shape[1] == length}
@@ -231,11 +238,18 @@ class Trial:
             return "gives nothing that the loss depends on"
         # That zeros may stand for padding shows only where there is some.
         padded = rows.lengths is not None and bool((rows.lengths < rows.length).any())
-        tries = [(first, True), (all_read, True)] if padded else [(first, False)]
-        for picks, cuts in (*tries, (all_read, False)):
+        tries = [(first, True), (all_read, True), (all_read, False)] if padded else [(first, False), (all_read, False)]
+        share = 1
+        if rows.is_flat:
+            shares = {part.shares[pick.number] for pick in all_read}
+            if len(shares) > 1 or 0 in shares:
+                return f"gives outputs of 1/{sorted(shares)} of its patches, expected one number for all that is read"
+            tries, share = [(all_read, True)], shares.pop()
+        for picks, cuts in tries:
             is_whole = len(picks) + len(handed_on) == number and not any(pick.is_first for pick in picks)
             of_tokens = part.reading.of_tokens
-            part.reading = Reading(tuple(picks), cuts, of_tokens, is_whole, handed_on=tuple(handed_on.items()))
+            own = tuple(handed_on.items())
+            part.reading = Reading(tuple(picks), cuts, of_tokens, share, is_whole, handed_on=own)
             # Of several outputs a record is one line, whose length is that of the batch if one of them has tokens.
             has_tokens = any(pick.number in of_tokens and not pick.is_first for pick in picks)
             if cuts and has_tokens and not part.reading.is_by_token:
@@ -311,7 +325,7 @@ class Trial:
             part.num_outputs = len(leaves)
             records = part.reading.records(leaves, rows).detach().clone()
             if rows.lengths is not None and part.reading.is_by_token:
-                for row, length in enumerate(rows.lengths.tolist()):
+                for row, length in enumerate(part.reading.lengths(rows).tolist()):
                     records[row, length:] = 0
             filled.append(Template(output, part.reading, rows).filled(records, rows))
             return output

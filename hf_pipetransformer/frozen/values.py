@@ -15,6 +15,7 @@ from hf_pipetransformer.cache.files import Array
 
 
 MASK = "attention_mask"
+GRID = "grid_thw"
 OF_THE_LOSS = "num_items_in_batch"
 """Argument that Trainer has for the loss, and that models hand to their parts among others."""
 
@@ -57,17 +58,21 @@ class Rows:
         given: positional and keyword arguments.
         tensors: in them; modules may write into containers that they are given.
         number: rows of the tensors that have one for each image, tile, sound or text.
-        lengths: `(number,)` tokens or frames of each row up to its padding; None if rows are not padded.
+        lengths: `(number,)` tokens, frames or patches of each row up to its padding; None if rows are not padded.
+        is_flat: True if rows lie one behind the other in the first tensor, as patches of images beside a grid of them.
     """
 
     given: tuple[tuple[Any, ...], dict[str, Any]]
     tensors: tuple[torch.Tensor, ...]
     number: int
     lengths: Array | None = None
+    is_flat: bool = False
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], cuts_padding: bool = True) -> Rows:
         """Find the rows of a call; with `cuts_padding` those of an `attention_mask` end at their last real token.
+
+        An argument `grid_thw` `(images, 3)` has the patches of images in time, height and width, as for Qwen2-VL.
 
         Raises:
             NotStorableError: there is nothing that rows could be known by.
@@ -76,6 +81,10 @@ class Rows:
         tensors = tuple(tensors_of(given))
         if not tensors or not tensors[0].dim():
             raise NotStorableError("takes no tensor with a row for each sample")
+        grid = kwargs.get(GRID)
+        if isinstance(grid, torch.Tensor) and grid.dim() == 2 and int(grid.prod(1).sum()) == tensors[0].shape[0]:
+            sizes = grid.detach().prod(1).cpu().numpy().astype(np.int64)
+            return cls(tuple(given), tensors, len(sizes), sizes, is_flat=True)
         places = [kwargs, *(each for each in args if isinstance(each, dict))]
         number, mask = tensors[0].shape[0], next((each[MASK] for each in places if MASK in each), None)
         is_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2 and tensors[0].shape[:2] == mask.shape
@@ -88,8 +97,10 @@ class Rows:
 
     @property
     def length(self) -> int:
-        """Padded length of the rows; 0 if they are not padded."""
-        return int(self.tensors[0].shape[1]) if self.lengths is not None else 0
+        """Padded length of the rows, of those that lie one behind the other the longest one's; 0 without lengths."""
+        if self.lengths is None:
+            return 0
+        return int(self.lengths.max(initial=0)) if self.is_flat else int(self.tensors[0].shape[1])
 
     @property
     def _read(self) -> list[Any]:
@@ -99,12 +110,11 @@ class Rows:
 
     def take(self, rows: Array, length: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of some rows, cut to or padded with zeros to a length if one is given."""
-        chosen = torch.from_numpy(np.asarray(rows, np.int64))
 
         def of_rows(tensor: torch.Tensor) -> torch.Tensor:
-            if not self._has_rows(tensor):
+            if not self._has_rows(tensor) and not self._is_flat(tensor):
                 return tensor
-            found = tensor[chosen.to(tensor.device)]
+            found = self.rows_of(tensor, rows)
             if length is None or found.dim() < 2 or found.shape[1] != self.length:
                 return found
             padding = found.new_zeros(len(found), max(0, length - found.shape[1]), *found.shape[2:])
@@ -112,6 +122,22 @@ class Rows:
 
         args, kwargs = rebuilt(list(self.given[0]), of_rows), rebuilt(self.given[1], of_rows)
         return tuple(args), kwargs
+
+    def share_of(self, tensor: torch.Tensor) -> int:
+        """Return how many of a flat call's patches have one entry in a tensor; 0 if it has one for each row."""
+        if not self.is_flat or self._has_rows(tensor) or not tensor.dim() or not tensor.shape[0]:
+            return 0
+        assert self.lengths is not None
+        share, rest = divmod(int(self.lengths.sum()), tensor.shape[0])
+        return 0 if rest or (self.lengths % share).any() else share
+
+    def rows_of(self, tensor: torch.Tensor, rows: Array) -> torch.Tensor:
+        """Return the entries of some rows in an argument or an output of the call."""
+        if share := self.share_of(tensor):
+            assert self.lengths is not None
+            parts = tensor.split((self.lengths // share).tolist())
+            return torch.cat([parts[row] for row in np.asarray(rows).tolist()])
+        return tensor[torch.from_numpy(np.asarray(rows, np.int64)).to(tensor.device)]
 
     @property
     def form(self) -> str:
@@ -127,7 +153,9 @@ class Rows:
         hasher = xxhash.xxh3_128()
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            if not self._has_rows(tensor):
+            if self._is_flat(tensor):
+                hasher.update(f"flat {tuple(tensor.shape[1:])} {tensor.dtype}".encode())
+            elif not self._has_rows(tensor):
                 hasher.update(f"whole {tuple(tensor.shape)} {tensor.dtype}".encode())
                 hasher.update(_bytes(tensor.detach().cpu().reshape(1, -1)).data)
             elif self._is_cut(tensor):
@@ -143,21 +171,35 @@ class Rows:
     def digests(self, salt: bytes) -> Array:
         """Return two words `(number, 2)` a row: a 128-bit hash of all that the row is computed from, and of `salt`."""
         start = xxhash.xxh3_128(salt + self.kind)
-        columns: list[tuple[Array, int]] = []
-        for tensor in filter(self._has_rows, tensors_of(self._read)):
-            values = _bytes(tensor.detach().cpu().reshape(self.number, -1))
-            columns.append((values, values.shape[1] // self.length if self._is_cut(tensor) else 0))
+        columns = [self._bytes_of_rows(tensor) for tensor in tensors_of(self._read)]
         found = np.empty((self.number, 2), np.uint64)
         for row in range(self.number):
             hasher = start.copy()
-            for values, bytes_of_token in columns:
-                end = bytes_of_token * int(self.lengths[row]) if self.lengths is not None else 0
-                hasher.update(values[row, : end if bytes_of_token else None].data)
+            for column in filter(None, columns):
+                hasher.update(column[row].data)
             found[row] = np.frombuffer(hasher.digest(), np.uint64)
         return found
 
+    def _bytes_of_rows(self, tensor: torch.Tensor) -> list[Array]:
+        """Return what each row has in an argument; nothing if that is no row's."""
+        host = tensor.detach().cpu()
+        if self._is_flat(tensor):
+            assert self.lengths is not None
+            values = _bytes(host.reshape(tensor.shape[0], -1))
+            return [part.reshape(-1) for part in np.split(values, np.cumsum(self.lengths)[:-1])]
+        if not self._has_rows(tensor):
+            return []
+        values = _bytes(host.reshape(self.number, -1))
+        if not self._is_cut(tensor) or self.lengths is None:
+            return list(values)
+        bytes_of_token = values.shape[1] // self.length
+        return [row[: bytes_of_token * length] for row, length in zip(values, self.lengths.tolist(), strict=True)]
+
+    def _is_flat(self, tensor: torch.Tensor) -> bool:
+        return self.share_of(tensor) == 1
+
     def _is_cut(self, tensor: torch.Tensor) -> bool:
-        return self.lengths is not None and tensor.dim() > 1 and tensor.shape[1] == self.length
+        return self.lengths is not None and not self.is_flat and tensor.dim() > 1 and tensor.shape[1] == self.length
 
     def _has_rows(self, tensor: torch.Tensor) -> bool:
         return tensor.dim() > 0 and tensor.shape[0] == self.number

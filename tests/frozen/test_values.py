@@ -88,3 +88,19 @@ def test_a_call_without_rows_is_refused() -> None:
     for args in ((), (torch.tensor(1.0),), ("text",)):
         with pytest.raises(NotStorableError, match="takes no tensor with a row for each sample"):
             Rows.of(args, {})
+
+
+def test_images_that_lie_one_behind_the_other_are_known_by_their_own_patches() -> None:
+    grid = torch.tensor([[1, 2, 4], [1, 4, 4]])
+    patches = torch.arange(24 * 3, dtype=torch.float32).reshape(24, 3)
+    both = Rows.of((patches,), {"grid_thw": grid})
+    assert both.number == 2 and both.is_flat and both.length == 16
+    alone = Rows.of((patches[8:],), {"grid_thw": grid[1:]})
+    assert both.digests(b"")[1].tolist() == alone.digests(b"")[0].tolist()
+    # The same patches in another shape are another image.
+    turned = Rows.of((patches[8:],), {"grid_thw": torch.tensor([[1, 2, 8]])})
+    assert turned.digests(b"")[0].tolist() != alone.digests(b"")[0].tolist()
+    (taken,), kwargs = both.take(np.array([1]))
+    assert torch.equal(taken, patches[8:]) and torch.equal(kwargs["grid_thw"], grid[1:])
+    merged = torch.arange(6)
+    assert both.share_of(merged) == 4 and both.rows_of(merged, np.array([1, 0])).tolist() == [2, 3, 4, 5, 0, 1]
