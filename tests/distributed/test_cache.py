@@ -68,10 +68,11 @@ class Outcome:
 
 
 class Outcomes:
-    """Launches when the first outcome is asked for."""
+    """Launches when the first outcome is asked for; of the scenarios of selected tests alone, by their names."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wanted: set[str]) -> None:
         self.folder = folder
+        self._wanted = wanted
         self._output: dict[int, str] = {}
 
     def of(self, act: Any, num_ranks: int) -> Outcome:
@@ -82,13 +83,14 @@ class Outcomes:
 
     def _launch_all(self, num_ranks: int) -> str:
         if num_ranks == 2:
-            return self._launch([act.__name__ for act in PAIRED], 2)
+            return self._launch([act.__name__ for act in PAIRED if act.__name__ in self._wanted], 2)
         meeting = self.folder / "meeting"
         meeting.mkdir()
         for turn in range(len(MEETING)):
             os.mkfifo(meeting / str(turn))
         with ThreadPoolExecutor() as pool:
-            groups = [[act.__name__ for act in acts] for acts in (MEETING[:1], [*MEETING[1:], *ALONE])]
+            alone = [act for act in ALONE if act.__name__ in self._wanted]
+            groups = [[act.__name__ for act in acts] for acts in (MEETING[:1], [*MEETING[1:], *alone])]
             return "\n".join(pool.map(lambda names: self._launch(names, 1), groups))
 
     def _launch(self, names: list[str], num_ranks: int) -> str:
@@ -97,8 +99,9 @@ class Outcomes:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(tmp_path_factory.mktemp("cache"))
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Outcomes:
+    names = {getattr(item, "originalname", "").removeprefix("test_") for item in request.session.items}
+    return Outcomes(tmp_path_factory.mktemp("cache"), names)
 
 
 @pytest.fixture

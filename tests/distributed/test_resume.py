@@ -66,8 +66,21 @@ def _read(folder: Path, cases: dict[str, Case], num_processes: int) -> Outcomes:
     }
 
 
-def _cases_on(num_processes: int) -> dict[str, Case]:
-    return {name: case for name, case in CASES.items() if case.layout[0] * case.layout[1] == num_processes}
+LOOKED_AT = "4-2-1-accumulation"
+"""Case whose checkpoint a test looks at."""
+
+
+@pytest.fixture(scope="module")
+def cases_on(request: pytest.FixtureRequest) -> Callable[[int], dict[str, Case]]:
+    """The cases of a number of processes that the selected tests ask for by their parameter `name`."""
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = {LOOKED_AT, *(given["name"] for given in parameters if "name" in given)}
+
+    def of(num_processes: int) -> dict[str, Case]:
+        on = {name: case for name, case in CASES.items() if case.layout[0] * case.layout[1] == num_processes}
+        return {name: case for name, case in on.items() if name in wanted}
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -76,23 +89,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_one(folder: Path) -> Outcomes:
+def on_one(folder: Path, cases_on: Callable[[int], dict[str, Case]]) -> Outcomes:
     """How the cases on one process ended; beside them lie checkpoints that two processes must refuse."""
-    _run(folder, _cases_on(1), 1, "strangers", "elsewhere")
-    return _read(folder, _cases_on(1), 1)
+    _run(folder, cases_on(1), 1, "strangers", "elsewhere")
+    return _read(folder, cases_on(1), 1)
 
 
 @pytest.fixture(scope="module")
-def dying(folder: Path, on_one: Outcomes) -> LaunchResult:
+def dying(folder: Path, on_one: Outcomes, cases_on: Callable[[int], dict[str, Case]]) -> LaunchResult:
     """Two processes run their cases and what must be refused; at last they are killed in the middle of a run."""
-    return _run(folder, _cases_on(2), 2, "refuse", "elsewhere", "die", check=False)
+    return _run(folder, cases_on(2), 2, "refuse", "elsewhere", "die", check=False)
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path, on_one: Outcomes, dying: LaunchResult) -> Outcomes:
+def outcomes(
+    folder: Path, on_one: Outcomes, dying: LaunchResult, cases_on: Callable[[int], dict[str, Case]]
+) -> Outcomes:
     """How every case ended on every rank."""
-    _run(folder, _cases_on(4), 4, "elsewhere")
-    return on_one | _read(folder, _cases_on(2), 2) | _read(folder, _cases_on(4), 4)
+    _run(folder, cases_on(4), 4, "elsewhere")
+    return on_one | _read(folder, cases_on(2), 2) | _read(folder, cases_on(4), 4)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +219,7 @@ def test_the_cases_test_something(outcomes: Outcomes, name: str):
 
 
 def test_a_checkpoint_holds_these_files(outcomes: Outcomes, folder: Path):
-    found = folder / "4-2-1-accumulation" / "whole" / "checkpoint-5"
+    found = folder / LOOKED_AT / "whole" / "checkpoint-5"
     names = {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()}
     # Trainer writes its arguments down for people; nobody reads them.
     assert names == {
