@@ -39,7 +39,8 @@ help:
 	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows; test-latest: the newest"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
 	@echo "make cards      the runs of the cards in model_cards/, beside plain Trainer, half an hour"
-	@echo "make families   every class of transformers for text, images or sound on two stages beside Trainer, half an hour"
+	@echo "make families   every class of transformers for text, images or sound beside Trainer: on two stages, and with a"
+	@echo "                part frozen; an hour or more"
 	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
 	@echo "make benchmark  all measurements, resumable, on an idle machine: a day or two; ONLY=name for one"
 	@echo "make benchmark-quick  what fits of them into 10 minutes, shortened, into runs/bench/quick"
@@ -111,6 +112,7 @@ cards: $(INSTALLED)
 # Fails if a class crashes or gives other numbers than Trainer.
 families: $(INSTALLED)
 	$(BIN)/python -m tests.distributed.family_runs --output benchmarks/families.json
+	$(BIN)/python -m tests.distributed.frozen_families --output benchmarks/frozen_families.json
 	$(BIN)/python -m tests.families_table
 
 # All tables of README.md and docs/: from benchmarks/, from the options, from what the tests cover.

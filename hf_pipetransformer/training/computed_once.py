@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import trainer_compat
@@ -207,6 +208,10 @@ class ComputedOnce:
             self.trainer.callback_handler.callbacks.insert(0, self._at_end)
 
     @property
+    def _is_data_parallel(self) -> bool:
+        return isinstance(self.trainer.model_wrapped, DistributedDataParallel)
+
+    @property
     def _has_known_loss(self) -> bool:
         """True if code of transformers alone computes the loss, which reads the same outputs in all steps."""
         forward = type(bare_model(self.trainer.model)).forward
@@ -224,7 +229,7 @@ class ComputedOnce:
         passes = trainer_compat.takes_num_items(trainer) and "labels" in given
         items = torch.tensor(trainer_compat.items_of(trainer, given), device=self.args.device) if passes else None
         # DistributedDataParallel waits for the backward of each forward.
-        tried = trainer.model if is_distributed else trainer.model_wrapped
+        tried = trainer.model if self._is_data_parallel else trainer.model_wrapped
 
         def run() -> tuple[torch.Tensor, Any]:
             set_seed(self.args.seed)
@@ -274,7 +279,7 @@ class ComputedOnce:
             settings_of(bare_model(self.trainer.model), self.args),
             precision_of(self.args),
             self.trainer.compute_loss_context_manager,
-            buffers_are_sent=topology.is_distributed,
+            buffers_are_sent=self._is_data_parallel,
         )
 
         try:

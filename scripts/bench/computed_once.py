@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -168,6 +169,8 @@ def run(name: str, kind: str) -> dict[str, Any]:
 
 def compare(name: str, rounds: int) -> dict[str, Any]:
     """Let the contenders take turns."""
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[variable]  # Trainer would wrap the model for processes that are not there.
     found = alternate({kind: partial(run, name, kind) for kind in ("Trainer", "ours", "bound")}, rounds)
     seconds = {
         kind: {part: [each[part] for each in runs] for part in ("first", "later", "turn")}
