@@ -100,7 +100,9 @@ def frozen_table() -> str:
     """What became of every class with a part frozen, from the record of `make families`."""
     record = json.loads(FROZEN_RECORD.read_text())
     columns = {"stored": "stored", "computed": "computed as in `Trainer`", "skipped": "`Trainer` alone cannot"}
-    columns |= {outcome: outcome for counts in record["counts"].values() for outcome in counts if outcome not in columns}
+    columns |= {
+        outcome: outcome for counts in record["counts"].values() for outcome in counts if outcome not in columns
+    }
     rows = {"most": "the largest module", "half": "the largest below 0.6 of the parameters"}
     lines = [f"| frozen (transformers {record['versions']['transformers']}) | " + " | ".join(columns.values()) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")

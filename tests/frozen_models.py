@@ -16,6 +16,8 @@ from transformers import (
     CLIPConfig,
     CLIPModel,
     CLIPVisionConfig,
+    ConvNextConfig,
+    ConvNextForImageClassification,
     DetrConfig,
     DetrForObjectDetection,
     Dinov2Config,
@@ -264,6 +266,15 @@ def vit_probe() -> nn.Module:
     return model
 
 
+def convnext_probe() -> nn.Module:
+    """No stack of equal layers."""
+    model = ConvNextForImageClassification(
+        ConvNextConfig(num_stages=2, hidden_sizes=[32, 32], depths=[1, 1], num_labels=3)
+    )
+    model.convnext.requires_grad_(False)
+    return model
+
+
 def dinov2_probe() -> nn.Module:
     model = Dinov2ForImageClassification(
         Dinov2Config(num_hidden_layers=3, num_labels=3, mlp_ratio=2, **_IMAGES, hidden_size=32, num_attention_heads=4)
@@ -361,11 +372,16 @@ CASES = {
     "detr": Case(detr, boxes, "model.backbone", for_detr),
     "wav2vec2": Case(wav2vec2, waves, "wav2vec2.feature_extractor"),
     "qwen2-vl": Case(qwen2_vl, patches, "model.visual", for_qwen),
-    "wav2vec2 probe": Case(wav2vec2_probe, waves, "wav2vec2"),
-    "vit probe": Case(vit_probe, images, "vit"),
-    "dinov2 probe": Case(dinov2_probe, images, "dinov2"),
-    "bert probe": Case(bert_probe, sentences, "bert", pad),
+    "convnext probe": Case(convnext_probe, images, "convnext"),
 }
+
+PROBES = {
+    "wav2vec2": Case(wav2vec2_probe, waves, "wav2vec2"),
+    "vit": Case(vit_probe, images, "vit"),
+    "dinov2": Case(dinov2_probe, images, "dinov2"),
+    "bert": Case(bert_probe, sentences, "bert", pad),
+}
+"""Models with one stack of layers, all of them frozen: its cache stores what their heads get."""
 
 
 def trainer_of(kind: type, case: Case, folder: Path, data: Any = None, **options: Any) -> Trainer:

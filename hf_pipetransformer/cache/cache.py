@@ -159,7 +159,7 @@ class ActivationCache:
         length = agree(parts.padded_length(lengths, is_checked=not self.is_off))
         if self.source.keeps_padding:
             # The record was stored as part of a shorter batch and lacks padding positions that the loss sees.
-            too_short = hit & (entries["length"] < length)
+            too_short = hit & (entries["length"] < (length if self.source.is_text else self.source.record_length))
             parts.read(too_short, samples)
             hit &= ~too_short
         records = self._read_records(index[hit], length) if hit.any() else None
@@ -252,7 +252,7 @@ class ActivationCache:
             items = slots.items(samples, draws.astype(np.int64), places % slots.num_slots)
         batch = source.read(items.tolist())
         lengths, digests = source.digests(batch)
-        length = batch[source.main_input].shape[1] if source.is_text else source.record_length
+        length = batch[source.main_input].shape[1] if source.is_text else source.num_positions
         records = self.store.read(places, length)
         tokens = lengths if source.is_text else np.full(len(places), length)
         tokens = np.where(digests == entries["input_digest"], np.minimum(tokens, records.lengths), 0)
@@ -377,7 +377,7 @@ class RecordWriter:
         samples, weights_id = tags.samples[chosen].numpy(), cache.weights_id
         places = source.records_of(samples)
         fields = {name: inputs[name].cpu() for name in (*source.report.token_fields, *source.report.sample_fields)}
-        lengths = np.full(len(places), activation.shape[1], dtype=np.int64)
+        lengths = np.full(len(places), activation.shape[1] if source.is_text else source.record_length)
         if source.is_text:
             real = real_lengths(fields, source.main_input)
             fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))

@@ -126,7 +126,8 @@ class CacheInputs:
             read=loader.read,
             main_input=activation.main_input,
             report=report,
-            record_length=activation.hidden_shape[0],
+            num_positions=activation.hidden_shape[0],
+            record_length=start_up.record_length,
             hidden_size=activation.hidden_shape[-1],
             main_shape=activation.input_shape,
             main_dtype=start_up.main_dtype,
@@ -389,5 +390,6 @@ class CacheStores:
         # Input digests stop at the last real token; stored records may include padding.
         fills = sorted(source.report.fill_values.items())
         padded = f"\0{source.pad_token_id}\0{fills}" if source.is_text and source.keeps_padding else ""
-        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{record_format}{drawn}{padded}".encode())
+        part = "" if source.is_text or source.record_length == source.num_positions else f"\0{source.record_length}"
+        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{record_format}{drawn}{padded}{part}".encode())
         return f"{name}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"

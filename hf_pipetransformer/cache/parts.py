@@ -32,7 +32,8 @@ class SampleSource:
 
     Args:
         read: collates the samples with these indices (or items, with `slots`) into a batch.
-        record_length: sequence length of the activations if samples have no token dimension.
+        num_positions: sequence length of the activations if samples have no token dimension.
+        record_length: how many of them a record has, from the first one on; the others come as zeros.
         main_shape: shape of a sample of the main input without token dimension; cached samples get a placeholder.
         keeps_padding: True if the loss sees padding, so that records must include it.
         slots: for random samples: items replace indices, and each sample has V records.
@@ -41,6 +42,7 @@ class SampleSource:
     read: Callable[[list[int]], Mapping[str, Any]]
     main_input: str
     report: InputReport
+    num_positions: int
     record_length: int
     hidden_size: int
     main_shape: tuple[int, ...]
@@ -79,7 +81,7 @@ class SampleSource:
     def padded_length(self, longest: int) -> int:
         """Return the sequence length of a batch whose longest sample has `longest` real tokens."""
         rule = self.report.padding
-        return self.record_length if rule is None or not self.is_text else rule.length(longest)
+        return self.num_positions if rule is None or not self.is_text else rule.length(longest)
 
     def stored_inputs(self, fields: Mapping[str, torch.Tensor], lengths: Any, length: int) -> dict[str, torch.Tensor]:
         """Rebuild the inputs of cached samples from their side fields, padded like the collator does."""
@@ -127,7 +129,7 @@ class Parts:
         """
         source = self.source
         if not source.is_text:
-            return source.record_length
+            return source.num_positions
         read = max((batch[source.main_input].shape[1] for _, batch, _ in self.found), default=0)
         expected = max(map(source.padded_length, self._longest), default=0)
         if is_checked and read != expected:

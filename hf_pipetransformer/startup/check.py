@@ -343,23 +343,49 @@ def depends_on_padding(target: ProbeTarget, probe: Probe) -> bool:
     padded = _with_more_padding(target) if target.is_text and not probe.activation.changes_length else None
     if padded is None or _loss_if_taken(target, padded) is None:
         return True
-    view, later = target.view(probe.structure), range(1, probe.structure.num_blocks)
+    return not _is_unread(target, probe, padded, 1, lambda hidden: (padded["attention_mask"] == 0)[..., None])
+
+
+def reads_first_alone(target: ProbeTarget, probe: Probe) -> bool:
+    """Return True if the head reads of a sample without tokens the first position alone, as ViT's classifiers do."""
+    if target.is_text or len(probe.activation.hidden_shape) != 2 or probe.activation.hidden_shape[0] < 2:
+        return False
+
+    def others(hidden: torch.Tensor) -> torch.Tensor:
+        return (torch.arange(hidden.shape[1], device=hidden.device) > 0)[:, None]
+
+    return _is_unread(target, probe, target.inputs, probe.structure.num_blocks - 1, others)
+
+
+def _is_unread(
+    target: ProbeTarget,
+    probe: Probe,
+    inputs: dict[str, Any],
+    block: int,
+    unread: Callable[[torch.Tensor], torch.Tensor],
+) -> bool:
+    """Return True if positions of what enters a block change neither the loss nor gradients: with noise, and as zeros.
+
+    `unread` gives their mask for hidden states `(batch, seq, hidden)`.
+    """
+    view, later = target.view(probe.structure), range(block, probe.structure.num_blocks)
 
     def result_of(entering: torch.Tensor) -> _Result:
         with gradients_discarded(target.model):
-            loss = run_stage(view, later, entering, lambda: target.loss(dict(padded)))
+            loss = run_stage(view, later, entering, lambda: target.loss(dict(inputs)))
             if loss.requires_grad:
                 loss.backward()
             return _Result(float(loss.detach()), gradient_norms(target.parameters))
 
     try:
-        hidden = run_stage(view, range(1), None, lambda: target.loss(dict(padded))).detach()
-        noise = torch.randn_like(hidden) * (padded["attention_mask"] == 0)[..., None]
-        plain, noisy = result_of(hidden), result_of(hidden + noise)
+        hidden = run_stage(view, range(block), None, lambda: target.loss(dict(inputs))).detach()
+        where = unread(hidden)
+        plain = result_of(hidden)
+        others = [result_of(hidden + torch.randn_like(hidden) * where), result_of(hidden * ~where)]
     finally:
         view.remove()
     is_finite = math.isfinite(plain.loss) and math.isfinite(plain.total_norm)
-    return not is_finite or not noisy.agrees_with(plain, PADDING_LOSS_TOLERANCE)
+    return is_finite and all(other.agrees_with(plain, PADDING_LOSS_TOLERANCE) for other in others)
 
 
 def _with_more_padding(target: ProbeTarget) -> dict[str, Any] | None:

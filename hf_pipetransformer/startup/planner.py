@@ -420,6 +420,7 @@ class StartUp:
     Args:
         common_length: how replicas pad to a common length; None if padding does not change the loss.
         sees_padding: True if hidden states at masked positions may change the loss, so that stored records keep them.
+        reads_first: True if all layers are frozen and the head reads the first position alone of what they give.
         shape_without_rows: of an output that evaluations of the run gather, with no row for each sample; None if all
             have one.
         trainer_adds_up: True if Trainer adds up the losses of a step's batches and processes, which are averaged here.
@@ -435,6 +436,12 @@ class StartUp:
     plans: RunPlanner
     shape_without_rows: str | None = None
     trainer_adds_up: bool = False
+    reads_first: bool = False
+
+    @property
+    def record_length(self) -> int:
+        """Positions in a record of the activation cache, of a sample without tokens or of the longest."""
+        return 1 if self.reads_first else int(self.probe.activation.hidden_shape[0])
 
     def with_scope(self, scope: LossScope) -> StartUp:
         """Return the findings for a run of which one call of the loss sees other samples."""

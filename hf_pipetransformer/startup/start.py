@@ -27,6 +27,7 @@ from hf_pipetransformer.startup.check import (
     depends_on_length,
     depends_on_padding,
     probe_model,
+    reads_first_alone,
     why_unsliceable,
 )
 from hf_pipetransformer.startup.costs import (
@@ -114,10 +115,13 @@ def inspect_model(
         with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
             loss_rule = _find_loss_rule(exact, probe, args, inspection)
-            pads_alike, keeps_padding, shape_without_rows = inspection.on_first_rank(
+            is_stored_whole = num_frozen_by_user(model, probe.structure) == probe.structure.num_layers
+            is_stored_whole &= args.activation_cache != "off"
+            pads_alike, keeps_padding, reads_first, shape_without_rows = inspection.on_first_rank(
                 lambda: [
                     topology.world_size > 1 and (_joins_texts(exact, args) or depends_on_length(exact)),
                     args.activation_cache == "off" or depends_on_padding(exact, probe),
+                    is_stored_whole and reads_first_alone(exact, probe),
                     exact.shape_without_rows(exact.inputs) if topology.world_size > 1 else None,
                 ]
             )
@@ -134,6 +138,7 @@ def inspect_model(
         loss_rule=loss_rule,
         common_length=CommonLength(target.main_input, target.pad_token_id) if pads_alike else None,
         sees_padding=keeps_padding,
+        reads_first=reads_first,
         shape_without_rows=shape_without_rows,
         pad_token_id=target.pad_token_id,
         main_dtype=target.inputs[target.main_input].dtype,

@@ -108,7 +108,7 @@ def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputRep
         why = None
     if len(activation.hidden_shape) != 2 or activation.changes_length:
         why = "the layers' activations are not one for each token"
-    length, size = activation.hidden_shape[0], activation.hidden_shape[-1]
+    length, size = start_up.record_length, activation.hidden_shape[-1]
     base, speed, limit = cache_base(args), StorageSpeed(0.0, 0.0), args.activation_cache_max_gb
     dtype = stored_dtype(args, start_up.probe.boundary_dtypes[-1])
     try:

@@ -249,12 +249,14 @@ class Starter:
     def inspect_or_leave(self, given: Request | Any, is_training: bool) -> ModelReport | None:
         """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over.
 
-        And for one whose frozen parameters `computed_once` stores better than the cache of a stack: none are of its
-        first layers, or a module without trained parameters has all of its layers, of whose outputs few may be read.
+        And for one whose script froze something else than layers of its stack, see `computed_once`.
         """
         try:
             report = self.inspect(given, is_training)
-            if self.resumes_own or not (is_training and self.options.only_store and self._is_frozen_in_parts(report)):
+            has_layers = report.start_up.plans.num_frozen_by_user > 0
+            has_others = any(not each.requires_grad for each in self.context.trainer.model.parameters())
+            is_for_parts = is_training and has_others and not has_layers and self.options.only_store
+            if self.resumes_own or not is_for_parts:
                 return report
         except (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError) as error:
             # Trainer can only resume a run from its own kind of checkpoint.
@@ -266,16 +268,6 @@ class Starter:
         trainer_compat.place_model(self.context.trainer)
         self.is_left_to_trainer = self.evaluates_alone = True
         return None
-
-    def _is_frozen_in_parts(self, report: ModelReport) -> bool:
-        model, structure = bare_model(self.context.trainer.model), report.start_up.probe.structure
-        if all(parameter.requires_grad for parameter in model.parameters()):
-            return False
-        if report.start_up.plans.num_frozen_by_user < structure.num_layers:
-            return report.start_up.plans.num_frozen_by_user == 0
-        inner = range(1, structure.num_blocks - 1)
-        of_layers = [name for name, blocks in structure.blocks_of_parameter.items() if blocks[0] in inner]
-        return any(all(name.startswith(f"{part}.") for name in of_layers) for part in maximal_frozen(model))
 
     def inspect(self, given: Request | Any, is_training: bool) -> ModelReport:
         """Check data set, model and loss, and measure the model. Collective: call on every rank.

@@ -76,6 +76,7 @@ SOURCE = SampleSource(
     read=read,
     main_input="input_ids",
     report=REPORT,
+    num_positions=max(LENGTHS),
     record_length=max(LENGTHS),
     hidden_size=HIDDEN,
     main_shape=(),

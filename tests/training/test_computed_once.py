@@ -15,10 +15,12 @@ import torch
 from transformers import IntervalStrategy, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
+from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.frozen import trial
 from tests.frozen_models import (
     CASES,
     NUM_SAMPLES,
+    PROBES,
     Case,
     captions,
     images,
@@ -70,6 +72,56 @@ def test_what_is_frozen_is_computed_once_with_trainers_numbers(
     assert all("forward" not in vars(module) for module in ours.model.modules())
 
 
+class Counted(torch.utils.data.Dataset[Any]):
+    """Rows, and how often one was read."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.num_read = rows, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.num_read += 1
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_a_probe_stores_what_its_head_reads_and_reads_no_sample_again(name: str, tmp_path: Path) -> None:
+    case = PROBES[name]
+    _, ours = both(case, tmp_path)
+    lines = Path(str(ours.events.path)).read_text().splitlines()
+    epochs = [each for each in map(json.loads, lines) if each["event"] == "cache" and each["what"] == "epoch"]
+    assert [(each["hits"], each["misses"]) for each in epochs[1:]] == [(NUM_SAMPLES, 0)] * 2
+    assert ours.layout.cache_level == ours.layout.num_layers
+    found = [], []
+    for epochs_run, num_read in zip((1, 3), found, strict=True):
+        rows = Counted(case.data())
+        trainer = trainer_of(
+            PipeTransformerTrainer, case, tmp_path / str(epochs_run), data=rows, num_train_epochs=epochs_run
+        )
+        trainer.train()
+        num_read.append(rows.num_read)
+    assert found[0][0] - NUM_SAMPLES <= found[1][0] <= found[0][0] + 8, "more epochs read next to nothing more"
+
+
+def test_an_image_classifier_that_reads_one_position_stores_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ViT's head reads the first of 17 positions, DINOv2's also the mean of the others."""
+    write, positions = ActivationStore.write, list[int]()
+
+    def note(store: ActivationStore, samples: Any, weights_id: int, activation: Any, lengths: Any, *rest: Any) -> int:
+        positions.extend(lengths.tolist())
+        return write(store, samples, weights_id, activation, lengths, *rest)
+
+    monkeypatch.setattr(ActivationStore, "write", note)
+    for name, expected in (("vit", 1), ("dinov2", 17)):
+        positions.clear()
+        trainer_of(PipeTransformerTrainer, PROBES[name], tmp_path / name).train()
+        assert positions == [expected] * NUM_SAMPLES
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -107,7 +159,7 @@ def test_the_report_shows_what_was_read(tmp_path: Path) -> None:
 
 
 def test_a_record_holds_only_what_is_read(tmp_path: Path) -> None:
-    """Of LLaVA's tower the features of one layer, 16 patches of 32 values; of CLIP's and of probes what is pooled."""
+    """Of LLaVA's tower the features of one layer, 16 patches of 32 values; of CLIP's and of a probe what is pooled."""
 
     def values_of_record(name: str) -> int:
         trainer = trainer_of(PipeTransformerTrainer, CASES[name], tmp_path / name)
@@ -117,7 +169,7 @@ def test_a_record_holds_only_what_is_read(tmp_path: Path) -> None:
         return int(size) // 4
 
     assert values_of_record("llava") == 17 * 32
-    assert values_of_record("clip") == values_of_record("vit probe") == values_of_record("bert probe") == 32
+    assert values_of_record("clip") == values_of_record("convnext probe") == 32
 
 
 class ReadsMore:
@@ -128,13 +180,13 @@ class ReadsMore:
         outputs = model(**inputs, output_hidden_states=reads_more)
         loss = outputs.loss
         if reads_more:
-            loss = loss + model.classifier(outputs.hidden_states[1][:, 1]).square().mean()
+            loss = loss + model.classifier(outputs.hidden_states[1].mean((2, 3))).square().mean()
         return (loss, outputs) if return_outputs else loss
 
 
 def test_a_call_of_another_form_is_computed(tmp_path: Path) -> None:
     kinds = [type(f"Other{base.__name__}", (ReadsMore, base), {}) for base in (Trainer, PipeTransformerTrainer)]
-    expected, found = (logged(trainer_of(kind, CASES["vit probe"], tmp_path / kind.__name__)) for kind in kinds)
+    expected, found = (logged(trainer_of(kind, CASES["convnext probe"], tmp_path / kind.__name__)) for kind in kinds)
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -145,15 +197,17 @@ class ReadsLater(Trainer):
         outputs = model(**inputs, output_hidden_states=True)
         loss = outputs.loss
         if self.state.global_step >= 4:
-            loss = loss + model.classifier(outputs.hidden_states[1][:, 1]).square().mean()
+            loss = loss + model.classifier(outputs.hidden_states[1].mean((2, 3))).square().mean()
         return (loss, outputs) if return_outputs else loss
 
 
 def test_what_is_read_in_later_steps_alone_ends_the_run(tmp_path: Path) -> None:
     kind = type("OurReadsLater", (PipeTransformerMixin, ReadsLater), {})
-    trainer = trainer_of(kind, CASES["vit probe"], tmp_path, activation_cache="on")
+    trainer = trainer_of(kind, CASES["convnext probe"], tmp_path, activation_cache="on")
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    with pytest.raises(ValueError, match="The loss of step 5 reads outputs of vit that the first batch did not read"):
+    with pytest.raises(
+        ValueError, match="The loss of step 5 reads outputs of convnext that the first batch did not read"
+    ):
         trainer.train()
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
     assert not torch.equal(before["classifier.weight"], trainer.model.state_dict()["classifier.weight"])
@@ -275,10 +329,10 @@ def test_a_part_that_a_callback_unfreezes_is_trained(tmp_path: Path, caplog: pyt
     class Unfreezes(TrainerCallback):
         def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             if state.epoch:
-                model.vit.requires_grad_(True)
+                model.convnext.requires_grad_(True)
 
     def unfrozen(kind: type) -> Any:
-        trainer = trainer_of(kind, CASES["vit probe"], tmp_path / kind.__name__)
+        trainer = trainer_of(kind, CASES["convnext probe"], tmp_path / kind.__name__)
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
         trainer.add_callback(Unfreezes())
         return logged(trainer)
@@ -286,10 +340,10 @@ def test_a_part_that_a_callback_unfreezes_is_trained(tmp_path: Path, caplog: pyt
     expected = unfrozen(Trainer)
     with caplog.at_level(logging.INFO, "hf_pipetransformer"):
         np.testing.assert_allclose(unfrozen(PipeTransformerTrainer), expected, rtol=TOLERANCE, atol=TOLERANCE)
-    assert "vit is not frozen any more" in said(caplog)
+    assert "convnext is not frozen any more" in said(caplog)
 
 
-@pytest.mark.parametrize("name", ["whisper", "bert probe"])
+@pytest.mark.parametrize("name", ["whisper", "convnext probe"])
 def test_a_resumed_run_goes_on_as_trainers(name: str, tmp_path: Path) -> None:
     def resumed(kind: type) -> Any:
         options = {"save_strategy": "steps", "save_steps": 4}
@@ -330,7 +384,7 @@ def test_stacks_are_left_alone(tmp_path: Path) -> None:
     assert stack([{"a": 1}])["a"].tolist() == [1]
 
 
-@pytest.mark.parametrize("name", ["vit probe", "llava", "clip"])
+@pytest.mark.parametrize("name", ["convnext probe", "llava", "clip"])
 def test_evaluations_read_what_they_were_tried_with(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
