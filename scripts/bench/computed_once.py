@@ -30,7 +30,7 @@ from .training import StepClock, Timed, losses_of, make_trainer
 
 
 Rows = list[dict[str, Any]]
-NUM_STEPS = 12
+NUM_STEPS = 8
 """Of an epoch."""
 IMAGE_TOKEN = 1
 

@@ -119,7 +119,7 @@ def test_an_image_classifier_that_reads_one_position_stores_one(
     for name, expected in (("vit", 1), ("dinov2", 17)):
         positions.clear()
         trainer_of(PipeTransformerTrainer, PROBES[name], tmp_path / name).train()
-        assert positions == [expected] * NUM_SAMPLES
+        assert set(positions) == {expected} and len(positions) >= NUM_SAMPLES
 
 
 @pytest.mark.parametrize(
