@@ -24,7 +24,6 @@ from tests.models import MODELS, attention_implementations, build_model
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "models.md"
 RECORD = REPOSITORY / "benchmarks" / "families.json"
-FROZEN_RECORD = REPOSITORY / "benchmarks" / "frozen_families.json"
 LINE = 119
 
 _TASKS = {
@@ -96,26 +95,9 @@ def record_table() -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def frozen_table() -> str:
-    """What became of every class with a part frozen, from the record of `make families`."""
-    record = json.loads(FROZEN_RECORD.read_text())
-    columns = {"stored": "stored", "computed": "computed as in `Trainer`", "skipped": "`Trainer` alone cannot"}
-    columns |= {
-        outcome: outcome for counts in record["counts"].values() for outcome in counts if outcome not in columns
-    }
-    rows = {"most": "the largest module", "half": "the largest below 0.6 of the parameters"}
-    lines = [f"| frozen (transformers {record['versions']['transformers']}) | " + " | ".join(columns.values()) + " |"]
-    lines.append("|---" * (1 + len(columns)) + "|")
-    for what, title in rows.items():
-        counts = record["counts"][what]
-        lines.append(f"| {title} | " + " | ".join(str(counts.get(outcome, 0)) for outcome in columns) + " |")
-    return "".join(f"{line}\n" for line in lines)
-
-
 def main() -> None:
     page = with_table(PAGE.read_text(encoding="utf-8"), "families", families_table(version("transformers")))
-    page = with_table(page, "families.json", record_table())
-    PAGE.write_text(with_table(page, "frozen_families.json", frozen_table()), encoding="utf-8")
+    PAGE.write_text(with_table(page, "families.json", record_table()), encoding="utf-8")
 
 
 if __name__ == "__main__":
