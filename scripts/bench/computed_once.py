@@ -193,11 +193,31 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
     }
 
 
-@experiment("computed_once.json", section="cpu", minutes=20, quick_minutes=3)
-def computed_once(settings: Settings) -> dict[str, Any]:
-    """Later epochs of models whose part a script froze, beside plain Trainer and beside that part for nothing."""
-    table = {}
-    for name in settings.of(list(TASKS), ["Whisper-tiny, encoder frozen"]):
-        table[name] = launch(compare, 1, name, settings.of(5, 1))
-        report(name, table[name])
-    return table
+def measured(name: str, settings: Settings) -> dict[str, Any]:
+    found = launch(compare, 1, name, settings.of(5, 1))
+    report(name, found)
+    return {name: found}
+
+
+@experiment("computed_once.json", section="probe", minutes=5, quick_minutes=1, processes=1)
+def computed_probe(settings: Settings) -> dict[str, Any]:
+    """Later epochs of a linear probe on ViT-S/16 beside plain Trainer, and beside its features for nothing."""
+    return measured("linear probe on ViT-S/16", settings)
+
+
+@experiment("computed_once.json", section="whisper", minutes=10, quick_minutes=2, processes=1)
+def computed_whisper(settings: Settings) -> dict[str, Any]:
+    """Later epochs of Whisper-tiny with a frozen encoder beside plain Trainer, and beside its outputs for nothing."""
+    return measured("Whisper-tiny, encoder frozen", settings)
+
+
+@experiment("computed_once.json", section="vision_language", minutes=10, quick_minutes=2, processes=1)
+def computed_vision_language(settings: Settings) -> dict[str, Any]:
+    """Later epochs of shapes of SmolVLM with LoRA beside plain Trainer, and beside the tower's outputs for nothing."""
+    return measured("SmolVLM shapes, LoRA on the language model", settings)
+
+
+@experiment("computed_once.json", section="convolutions", minutes=6, quick_minutes=2, processes=1)
+def computed_convolutions(settings: Settings) -> dict[str, Any]:
+    """Later epochs of wav2vec2-base above frozen convolutions beside plain Trainer, and beside these for nothing."""
+    return measured("wav2vec2-base, convolutions frozen", settings)
