@@ -127,7 +127,8 @@ class CacheInputs:
             main_input=activation.main_input,
             report=report,
             num_positions=activation.hidden_shape[0],
-            record_length=start_up.record_length,
+            # Evaluations hand on outputs that no loss reads.
+            record_length=start_up.record_length if is_training else activation.hidden_shape[0],
             hidden_size=activation.hidden_shape[-1],
             main_shape=activation.input_shape,
             main_dtype=start_up.main_dtype,

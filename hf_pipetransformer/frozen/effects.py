@@ -1,4 +1,4 @@
-"""What a forward does besides computing: random numbers that it draws, and talk with other processes."""
+"""Side effects of a forward: random numbers that it draws, and communication with other processes."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Reading:
-    """What of a part's outputs the model reads, and so what a record holds.
+    """Outputs of a part that the model reads, and so the content of a record.
 
     Args:
         picks: the output tensors that are read, in their order.
@@ -194,7 +194,7 @@ class FrozenPart:
 
     @property
     def description(self) -> str:
-        """What processes have to agree on to share records, as text."""
+        """Properties that processes have to agree on to share records, as text."""
         return f"{replace(self.reading, cuts_padding=True)} {self.in_evaluation} {self.draws}"
 
     @contextmanager
@@ -251,8 +251,12 @@ class FrozenPart:
                 output = self.compute(*rows.given)
             if len(tensors_of(output)) != self.num_outputs:
                 return output
-            self._templates[kind] = Template(output, self.reading, rows, draws.number if draws else 0)
-            self._write(store, rows, output, digests)
+            try:
+                self._templates[kind] = Template(output, self.reading, rows, draws.number if draws else 0)
+                self._write(store, rows, output, digests)
+            # Not computed a second time: it may have drawn random numbers.
+            except NotStorableError:
+                return output
             self.counts.misses += rows.number
             return output
         self.counts.hits += int(is_hit.sum())

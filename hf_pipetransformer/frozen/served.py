@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from hf_pipetransformer.cache.chain import SAME_BATCH_TOLERANCE, PrefixWatch, di
 from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.data.rng import generators_kept
 from hf_pipetransformer.frozen.contents import ContentStore
-from hf_pipetransformer.frozen.part import FrozenPart
+from hf_pipetransformer.frozen.part import Counts, FrozenPart
 from hf_pipetransformer.frozen.values import Rows, tensors_of
 
 
@@ -24,7 +24,7 @@ NUM_CHECKED = 1
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the outputs of a part depend on besides its weights.
+    """Settings that the outputs of a part depend on besides its weights.
 
     Args:
         settings: of the run and the model, as text.
@@ -65,6 +65,7 @@ class ServedPart:
     _expected: list[torch.Tensor] = field(init=False)
     _num_distrusted: int = field(default=0, init=False)
     _hits_checked: int = field(default=0, init=False)
+    _reported: Counts = field(default_factory=Counts, init=False)
 
     def begin(self) -> None:
         """Look up from here on."""
@@ -114,6 +115,12 @@ class ServedPart:
         """Return True if records were read since the last call."""
         before, self._hits_checked = self._hits_checked, self.part.counts.hits
         return self._hits_checked > before
+
+    def counts_since_report(self) -> Counts:
+        """Return the rows found and computed since the last call."""
+        before, now = self._reported, self.part.counts
+        self._reported = replace(now)
+        return Counts(now.hits - before.hits, now.misses - before.misses)
 
     def _digests_of_buffers(self) -> list[str]:
         return [str(digest_of(buffer)) for buffer in self.part.module.buffers()]

@@ -21,7 +21,7 @@ OF_THE_LOSS = "num_items_in_batch"
 
 
 class NotStorableError(ValueError):
-    """What a frozen part takes or gives cannot be stored; the text says why, to go on after a part's name."""
+    """Input or output of a frozen part that cannot be stored; the text says why, to go on after a part's name."""
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a frozen part was called with, row by row.
+    """Arguments of a call of a frozen part, row by row.
 
     Args:
         given: positional and keyword arguments.
@@ -141,7 +141,7 @@ class Rows:
 
     @property
     def form(self) -> str:
-        """What is no tensor of the arguments that outputs may depend on, and where the tensors are."""
+        """Arguments that are no tensors and that outputs may depend on, and the places of the tensors, as text."""
         return repr(rebuilt(self._read, lambda tensor: tensor.new_empty(0, device="cpu")))
 
     @property

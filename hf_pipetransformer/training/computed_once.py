@@ -31,7 +31,7 @@ from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.frozen.contents import ContentStore, record_format
 from hf_pipetransformer.frozen.effects import Alone
-from hf_pipetransformer.frozen.part import Counts, FrozenPart
+from hf_pipetransformer.frozen.part import FrozenPart
 from hf_pipetransformer.frozen.served import Circumstances, ServedPart
 from hf_pipetransformer.frozen.trial import Found, Trial, maximal_frozen
 from hf_pipetransformer.frozen.values import Rows, tensors_of
@@ -54,7 +54,7 @@ MOST_ROWS = 2**20
 
 @dataclass(frozen=True)
 class Price:
-    """What storing a part costs and saves; seconds are those of a row.
+    """Cost and gain of storing a part; seconds are those of a row.
 
     Args:
         num_places: records of all rows that the run is expected to compute.
@@ -84,7 +84,6 @@ class ComputedOnce:
         self._epoch = -1
         self._checked_at = 0
         self._evaluates = False
-        self._reported = Counts()
         self._at_end = _ChecksEpochs(self)
 
     @property
@@ -115,7 +114,7 @@ class ComputedOnce:
             ValueError: it has; no optimizer step was made of it.
         """
         partly = [served.part for served in self.served if not served.part.reading.is_whole]
-        if not partly or self._has_known_loss or not loss.isnan():
+        if not partly or trainer_compat.has_known_loss(self.trainer) or not loss.isnan():
             return
         with leaving_no_trace(self.trainer), _buffers_kept(self.trainer.model), ExitStack() as stack:
             for served in self.served:
@@ -148,10 +147,8 @@ class ComputedOnce:
     def end_epoch(self) -> None:
         """Check the parts, and write down for the report what this process has read and computed in the epoch."""
         self.check_thoroughly()
-        counts = [served.part.counts for served in self.served]
-        total = Counts(sum(each.hits for each in counts), sum(each.misses for each in counts))
-        hits, misses = total.hits - self._reported.hits, total.misses - self._reported.misses
-        self._reported = total
+        counts = [served.counts_since_report() for served in self.served]
+        hits, misses = sum(each.hits for each in counts), sum(each.misses for each in counts)
         stored = sum(served.store.bytes_stored for served in self.served)
         self.context.journal.write("cache", what="epoch", hits=hits, misses=misses, bytes_stored=stored)
 
@@ -168,7 +165,6 @@ class ComputedOnce:
                     f"({counts.hits / looked_up:.0%}), which saved about {counts.hits * price.hit_seconds:,.0f} s."
                 )
         self._serving.clear()
-        self._reported = Counts()
         if self._at_end in self.trainer.callback_handler.callbacks:
             self.trainer.remove_callback(self._at_end)
         self._is_tried = False
@@ -210,12 +206,6 @@ class ComputedOnce:
     @property
     def _is_data_parallel(self) -> bool:
         return isinstance(self.trainer.model_wrapped, DistributedDataParallel)
-
-    @property
-    def _has_known_loss(self) -> bool:
-        """True if code of transformers alone computes the loss, which reads the same outputs in all steps."""
-        forward = type(bare_model(self.trainer.model)).forward
-        return trainer_compat.has_plain_loss(self.trainer) and trainer_compat.is_known_code(forward)
 
     def _trial(self, inputs: dict[str, Any], model: nn.Module) -> Trial:
         given = trainer_compat.preparation(self.trainer)(inputs)

@@ -336,6 +336,9 @@ class Starter:
                 batches.read if is_training else None,
                 self.context.journal.log.path if is_training else None,
             )
+        if not trainer_compat.has_known_loss(trainer):
+            # It may read in later steps what it does not read of the first samples.
+            start_up = replace(start_up, reads_first=False)
         if needs_loss and start_up.loss_rule.ignores_num_items:
             start_up = self._dividing_itself(start_up, is_training)
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)

@@ -10,17 +10,8 @@ from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.frozen import trial
-from tests.distributed.scenarios import scenario
+from tests.distributed.scenarios import Lines, scenario
 from tests.frozen_models import CASES, logged, trainer_of
-
-
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 class Talks(PipeTransformerTrainer):
@@ -36,7 +27,7 @@ class Talks(PipeTransformerTrainer):
 def train(folder: Path, names: list[str]) -> dict[str, Any]:
     """Return losses and norms of both trainers, and what ours read and said."""
     trial.WORTH = 0.0
-    lines = _Lines()
+    lines = Lines()
     logging.getLogger("hf_pipetransformer").addHandler(lines)
     found: dict[str, Any] = {}
     for name in names:

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from hf_pipetransformer.frozen import trial
-from tests.distributed.scenarios import RANK, WORLD_SIZE, note, noted, scenario
+from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, note, noted, scenario
 from tests.every_family import Subject, build, collate, every_subject, rows
 
 
@@ -182,7 +182,7 @@ FROZEN = {"most": 1.0, "half": 0.6}
 def frozen(subject: Subject, folder: Path) -> dict[str, Any]:
     """Trainings of both trainers with a part of the model frozen, and what ours said of it."""
     trial.WORTH = 0.0
-    said = _Lines()
+    said = Lines()
     logging.getLogger("hf_pipetransformer").addHandler(said)
     found: dict[str, Any] = {}
     for what, share in FROZEN.items():
@@ -195,15 +195,6 @@ def frozen(subject: Subject, folder: Path) -> dict[str, Any]:
         found[f"{what} said"] = {"lines": list(said.lines)}
     logging.getLogger("hf_pipetransformer").removeHandler(said)
     return found
-
-
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 MODES: dict[str, Callable[[Subject, Path], dict[str, Any]]] = {

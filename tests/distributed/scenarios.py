@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import time
 import traceback
@@ -36,6 +37,17 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 Scenario = TypeVar("Scenario", bound=Callable[..., Any])
 
 _SCENARIOS: dict[str, Callable[..., Any]] = {}
+
+
+class Lines(logging.Handler):
+    """Keeps the texts that a logger is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def scenario(function: Scenario) -> Scenario:

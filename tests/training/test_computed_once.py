@@ -108,17 +108,24 @@ def test_a_probe_stores_what_its_head_reads_and_reads_no_sample_again(name: str,
 def test_an_image_classifier_that_reads_one_position_stores_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ViT's head reads the first of 17 positions, DINOv2's also the mean of the others."""
+    """ViT's head reads the first of 17 positions, DINOv2's also the mean of the others; an own loss may read more."""
     write, positions = ActivationStore.write, list[int]()
 
     def note(store: ActivationStore, samples: Any, weights_id: int, activation: Any, lengths: Any, *rest: Any) -> int:
         positions.extend(lengths.tolist())
         return write(store, samples, weights_id, activation, lengths, *rest)
 
+    class OwnLoss(PipeTransformerTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
     monkeypatch.setattr(ActivationStore, "write", note)
-    for name, expected in (("vit", 1), ("dinov2", 17)):
+    for name, kind, expected in (
+        ("vit", PipeTransformerTrainer, 1), ("dinov2", PipeTransformerTrainer, 17), ("vit", OwnLoss, 17)
+    ):  # fmt: skip
         positions.clear()
-        trainer_of(PipeTransformerTrainer, PROBES[name], tmp_path / name).train()
+        trainer_of(kind, PROBES[name], tmp_path / f"{name}{expected}").train()
         assert set(positions) == {expected} and len(positions) >= NUM_SAMPLES
 
 
@@ -149,6 +156,23 @@ def test_draws_of_a_part_are_made_without_it(tmp_path: Path, caplog: pytest.LogC
     assert "model.encoder: 24 of 36 outputs were read instead of computed" in said(caplog)
 
 
+def test_evaluations_of_a_probe_show_all_positions(tmp_path: Path) -> None:
+    """Outputs that no loss reads are handed on: hidden states of all positions, from the store as from Trainer."""
+
+    def predicted(kind: type) -> Any:
+        case = PROBES["vit"]
+        trainer = trainer_of(kind, case, tmp_path / kind.__name__, eval_strategy="no")
+        trainer.model.config.output_hidden_states = True
+        trainer.eval_dataset = case.data()
+        trainer.args.eval_strategy = IntervalStrategy.EPOCH
+        trainer.train()
+        return trainer.predict(case.data()).predictions
+
+    expected, found = predicted(Trainer), predicted(PipeTransformerTrainer)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[1][-1], expected[1][-1], rtol=1e-4, atol=1e-5)
+
+
 def test_the_report_shows_what_was_read(tmp_path: Path) -> None:
     trainer = trainer_of(PipeTransformerTrainer, CASES["whisper"], tmp_path)
     trainer.train()
@@ -156,6 +180,20 @@ def test_the_report_shows_what_was_read(tmp_path: Path) -> None:
     epochs = [each for each in map(json.loads, lines) if each["event"] == "cache" and each["what"] == "epoch"]
     assert [(each["hits"], each["misses"]) for each in epochs] == [(0, 12), (12, 0), (12, 0)]
     assert epochs[-1]["bytes_stored"] > 12 * 50 * 32 * 4
+
+
+def test_the_epoch_in_which_a_part_ends_counts_no_less_than_nothing(tmp_path: Path) -> None:
+    class Unfreezes(TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.epoch:
+                model.convnext.requires_grad_(True)
+
+    trainer = trainer_of(PipeTransformerTrainer, CASES["convnext probe"], tmp_path)
+    trainer.add_callback(Unfreezes())
+    trainer.train()
+    lines = Path(str(trainer.events.path)).read_text().splitlines()
+    epochs = [each for each in map(json.loads, lines) if each["event"] == "cache" and each["what"] == "epoch"]
+    assert [(each["hits"], each["misses"]) for each in epochs] == [(0, 12), (0, 0), (0, 0)]
 
 
 def test_a_record_holds_only_what_is_read(tmp_path: Path) -> None:
