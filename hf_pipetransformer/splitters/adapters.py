@@ -6,6 +6,7 @@ PEFT is imported only if a model has adapters.
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -68,6 +69,38 @@ def why_unsplittable(model: Any) -> str | None:
         if method not in METHODS or options:
             named = method + (f" with {options[0]}" if options else "")
             return f"PEFT adapters of the kind {named} have not been tried on stages; {', '.join(METHODS)} have"
+    return None
+
+
+def adapted_tower(model: Any) -> tuple[str, str] | None:
+    """Find an encoder of images or sound that nothing but adapters train.
+
+    Returns:
+        Its path in the transformers model, and `target_modules` that match the same layers but for those of the
+        encoder; None if there is no such encoder.
+    """
+    inside = bare_model(model)
+    if not has_adapters(model) or not isinstance(inside, PreTrainedModel):
+        return None
+    adapted = [module for module in inside.modules() if hasattr(module, "adapter_layer_names")]
+    of_adapters = {
+        id(parameter)
+        for module in adapted
+        for name in module.adapter_layer_names
+        if isinstance(each := getattr(module, name, None), nn.Module)
+        for parameter in each.parameters()
+    }
+    for modality in ("image", "audio"):
+        tower = inside.get_encoder(modality=modality)
+        trained = [parameter for parameter in tower.parameters() if parameter.requires_grad]
+        if tower is inside or not trained or any(id(parameter) not in of_adapters for parameter in trained):
+            continue
+        name = next(name for name, module in inside.named_modules() if module is tower)
+        targets = next(iter(model.peft_config.values())).target_modules
+        if not targets:
+            return None
+        matched = targets if isinstance(targets, str) else rf".*\.({'|'.join(sorted(targets))})"
+        return name, rf"(?!{re.escape(name)}\.)({matched})"
     return None
 
 

@@ -40,7 +40,7 @@ from hf_pipetransformer.options.refusals import precision_of
 from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache
 from hf_pipetransformer.report import announce, in_bytes
 from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
 from hf_pipetransformer.training.traces import leaving_no_trace
 
 
@@ -177,6 +177,12 @@ class ComputedOnce:
         is_whole = self.args.n_gpu <= 1 and not (self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled)
         if self.args.activation_cache == "off" or not is_whole or not maximal_frozen(model):
             return
+        if (adapted := adapted_tower(self.trainer.model)) is not None:
+            name, others = adapted
+            self._say(
+                f"{name} is computed in every epoch, because adapters train it. It would be frozen, and computed "
+                f"once, with target_modules=r'{others}'."
+            )
         num_samples = min(NUM_TRIED, batch_size(inputs))
         trial, found, error = None, list[Found](), None
         try:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import IntervalStrategy, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
@@ -32,6 +33,7 @@ from tests.frozen_models import (
     t5,
     texts,
     trainer_of,
+    with_adapters,
 )
 
 
@@ -484,3 +486,19 @@ def test_evaluations_and_generation_read_whole_outputs(tmp_path: Path, caplog: p
     hits, rows = map(int, re.findall(r"model.encoder: (\d+) of (\d+) outputs", said(caplog))[-1])
     rest = NUM_SAMPLES + 2 * 3
     assert (hits, rows) == (4 * NUM_SAMPLES - rest, 4 * NUM_SAMPLES), "all but one epoch and first calls of two kinds"
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*self_attn\.(q_proj|v_proj)"], ids=["names", "pattern"])
+def test_adapters_in_a_tower_are_named_with_targets_that_leave_it_frozen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, targets: Any
+) -> None:
+    def built(own: Any) -> nn.Module:
+        return with_adapters(llava().unload(), own)
+
+    trainer_of(PipeTransformerTrainer, Case(lambda: built(targets), captions, ""), tmp_path, max_steps=1).train()
+    told = re.search(r"model.vision_tower is computed .* target_modules=r'(.*)'", said(caplog))
+    assert told is not None
+    caplog.clear()
+    case = Case(lambda: built(told[1]), captions, "")
+    trainer_of(PipeTransformerTrainer, case, tmp_path / "then").train()
+    assert re.search(r"model.vision_tower \(.* is frozen: it is computed once", said(caplog))
