@@ -250,14 +250,22 @@ def torch_loader(
 
 
 def order_of_run(
-    dataset: Any, given: Sampler[int] | None, args: PipeTransformerArguments, shared: SharedRngState | None
+    dataset: Any,
+    given: Sampler[int] | None,
+    args: PipeTransformerArguments,
+    shared: SharedRngState | None,
+    last_seeded: int | None = None,
 ) -> Any:
-    """Return Trainer's order for this seed, drawn from generators that are the same on every rank.
+    """Return Trainer's order, drawn from generators that are the same on every rank.
 
-    `given` is Trainer's sampler; None reads in order.
+    Args:
+        given: Trainer's sampler; None reads in order.
+        last_seeded: what torch was last seeded with when the run began, by the script or by Trainer: without a
+            `data_seed` accelerate takes it. None for what it was last seeded with now.
     """
     sampler: Any = given or SequentialSampler(dataset)
-    seed = args.data_seed if args.data_seed is not None else args.seed
+    last_seeded = torch.initial_seed() if last_seeded is None else last_seeded
+    seed = args.data_seed if args.data_seed is not None else last_seeded
     if type(sampler) is RandomSampler and args.accelerator_config.use_seedable_sampler:
         return SeedableRandomSampler(
             data_source=sampler.data_source,

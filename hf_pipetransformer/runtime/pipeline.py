@@ -103,6 +103,8 @@ class Pipeline:
         self.has_labels = has_labels
         self.shared_rng: SharedRngState | None = None
         """RNG state that one process would have, in a training with several ranks."""
+        self.last_seeded: int | None = None
+        """What torch was last seeded with when the training began, which the order of the samples follows."""
         self.steps: Settling | None = None
         """Training in progress, which may have work in flight between two steps."""
         self.persistent_loaders: dict[str, PipelineLoader] = {}

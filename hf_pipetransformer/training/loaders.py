@@ -93,7 +93,7 @@ def make_loader(context: Context, pipeline: Pipeline, request: Request, may_stor
         reading = StreamReading(reader, link, shared, args.pipeline_timeout, request.is_training)
         return PipelineLoader(dataset, reading, batch_size, pins_memory)
     with drawing_from(shared):
-        sampler = order_of_run(dataset, request.sampler(dataset), args, shared)
+        sampler = order_of_run(dataset, request.sampler(dataset), args, shared, pipeline.last_seeded)
     stores_slots = may_store and args.activation_cache_views and args.activation_cache != "off"
     seeded = seeded_reading(args, topology, start_up, dataset, collate) if stores_slots else None
     samples, of_batch, slots = (

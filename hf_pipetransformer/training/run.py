@@ -240,6 +240,7 @@ class Trainings:
         )
         setup.announce()
         pipeline.shared_rng = share_rng_state(topology)
+        pipeline.last_seeded = topology.broadcast(torch.initial_seed())
         self.context.seeds.begin(pipeline.stage)
         self._setup = setup
         self._in_loop.enter_context(pipeline.stage.active())

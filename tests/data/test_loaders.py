@@ -316,6 +316,7 @@ CASES: dict[str, dict[str, Any]] = {
     "buckets without padding": {"data": rows, "collator": lambda: None, "subclass": with_buckets},
     "fewer samples than a batch": {"data": lambda: make_dataset(MODEL, 3)},
     "one sample": {"data": lambda: make_dataset(MODEL, 1)},
+    "seeded by the script": {"script_seed": 8},
 }
 
 
@@ -323,11 +324,14 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_run_reads_and_draws_what_it_would_without_a_look_before(name: str, tmp_path: Path) -> None:
     case = dict(CASES[name])
     data, collator = case.pop("data", lambda: make_dataset(MODEL, 22)), case.pop("collator", lambda: collate)
+    script_seed = case.pop("script_seed", None)
     logs = []
     for base in (Trainer, PipeTransformerTrainer):
         given = {"train_dataset": data(), "data_collator": collator()}
         trainer = made(base, tmp_path / base.__name__, given=given, **case)
         trainer.args.activation_cache = "auto"  # Reads samples too.
+        if script_seed is not None:
+            set_seed(script_seed)
         trainer.train()
         logs.append(logs_of(trainer))
     assert trainer.layout is not None

@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from tests.distributed.cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH, NUM_EVAL_SAMPLES, Case
 from tests.distributed.scenarios import WORLD_SIZE, run_case, scenario
@@ -196,6 +203,8 @@ def run(case: Case, num_stages: int | None, output: Path) -> tuple[dict[str, Any
     trainer = trainer_of(case, arguments_of(case, str(output), num_stages), counter, num_stages)
     if case.evaluate_first:
         tensors |= prediction_tensors("predictions.before", trainer.predict(trainer.eval_dataset))
+    if case.change == "seeded":
+        set_seed(8)
     trained = trainer.train()
     weights = {f"weights.{name}": value.detach().clone() for name, value in trainer.model.named_parameters()}
     metrics = trainer.evaluate()
