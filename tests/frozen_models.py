@@ -366,7 +366,7 @@ CASES = {
     "t5": Case(t5, texts, "encoder", pad),
     "llava": Case(llava, captions, "model.vision_tower"),
     "paligemma": Case(paligemma, lambda: captions(with_types=True), "model.vision_tower"),
-    "smolvlm": Case(smolvlm, tiles, "model.vision_model"),
+    "smolvlm": Case(smolvlm, tiles, "model.vision_model with model.connector"),
     "clip": Case(clip, pairs, "vision_model", for_clip),
     "vision encoder and decoder": Case(vision_encoder_decoder, described, "encoder"),
     "detr": Case(detr, boxes, "model.backbone", for_detr),

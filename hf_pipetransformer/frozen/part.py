@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -42,6 +42,7 @@ class Reading:
         share: how many patches of such a call have one entry in outputs that are read; 1 otherwise.
         is_whole: True if the picks are all output tensors, as wholes, but for those that are handed on.
         does_for_evaluations: True if the model's outputs, too, are the same in evaluation mode.
+        does_for_losses: True if at least the loss is the same in evaluation mode.
         handed_on: pairs of an output and the input that it is.
     """
 
@@ -51,6 +52,7 @@ class Reading:
     share: int = 1
     is_whole: bool = False
     does_for_evaluations: bool = False
+    does_for_losses: bool = False
     handed_on: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -175,6 +177,10 @@ class FrozenPart:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
+        self.modules = nn.ModuleList([module])
+        """All modules that the part consists of."""
+        self.gives_all = True
+        """False if the model gets no more from its records than what it is known to read."""
         self.in_evaluation = False
         """True to run it in evaluation mode, without dropout."""
         self.draws = False
@@ -197,30 +203,38 @@ class FrozenPart:
         """Properties that processes have to agree on to share records, as text."""
         return f"{replace(self.reading, cuts_padding=True)} {self.in_evaluation} {self.draws}"
 
-    @contextmanager
-    def replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Let calls of the module run `forward` inside."""
-        own = vars(self.module).get("forward")
-        self.module.forward = forward
-        try:
-            yield
-        finally:
-            del self.module.forward
-            if own is not None:
-                self.module.forward = own
+    def begin(self) -> None:
+        """Look up in calls of the module from here on."""
+        self.module.forward = self
+
+    def end(self) -> None:
+        """Let the module run its own forward again."""
+        del self.module.forward
+
+    def replaced(self, forward: Callable[..., Any]) -> AbstractContextManager[None]:
+        """Let the model get inside what `forward` returns for calls of the part."""
+        return forward_replaced(self.module, forward)
+
+    def computed(self) -> AbstractContextManager[None]:
+        """Let the model compute inside, in evaluation mode if the part is to be without dropout."""
+        return self.replaced(lambda *args, **kwargs: self.compute(args, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Give a copy of the model its own forward: a callback may keep an average of the weights."""
-        copied = memo[id(self.module)]
-        return MethodType(type(copied).forward, copied)
+        return own_forward(memo[id(self.module)])
 
     def compute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's own forward, in evaluation mode if it is to be without dropout."""
-        training = [module for module in self.module.modules() if module.training] if self.in_evaluation else []
+        with self._in_mode():
+            return self._forward(*args, **kwargs)
+
+    @contextmanager
+    def _in_mode(self) -> Iterator[None]:
+        training = [module for module in self.modules.modules() if module.training] if self.in_evaluation else []
         for module in training:
             module.training = False
         try:
-            return self._forward(*args, **kwargs)
+            yield
         finally:
             for module in training:
                 module.training = True
@@ -228,6 +242,11 @@ class FrozenPart:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's outputs, those of rows that were stored from their records."""
+        found = self.found(args, kwargs)
+        return self.compute(args, kwargs) if found is None else found
+
+    def found(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a call gives, with rows from their records; None if such calls are not looked up."""
         try:
             rows = Rows.of(args, kwargs, self.reading.cuts_padding)
             is_as_tried = self.is_read_as_tried() and rows.form in self.forms
@@ -237,7 +256,7 @@ class FrozenPart:
         # Another kind of call than those that were tried.
         except NotStorableError:
             pass
-        return self.compute(args, kwargs)
+        return None
 
     def _looked_up(self, rows: Rows, store: ContentStore) -> Any:
         salt = _precision()
@@ -282,6 +301,24 @@ class FrozenPart:
         lengths = self.reading.lengths(rows) if by_token else np.full(rows.number, records.shape[1])
         store.write(digests, records.cpu(), lengths)
         return records
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of a module run `forward` inside."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+def own_forward(module: nn.Module) -> Any:
+    """Return the forward of a module's class."""
+    return MethodType(type(module).forward, module)
 
 
 def _precision() -> bytes:

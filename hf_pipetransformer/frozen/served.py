@@ -41,7 +41,7 @@ class Circumstances:
     def weights_key(self, part: FrozenPart) -> str:
         """Return a name for all that the part's outputs depend on besides its inputs."""
         hasher = xxhash.xxh3_128(self.settings.encode())
-        for name, value in sorted(part.module.state_dict().items()):
+        for name, value in sorted(part.modules.state_dict().items()):
             digest = digest_of(value) if isinstance(value, torch.Tensor) else repr(value)
             hasher.update(f"{name} {digest}\n".encode())
         hasher.update(f"{part.name} {part.reading} {part.in_evaluation}".encode())
@@ -72,24 +72,25 @@ class ServedPart:
         self.rows = Rows.of(*self.rows.take(np.arange(min(NUM_CHECKED, self.rows.number))))
         self.part.store = self.store
         self.use_present_weights()
-        self.part.module.forward = self.part
+        self.part.begin()
 
     def end(self) -> None:
         """Let the module run its own forward again, and give the store back."""
-        del self.part.module.forward
+        self.part.end()
         self.store.close()
 
     def use_present_weights(self) -> None:
         """Serve records of the part's present weights."""
-        module = self.part.module
-        self._watch = PrefixWatch([*module.parameters(), *([] if self.around.buffers_are_sent else module.buffers())])
+        modules = self.part.modules
+        buffers = [] if self.around.buffers_are_sent else modules.buffers()
+        self._watch = PrefixWatch([*modules.parameters(), *buffers])
         self._buffers, self._expected = self._digests_of_buffers(), self._computed()
         self.store.use_weights(f"{self.around.weights_key(self.part)} {self._num_distrusted}")
 
     @property
     def is_trained(self) -> bool:
         """True if one of the part's parameters asks for gradients by now."""
-        return any(parameter.requires_grad for parameter in self.part.module.parameters())
+        return any(parameter.requires_grad for parameter in self.part.modules.parameters())
 
     def have_weights_changed(self) -> bool:
         """Return True if a look at the weights shows a change; serve the new ones then."""
@@ -123,7 +124,7 @@ class ServedPart:
         return Counts(now.hits - before.hits, now.misses - before.misses)
 
     def _digests_of_buffers(self) -> list[str]:
-        return [str(digest_of(buffer)) for buffer in self.part.module.buffers()]
+        return [str(digest_of(buffer)) for buffer in self.part.modules.buffers()]
 
     def _computed(self) -> list[torch.Tensor]:
         """Return what the part makes of the rows of checks, without a trace in the generators."""

@@ -15,6 +15,7 @@ from transformers import set_seed
 
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, differs
 from hf_pipetransformer.data.rng import CPU, random_state, same_states, set_random_state
+from hf_pipetransformer.frozen.chained import ChainedPart, numbers_of
 from hf_pipetransformer.frozen.effects import EXTREMES, Draws, draw
 from hf_pipetransformer.frozen.part import FrozenPart, Pick, Reading, Template
 from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
@@ -118,7 +119,8 @@ class Trial:
             # What computes from stored outputs, or from what is trained, is not looked up itself.
             if own[0].depends_on_trained or any(_memory(each) in taken for each in own[0].tensors):
                 continue
-            found.append(self._tried(FrozenPart(name, candidates[name]), own[0]))
+            one = self._tried(FrozenPart(name, candidates[name]), own[0])
+            found.append(self._followed(one, by_name, candidates))
             taken |= {_memory(each) for call in own for each in _tensors_in(call.output)}
         return found
 
@@ -133,12 +135,34 @@ class Trial:
             self.seconds = _now() - start
         return calls
 
+    def _followed(self, first: Found, calls: dict[str, list[Call]], candidates: dict[str, nn.Module]) -> Found:
+        """Return a part with the frozen module that alone reads it, if what that gives is smaller; else the part."""
+        if first.why_not is not None or len(calls[first.part.name]) > 1:
+            return first
+        outputs = tensors_of(first.call.output)
+        for name, (call, *more) in calls.items():
+            if (
+                more
+                or call.depends_on_trained
+                or sum(map(torch.numel, _tensors_in(call.output))) >= _num_values(first)
+            ):
+                continue
+            numbers = numbers_of(call.tensors, outputs)
+            if numbers is None:
+                continue
+            part = ChainedPart(first.part, name, candidates[name], [list(call.args), call.kwargs], numbers)
+            seconds = first.call.seconds + call.seconds
+            both = self._tried(part, replace(first.call, seconds=seconds, output=call.output))
+            if both.why_not is None and _num_values(both) < _num_values(first):
+                return both
+        return first
+
     def _tried(self, part: FrozenPart, call: Call) -> Found:
         try:
             rows = Rows.of(call.args, call.kwargs)
             if not rows.number:
                 return Found(part, call, 0.0, 0, "gets an empty batch")
-            if (hook := _hook_inside(part.module)) is not None:
+            if (hook := _hook_inside(part)) is not None:
                 raise NotStorableError(f"has a hook on {hook} that stored outputs would pass by")
             seconds = call.seconds / rows.number
             reason = self._changes(part, call)
@@ -157,9 +181,9 @@ class Trial:
 
     def _changes(self, part: FrozenPart, call: Call) -> str | None:
         """Return why two calls with the same inputs are not the same."""
-        buffers = [buffer.clone() for buffer in part.module.buffers()]
+        buffers = [buffer.clone() for buffer in part.modules.buffers()]
         first, second = ([*_tensors_in(self._again(part, call.args, call.kwargs, seed))] for seed in (1, 2))
-        for buffer, before in zip(part.module.buffers(), buffers, strict=True):
+        for buffer, before in zip(part.modules.buffers(), buffers, strict=True):
             if not torch.equal(buffer, before):
                 buffer.copy_(before)
                 return "keeps statistics of its batches (batch normalization in training mode)"
@@ -230,7 +254,7 @@ class Trial:
 
     def _read(self, part: FrozenPart, rows: Rows) -> str | None:
         """Find what of its outputs the model reads; return why not, if that is not all that the model uses of it."""
-        with part.replaced(lambda *args, **kwargs: part.compute(args, kwargs)):
+        with part.computed():
             loss, outputs = self.run()
             expected = [loss.detach(), *_tensors_in(outputs)]
         first, all_read, handed_on, number = self._picks(part)
@@ -247,6 +271,7 @@ class Trial:
             tries, share = [(all_read, True)], shares.pop()
         for picks, cuts in tries:
             is_whole = len(picks) + len(handed_on) == number and not any(pick.is_first for pick in picks)
+            is_whole = is_whole and part.gives_all
             of_tokens = part.reading.of_tokens
             own = tuple(handed_on.items())
             part.reading = Reading(tuple(picks), cuts, of_tokens, share, is_whole, handed_on=own)
@@ -255,17 +280,19 @@ class Trial:
             if cuts and has_tokens and not part.reading.is_by_token:
                 continue
             if self._is_enough(part, expected):
-                part.reading = replace(part.reading, does_for_evaluations=self._does_for_evaluations(part))
+                does = self._does_for_evaluations(part, hands_on=False)
+                does_for_losses = does or self._does_for_evaluations(part, hands_on=True)
+                part.reading = replace(part.reading, does_for_evaluations=does, does_for_losses=does_for_losses)
                 return None
         return "is used for more than what it returns (its layers are read by a hook, or for hidden states)"
 
-    def _does_for_evaluations(self, part: FrozenPart) -> bool:
-        """Return True if the records are enough for the outputs of the model in evaluation mode, too."""
+    def _does_for_evaluations(self, part: FrozenPart, hands_on: bool) -> bool:
+        """Return True if the records are enough in evaluation mode, too; `hands_on` as in `_is_enough`."""
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
             loss, outputs = self.run()
-            return self._is_enough(part, [loss.detach(), *_tensors_in(outputs)], hands_on=False)
+            return self._is_enough(part, [loss.detach(), *_tensors_in(outputs)], hands_on)
         # A model may be unable to compute a loss in evaluation mode: its evaluations are computed then.
         except Exception:
             return False
@@ -335,7 +362,8 @@ class Trial:
         following = iter(filled)
         with part.replaced(lambda *_args, **_kwargs: next(following)):
             loss, outputs = self.run()
-        handed_on = {_memory(each) for value in filled for each in tensors_of(value) if hands_on}
+        unread = part.unread if isinstance(part, ChainedPart) else []
+        handed_on = {_memory(each) for value in (*filled, unread) for each in tensors_of(value) if hands_on}
         found, tolerance = [loss.detach(), *_tensors_in(outputs)], SAME_BATCH_TOLERANCE[self.precision]
         is_enough = len(found) == len(expected) and not any(
             differs(one.float(), other.float(), tolerance)
@@ -402,10 +430,17 @@ def _are_alike(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], 
     return all(not differs(one.float(), other.float(), tolerance) for one, other in pairs)
 
 
-def _hook_inside(part: nn.Module) -> str | None:
+def _num_values(found: Found) -> int:
+    """Return the values of all records of the call."""
+    rows = Rows.of(found.call.args, found.call.kwargs, found.part.reading.cuts_padding)
+    return found.part.reading.records(tensors_of(found.call.output), rows).numel()
+
+
+def _hook_inside(part: FrozenPart) -> str | None:
     """Return the path of a module inside a part that has a forward hook of other code than transformers'."""
-    for name, module in part.named_modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()) if name else ():
+    inside = (named for each in part.modules for named in each.named_modules() if named[0])
+    for name, module in inside:
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if not str(getattr(hook, "__module__", "")).startswith("transformers."):
                 return name
     return None

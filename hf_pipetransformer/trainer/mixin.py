@@ -249,7 +249,9 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         if not self.pipeline_run.is_left_to_trainer:
             return super().evaluation_loop(*args, **kwargs)
         generates = bool(getattr(self.args, "predict_with_generate", False))
-        with self.pipeline_run.trainings.computed_once.evaluating(generates):
+        asked = kwargs.get("prediction_loss_only")
+        loss_alone = bool(self.args.prediction_loss_only if asked is None else asked)
+        with self.pipeline_run.trainings.computed_once.evaluating(generates, loss_alone):
             return super().evaluation_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -31,7 +31,7 @@ from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.frozen.contents import ContentStore, record_format
 from hf_pipetransformer.frozen.effects import Alone
-from hf_pipetransformer.frozen.part import FrozenPart
+from hf_pipetransformer.frozen.part import FrozenPart, Reading
 from hf_pipetransformer.frozen.served import Circumstances, ServedPart
 from hf_pipetransformer.frozen.trial import Found, Trial, maximal_frozen
 from hf_pipetransformer.frozen.values import Rows, tensors_of
@@ -83,7 +83,7 @@ class ComputedOnce:
         self._is_tried = False
         self._epoch = -1
         self._checked_at = 0
-        self._evaluates = False
+        self._does_for_evaluation: Callable[[Reading], bool] = lambda reading: False
         self._at_end = _ChecksEpochs(self)
 
     @property
@@ -118,8 +118,7 @@ class ComputedOnce:
             return
         with leaving_no_trace(self.trainer), _buffers_kept(self.trainer.model), ExitStack() as stack:
             for served in self.served:
-                part = served.part
-                stack.enter_context(part.replaced(lambda *args, _part=part, **kwargs: _part.compute(args, kwargs)))
+                stack.enter_context(served.part.computed())
             stack.enter_context(torch.no_grad())
             computed = self._loss_of(trainer_compat.preparation(self.trainer)(dict(inputs)))()
         if not computed[0].isnan():
@@ -131,18 +130,22 @@ class ComputedOnce:
             )
 
     @contextmanager
-    def evaluating(self, generates: bool) -> Iterator[None]:
+    def evaluating(self, generates: bool, reads_loss_alone: bool) -> Iterator[None]:
         """Serve evaluations inside, after noticing weights that were changed since the last step.
 
         With `generates`, only parts whose records have all of their outputs: what generation reads was not tried.
+        Outputs of the model that hold what a part has no record of are as good as any where they are not read.
         """
         self._notice_changed_weights()
         self._look_again()
-        before, self._evaluates = self._evaluates, not generates
+        before = self._does_for_evaluation
+        self._does_for_evaluation = lambda reading: (
+            not generates and (reading.does_for_losses if reads_loss_alone else reading.does_for_evaluations)
+        )
         try:
             yield
         finally:
-            self._evaluates = before
+            self._does_for_evaluation = before
 
     def end_epoch(self) -> None:
         """Check the parts, and write down for the report what this process has read and computed in the epoch."""
@@ -309,7 +312,7 @@ class ComputedOnce:
         served.begin()
         self._serving.append((served, price))
         self.context.journal.write("cache", what="part", part=part.name, **vars(price))
-        size = sum(parameter.numel() for parameter in part.module.parameters())
+        size = sum(parameter.numel() for parameter in part.modules.parameters())
         mode = " in evaluation mode, without dropout" if part.in_evaluation else ""
         self._say(
             f"{part.name} ({size / 1e6:,.3g} million parameters) is frozen: it is computed once{mode}. Its outputs "
@@ -375,7 +378,7 @@ class ComputedOnce:
         return store
 
     def _is_read_as_tried(self, part: FrozenPart) -> bool:
-        return bool(self.trainer.model.training) or (self._evaluates and part.reading.does_for_evaluations)
+        return bool(self.trainer.model.training) or self._does_for_evaluation(part.reading)
 
     def _num_rows(self, of_a_sample: float) -> int:
         evaluated = self.trainer.eval_dataset

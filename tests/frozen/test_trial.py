@@ -282,3 +282,29 @@ def test_a_tower_is_not_looked_up_above_another() -> None:
             return self.parts["head"](self.parts["other"](self.parts["one"](pixels).last_hidden_state))
 
     assert [found.part.name for found in found_in(Chained())] == ["parts.one"]
+
+
+def test_of_a_tower_and_what_alone_reads_it_the_smaller_output_is_stored() -> None:
+    class Connected(nn.Module):
+        """A tower with a frozen connector to fewer values, and a trained head; `shows` reads the tower besides."""
+
+        def __init__(self, shows: bool = False) -> None:
+            super().__init__()
+            self.tower, self.connector = Tower(), nn.Linear(4, 2).requires_grad_(False)
+            self.head, self.shows = nn.Linear(2, 4), shows
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            hidden = self.tower(pixels).last_hidden_state
+            return self.head(self.connector(hidden)) + (hidden.mean() if self.shows else 0)
+
+    (found,) = found_in(Connected())
+    assert found.why_not is None and found.part.name == "tower with connector"
+    (found,) = found_in(Connected(shows=True))
+    assert found.why_not is None and found.part.name == "tower"
+    (found,) = found_in(model := Connected())
+    found.part.begin()
+    copied = copy.deepcopy(model)
+    pixels = torch.randn(2, 5, 4)
+    torch.testing.assert_close(copied(pixels), model(pixels))
+    found.part.end()
+    assert "forward" not in vars(model.tower) and "forward" not in vars(model.connector)

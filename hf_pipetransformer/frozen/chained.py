@@ -1,0 +1,143 @@
+"""A tower and the frozen module that alone reads it, such as a connector: what the second makes of it is stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_pipetransformer.frozen.part import FrozenPart, forward_replaced, own_forward
+from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
+
+
+class ChainedPart(FrozenPart):
+    """Two modules without trained parameters, the second of which takes outputs of the first and nothing else.
+
+    A call of the first looks up what the second gives. Then it returns nan, so that whoever else reads it shows, and
+    the second gives what was found.
+
+    Args:
+        name: path of the second in the model.
+        given: positional and keyword arguments of its call.
+        numbers: which output of the first each tensor in them is.
+    """
+
+    def __init__(
+        self, first: FrozenPart, name: str, second: nn.Module, given: Sequence[Any], numbers: Sequence[int]
+    ) -> None:
+        super().__init__(f"{first.name} with {name}", first.module)
+        self.modules = nn.ModuleList([first.module, second])
+        self.gives_all, self.in_evaluation = False, first.in_evaluation
+        self._second = second
+        self._own_of_second = second.forward
+        self._following = _Following(self)
+        self._given, self._numbers = given, numbers
+        self.unread: list[torch.Tensor] = []
+        """Outputs of the first module that it has returned last instead of its own, all nan."""
+        self._likes: dict[bytes, tuple[Any, list[torch.Tensor]]] = {}
+        """Outputs of the first module for calls of one kind: all but tensors, and a row of each tensor."""
+        self._waiting: Any = None
+        """What the second module gives when it gets `unread`; None if it has to compute."""
+
+    def begin(self) -> None:
+        super().begin()
+        self._second.forward = self._following
+
+    def end(self) -> None:
+        super().end()
+        del self._second.forward
+
+    @contextmanager
+    def replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Let the second module return inside what `forward` returns for a call of the first, which returns nan."""
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            return self._returned(Rows.of(args, kwargs), forward(*args, **kwargs))
+
+        with forward_replaced(self.module, first), forward_replaced(self._second, self._following):
+            yield
+
+    @contextmanager
+    def computed(self) -> Iterator[None]:
+        def computing(own: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self._in_mode():
+                    return own(*args, **kwargs)
+
+            return run
+
+        first, second = computing(self._forward), computing(self._own_of_second)
+        with forward_replaced(self.module, first), forward_replaced(self._second, second):
+            yield
+
+    def compute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what the second module makes of the first one's outputs."""
+        rows = Rows.of(args, kwargs)
+        with self._in_mode():
+            output = self._forward(*args, **kwargs)
+            leaves = tensors_of(output)
+            if any(leaf.shape[:1] != (rows.number,) for leaf in leaves):
+                shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+                raise NotStorableError(f"gives outputs of shape {shapes} for {rows.number} rows")
+            empty = rebuilt(output, lambda tensor: tensor.detach().new_empty(0))
+            self._likes[rows.kind] = empty, [leaf.detach()[:1].clone() for leaf in leaves]
+            numbers = iter(self._numbers)
+            own_args, own_kwargs = rebuilt(self._given, lambda _: leaves[next(numbers)])
+            return self._own_of_second(*own_args, **own_kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return outputs of the first module: nan, if what the second makes of them is known."""
+        found = self.found(args, kwargs)
+        if found is not None:
+            return self._returned(Rows.of(args, kwargs), found)
+        self._waiting = None
+        with self._in_mode():
+            return self._forward(*args, **kwargs)
+
+    def follow(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what the second module gives."""
+        waiting, self._waiting = self._waiting, None
+        unread = {each.untyped_storage().data_ptr() for each in self.unread}
+        if waiting is not None and all(
+            each.untyped_storage().data_ptr() in unread for each in tensors_of([args, kwargs])
+        ):
+            return waiting
+        with self._in_mode():
+            return self._own_of_second(*args, **kwargs)
+
+    def _returned(self, rows: Rows, found: Any) -> Any:
+        empty, likes = self._likes[rows.kind]
+        self.unread = [like.new_full((), math.nan).expand(rows.number, *like.shape[1:]) for like in likes]
+        following, self._waiting = iter(self.unread), found
+        return rebuilt(empty, lambda _: next(following))
+
+
+class _Following:
+    """Forward of the second module while the first one is looked up."""
+
+    def __init__(self, part: ChainedPart) -> None:
+        self._part = part
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._part.follow(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return own_forward(memo[id(self._part.modules[1])])
+
+
+def numbers_of(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return which of the outputs each tensor is; None if there are none, or others."""
+
+    def place(value: torch.Tensor) -> tuple[Any, ...]:
+        return value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride()
+
+    places = [place(each) for each in outputs]
+    if not tensors or any(place(each) not in places for each in tensors):
+        return None
+    return [places.index(place(each)) for each in tensors]
