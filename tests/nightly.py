@@ -24,7 +24,9 @@ FILES = (
     "scripts/test_qa.py",
     "scripts/test_scripts.py",
     # On one process tests/trainer, tests/splitters and tests/data have the same.
+    "distributed/test_adapters_in_stages.py",
     "distributed/test_afterwards.py",
+    "distributed/test_async.py",
     "distributed/test_decoders.py",
     "distributed/test_draws.py",
     "distributed/test_flattened.py",
@@ -76,8 +78,6 @@ CASES = tuple(
         r"distributed/test_resume\.py::.*\[(2-end-4|4-in-a-v)",
         r"distributed/test_cache\.py::test_(weights_change_after_the_fetch_of_images|weights_change_within_an_accumulation"
         r"|kept_without_a_name|two_runs_at_a_time_have_a_store_each\[1|frozen_by_the_user_and_cut_anew|one_epoch_left)",
-        r"distributed/test_async\.py::test_weights_and_losses_are_those_of_one_process_with_explicit_delays",
-        r"distributed/test_adapters_in_stages\.py::.*\[gpt2-dora",
         r"distributed/test_behaviour\.py::test_(outputs_of_any_shape\S*\[(False|True-ig)|rank_0_alone\S*options1"
         r"|every_rank_learns_why_metrics_failed\[(raises|returns)|predicting_without_labels|replicas_pad_alike)",
         r"distributed/test_(failure|launcher)\.py::test_(a_wrong_option_is_in_the_box|accelerate_launch_is_killed)",
@@ -104,6 +104,25 @@ CASES = tuple(
         r"\[(paligemma|vision encoder|detr|clip|t5)",
         r"project/test_code_blocks\.py::\S*(large_model|long_context|imagenet)",
         r"splitters/test_adapters\.py::test_a_model_that_was_dequantized",
+        # One process, or one case of the kind, shows the same.
+        r"distributed/test_equality\.py::.*\[(1x1-bert|1x2-(label|compute)|2x1-(predict|pipeline_checkpoint|labels)"
+        r"|2x2-(label|compute_loss|vit)|4x1-bert_masked-1f1b)",
+        r"distributed/test_cache\.py::test_(?!weights_change_behind|resumed_with|kept_for_another|samples_change"
+        r"|frozen_by_the_user|interrupted)",
+        r"distributed/test_resume\.py::.*\[(1x1|2x1-weights|1x2|4-interleaved)",
+        r"distributed/test_replicas\.py::test_what_no_pipeline_runs",
+        r"distributed/test_generation\.py::test_(?!evaluation_with_generation)",
+        r"distributed/test_failure\.py::test_a_killed_rank_is_named",
+        r"distributed/test_launcher\.py::test_(ranks_end_with_the_process|the_others_get_a_grace_period)",
+        r"distributed/test_plan_only\.py::test_(every_rank_ends\S*options1|one_process_prints)",
+        r"distributed/test_decisions\.py::test_(a_seeded_run_with_dropout|all_ranks_try)",
+        r"distributed/test_transition_faults\.py::test_(a_layout_that_ran_out|a_rank_with_another_layout)",
+        r"distributed/test_transition_laws\.py::test_the_samples_of_every_step",
+        r"distributed/test_behaviour\.py::test_(rank_0_alone|logits_are_preprocessed|of_a_loss_only|a_loss_that_reads)",
+        r"distributed/test_faults\.py::test_(a_rank_lost_on_another_node|a_worker_of_a_loader|a_sound_run|a_rank_out_of"
+        r"|processes_without_gpus|an_exception_elsewhere\S*callback|an_exception_in_compute_loss\S*first)",
+        r"distributed/test_saving\.py::test_(recomputation_keeps_less|\S*\[K=2)",
+        r"gpu/test_checks\.py::test_(a_launch_leaves_out|freezing_and_the_cache)",
         # Larger layouts of what K=2 shows.
         r"distributed/test_behaviour\.py::test_rank_0_alone_keeps_logits\S*\[(4-2|2-2-zb_v|2-1)",
         r"distributed/test_faults\.py::test_a_rank_that_falls_silent\S*\[host",

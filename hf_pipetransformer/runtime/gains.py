@@ -6,6 +6,7 @@ import dis
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -167,14 +168,12 @@ def _named_by_loss(kind: type) -> set[str]:
 
 def _stored_by_trainers(kind: type) -> set[str]:
     """Return the names of attributes that code of Trainer, of TRL's trainers or of this package sets."""
-    names = {"pipeline_run"}
-    for each in kind.__mro__:
-        if trainer_compat.is_known_code(each) or trainer_compat.is_own(each):
-            functions = [value for value in vars(each).values() if isinstance(value, FunctionType)]
-            names |= {
-                str(step.argval)
-                for call in functions
-                for step in dis.get_instructions(call)
-                if step.opname == "STORE_ATTR"
-            }
-    return names
+    known = [each for each in kind.__mro__ if trainer_compat.is_known_code(each) or trainer_compat.is_own(each)]
+    return {"pipeline_run"}.union(*map(_stored_by, known))
+
+
+@cache
+def _stored_by(kind: type) -> frozenset[str]:
+    functions = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
+    steps = (step for call in functions for step in dis.get_instructions(call))
+    return frozenset(str(step.argval) for step in steps if step.opname == "STORE_ATTR")
