@@ -29,7 +29,10 @@ from hf_pipetransformer.schedules.placement import first_above
 
 
 NUM_CHECKED = 4
-"""Most samples that a check of the frozen layers computes again."""
+"""Stored samples that are computed again before the records of an earlier run are used."""
+
+NUM_WATCHED = 1
+"""Samples that the checks of a run compute again: twice an epoch, and of a large model each takes a while."""
 
 
 class TrainingCache:
@@ -137,7 +140,7 @@ class TrainingCache:
             self._digests = {}  # They may change unnoticed while nothing is cached.
             cache.use_weights([""])
             return
-        samples = take_samples(self.pipeline.start_up.samples, slice(0, NUM_CHECKED))
+        samples = take_samples(self.pipeline.start_up.samples, slice(0, NUM_WATCHED))
         compute = partial(self._output_after, stage.layout.cache_level, samples)
         self._weights = FrozenWeights(stage, self.trainer.args, self._digests, compute)
         self._digests = self._weights.digests
@@ -238,7 +241,7 @@ class TrainingCache:
         self._checked_at, self._has_served = self.trainer.state.global_step, False
 
     def check_end(self) -> None:
-        """Check what the last steps of an epoch have read, unless that was done. Collective: see `check`."""
+        """Check what the last steps have read, unless that was done since. Collective: see `check`."""
         if self.trainer.state.global_step != self._checked_at:
             self.check()
 

@@ -178,7 +178,7 @@ class Training:
             self.first_epoch.correct_epoch()
         self.steps.end_step(is_counted=logs)
         if self.cache is not None and (saves_or_evaluates or self.loader is None or self.loader.is_at_end):
-            self.cache.check()
+            self.cache.check_end()  # Trainer comes here twice at the end of an epoch.
         self.controller.end_step()
         self.summary.end_step(self.pipeline.layout)
         self.progress.end_step(self.pipeline.stage)
