@@ -84,29 +84,48 @@ def cases_on(request: pytest.FixtureRequest) -> Callable[[int], dict[str, Case]]
 
 
 @pytest.fixture(scope="module")
+def moves(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The act of runs that go on with other numbers of processes, if a selected test looks at them."""
+    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    return ("elsewhere",) if "elsewhere" in asked else ()
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> None:
+    """Asked for by tests of runs that go on with other numbers of processes, see `moves`."""
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("resume")
 
 
 @pytest.fixture(scope="module")
-def on_one(folder: Path, cases_on: Callable[[int], dict[str, Case]]) -> Outcomes:
+def on_one(folder: Path, cases_on: Callable[[int], dict[str, Case]], moves: tuple[str, ...]) -> Outcomes:
     """How the cases on one process ended; beside them lie checkpoints that two processes must refuse."""
-    _run(folder, cases_on(1), 1, "strangers", "elsewhere")
+    _run(folder, cases_on(1), 1, "strangers", *moves)
     return _read(folder, cases_on(1), 1)
 
 
 @pytest.fixture(scope="module")
-def dying(folder: Path, on_one: Outcomes, cases_on: Callable[[int], dict[str, Case]]) -> LaunchResult:
+def dying(
+    folder: Path, on_one: Outcomes, cases_on: Callable[[int], dict[str, Case]], moves: tuple[str, ...]
+) -> LaunchResult:
     """Two processes run their cases and what must be refused; at last they are killed in the middle of a run."""
-    return _run(folder, cases_on(2), 2, "refuse", "elsewhere", "die", check=False)
+    return _run(folder, cases_on(2), 2, "refuse", *moves, "die", check=False)
 
 
 @pytest.fixture(scope="module")
 def outcomes(
-    folder: Path, on_one: Outcomes, dying: LaunchResult, cases_on: Callable[[int], dict[str, Case]]
+    folder: Path,
+    on_one: Outcomes,
+    dying: LaunchResult,
+    cases_on: Callable[[int], dict[str, Case]],
+    moves: tuple[str, ...],
 ) -> Outcomes:
     """How every case ended on every rank."""
-    _run(folder, cases_on(4), 4, "elsewhere")
+    if moves or cases_on(4):
+        _run(folder, cases_on(4), 4, *moves)
     return on_one | _read(folder, cases_on(2), 2) | _read(folder, cases_on(4), 4)
 
 
@@ -341,6 +360,7 @@ def _moved(folder: Path, world_size: int, key: str = "end") -> list[dict[str, An
     ]
 
 
+@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(
     ("world_size", "key", "step", "pipeline"),
     [
@@ -372,6 +392,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_stages(
                 assert tensor_difference(found[name], weight) <= 1e-5, (rank, name)
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_a_policy_that_remembers_decides_the_same_elsewhere(folder: Path, dying: LaunchResult):
     """What it saw, and the weights that changes are measured from, come from another stage's files."""
     whole, (on_two, _) = _moved(folder, 1, "watched")[0], _moved(folder, 2, "watched")
@@ -387,6 +408,7 @@ def test_a_policy_that_remembers_decides_the_same_elsewhere(folder: Path, dying:
     assert all(1e-5 < change < 1 for change in changes[1])
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_what_is_left_of_an_epoch_is_dealt_anew(folder: Path, dying: LaunchResult):
     """From batches of 8 to batches of 4: nothing of the epoch is read twice, nothing is left out."""
     first_epoch = _moved(folder, 1)[0]["read"][:NUM_SAMPLES]
@@ -416,6 +438,7 @@ def assert_near(found: Path, expected: Path) -> None:
             assert tensor_difference(others[name], weight) <= 1e-5, name
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_a_run_of_plain_trainer_is_gone_on_with(folder: Path, dying: LaunchResult):
     for name in ("from-plain", "plain-on-two"):
         assert_near(folder / f"{name}.safetensors", folder / "plain.safetensors")
@@ -427,6 +450,7 @@ def test_plain_trainer_goes_on_with_an_exported_checkpoint(folder: Path, on_one:
     assert_near(folder / "to-plain.safetensors", folder / "plain.safetensors")
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_what_is_exported_from_two_stages_is_what_plain_trainer_saves(
     folder: Path, dying: LaunchResult, tmp_path: Path
 ):
@@ -459,6 +483,7 @@ def test_nothing_is_exported_from_a_damaged_checkpoint_or_into_a_full_folder(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_other_settings_are_said(dying: LaunchResult):
     said = re.search(r"goes on with other settings than it was saved with: (.*)", dying.output)
     assert said is not None
