@@ -59,6 +59,8 @@ class ActivationCache:
         self.stamp = 0
         """Number of `use_weights` calls: batches read under an older one are read again."""
         self.weights_id = 0
+        self.num_hits, self.num_misses = 0, 0
+        """Of all counts that were taken."""
         self.is_off = False
         self._num_distrusted = 0
         self._level_of_id: dict[int, int] = {}
@@ -91,6 +93,8 @@ class ActivationCache:
     def take_counts(self) -> dict[str, float]:
         """Return the counters and reset them."""
         counts, self.counts = asdict(self.counts), CacheCounts()
+        self.num_hits += counts["hits"]
+        self.num_misses += counts["misses"]
         return counts
 
     def switch_off(self, reason: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from datasets import IterableDataset
 from hf_pipetransformer.cache.files import PrivateFolder, StoreDamagedError, StoreFile
 from hf_pipetransformer.cache.records import HEADER_FILE, Header, RecordFormat
 from hf_pipetransformer.cache.store import DROPPED_FILE, ActivationStore
-from hf_pipetransformer.report import logger
+from hf_pipetransformer.report import duration, logger, printable
 
 
 CACHE_FOLDER = "_activation_cache"
@@ -36,11 +38,28 @@ MARKER = b"An activation store of hf_pipetransformer: its files may be deleted w
 _MOUNT_TABLE = Path("/proc/mounts")
 _LOCK_FILE = "lock"
 _KEEP_FILE = "keep"
+_LONGEST_USE = 400
 # The names that end in .arrow are those of versions before 6.
 _STORE_FILES = re.compile(
     r"(store\.json|index\.(bin|arrow)|records-\d+\.bin|shard-\d+-\d+\.arrow|dropped|keep)(\.tmp)?"
 )
 _LOCK_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a run has a kept store for: whose outputs of which data, and how many reads of the run were hits."""
+
+    model: str
+    data: str
+    hits: int = 0
+    misses: int = 0
+
+    @classmethod
+    def of(cls, model: Any, part: str, dataset: Any) -> Use:
+        name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+        size = f"{len(dataset)} samples of a " if hasattr(dataset, "__len__") else ""
+        return cls(f"{part} of {name}", f"{size}{type(dataset).__name__}")
 
 
 class StoreFolder:
@@ -96,9 +115,9 @@ class StoreFolder:
             return False
         return (header.num_samples, header.record_format) == (num_samples, record_format)
 
-    def keep(self) -> None:
-        """Mark the folder to outlive this run, for a later one with the same key."""
-        self.folder.write(_KEEP_FILE, b"")
+    def keep(self, use: Use | None = None) -> None:
+        """Mark the folder to outlive this run, for a later one with the same key; the list of stores shows `use`."""
+        self.folder.write(_KEEP_FILE, b"" if use is None else json.dumps(asdict(use)).encode())
 
     def clear(self) -> bool:
         """Delete the store's files but keep the folder locked; return True if no other files are left in it."""
@@ -285,13 +304,27 @@ _SOUND = "sound"
 
 
 def list_stores(base: str | os.PathLike[str]) -> list[str]:
-    """Return a line per store: name, state, size, number of samples stored. Raises like `open_root`."""
+    """Return a line per store: name, state, size, number of samples stored, last use. Raises like `open_root`."""
 
     def content_of(store: ActivationStore) -> str:
         stored = np.count_nonzero(store.weights_ids(np.arange(store.num_samples)))
-        return f"{stored} of {store.num_samples} samples stored"
+        return f"{stored} of {store.num_samples} samples stored{_last_use(store)}"
 
     return _lines(base, content_of)
+
+
+def _last_use(store: ActivationStore) -> str:
+    """Return what the last run that kept a store has noted of it; nothing if that cannot be read."""
+    folder = PrivateFolder.at(store.folder)
+    try:
+        age = max(0.0, time.time() - folder.status(_KEEP_FILE).st_mtime)
+        use = Use(**json.loads(folder.read(_KEEP_FILE)))
+        reads = use.hits + use.misses
+        rate = f", {use.hits / reads:.0%} of its reads were hits" if reads else ""
+        text = f", used {duration(age)} ago: {use.model}, {use.data}{rate}"
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return ""
+    return printable(text[:_LONGEST_USE])
 
 
 def verify_stores(base: str | os.PathLike[str]) -> tuple[list[str], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import (
     StoreFolder,
+    Use,
     check_base,
     default_base,
     delete_leftovers,
@@ -293,7 +294,7 @@ class CacheStores:
         self.args = inputs.args
         self.topology = inputs.topology
         self._opened: list[ActivationCache] = []
-        self._folders: list[StoreFolder] = []
+        self._folders: list[tuple[StoreFolder, Use]] = []
 
     def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
         """Open a store; None, with a warning, if any node cannot. Collective: call on every rank."""
@@ -350,8 +351,11 @@ class CacheStores:
         """Close all stores and delete their folders, except those that the user asked to keep."""
         for opened in self._opened:
             opened.close()
-        for folder in self._folders:
+        for folder, use in self._folders:
             if folder.is_kept:
+                own = [cache for cache in self._opened if cache.store.folder == folder.path]
+                hits, misses = (sum(getattr(cache, name) for cache in own) for name in ("num_hits", "num_misses"))
+                folder.keep(replace(use, hits=hits, misses=misses))
                 folder.release()
             else:
                 folder.remove()
@@ -366,9 +370,10 @@ class CacheStores:
             self.inputs.record_format(source),
             int(self.max_bytes()),
         )
-        self._folders.append(folder)
+        use = Use.of(self.inputs.context.trainer.model, "the frozen layers", loader.dataset)
+        self._folders.append((folder, use))
         if self.args.activation_cache_keep and key is not None:
-            folder.keep()
+            folder.keep(use)
         return store
 
     def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:

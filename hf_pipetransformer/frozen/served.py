@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from hf_pipetransformer.cache.chain import SAME_BATCH_TOLERANCE, PrefixWatch, differs
+from hf_pipetransformer.cache.folder import Use
 from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.data.rng import generators_kept
 from hf_pipetransformer.frozen.contents import ContentStore
@@ -74,10 +75,10 @@ class ServedPart:
         self.use_present_weights()
         self.part.begin()
 
-    def end(self) -> None:
-        """Let the module run its own forward again, and give the store back."""
+    def end(self, use: Use) -> None:
+        """Let the module run its own forward again, and give the store back; if it is kept, `use` is noted."""
         self.part.end()
-        self.store.close()
+        self.store.close(use)
 
     def use_present_weights(self) -> None:
         """Serve records of the part's present weights."""

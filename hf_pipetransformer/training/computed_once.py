@@ -6,16 +6,13 @@ feature extractors of models whose forward runs as it is, and all of a model bel
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, set_seed
@@ -23,13 +20,9 @@ from transformers import TrainerCallback, set_seed
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.folder import safe_max_bytes
-from hf_pipetransformer.cache.opening import cache_base, stored_dtype
-from hf_pipetransformer.cache.planner import measure_storage
-from hf_pipetransformer.cache.records import RecordFormat
-from hf_pipetransformer.comm.staging import is_apart
+from hf_pipetransformer.cache.opening import stored_dtype
 from hf_pipetransformer.data.batches import batch_size, take_samples
-from hf_pipetransformer.frozen.contents import ContentStore, record_format
+from hf_pipetransformer.frozen.contents import record_format
 from hf_pipetransformer.frozen.effects import Alone
 from hf_pipetransformer.frozen.part import FrozenPart, Reading
 from hf_pipetransformer.frozen.served import Circumstances, ServedPart
@@ -37,40 +30,15 @@ from hf_pipetransformer.frozen.trial import Found, Trial, maximal_frozen
 from hf_pipetransformer.frozen.values import Rows, tensors_of
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import precision_of
-from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache
 from hf_pipetransformer.report import announce, in_bytes
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
+from hf_pipetransformer.training.part_stores import PartStores, Price
 from hf_pipetransformer.training.traces import leaving_no_trace
 
 
 NUM_TRIED = 4
 """Samples that the model is tried on."""
-WORTH_SECONDS = 2.0
-"""Predicted gain over the run, in seconds, below which `auto` makes no store."""
-MOST_ROWS = 2**20
-"""Records of a data set of unknown length."""
-
-
-@dataclass(frozen=True)
-class Price:
-    """Cost and gain of storing a part; seconds are those of a row.
-
-    Args:
-        num_places: records of all rows that the run is expected to compute.
-        needed_bytes: of all records, `record_bytes` each.
-        hit_seconds: what reading a record saves.
-        speedup: predicted time of a step of Trainer's over that of one that reads all records.
-        reason: of the decision; `is_used` is its outcome.
-    """
-
-    num_places: int
-    record_bytes: float
-    needed_bytes: float
-    hit_seconds: float
-    speedup: float
-    is_used: bool
-    reason: str
 
 
 class ComputedOnce:
@@ -85,6 +53,7 @@ class ComputedOnce:
         self._checked_at = 0
         self._does_for_evaluation: Callable[[Reading], bool] = lambda reading: False
         self._at_end = _ChecksEpochs(self)
+        self._stores = PartStores(context, lambda: sum(served.store.bytes_taken for served in self.served))
 
     @property
     def args(self) -> PipeTransformerArguments:
@@ -158,7 +127,7 @@ class ComputedOnce:
     def end(self) -> None:
         """Let the modules run their own forward again, and say what was saved."""
         for served, price in self._serving:
-            served.end()
+            served.end(self._stores.use(served.part))
             counts = served.part.counts
             looked_up = counts.hits + counts.misses
             if looked_up:
@@ -289,7 +258,7 @@ class ComputedOnce:
 
         def priced() -> dict[str, Any] | str:
             try:
-                return vars(self._price(found, trial, num_samples, rows, content, records.shape[1]))
+                return vars(self._stores.price(found, trial, num_samples, rows, content, records.shape[1]))
             except (OSError, ValueError, StoreDamagedError) as error:
                 return str(error)
 
@@ -300,7 +269,7 @@ class ComputedOnce:
         price = Price(**answer)
         if not price.is_used:
             return
-        store = self._open(content, price, self._key_of_store(part, content, around))
+        store = self._stores.open(part, content, price, around)
         if isinstance(store, str):
             self._say_computed(part, store)
             return
@@ -325,85 +294,8 @@ class ComputedOnce:
     def _say_computed(self, part: FrozenPart, reason: str) -> None:
         self._say(f"{part.name} is frozen and computed as in Trainer in every epoch: {reason}")
 
-    def _price(
-        self, found: Found, trial: Trial, num_samples: int, rows: Rows, content: RecordFormat, length: int
-    ) -> Price:
-        base, num_places = cache_base(self.args), self._num_rows(rows.number / num_samples)
-        record_bytes = content.record_bytes(length)
-        needed = num_places * record_bytes + content.index_bytes(num_places)
-        speed = measure_storage(base, content, length, rows.number, num_places)
-        hashing = _seconds_of_hashing(rows)
-        read, write = speed.read + hashing, speed.write + hashing
-        costs = CacheCosts((0.0, found.seconds), 0.0, read, write, is_apart(self.args.device))
-        fits = min(1.0, self._max_bytes() / needed)
-        decision = decide_cache(costs, 1, Stored(fits_share=fits), self._epochs_left(), self.args.activation_cache)
-        saved = (decision.costs["compute"] - decision.costs.get("write", math.inf)) * num_places
-        # A backward takes twice its forward.
-        part, rest = found.seconds * rows.number, 3 * (trial.seconds - found.seconds * rows.number)
-        return Price(
-            num_places,
-            record_bytes,
-            needed,
-            found.seconds - read,
-            (rest + part) / (rest + read * rows.number),
-            decision.use and (self.args.activation_cache == "on" or saved >= WORTH_SECONDS),
-            decision.reason,
-        )
-
-    def _open(self, content: RecordFormat, price: Price, key: str | None) -> ContentStore | str:
-        """Return the node's store, which its first process makes, or why some node has none. Collective."""
-        topology = self.context.topology
-        number, num_writers = topology.ranks_here.index(topology.rank), len(topology.ranks_here)
-        store: ContentStore | None = None
-        reason: str | None = None
-
-        def attempt(make: Callable[[], ContentStore]) -> None:
-            nonlocal store, reason
-            try:
-                store = make()
-            except (OSError, ValueError, StoreDamagedError) as error:
-                reason = str(error)
-
-        if topology.is_first_here:
-            limit, base = int(self._max_bytes()), cache_base(self.args)
-            attempt(lambda: ContentStore.make(base, price.num_places, content, limit, key, num_writers))
-        path = topology.gather(None if store is None else store.path)[topology.ranks_here[0]]
-        if path is not None and not topology.is_first_here:
-            attempt(lambda: ContentStore.open(path, number, num_writers))
-        reason = next((told for told in topology.gather(reason) if told is not None), None)
-        if reason is not None or store is None:
-            if store is not None:
-                store.close()
-            return str(reason)
-        return store
-
     def _is_read_as_tried(self, part: FrozenPart) -> bool:
         return bool(self.trainer.model.training) or self._does_for_evaluation(part.reading)
-
-    def _num_rows(self, of_a_sample: float) -> int:
-        evaluated = self.trainer.eval_dataset
-        others = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
-        known = [each for each in (self.trainer.train_dataset, *others) if each is not None]
-        if not all(hasattr(each, "__len__") for each in known):
-            return MOST_ROWS
-        return int(1.1 * of_a_sample * sum(map(len, known))) + 64 * self.context.topology.world_size
-
-    def _max_bytes(self) -> float:
-        asked = self.args.activation_cache_max_gb
-        taken = sum(served.store.bytes_taken for served in self.served)
-        return safe_max_bytes(cache_base(self.args)) if asked is None else max(0.0, asked * 1e9 - taken)
-
-    def _epochs_left(self) -> float:
-        state, loader = self.trainer.state, self.trainer.callback_handler.train_dataloader
-        if not hasattr(self.trainer.train_dataset, "__len__") or not hasattr(loader, "__len__"):
-            return float(self.args.num_train_epochs) if self.args.max_steps <= 0 else 1.0
-        steps = max(1, len(loader) // self.args.gradient_accumulation_steps)
-        return (state.max_steps - state.global_step) / steps
-
-    def _key_of_store(self, part: FrozenPart, content: RecordFormat, around: Circumstances) -> str | None:
-        if not self.args.activation_cache_keep:
-            return None
-        return f"part-{xxhash.xxh3_128_hexdigest(f'{around.weights_key(part)}{content.to_json()}'.encode())}"
 
     # ---- checking ----
 
@@ -467,7 +359,7 @@ class ComputedOnce:
         self._stop(served)
 
     def _stop(self, served: ServedPart) -> None:
-        served.end()
+        served.end(self._stores.use(served.part))
         self._serving = [each for each in self._serving if each[0] is not served]
 
     def _say(self, text: str) -> None:
@@ -495,9 +387,3 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
-
-
-def _seconds_of_hashing(rows: Rows) -> float:
-    start = time.perf_counter()
-    rows.digests(b"")
-    return (time.perf_counter() - start) / rows.number

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import shutil
 import tempfile
 import traceback
@@ -24,7 +25,7 @@ from torch.nn.functional import pad
 from hf_pipetransformer.cache import folder as folder_module
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.folder import StoreFolder, check_base, delete_leftovers, open_root, take_store
+from hf_pipetransformer.cache.folder import StoreFolder, Use, check_base, delete_leftovers, open_root, take_store
 from hf_pipetransformer.cache.inputs import InputReport, PaddingRule
 from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.planner import measure_storage
@@ -648,3 +649,21 @@ def test_a_store_that_was_kept_grows_to_the_bound_of_the_run_that_opens_it(tmp_p
     with_more, more_bytes = stored(10**7, samples[8:])
     assert with_more == 64
     assert more_bytes > num_bytes
+
+
+def test_the_list_says_who_has_used_a_kept_store_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever its note holds: another run may have died over it, and names are any text."""
+    folder, store = take_store(tmp_path, "key", 4, PLAIN, 10**7)
+    store.close()
+    folder.keep(Use.of(torch.nn.Linear(1, 1), "the encoder", range(4)))
+    folder.keep(Use("the encoder of a\x1bname", "4 samples of a range", hits=3, misses=1))
+    folder.release()
+
+    def listed() -> str:
+        main(["cache", "list", "--activation_cache_dir", str(tmp_path)])
+        return capsys.readouterr().out
+
+    assert re.search(r"used [\d.]+ s ago: the encoder of a�name, 4 samples of a range, 75% of its reads", listed())
+    for note in (b"", b"[]", b"{" * 10**5, b'{"model": 1}', b'{"model": 1, "data": 2, "hits": "x", "misses": null}'):
+        (folder.path / "keep").write_bytes(note)
+        assert listed().rstrip().endswith("0 of 4 samples stored")

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from hf_pipetransformer.frozen import trial
-from hf_pipetransformer.training import computed_once
+from hf_pipetransformer.training import part_stores
 
 
 OPTIONS = (
@@ -50,7 +50,7 @@ OPTIONS = (
 @pytest.fixture(autouse=True)
 def _whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "WORTH", 0.0)
-    monkeypatch.setattr(computed_once, "WORTH_SECONDS", -1e9)
+    monkeypatch.setattr(part_stores, "WORTH_SECONDS", -1e9)
 
 
 def results(folder: Path) -> dict[str, Any]:

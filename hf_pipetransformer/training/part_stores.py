@@ -1,0 +1,158 @@
+"""Price and store of a frozen part: whether reading its outputs pays, and the store that a node's processes share."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import xxhash
+from transformers import Trainer
+
+from hf_pipetransformer.cache.files import StoreDamagedError
+from hf_pipetransformer.cache.folder import Use, safe_max_bytes
+from hf_pipetransformer.cache.opening import cache_base
+from hf_pipetransformer.cache.planner import measure_storage
+from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.comm.staging import is_apart
+from hf_pipetransformer.frozen.contents import ContentStore
+from hf_pipetransformer.frozen.part import FrozenPart
+from hf_pipetransformer.frozen.served import Circumstances
+from hf_pipetransformer.frozen.trial import Found, Trial
+from hf_pipetransformer.frozen.values import Rows
+from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache
+from hf_pipetransformer.runtime.context import Context
+
+
+WORTH_SECONDS = 2.0
+"""Predicted gain over the run, in seconds, below which `auto` makes no store."""
+MOST_ROWS = 2**20
+"""Records of a data set of unknown length."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Cost and gain of storing a part; seconds are those of a row.
+
+    Args:
+        num_places: records of all rows that the run is expected to compute.
+        needed_bytes: of all records, `record_bytes` each.
+        hit_seconds: what reading a record saves.
+        speedup: predicted time of a step of Trainer's over that of one that reads all records.
+        reason: of the decision; `is_used` is its outcome.
+    """
+
+    num_places: int
+    record_bytes: float
+    needed_bytes: float
+    hit_seconds: float
+    speedup: float
+    is_used: bool
+    reason: str
+
+
+class PartStores:
+    """Prices and stores of the frozen parts of a training.
+
+    Args:
+        bytes_taken: of the stores that are open.
+    """
+
+    def __init__(self, context: Context, bytes_taken: Callable[[], int]) -> None:
+        self.args = context.args
+        self._topology = context.topology
+        self._trainer: Trainer = context.trainer
+        self._bytes_taken = bytes_taken
+
+    def price(
+        self, found: Found, trial: Trial, num_samples: int, rows: Rows, content: RecordFormat, length: int
+    ) -> Price:
+        """Return what storing a part costs and saves, with records of `length`; raises like `measure_storage`."""
+        base, num_places = cache_base(self.args), self._num_rows(rows.number / num_samples)
+        record_bytes = content.record_bytes(length)
+        needed = num_places * record_bytes + content.index_bytes(num_places)
+        speed = measure_storage(base, content, length, rows.number, num_places)
+        hashing = _seconds_of_hashing(rows)
+        read, write = speed.read + hashing, speed.write + hashing
+        costs = CacheCosts((0.0, found.seconds), 0.0, read, write, is_apart(self.args.device))
+        fits = min(1.0, self._max_bytes() / needed)
+        decision = decide_cache(costs, 1, Stored(fits_share=fits), self._epochs_left(), self.args.activation_cache)
+        saved = (decision.costs["compute"] - decision.costs.get("write", math.inf)) * num_places
+        # A backward takes twice its forward.
+        part, rest = found.seconds * rows.number, 3 * (trial.seconds - found.seconds * rows.number)
+        return Price(
+            num_places,
+            record_bytes,
+            needed,
+            found.seconds - read,
+            (rest + part) / (rest + read * rows.number),
+            decision.use and (self.args.activation_cache == "on" or saved >= WORTH_SECONDS),
+            decision.reason,
+        )
+
+    def open(self, part: FrozenPart, content: RecordFormat, price: Price, around: Circumstances) -> ContentStore | str:
+        """Return the node's store, which its first process makes, or why some node has none. Collective."""
+        topology, key = self._topology, self._key_of_store(part, content, around)
+        number, num_writers = topology.ranks_here.index(topology.rank), len(topology.ranks_here)
+        store: ContentStore | None = None
+        reason: str | None = None
+
+        def attempt(make: Callable[[], ContentStore]) -> None:
+            nonlocal store, reason
+            try:
+                store = make()
+            except (OSError, ValueError, StoreDamagedError) as error:
+                reason = str(error)
+
+        if topology.is_first_here:
+            use = self.use(part)
+            limit, base = int(self._max_bytes()), cache_base(self.args)
+            attempt(lambda: ContentStore.make(base, price.num_places, content, limit, key, use, num_writers))
+        path = topology.gather(None if store is None else store.path)[topology.ranks_here[0]]
+        if path is not None and not topology.is_first_here:
+            attempt(lambda: ContentStore.open(path, number, num_writers))
+        reason = next((told for told in topology.gather(reason) if told is not None), None)
+        if reason is not None or store is None:
+            if store is not None:
+                store.close()
+            return str(reason)
+        return store
+
+    def use(self, part: FrozenPart) -> Use:
+        """Return what a kept store is listed with."""
+        counts = part.counts
+        own = Use.of(self._trainer.model, part.name, self._trainer.train_dataset)
+        return replace(own, hits=counts.hits, misses=counts.misses)
+
+    def _num_rows(self, of_a_sample: float) -> int:
+        evaluated = self._trainer.eval_dataset
+        others = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
+        known = [each for each in (self._trainer.train_dataset, *others) if each is not None]
+        if not all(hasattr(each, "__len__") for each in known):
+            return MOST_ROWS
+        return int(1.1 * of_a_sample * sum(map(len, known))) + 64 * self._topology.world_size
+
+    def _max_bytes(self) -> float:
+        asked = self.args.activation_cache_max_gb
+        if asked is None:
+            return safe_max_bytes(cache_base(self.args))
+        return max(0.0, asked * 1e9 - self._bytes_taken())
+
+    def _epochs_left(self) -> float:
+        state, loader = self._trainer.state, self._trainer.callback_handler.train_dataloader
+        if not hasattr(self._trainer.train_dataset, "__len__") or not hasattr(loader, "__len__"):
+            return float(self.args.num_train_epochs) if self.args.max_steps <= 0 else 1.0
+        steps = max(1, len(loader) // self.args.gradient_accumulation_steps)
+        return (state.max_steps - state.global_step) / steps
+
+    def _key_of_store(self, part: FrozenPart, content: RecordFormat, around: Circumstances) -> str | None:
+        if not self.args.activation_cache_keep:
+            return None
+        return f"part-{xxhash.xxh3_128_hexdigest(f'{around.weights_key(part)}{content.to_json()}'.encode())}"
+
+
+def _seconds_of_hashing(rows: Rows) -> float:
+    start = time.perf_counter()
+    rows.digests(b"")
+    return (time.perf_counter() - start) / rows.number
