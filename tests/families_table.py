@@ -24,6 +24,7 @@ from tests.models import MODELS, attention_implementations, build_model
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "models.md"
 RECORD = REPOSITORY / "benchmarks" / "families.json"
+FROZEN_RECORD = REPOSITORY / "benchmarks" / "frozen_families.json"
 LINE = 119
 
 _TASKS = {
@@ -95,9 +96,28 @@ def record_table() -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def frozen_table() -> str:
+    """What became of the frozen part of every class by task, from the second record of `make families`."""
+    record = json.loads(FROZEN_RECORD.read_text())
+    frozen = {"most": "everything below the head", "half": "the largest part of it"}
+    by_task: dict[str, dict[str, Counter[str]]] = {}
+    for subject in every_subject():
+        for what, found in record["classes"].get(subject.name, {}).items():
+            by_task.setdefault(subject.task, {name: Counter() for name in frozen})[what][found["outcome"]] += 1
+    columns = {"stored": "stored", "computed": "computed, with a reason", "skipped": "`Trainer` alone cannot"}
+    columns |= {name: name for counts in record["counts"].values() for name in counts if name not in columns}
+    names = [f"{text}: {column}" for text in frozen.values() for column in columns.values()]
+    lines = ["| classes for | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
+    total = {what: sum((by_what[what] for by_what in by_task.values()), Counter()) for what in frozen}
+    for task, by_what in [*sorted(by_task.items()), ("all", total)]:
+        lines.append(f"| {task} | " + " | ".join(str(by_what[w][column]) for w in frozen for column in columns) + " |")
+    return "".join(f"{line}\n" for line in lines)
+
+
 def main() -> None:
     page = with_table(PAGE.read_text(encoding="utf-8"), "families", families_table(version("transformers")))
-    PAGE.write_text(with_table(page, "families.json", record_table()), encoding="utf-8")
+    page = with_table(page, "families.json", record_table())
+    PAGE.write_text(with_table(page, "frozen_families.json", frozen_table()), encoding="utf-8")
 
 
 if __name__ == "__main__":
