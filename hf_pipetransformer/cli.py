@@ -14,7 +14,7 @@ from hf_pipetransformer.schedules import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.planning.forecast import Course
+    from hf_pipetransformer.planning.forecast import RunSchedule
     from hf_pipetransformer.startup.planner import RunPlanner
     from hf_pipetransformer.startup.run_plan import Machine
 
@@ -207,14 +207,14 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 def _course(
     options: argparse.Namespace, args: PipeTransformerArguments, planner: RunPlanner, machine: Machine
-) -> Course:
+) -> RunSchedule:
     """Return the length of the run by its options, what it freezes, and what a store would hold."""
     from hf_pipetransformer.cache.folder import safe_max_bytes
     from hf_pipetransformer.cache.opening import cache_base, stored_dtype
     from hf_pipetransformer.cache.records import RecordFormat
     from hf_pipetransformer.freeze.policies import freezing_of, make_policy
-    from hf_pipetransformer.planning.forecast import Course, length_of_run
-    from hf_pipetransformer.planning.storing import Storage
+    from hf_pipetransformer.planning.forecast import RunSchedule, length_of_run
+    from hf_pipetransformer.planning.storing import DiskProfile
 
     activation, limit = planner.probe.activation, args.activation_cache_max_gb
     if options.samples is not None and options.samples < 1:
@@ -229,23 +229,23 @@ def _course(
     )
     if not length[0]:
         note = "Without --samples or --max_steps the length of the run is unknown, and what freezing saves."
-        return Course(*length, note=note, assumed=rates)
+        return RunSchedule(*length, note=note, assumed=rates)
     policy = make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
     num_layers = planner.probe.structure.num_layers
     policy.check(num_layers, length[0])
     freezing, note, evidence = freezing_of(policy, args, num_layers, planner.num_frozen_by_user, length)
     if freezing is None:
-        return Course(*length, options.samples, note=note, assumed=rates, evidence=evidence)
+        return RunSchedule(*length, options.samples, note=note, assumed=rates, evidence=evidence)
     record = RecordFormat(activation.hidden_shape[-1], stored_dtype(args, planner.probe.boundary_dtypes[-1]), {}, {})
     size = float(record.record_bytes(activation.hidden_shape[0]))
     seconds = size / (1e9 * options.disk_bandwidth)
     allowed = safe_max_bytes(cache_base(args)) if limit is None else 1e9 * limit
-    storage = Storage(
+    storage = DiskProfile(
         size, allowed, seconds, seconds, 0.0 if args.dataloader_num_workers else machine.reading, is_shared=True
     )
     rates += (f"{options.disk_bandwidth:g} GB/s of the cache's disk, and samples that are the same in every epoch",)
     rates += () if limit is not None else ("half of the free space of this machine's disk for the cache",)
-    return Course(*length, options.samples, freezing, storage, assumed=rates, evidence=evidence)
+    return RunSchedule(*length, options.samples, freezing, storage, assumed=rates, evidence=evidence)
 
 
 # ---- config ----

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_pipetransformer.data.batches import split_batch
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
-from hf_pipetransformer.engine.engine import Engine, Local, Run, StageLinks
+from hf_pipetransformer.engine.engine import ActionListRun, Engine, Local, StageLinks
 from hf_pipetransformer.engine.linear_layers import WeightGradients, linear_layers
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram
 from hf_pipetransformer.engine.timing import StepMeter
@@ -118,7 +118,7 @@ def run_table(
     `at_end` is called for each rank after its last action.
     """
 
-    def executed(rank: int, run: Run) -> list[Any]:
+    def executed(rank: int, run: ActionListRun) -> list[Any]:
         run.advance()
         at_end(rank)
         return run.drain()

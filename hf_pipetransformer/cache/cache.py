@@ -13,7 +13,14 @@ import numpy as np
 import torch
 
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.parts import DRAW_FIELD, LENGTH_FIELD, Indices, Parts, SampleSource, positions_of
+from hf_pipetransformer.cache.parts import (
+    DRAW_FIELD,
+    LENGTH_FIELD,
+    BatchAssembler,
+    Indices,
+    SampleSource,
+    positions_of,
+)
 from hf_pipetransformer.cache.records import Records, field_column
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.comm.staging import CopyStream, is_apart
@@ -153,7 +160,7 @@ class ActivationCache:
         index = np.asarray(samples, dtype=np.int64)
         entries = self._entries(index)
         hit = self._levels_of(index, entries) > 0
-        parts = Parts(self.source)
+        parts = BatchAssembler(self.source)
         # The store may have changed since `select`: use records that appeared, read samples whose record is gone.
         is_read = positions_of(read, samples)
         hit = self._compared(index, entries, hit, is_read, batch)

@@ -98,7 +98,7 @@ class SampleSource:
         return inputs
 
 
-class Parts:
+class BatchAssembler:
     """Parts of a batch that were read from the data set."""
 
     def __init__(self, source: SampleSource) -> None:

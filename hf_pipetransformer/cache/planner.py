@@ -20,10 +20,10 @@ from hf_pipetransformer.cache.store import ActivationStore, StoreSize
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
     CacheDecision,
-    Computing,
+    ComputeTimes,
     Pass,
     SlotCosts,
-    Stored,
+    StoreContents,
     decide_cache,
     fresh_share,
     passes_ahead,
@@ -98,7 +98,7 @@ class CachePlanner:
 
     def decide(
         self,
-        computing: Computing,
+        computing: ComputeTimes,
         num_frozen: int,
         stored_level: int,
         step: int,
@@ -156,7 +156,7 @@ class CachePlanner:
         """Log once what storing would save and change where `auto` keeps the dropout of the script's frozen layers."""
         if self._said_dropout or not self._keeps_dropout(num_frozen):
             return
-        stored = Stored(fits_share=self.size.share)
+        stored = StoreContents(fits_share=self.size.share)
         found = decide_cache(costs, num_frozen, stored, epochs_left, "auto", self._slots(0.0))
         if not found.use:
             return
@@ -191,17 +191,17 @@ class CachePlanner:
             )
 
     def costs(self, prefix_seconds: Sequence[float]) -> CacheCosts:
-        """Return the measured times before anything is stored; for the argument see `Computing`."""
+        """Return the measured times before anything is stored; for the argument see `ComputeTimes`."""
         return self._measured(prefix_seconds, 0)[0]
 
-    def foresee(
+    def predict(
         self,
-        computing: Computing,
+        computing: ComputeTimes,
         num_frozen: int,
         stored_level: int,
         step: int,
         max_steps: int,
-        present: Computing | None = None,
+        present: ComputeTimes | None = None,
     ) -> tuple[int, tuple[Pass, ...]]:
         """Return the level that `decide` would choose and the passes that would follow, without deciding anything.
 
@@ -218,7 +218,7 @@ class CachePlanner:
 
     def going_on(
         self,
-        computing: Computing,
+        computing: ComputeTimes,
         stored_level: int,
         step: int,
         max_steps: int,
@@ -233,13 +233,15 @@ class CachePlanner:
     def _slots(self, fresh_share: float) -> SlotCosts:
         return SlotCosts(max(1, self.num_slots), fresh_share)
 
-    def _cheapest(self, costs: CacheCosts, stored: Stored, num_frozen: int, epochs_left: float) -> CacheDecision:
+    def _cheapest(
+        self, costs: CacheCosts, stored: StoreContents, num_frozen: int, epochs_left: float
+    ) -> CacheDecision:
         fresh = fresh_share(costs, num_frozen) if self.num_slots else 0.0
         if self._keeps_dropout(num_frozen):
             return CacheDecision(False, False, 0, {}, "frozen layers have dropout, and stored activations have none")
         return decide_cache(costs, num_frozen, stored, epochs_left, self.mode, self._slots(fresh))
 
-    def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, Stored]:
+    def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, StoreContents]:
         """Return the times and what is stored. If that fails, turn the cache off."""
         cache, share = self._cache, 0.0
         if cache is not None and cache.store.dropped is not None:
@@ -253,7 +255,7 @@ class CachePlanner:
             logger.warning(f"The activation cache stays off: {error}")
         speed = self._speed.read, self._speed.write
         costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, *speed, self.is_apart, self.num_at_once)
-        return costs, Stored(stored_level, share, self.size.share)
+        return costs, StoreContents(stored_level, share, self.size.share)
 
     def pays_for_evaluation(self, level: int, passes_left: float, fits_share: float) -> bool:
         """Return True if an evaluation set is worth caching, by the costs of the last decision on the training set.
@@ -265,7 +267,9 @@ class CachePlanner:
         """
         if self._of_evaluation is None:
             return self.mode == "on" and passes_left > 1  # Layouts are replayed: nothing was measured.
-        return decide_cache(self._of_evaluation, level, Stored(fits_share=fits_share), passes_left, self.mode).use
+        return decide_cache(
+            self._of_evaluation, level, StoreContents(fits_share=fits_share), passes_left, self.mode
+        ).use
 
 
 def measure_storage(

@@ -37,7 +37,7 @@ class PipelineGroups:
     others the training backend. `links` maps `(stage, direction)`, direction "forward" or "backward", to the group of
     the two ranks that own `stage` and `stage + 1`; no entry if this rank owns both or neither. All links from one rank
     to another share a group. What the first rank of the pipeline reads comes from `batch_source` and is passed on to
-    `batch_peers`, see `relay`.
+    `batch_peers`, see `broadcast_route`.
     """
 
     pipeline_size: int
@@ -323,7 +323,7 @@ class Topology:
     def _make_place(self, pipeline_size: int) -> PipelineGroups:
         self.check_pipeline_size(pipeline_size)
         replica, position = divmod(self.rank, pipeline_size)
-        source, peers = relay(position, pipeline_size, self.local_world_size)
+        source, peers = broadcast_route(position, pipeline_size, self.local_world_size)
         pipelines = [range(first, first + pipeline_size) for first in range(0, self.world_size, pipeline_size)]
         holders = [range(first, self.world_size, pipeline_size) for first in range(pipeline_size)]
         make = self._maker.make
@@ -411,7 +411,7 @@ def why_no_spanning(hosts: Sequence[str], local_sizes: Sequence[int | None]) -> 
     )
 
 
-def relay(position: int, pipeline_size: int, node_size: int) -> tuple[int | None, list[int]]:
+def broadcast_route(position: int, pipeline_size: int, node_size: int) -> tuple[int | None, list[int]]:
     """Return from where a position of a pipeline gets what the first one reads, None there, and where it passes it on.
 
     It travels once to each node: from the first position to the first of every node, and from there to the others.

@@ -24,7 +24,7 @@ from hf_pipetransformer.planning.costs import active_seconds
 from hf_pipetransformer.planning.forecast import prefix_seconds, seconds_left
 from hf_pipetransformer.planning.microbatches import Report, calibrate
 from hf_pipetransformer.planning.planner import Plan, PlanInputs, plan_transition
-from hf_pipetransformer.planning.storing import Computing, Pass, why_not_over_nodes
+from hf_pipetransformer.planning.storing import ComputeTimes, Pass, why_not_over_nodes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.schedules.layout import Layout
 
@@ -172,12 +172,12 @@ class Decisions:
         if num_frozen == layout.num_frozen_layers:
             return now, self.cache.going_on(present, now, step, last, layout.fresh_share)
         coming = self._computing(num_frozen, self._stages_if_stored(num_frozen, layout))
-        return self.cache.foresee(coming, num_frozen, now, step, last, present)
+        return self.cache.predict(coming, num_frozen, now, step, last, present)
 
     def _plan(self, num_frozen: int, layout: Layout, step: int) -> Plan:
         if self.cache is not None and self._may_span_nodes(layout):
             # What shorter pipelines could store counts in the choice of K; those over nodes decide on no store.
-            level, _ = self.cache.foresee(*self._cache_inputs(num_frozen, layout, step))
+            level, _ = self.cache.predict(*self._cache_inputs(num_frozen, layout, step))
             plan = self._plan_with(num_frozen, layout, level)
             if self._spans_nodes(plan.layout):
                 if layout.cache_level:
@@ -209,15 +209,15 @@ class Decisions:
         decision = self.cache.decide(*self._cache_inputs(num_frozen, layout, step))
         return decision.level if decision.use else 0, decision.fresh_share
 
-    def _cache_inputs(self, num_frozen: int, layout: Layout, step: int) -> tuple[Computing, int, int, int, int]:
+    def _cache_inputs(self, num_frozen: int, layout: Layout, step: int) -> tuple[ComputeTimes, int, int, int, int]:
         """Return the arguments of `CachePlanner.decide`."""
         until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
         computing = self._computing(num_frozen, self._stages_if_stored(num_frozen, layout))
         return computing, num_frozen, layout.cache_level, step, until
 
-    def _computing(self, num_frozen: int, pipeline_size: int) -> Computing:
+    def _computing(self, num_frozen: int, pipeline_size: int) -> ComputeTimes:
         costs, _ = self._calibrated
-        return Computing(prefix_seconds(costs, num_frozen), active_seconds(costs, num_frozen), pipeline_size)
+        return ComputeTimes(prefix_seconds(costs, num_frozen), active_seconds(costs, num_frozen), pipeline_size)
 
     def _stages_if_stored(self, num_frozen: int, layout: Layout) -> int:
         """Return the stages of the layout that follows if the output of all frozen layers is stored."""

@@ -110,16 +110,16 @@ class Engine:
         self.links = links
         self.meter = meter
 
-    def begin(self, actions: ActionList, micro_batches: MicroBatches, is_training: bool = True) -> Run:
-        """Start executing an action list. No action runs before `Run.advance` or `Run.drain`.
+    def begin(self, actions: ActionList, micro_batches: MicroBatches, is_training: bool = True) -> ActionListRun:
+        """Start executing an action list. No action runs before `ActionListRun.advance` or `ActionListRun.drain`.
 
         Micro-batches are looked up only when an action needs them. With `is_training=False`, forwards call
         `StageProgram.predict` and save nothing for a backward.
         """
-        return Run(self, actions, micro_batches, is_training)
+        return ActionListRun(self, actions, micro_batches, is_training)
 
 
-class Run:
+class ActionListRun:
     """Execution of an action list, which the caller may advance in several parts."""
 
     def __init__(self, engine: Engine, actions: ActionList, micro_batches: MicroBatches, is_training: bool) -> None:
@@ -290,15 +290,15 @@ def _trained(actions: ActionList) -> set[int]:
     return {action.chunk for action in actions if action.op in BEGINS_BACKWARD}
 
 
-_HANDLERS: dict[Op, Callable[[Run, Action], None]] = {
-    Op.FORWARD: Run._forward,
-    Op.BACKWARD: Run._backward,
-    Op.BACKWARD_INPUT: Run._backward,
-    Op.BACKWARD_WEIGHT: Run._backward_weight,
-    Op.RECEIVE_FORWARD: Run._post_receive,
-    Op.RECEIVE_BACKWARD: Run._post_receive,
-    Op.SEND_FORWARD: Run._post_send,
-    Op.SEND_BACKWARD: Run._post_send,
+_HANDLERS: dict[Op, Callable[[ActionListRun, Action], None]] = {
+    Op.FORWARD: ActionListRun._forward,
+    Op.BACKWARD: ActionListRun._backward,
+    Op.BACKWARD_INPUT: ActionListRun._backward,
+    Op.BACKWARD_WEIGHT: ActionListRun._backward_weight,
+    Op.RECEIVE_FORWARD: ActionListRun._post_receive,
+    Op.RECEIVE_BACKWARD: ActionListRun._post_receive,
+    Op.SEND_FORWARD: ActionListRun._post_send,
+    Op.SEND_BACKWARD: ActionListRun._post_send,
     Op.UPDATE: lambda _run, _action: None,  # The caller runs the optimizer step.
 }
 

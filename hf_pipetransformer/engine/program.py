@@ -21,7 +21,7 @@ Write = Callable[["MicroBatch", torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class Place:
+class TokenSpan:
     """Position of a token slice: tokens `start` to `stop` (exclusive) of the `length` tokens of one batch slice.
 
     The length is None where it is not known yet: tokens are generated.
@@ -57,7 +57,7 @@ class MicroBatch:
     tags: CacheTags | None = None
     write: Write | None = None
     on_host: dict[str, Any] | None = None
-    place: Place | None = None
+    place: TokenSpan | None = None
     step: int = 0
     ends_before_head: bool = False
 

@@ -24,7 +24,7 @@ _SPARE_TOKENS = 64
 """Number of tokens for which memory is allocated at a time, at least, while tokens are generated."""
 
 
-class Kept:
+class KVBuffer:
     """Keys, or values, of one layer for the sequences (of `length` tokens, or more) of one batch slice.
 
     Forwards must run in slice order and backwards in reverse order: a slice's gradient is complete only after all
@@ -74,7 +74,7 @@ class Kept:
 
 class _Extend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, new: torch.Tensor, kept: Kept, start: int) -> torch.Tensor:
+    def forward(ctx: Any, new: torch.Tensor, kept: KVBuffer, start: int) -> torch.Tensor:
         ctx.kept, ctx.start = kept, start
         return kept.write(new, start)
 
@@ -89,8 +89,8 @@ class KeptContext:
 
     def __init__(self, num_layers: int, length: int) -> None:
         self.length = length
-        self.layers = [(Kept(length), Kept(length)) for _ in range(num_layers)]
-        self._new: dict[int, list[tuple[Kept, torch.Tensor]]] = {}
+        self.layers = [(KVBuffer(length), KVBuffer(length)) for _ in range(num_layers)]
+        self._new: dict[int, list[tuple[KVBuffer, torch.Tensor]]] = {}
         """By the slices' starts, their keys and values in the highest layer that this stage runs."""
 
     def from_token(self, start: int) -> Cache:
@@ -101,8 +101,8 @@ class KeptContext:
     def backward_of_context(self, start: int) -> None:
         """Run the backward of a slice without a loss, from the gradients of its keys and values in later slices.
 
-        Starting at the highest layer suffices: lower layers are reached through it, and `Kept.gradient` adds their own
-        gradients from later slices there.
+        Starting at the highest layer suffices: lower layers are reached through it, and `KVBuffer.gradient` adds
+        their own gradients from later slices there.
         """
         roots, gradients = [], []
         for kept, new in self._new[start]:
@@ -129,13 +129,13 @@ class _Layer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, keys: Kept, values: Kept, start: int, new: list[tuple[Kept, torch.Tensor]]) -> None:
+    def __init__(self, keys: KVBuffer, values: KVBuffer, start: int, new: list[tuple[KVBuffer, torch.Tensor]]) -> None:
         super().__init__()
         self._keys, self._values, self._start, self._new = keys, values, start, new
         self._is_recomputed = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        pass  # `Kept` allocates on the first write.
+        pass  # `KVBuffer` allocates on the first write.
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any

@@ -20,10 +20,10 @@ from hf_pipetransformer.planning.costs import (
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
     CacheDecision,
+    DiskProfile,
     Pass,
     SlotCosts,
-    Storage,
-    Stored,
+    StoreContents,
     decide_cache,
     fresh_share,
     passes_ahead,
@@ -82,7 +82,7 @@ class Freezing:
 
 
 @dataclass(frozen=True)
-class Course:
+class RunSchedule:
     """Length of a run in optimizer steps and epochs, its samples, and what it freezes and may store.
 
     Args:
@@ -96,7 +96,7 @@ class Course:
     steps_per_epoch: int
     num_samples: int | None = None
     freezing: Freezing | None = None
-    storage: Storage | None = None
+    storage: DiskProfile | None = None
     note: str = ""
     measured: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ class Storing:
         return costs, SlotCosts(max(1, self.num_slots), new)
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """A span of a run: its layout, its passes, the seconds of the transition to that layout, and what was decided.
 
     Attributes:
@@ -184,7 +184,7 @@ class Forecast:
         samples = self.samples_per_device * self.layout.pipeline_size
         return num_steps * predict_step(self.layout, self.costs, self.overheads, samples, self.accumulation).seconds
 
-    def duration(self, course: Course) -> Duration:
+    def duration(self, course: RunSchedule) -> Duration:
         """Return the times of a run and of one that freezes nothing."""
         full = self.full_seconds(course.num_steps)
         seconds = full if course.freezing is None else self.seconds(course.freezing.spans)
@@ -202,7 +202,7 @@ class Forecast:
         found = [each.decision for each in self.stretches(spans) if each.decision is not None]
         return next((each for each in found if each.use), found[0] if found else None)
 
-    def stretches(self, spans: Sequence[Span]) -> Iterator[Stretch]:
+    def stretches(self, spans: Sequence[Span]) -> Iterator[Segment]:
         """Yield the parts of a run: one for each span."""
         layout, share = self.layout, 0.0
         steps_left = sum(span.num_steps for span in spans)
@@ -218,7 +218,7 @@ class Forecast:
                 moving = self._seconds_of_move(layout, moved)
                 layout = moved
             if self.storing is not None:
-                stored = Stored(stored_level, share, self.storing.fits_share)
+                stored = StoreContents(stored_level, share, self.storing.fits_share)
                 # The overheads were measured at the start, when all samples were read from the data set.
                 blocks = with_launches(self.costs, layout, self.samples_per_device)
                 costs, slots = self.storing.beside(blocks, span.num_frozen, layout.pipeline_size)
@@ -228,7 +228,7 @@ class Forecast:
                 written = self.storing.fits_share * min(1.0, span.num_steps / writing)
                 kept = share if layout.cache_level == stored_level else 0.0
                 share = max(kept, written) if layout.cache_level else 0.0
-            yield Stretch(layout, _first(passes, span.num_steps), moving, decision)
+            yield Segment(layout, _first(passes, span.num_steps), moving, decision)
             steps_left -= span.num_steps
 
     def _decide(
@@ -238,7 +238,7 @@ class Forecast:
         if self.storing is None:
             return None
         epochs_left = steps_left / self.steps_per_epoch
-        stored = Stored(stored_level, share, self.storing.fits_share)
+        stored = StoreContents(stored_level, share, self.storing.fits_share)
         coming = self.plan(layout, num_frozen, num_frozen)
         blocks = with_launches(self.costs, coming, self.samples_per_device)
         costs, slots = self.storing.beside(blocks, num_frozen, coming.pipeline_size)

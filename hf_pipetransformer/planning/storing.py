@@ -19,7 +19,7 @@ def why_not_over_nodes(pipeline_size: int, node_size: int) -> str:
     )
 
 
-class Computing(NamedTuple):
+class ComputeTimes(NamedTuple):
     """What a pipeline computes, in seconds per sample on one device.
 
     Args:
@@ -78,7 +78,7 @@ class CacheCosts:
 
 
 @dataclass(frozen=True)
-class Storage:
+class DiskProfile:
     """Records of the activation cache on one node.
 
     Args:
@@ -132,7 +132,7 @@ class CacheDecision:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoreContents:
     """Records that a store has, and what fits into it; raises ValueError for a share outside 0 to 1.
 
     Args:
@@ -181,7 +181,7 @@ def fresh_share(costs: CacheCosts, num_frozen: int) -> float:
 def decide_cache(
     costs: CacheCosts,
     num_frozen: int,
-    stored: Stored,
+    stored: StoreContents,
     epochs_left: float,
     mode: str,
     slots: SlotCosts = ONE_SLOT,
@@ -223,7 +223,7 @@ def decide_cache(
             f"{num_frozen} layers are frozen: expected 0 to {len(costs.prefix) - 1}, the prefixes that were measured."
         )
     is_usable = stored.share > 0 and 0 < stored.level <= num_frozen
-    used = stored if is_usable else Stored(fits_share=stored.fits_share)
+    used = stored if is_usable else StoreContents(fits_share=stored.fits_share)
     found = _costs(costs, num_frozen, used, max(epochs_left, 0.0), slots)
     choice, reason = _choose(found, num_frozen, epochs_left, mode, slots)
     writes = choice == "write"
@@ -231,7 +231,9 @@ def decide_cache(
     return CacheDecision(choice != "compute", writes, level, found, reason, slots.fresh_share if writes else 0.0)
 
 
-def _costs(costs: CacheCosts, num_frozen: int, stored: Stored, epochs: float, slots: SlotCosts) -> dict[str, float]:
+def _costs(
+    costs: CacheCosts, num_frozen: int, stored: StoreContents, epochs: float, slots: SlotCosts
+) -> dict[str, float]:
     """Return the seconds per sample of each possible choice, ordered by how much it stores."""
     prefix, share = costs.prefix[num_frozen], stored.share
     computed = costs.input + prefix
@@ -295,7 +297,7 @@ class Pass:
 def passes_ahead(
     costs: CacheCosts,
     level: int,
-    stored: Stored,
+    stored: StoreContents,
     steps_left: int,
     steps_per_epoch: int,
     slots: SlotCosts = ONE_SLOT,
@@ -314,7 +316,7 @@ def passes_ahead(
     if not level:
         return (Pass(steps_left, record_seconds=costs.input - now),)
     if stored.level > level:
-        stored, share = Stored(fits_share=stored.fits_share), 0.0
+        stored, share = StoreContents(fits_share=stored.fits_share), 0.0
     fits, prefix = max(stored.fits_share, share), costs.prefix[level]
     missing = max(prefix - costs.prefix[stored.level], 0.0) if share else prefix
     rewritten = 0.0 if stored.level == level else share * costs.writing(missing)

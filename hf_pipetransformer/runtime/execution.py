@@ -30,11 +30,11 @@ from hf_pipetransformer.data.batches import (
     with_rows,
 )
 from hf_pipetransformer.data.flattened import assign_sequences, join_tokens, sequences_of
-from hf_pipetransformer.engine.engine import Run
+from hf_pipetransformer.engine.engine import ActionListRun
 from hf_pipetransformer.engine.head import HeadMode
 from hf_pipetransformer.engine.linear_layers import linear_layers
 from hf_pipetransformer.engine.losses import LossRule, LossScope
-from hf_pipetransformer.engine.program import Forward, MicroBatch, Place, Write
+from hf_pipetransformer.engine.program import Forward, MicroBatch, TokenSpan, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.planning.planner import evaluation_microbatches
@@ -197,7 +197,7 @@ class StageRunner:
             return cut
         return [replace(part, inputs={**part.inputs, **own}) for part, own in zip(cut, found, strict=True)]
 
-    def _advance(self, run: Run, actions: ActionList, is_last_batch: bool) -> None:
+    def _advance(self, run: ActionListRun, actions: ActionList, is_last_batch: bool) -> None:
         """Run an action list. In the last batch of a step, gradients are reduced as soon as they are complete."""
         if is_last_batch and self._reducer.buckets:
             for action, parameters in self._last_gradients_of(actions):
@@ -331,8 +331,10 @@ class StageRunner:
         batch = LoaderBatch(inputs, forward, num_rows)
         cut = self._cut(batch, LossRule.MEAN, count, bounds if num_slices > 1 else ())
         if num_kept is not None:
-            places = [part.place or Place(part.index, 0, num_new, None) for part in cut]
-            places = [Place(each.batch_slice, num_kept + each.start, num_kept + each.stop, None) for each in places]
+            places = [part.place or TokenSpan(part.index, 0, num_new, None) for part in cut]
+            places = [
+                TokenSpan(each.batch_slice, num_kept + each.start, num_kept + each.stop, None) for each in places
+            ]
             cut = [replace(part, place=place) for part, place in zip(cut, places, strict=True)]
         return self._actions(FORWARD_ONLY[self.stage.layout.placement], len(cut)), cut
 
@@ -380,13 +382,13 @@ class StageRunner:
         self, batch: LoaderBatch, rule: LossRule, num_microbatches: int, bounds: Sequence[int] = ()
     ) -> list[MicroBatch]:
         """Cut a batch into micro-batches, and these into token slices at `bounds`."""
-        cut: list[tuple[dict[str, Any], CacheTags | None, Place | None]] = []
+        cut: list[tuple[dict[str, Any], CacheTags | None, TokenSpan | None]] = []
         for number, whole in enumerate(split_batch(batch.inputs, num_microbatches)):
             part, tags = detach_tags(whole)
             if not bounds:
                 cut.append((part, tags, None))
             for (start, stop), own in zip(pairwise(bounds), cut_tokens(part, bounds), strict=True):
-                cut.append((own, tags, Place(number, start, stop, bounds[-1])))
+                cut.append((own, tags, TokenSpan(number, start, stop, bounds[-1])))
         parts = [part for part, _, _ in cut]
         counts = [count_items(part, self.shifts_labels) for part in parts]
         weights = [rule.weight(count, batch.num_items) for count in counts]

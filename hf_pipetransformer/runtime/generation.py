@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast, broadcast_tree, digest_of
 from hf_pipetransformer.data.rng import drawing_alike
-from hf_pipetransformer.engine.engine import Run
+from hf_pipetransformer.engine.engine import ActionListRun
 from hf_pipetransformer.runtime.execution import StageRunner
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.adapters import bare_model
@@ -175,7 +175,7 @@ class Passes:
     def __init__(self, runner: StageRunner, forward: Callable[..., Any]) -> None:
         self.runner = runner
         self._forward = forward
-        self._run: Run | None = None
+        self._run: ActionListRun | None = None
         self._num_kept = 0
         self._size: int | None = None
         self._dtype = torch.float32

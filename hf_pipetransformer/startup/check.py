@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_pipetransformer.data.batches import cut_tokens, num_rows, pad_batch, take_rows
 from hf_pipetransformer.data.flattened import first_tokens, sequences_of
 from hf_pipetransformer.engine.losses import FoundRule, LossRule, Parts, find_loss_rule
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, Place
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, TokenSpan
 from hf_pipetransformer.engine.token_program import TokenSliceProgram
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.schedules import GPIPE
@@ -466,7 +466,7 @@ def run_slices(
     parts = [
         MicroBatch(
             number, own, rule.weight(target.count(own), total), (), forward,
-            place=Place(0, start, stop, bounds[-1]),
+            place=TokenSpan(0, start, stop, bounds[-1]),
         )
         for number, (own, (start, stop)) in enumerate(zip(slices, pairwise(bounds), strict=True))
     ]  # fmt: skip

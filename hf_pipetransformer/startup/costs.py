@@ -34,7 +34,7 @@ from hf_pipetransformer.splitters.quantized import is_packed, num_bytes, num_wei
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.check import run_slices
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
-from hf_pipetransformer.startup.twin import Twin
+from hf_pipetransformer.startup.twin import ProbeSubmodel
 
 
 NUM_REPEATS = 5
@@ -169,7 +169,7 @@ def kept_back(target: ProbeTarget, structure: Structure) -> tuple[float, float]:
     return float(num_bytes(largest)), tables[largest].num_embeddings * batch_size(target.inputs) / ids.numel()
 
 
-def middle_layer(twin: Twin, structure: Structure) -> int:
+def middle_layer(twin: ProbeSubmodel, structure: Structure) -> int:
     """Return the layer to measure, like the middle one of the trained layers, or of all if none is trained."""
     trained = _trained_layers(structure) or list(range(structure.num_layers))
     return twin.representative(trained[len(trained) // 2])

@@ -24,7 +24,7 @@ from hf_pipetransformer.splitters.base import Splitter, config_value, main_input
 from hf_pipetransformer.splitters.quantized import float32_products, is_packed, put_in_evaluation_mode
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
-from hf_pipetransformer.startup.twin import WHOLE, Twin
+from hf_pipetransformer.startup.twin import WHOLE, ProbeSubmodel
 
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -58,7 +58,7 @@ class ProbeTarget:
     inputs: dict[str, Any]
     compute: Callable[[dict[str, Any], int], torch.Tensor]
     count: Callable[[Any], int]
-    twin: Twin = WHOLE
+    twin: ProbeSubmodel = WHOLE
     complete: Callable[[dict[str, Any]], dict[str, Any]] = dict
     has_reference: bool = False
     scope: LossScope = LossScope.PARTS
@@ -206,7 +206,9 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def in_full_precision(model: nn.Module, twin: Twin = WHOLE, inputs: Mapping[str, Any] | None = None) -> Iterator[None]:
+def in_full_precision(
+    model: nn.Module, twin: ProbeSubmodel = WHOLE, inputs: Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """Run the model in float32 inside the context, with bitwise reproducible results.
 
     Replaces half-precision weights by float32 copies (the originals come back untouched), disables autocast even where
@@ -256,7 +258,7 @@ def cast_masters(model: nn.Module, names: Collection[str], device: torch.device 
             tensor.data = tensor.data.to(target, torch.float32)
 
 
-def with_masters(model: nn.Module, twin: Twin, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
+def with_masters(model: nn.Module, twin: ProbeSubmodel, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Run the twin inside with the weights that `cast_masters` gives a stage."""
     names, named = master_names(model), chain(model.named_parameters(), model.named_buffers())
     own = [tensor for name, tensor in named if name in names and id(tensor) not in twin.passing]

@@ -21,7 +21,7 @@ from hf_pipetransformer.planning.costs import (
     predict_timeline,
     with_launches,
 )
-from hf_pipetransformer.planning.forecast import Course, Duration, Forecast, Storing, prefix_seconds
+from hf_pipetransformer.planning.forecast import Duration, Forecast, RunSchedule, Storing, prefix_seconds
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory
 from hf_pipetransformer.planning.simulator import Timeline
 from hf_pipetransformer.planning.storing import CacheCosts, Caching, why_not_over_nodes
@@ -110,7 +110,7 @@ class RunPlan:
     weight_bytes: int
     num_layers: int
     machine: Machine
-    course: Course
+    course: RunSchedule
     blocks: BlockCosts
     overheads: Overheads
     options: tuple[Option, ...]
@@ -136,7 +136,7 @@ class RunPlan:
         return min(fitting or self.options, key=lambda each: each.step_seconds)
 
 
-def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: Course) -> RunPlan:
+def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSchedule) -> RunPlan:
     """Plan every possible number of stages of a run. `model` is read for its name and sizes, not run."""
     args, frozen = planner.args, planner.num_frozen_by_user
     samples, sizes = args.train_samples_per_device, list(filter(planner.num_chunks, planner.topology.pipeline_sizes))
@@ -300,7 +300,7 @@ def _host_memory(option: Option, planner: RunPlanner, machine: Machine, weights:
 # ---- freezing and the cache ----
 
 
-def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: Course) -> Caching | None:
+def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: RunSchedule) -> Caching | None:
     storage, freezing, args = course.storage, course.freezing, planner.args
     most_frozen = 0 if freezing is None else max((span.num_frozen for span in freezing.spans), default=0)
     if storage is None or course.num_samples is None or not most_frozen:
@@ -321,7 +321,7 @@ def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: Cour
 
 
 def _storing(
-    planner: RunPlanner, layout: Layout, machine: Machine, course: Course, caching: Caching | None
+    planner: RunPlanner, layout: Layout, machine: Machine, course: RunSchedule, caching: Caching | None
 ) -> Storing | None:
     """Return what a forecast needs to know of the cache; None if nothing can be stored."""
     storage, args = course.storage, planner.args
@@ -335,7 +335,7 @@ def _storing(
     return Storing(costs, args.activation_cache, caching.share, args.activation_cache_views)
 
 
-def _decided(caching: Caching | None, forecast: Forecast, course: Course) -> Caching | None:
+def _decided(caching: Caching | None, forecast: Forecast, course: RunSchedule) -> Caching | None:
     """Add what the run would decide when layers freeze."""
     decision = None if course.freezing is None else forecast.decision(course.freezing.spans)
     if caching is None or decision is None:

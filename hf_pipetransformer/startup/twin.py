@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Twin:
+class ProbeSubmodel:
     """Layers of a model that compute in the start-up checks.
 
     Args:
@@ -89,11 +89,11 @@ class Twin:
         return read / total if read else 1.0
 
 
-WHOLE = Twin()
+WHOLE = ProbeSubmodel()
 
 
 @contextmanager
-def as_twin(model: nn.Module, splitter: Splitter) -> Iterator[Twin]:
+def as_twin(model: nn.Module, splitter: Splitter) -> Iterator[ProbeSubmodel]:
     """Let only one layer of each kind, and the last one, compute inside."""
     try:
         layers = layers_of(splitter, bare_model(model))
@@ -117,7 +117,7 @@ def as_twin(model: nn.Module, splitter: Splitter) -> Iterator[Twin]:
                 handles.append(layer.register_forward_hook(last.note))
             else:
                 layer.forward = partial(last.passing_through, layer.forward)
-        yield Twin(tuple(representatives), frozenset(unread))
+        yield ProbeSubmodel(tuple(representatives), frozenset(unread))
     finally:
         for handle in handles:
             handle.remove()

@@ -26,8 +26,8 @@ from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.checkpoint import TRAINER_STATE
 from hf_pipetransformer.state.run_state import (
     Count,
+    DataPosition,
     Epochs,
-    Place,
     Progress,
     RunState,
     is_split_by_node,
@@ -81,7 +81,7 @@ def read_progress(folder: str, num_samples: int | None, args: PipeTransformerArg
     read_plain_scheduler(folder)
     names = os.listdir(folder)
     world_size = sum(_RANDOM_OF_RANK.fullmatch(name) is not None for name in names) or int(_RANDOM in names)
-    place: Place | None = None
+    place: DataPosition | None = None
     if num_samples and batch and world_size and epoch is not None:
         # With `split_batches`, the batch size that Trainer recorded covers all processes together.
         size = batch if args.splits_batches else batch * world_size

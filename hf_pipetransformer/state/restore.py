@@ -163,7 +163,7 @@ def _read_rank_state(resumption: Resumption, into: Checkpoints) -> RankState:
 
 
 @dataclass
-class FirstEpoch:
+class ResumedEpoch:
     """Leads Trainer's loop to the checkpoint's position in the data."""
 
     run: Checkpoints

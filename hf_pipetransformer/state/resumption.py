@@ -20,7 +20,7 @@ from hf_pipetransformer.startup.planner import RunPlanner, StartUp
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import RunDescription, check_same_run
 from hf_pipetransformer.state.plain_checkpoint import check_trainers, is_plain, read_progress
-from hf_pipetransformer.state.run_state import Place, Progress, RunState
+from hf_pipetransformer.state.run_state import DataPosition, Progress, RunState
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Epoch(NamedTuple):
         return count // self.batch_size if self.drops_last else math.ceil(count / self.batch_size)
 
 
-def find_remainder(place: Place, step: int, epoch: Epoch, skips: bool) -> Remainder | None:
+def find_remainder(place: DataPosition, step: int, epoch: Epoch, skips: bool) -> Remainder | None:
     """Compute the rest of the epoch that a checkpoint was saved in.
 
     None if Trainer's own step arithmetic finds the same position, or if no batch is ever full. Without `skips` the

@@ -72,7 +72,7 @@ class Nodes(TypedDict):
     batch_size: Positive
 
 
-class Place(TypedDict):
+class DataPosition(TypedDict):
     """Position in the data: samples of the epoch that are done, and what their order depends on.
 
     `num_samples` is an epoch's length, which a user's sampler may make longer than the data set; None for a stream.
@@ -194,7 +194,7 @@ class Progress:
 
     step: Count
     epoch: Epochs | None
-    place: Place | None
+    place: DataPosition | None
 
     def as_json(self) -> dict[str, Any]:
         return {name: value.as_event() if isinstance(value, Layout) else value for name, value in vars(self).items()}
@@ -286,6 +286,6 @@ class RankState:
     position: int | None = None
 
 
-def is_split_by_node(place: Place | None) -> bool:
+def is_split_by_node(place: DataPosition | None) -> bool:
     """Return True if the position is inside an epoch split by node, which Trainer would read in another order."""
     return place is not None and place["nodes"] is not None and place["samples"] > 0

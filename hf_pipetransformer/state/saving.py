@@ -28,7 +28,7 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Epoch, find_remainder
-from hf_pipetransformer.state.run_state import FileEntry, Place, RankState, RunState, is_split_by_node
+from hf_pipetransformer.state.run_state import DataPosition, FileEntry, RankState, RunState, is_split_by_node
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Checkpoints:
         }
         return RunState(**values)
 
-    def _place(self) -> Place | None:
+    def _place(self) -> DataPosition | None:
         """Return the position in the data; None if the loader is the user's own."""
         loader = self.loader
         if loader is None:
@@ -161,9 +161,9 @@ class Checkpoints:
             "num_samples": loader.num_samples if has_length(loader) else None,
             **loader.arrangement.as_json(),
         }
-        return cast(Place, place)
+        return cast(DataPosition, place)
 
-    def _is_counted(self, place: Place | None) -> bool:
+    def _is_counted(self, place: DataPosition | None) -> bool:
         """Return True if the position in the data follows from the number of steps, as Trainer assumes.
 
         False after a resume with batches of another size, or one that did not skip the samples that were done.

@@ -27,7 +27,7 @@ from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.state.checkpoint import newest_whole
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
 from hf_pipetransformer.training.plan_only import PlanPrinted
-from hf_pipetransformer.training.run import Run
+from hf_pipetransformer.training.run import PipelineSession
 from hf_pipetransformer.training.starting import RunOptions, check_constructor_arguments
 
 
@@ -191,7 +191,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             trainer_compat.check_loaders(type(self), num_stages)
         super().__init__(*given.positional, **given.named)
         check_handed_on(self)
-        self.pipeline_run = Run(self, options, needs_pipeline)
+        self.pipeline_run = PipelineSession(self, options, needs_pipeline)
         if args.places_model and not args.plan_only:
             trl_compat.precompute_reference(self)
 
@@ -227,7 +227,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         try:
             with (
                 failure.Training(self.args.output_dir, bool(resume_from_checkpoint)),
-                self.pipeline_run.trainings.call(resume_from_checkpoint, trial, ignore_keys_for_eval) as folder,
+                self.pipeline_run.train_calls.call(resume_from_checkpoint, trial, ignore_keys_for_eval) as folder,
             ):
                 return super().train(folder, trial, ignore_keys_for_eval)
         except PlanPrinted:
@@ -238,7 +238,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         """Train on a batch; of a run that is left to Trainer, frozen parts are looked up where they were computed."""
         if not self.pipeline_run.is_left_to_trainer:
             return super().training_step(model, inputs, num_items_in_batch)
-        computed_once = self.pipeline_run.trainings.computed_once
+        computed_once = self.pipeline_run.train_calls.computed_once
         computed_once.begin_step(inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
         computed_once.end_step(inputs, loss)
@@ -251,7 +251,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         generates = bool(getattr(self.args, "predict_with_generate", False))
         asked = kwargs.get("prediction_loss_only")
         loss_alone = bool(self.args.prediction_loss_only if asked is None else asked)
-        with self.pipeline_run.trainings.computed_once.evaluating(generates, loss_alone):
+        with self.pipeline_run.train_calls.computed_once.evaluating(generates, loss_alone):
             return super().evaluation_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -284,7 +284,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Save metrics as Trainer does, those of `train` with times, layouts and the cache of the last training."""
         # Here and not in `SavingOverrides`: a run on one stage is left to Trainer again once it has ended.
-        results = self.pipeline_run.trainings.results if split == "train" else {}
+        results = self.pipeline_run.train_calls.results if split == "train" else {}
         super().save_metrics(split, {**metrics, **results}, combined)
 
     def whole_model(self, device: torch.device | str = "cpu") -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.training.evaluation import UsersEvaluation
-from hf_pipetransformer.training.run import Run
+from hf_pipetransformer.training.run import PipelineSession
 
 
 def left_to_trainer(overrides: type) -> type:
@@ -53,7 +53,7 @@ _Trainer: Any = object
 class TrainingOverrides(_Trainer):
     """Methods of Trainer's training."""
 
-    pipeline_run: Run
+    pipeline_run: PipelineSession
     args: PipeTransformerArguments
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,18 +63,18 @@ class TrainingOverrides(_Trainer):
         )
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.pipeline_run.trainings.loop():
+        with self.pipeline_run.train_calls.loop():
             return super()._inner_training_loop(*args, **kwargs)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
         return self.pipeline_run.pipeline.shell
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        trainings = self.pipeline_run.trainings
+        train_calls = self.pipeline_run.train_calls
         # The optimizer must include parameters that are frozen now but may unfreeze.
         with self.pipeline_run.pipeline.stage.store.all_active():
-            prepared = super()._prepare_for_training(max_steps, trainings.loader, resume_from_checkpoint)
-        trainings.prepare(max_steps)
+            prepared = super()._prepare_for_training(max_steps, train_calls.loader, resume_from_checkpoint)
+        train_calls.prepare(max_steps)
         return prepared
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -82,16 +82,16 @@ class TrainingOverrides(_Trainer):
 
         They differ from Trainer's when a run resumes with batches of another size.
         """
-        trainings = self.pipeline_run.trainings
+        train_calls = self.pipeline_run.train_calls
         if self.args.plan_only:
-            trainings.print_plan(dataloader, super().set_initial_training_values(args, dataloader))
-        dataloader = trainings.begin(dataloader)
+            train_calls.print_plan(dataloader, super().set_initial_training_values(args, dataloader))
+        dataloader = train_calls.begin(dataloader)
         values = super().set_initial_training_values(args, dataloader)
-        return trainings.counts(values, dataloader)
+        return train_calls.counts(values, dataloader)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
-        resumption = self.pipeline_run.trainings.resumption
+        resumption = self.pipeline_run.train_calls.resumption
         rest = None if resumption is None else resumption.remainder
         return place if rest is None else (rest.epoch, 0)
 
@@ -141,10 +141,10 @@ class TrainingOverrides(_Trainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate on one rank per pipeline, and 0 on the others."""
-        trainings = self.pipeline_run.trainings
-        if not trainings.counts_inputs:
+        train_calls = self.pipeline_run.train_calls
+        if not train_calls.counts_inputs:
             return 0
-        known, count = trainings.operations, super().floating_point_ops
+        known, count = train_calls.operations, super().floating_point_ops
         if getattr(count, "__func__", None) is not Trainer.floating_point_ops:
             return int(count(inputs))
         # Trainer's follows from shapes, and counting parameters takes milliseconds in which a GPU may wait.
@@ -154,12 +154,12 @@ class TrainingOverrides(_Trainer):
         return known[shapes]
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        with self.pipeline_run.trainings.counting_tokens() as counts_here:
+        with self.pipeline_run.train_calls.counting_tokens() as counts_here:
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        self.pipeline_run.trainings.signals.after_step()
+        self.pipeline_run.train_calls.signals.after_step()
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         training = self.pipeline_run.training
         training.end_step(logs, self.control.should_evaluate or self.control.should_save)
@@ -170,14 +170,14 @@ class TrainingOverrides(_Trainer):
         if self.pipeline_run.is_inside_stage:
             self.pipeline_run.context.gains.note_log(logs)
             return
-        self.pipeline_run.trainings.add_scalars(logs)
+        self.pipeline_run.train_calls.add_scalars(logs)
         super().log(logs, start_time)
-        self.pipeline_run.trainings.note_log(logs)
+        self.pipeline_run.train_calls.note_log(logs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
-        self.pipeline_run.trainings.finish()
+        self.pipeline_run.train_calls.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
         self.pipeline_run.context.journal.write("end", train_loss=output.training_loss, metrics=output.metrics)
         return output
@@ -187,7 +187,7 @@ class TrainingOverrides(_Trainer):
 class EvaluationOverrides(_Trainer):
     """Methods that make loaders, evaluate and predict."""
 
-    pipeline_run: Run
+    pipeline_run: PipelineSession
     args: PipeTransformerArguments
 
     def _get_dataloader(
@@ -269,7 +269,7 @@ class EvaluationOverrides(_Trainer):
 class SavingOverrides(_Trainer):
     """Methods that save and load models and checkpoints."""
 
-    pipeline_run: Run
+    pipeline_run: PipelineSession
     args: PipeTransformerArguments
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -305,14 +305,14 @@ class SavingOverrides(_Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Check that the weights fit, of which Trainer's own only warns; each rank reads those of its stage later."""
-        self.pipeline_run.trainings.weights.expect(resume_from_checkpoint)
+        self.pipeline_run.train_calls.weights.expect(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """Load the best weights; Trainer's own skips models that are saved under other parameter names (ViT)."""
-        trainings = self.pipeline_run.trainings
-        if not trainings.weights.load_best(self.pipeline_run.pipeline.stage):
+        train_calls = self.pipeline_run.train_calls
+        if not train_calls.weights.load_best(self.pipeline_run.pipeline.stage):
             super()._load_best_model()
-        trainings.ending.give_back()
+        train_calls.ending.give_back()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Do nothing: `Training.begin` restores both, once parameters and their groups are known by name."""

@@ -40,7 +40,7 @@ from hf_pipetransformer.training.callbacks import giving_whole_model
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
 from hf_pipetransformer.training.replica_gather import ReplicaGather
-from hf_pipetransformer.training.starting import Starter
+from hf_pipetransformer.training.starting import PipelineBuilder
 
 
 class Evaluation:
@@ -223,8 +223,8 @@ def _installed(pipeline: Pipeline) -> Iterator[None]:
 class Evaluations:
     """Calls of `evaluate()` and `predict()`, which may start a pipeline and may come inside a training."""
 
-    def __init__(self, starter: Starter) -> None:
-        self.starter = starter
+    def __init__(self, builder: PipelineBuilder) -> None:
+        self.builder = builder
         self._present: Evaluation | UsersEvaluation | None = None
         self._is_metrics_only = False
         """True if nobody reads more than the metrics of the next loop."""
@@ -245,8 +245,8 @@ class Evaluations:
                 stage only) or overrides `evaluate`, the data set is not known yet, and the start waits for the loader.
             is_metrics_only: True if predictions are dropped once the metrics are computed.
         """
-        trainer = self.starter.context.trainer
-        makes_loader = self.starter.num_stages == 1 and trainer_compat.is_overridden(trainer, method)
+        trainer = self.builder.context.trainer
+        makes_loader = self.builder.num_stages == 1 and trainer_compat.is_overridden(trainer, method)
         awaits_loader = makes_loader or trainer_compat.is_overridden(trainer, "evaluate")
         outer, self._is_metrics_only = self._is_metrics_only, is_metrics_only
         try:
@@ -257,7 +257,7 @@ class Evaluations:
 
     def generate(self, inputs: Any, options: dict[str, Any]) -> Any:
         """See `PipeTransformerMixin.generate`."""
-        context, left = self.starter.context, self.starter.is_left_to_trainer
+        context, left = self.builder.context, self.builder.is_left_to_trainer
         topology, model, device = context.topology, context.trainer.model, context.args.device
         given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
         # A mask may be a keyword argument: what has a row for each prompt is cut with them.
@@ -273,7 +273,7 @@ class Evaluations:
         with nullcontext(False) if left else self._up([given]) as is_up:
             model.eval()
             given = send_to_device(given, device)
-            groups = self.starter.pipeline.stage.groups if is_up else None
+            groups = self.builder.pipeline.stage.groups if is_up else None
             # One process draws random numbers for all rows in turn, and returns one list of scores.
             is_undivided = settings.do_sample or settings.return_dict_in_generate
             if groups is None or groups.num_replicas == 1 or is_undivided:
@@ -288,7 +288,7 @@ class Evaluations:
 
     def _take_first_rank_only(self) -> bool:
         """Decide where the next loop's metrics are computed; the one after it, in a callback say, is for all ranks."""
-        context, (is_wanted, self._is_metrics_only) = self.starter.context, (self._is_metrics_only, False)
+        context, (is_wanted, self._is_metrics_only) = self.builder.context, (self._is_metrics_only, False)
         return (
             is_wanted
             and context.topology.world_size > 1
@@ -299,7 +299,7 @@ class Evaluations:
 
     def _request(self, dataset: Any) -> Request:
         """Return the request that Trainer will make; for a dict of data sets, the one for the first."""
-        trainer = self.starter.context.trainer
+        trainer = self.builder.context.trainer
         dataset = trainer.eval_dataset if dataset is None else dataset
         dataset = trainer.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
@@ -309,15 +309,15 @@ class Evaluations:
     def _up(self, request: Any) -> Iterator[bool]:
         """Wrap an evaluation; yields False without a pipeline, which can start only for a known request.
 
-        `request` is what `Starter.inspect` takes, or None.
+        `request` is what `PipelineBuilder.inspect` takes, or None.
         """
-        starter = self.starter
-        with starter.context.timeouts.reporting_faults():
-            if not starter.is_started(request):
+        builder = self.builder
+        with builder.context.timeouts.reporting_faults():
+            if not builder.is_started(request):
                 yield False
                 return
-            starter.pipeline.settle()
-            with giving_whole_model(starter.context.trainer, starter.pipeline), _installed(starter.pipeline):
+            builder.pipeline.settle()
+            with giving_whole_model(builder.context.trainer, builder.pipeline), _installed(builder.pipeline):
                 yield True
 
     def reference_of(self, dataset: Any, samples_per_rank: int) -> Any:
@@ -325,7 +325,7 @@ class Evaluations:
 
         Collective: call on every rank. The reference is the model as it is now, without its adapters.
         """
-        starter, trainer = self.starter, self.starter.context.trainer
+        builder, trainer = self.builder, self.builder.context.trainer
         if is_stream(dataset):
             return None
         request = Request(dataset, "Reference", samples_per_rank, reads_all=True)
@@ -333,8 +333,8 @@ class Evaluations:
         with self._up(request) as is_up:
             if not is_up:
                 return None
-            evaluation = Evaluation(starter.context, starter.pipeline, starter.loader(request))
-            is_shown = starter.context.topology.rank == 0 and not trainer.args.disable_tqdm
+            evaluation = Evaluation(builder.context, builder.pipeline, builder.loader(request))
+            is_shown = builder.context.topology.rank == 0 and not trainer.args.disable_tqdm
             entries = []
             trainer.model.eval()
             try:
@@ -349,28 +349,28 @@ class Evaluations:
     @contextmanager
     def loop(self, given: Any) -> Iterator[Evaluation | UsersEvaluation]:
         """Wrap Trainer's evaluation loop; the yielded evaluation names the loader, the pipeline's or the user's."""
-        starter, request = self.starter, request_of(given)
-        cache = starter.cache
+        builder, request = self.builder, request_of(given)
+        cache = builder.cache
         is_users = request is None and not isinstance(given, PipelineLoader)
         if is_users:
-            check_undivided(given, "get_eval_dataloader or get_test_dataloader", starter.num_stages)
-        outer, left = self._present, starter.is_left_to_trainer
+            check_undivided(given, "get_eval_dataloader or get_test_dataloader", builder.num_stages)
+        outer, left = self._present, builder.is_left_to_trainer
         is_for_first_rank = self._take_first_rank_only()
         try:
             # Entered here as well: a user's own `evaluate` may call the loop directly.
             with self._up(request) as is_up:
                 if is_users or not is_up:
-                    shared = starter.pipeline.shared_rng if is_up else None
+                    shared = builder.pipeline.shared_rng if is_up else None
                     self._present = UsersEvaluation(with_shared_rng(given, shared))
-                    starter.is_left_to_trainer = left or not is_up
+                    builder.is_left_to_trainer = left or not is_up
                     yield self._present
                     return
-                loader = given if request is None else starter.loader(request)
-                self._present = evaluation = Evaluation(starter.context, starter.pipeline, loader, is_for_first_rank)
+                loader = given if request is None else builder.loader(request)
+                self._present = evaluation = Evaluation(builder.context, builder.pipeline, loader, is_for_first_rank)
                 storing = nullcontext() if cache is None else cache.storing_for(loader)
                 with evaluation.in_trainers_loop(), storing:
                     yield evaluation
         finally:
             self._present = outer
             if is_users:
-                starter.is_left_to_trainer = left
+                builder.is_left_to_trainer = left

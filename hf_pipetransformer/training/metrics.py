@@ -192,7 +192,7 @@ def _sendable(metrics: Any) -> Any:
 
 
 @dataclass
-class Stretch:
+class Segment:
     """Consecutive steps under one layout; only the number of micro-batches M may change.
 
     `predicted` is the planned seconds per step, None without a plan; `seconds` has the measured ones.
@@ -214,7 +214,7 @@ class Summary:
     """Time per step and layout, without evaluations and checkpoints between steps. `clock` returns seconds."""
 
     clock: Callable[[], float] = time.perf_counter
-    stretches: list[Stretch] = field(default_factory=list, init=False)
+    stretches: list[Segment] = field(default_factory=list, init=False)
     num_hits: int = field(default=0, init=False)
     num_misses: int = field(default=0, init=False)
     bytes_stored: int = field(default=0, init=False)
@@ -239,7 +239,7 @@ class Summary:
         seconds, self._start = self.clock() - self._start, None
         last = self.stretches[-1] if self.stretches else None
         if last is None or _kind(last.layout) != _kind(layout):
-            last = Stretch(layout, self._predicted)
+            last = Segment(layout, self._predicted)
             self.stretches.append(last)
         last.seconds.append(seconds)
 

@@ -21,7 +21,7 @@ from hf_pipetransformer.frozen.part import FrozenPart
 from hf_pipetransformer.frozen.served import Circumstances
 from hf_pipetransformer.frozen.trial import Found, Trial
 from hf_pipetransformer.frozen.values import Rows
-from hf_pipetransformer.planning.storing import CacheCosts, Stored, decide_cache
+from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decide_cache
 from hf_pipetransformer.runtime.context import Context
 
 
@@ -77,7 +77,9 @@ class PartStores:
         read, write = speed.read + hashing, speed.write + hashing
         costs = CacheCosts((0.0, found.seconds), 0.0, read, write, is_apart(self.args.device))
         fits = min(1.0, self._max_bytes() / needed)
-        decision = decide_cache(costs, 1, Stored(fits_share=fits), self._epochs_left(), self.args.activation_cache)
+        decision = decide_cache(
+            costs, 1, StoreContents(fits_share=fits), self._epochs_left(), self.args.activation_cache
+        )
         saved = (decision.costs["compute"] - decision.costs.get("write", math.inf)) * num_places
         # A backward takes twice its forward.
         part, rest = found.seconds * rows.number, 3 * (trial.seconds - found.seconds * rows.number)

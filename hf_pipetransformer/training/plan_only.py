@@ -16,15 +16,15 @@ from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.freeze.policies import freezing_of
 from hf_pipetransformer.freeze.policy import check_policy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.forecast import Course
-from hf_pipetransformer.planning.storing import Storage
+from hf_pipetransformer.planning.forecast import RunSchedule
+from hf_pipetransformer.planning.storing import DiskProfile
 from hf_pipetransformer.report.files import create
 from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches, first_batches
 from hf_pipetransformer.startup.plan_words import as_json, in_words
 from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, RunPlan, plan_run
 from hf_pipetransformer.training.expectation import optimizer_seconds
-from hf_pipetransformer.training.starting import Starter
+from hf_pipetransformer.training.starting import PipelineBuilder
 
 
 logger = logging.getLogger(__name__)
@@ -37,17 +37,17 @@ class PlanPrinted(SystemExit):
     """End of a script whose run was only planned: status 0."""
 
 
-def print_plan(starter: Starter, given: Any, num_steps: int, steps_per_epoch: int) -> NoReturn:
+def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_epoch: int) -> NoReturn:
     """Inspect and measure as for a training, print the plan on rank 0, and raise `PlanPrinted` on every rank.
 
-    Collective: call on every rank. `given` is what `Starter.inspect` takes.
+    Collective: call on every rank. `given` is what `PipelineBuilder.inspect` takes.
     """
-    context = starter.context
-    start_up = starter.inspect(given, is_training=True).start_up
+    context = builder.context
+    start_up = builder.inspect(given, is_training=True).start_up
     batches = first_batches(context.trainer, given)
 
     def tell() -> None:
-        plan = _plan(starter, start_up, batches, (num_steps, steps_per_epoch))
+        plan = _plan(builder, start_up, batches, (num_steps, steps_per_epoch))
         print(in_words(plan), flush=True)
         folder = context.args.output_dir
         os.makedirs(folder, exist_ok=True)
@@ -59,8 +59,8 @@ def print_plan(starter: Starter, given: Any, num_steps: int, steps_per_epoch: in
     raise PlanPrinted
 
 
-def _plan(starter: Starter, start_up: StartUp, batches: FirstBatches, length: tuple[int, int]) -> RunPlan:
-    context, plans = starter.context, start_up.plans
+def _plan(builder: PipelineBuilder, start_up: StartUp, batches: FirstBatches, length: tuple[int, int]) -> RunPlan:
+    context, plans = builder.context, start_up.plans
     trainer, topology, args = context.trainer, context.topology, context.args
     num_samples = None
     report = InputReport("the loader is the script's own, whose samples have no index")
@@ -82,15 +82,15 @@ def _plan(starter: Starter, start_up: StartUp, batches: FirstBatches, length: tu
     measured += ["transfers"] if topology.world_size > 1 else []
     measured += ["reading samples"] if report.seconds_per_sample else []
     num_layers = start_up.probe.structure.num_layers
-    for text in check_policy(starter.policy, num_layers, length[0], args.freeze_min_active_layers):
+    for text in check_policy(builder.policy, num_layers, length[0], args.freeze_min_active_layers):
         logger.warning(text)
-    freezing, note, evidence = freezing_of(starter.policy, args, num_layers, plans.num_frozen_by_user, length)
+    freezing, note, evidence = freezing_of(builder.policy, args, num_layers, plans.num_frozen_by_user, length)
     storage = None
     if freezing is not None:
         storage = _storage(args, start_up, report, num_samples or 0)
         measured += ["the cache's disk"] if storage.why_off is None else []
     assumed = (f"{COMMUNICATOR_BYTES / 1e9:g} GB for each communicator",) if machine.communicator_bytes else ()
-    course = Course(*length, num_samples, freezing, storage, note, tuple(measured), assumed, evidence)
+    course = RunSchedule(*length, num_samples, freezing, storage, note, tuple(measured), assumed, evidence)
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     overheads = replace(
         plans.costs.overheads,
@@ -101,7 +101,7 @@ def _plan(starter: Starter, start_up: StartUp, batches: FirstBatches, length: tu
     return plan_run(trainer.model, planner, machine, course)
 
 
-def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputReport, num_samples: int) -> Storage:
+def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputReport, num_samples: int) -> DiskProfile:
     """Measure the disk of the activation cache, as far as samples can be stored."""
     activation, why = start_up.probe.activation, report.reason
     if args.activation_cache_views and report.is_random:
@@ -116,7 +116,7 @@ def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputRep
         if why is None:
             speed = measure_storage(base, record, length, args.train_samples_per_device, num_samples)
     except (OSError, ValueError) as error:
-        return Storage(why_off=why or str(error))
+        return DiskProfile(why_off=why or str(error))
     allowed = safe_max_bytes(base) if limit is None else limit * 1e9
     seconds = 0.0 if args.dataloader_num_workers else report.seconds_per_sample
-    return Storage(record.record_bytes(length), allowed, speed.read, speed.write, seconds, why)
+    return DiskProfile(record.record_bytes(length), allowed, speed.read, speed.write, seconds, why)

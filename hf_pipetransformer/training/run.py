@@ -59,18 +59,18 @@ from hf_pipetransformer.training.loaders import (
 )
 from hf_pipetransformer.training.plan_only import print_plan
 from hf_pipetransformer.training.setup import TrainingSetup
-from hf_pipetransformer.training.starting import ModelReport, RunOptions, Starter
+from hf_pipetransformer.training.starting import ModelReport, PipelineBuilder, RunOptions
 from hf_pipetransformer.training.training import Training
 from hf_pipetransformer.training.weights import Ending, WeightLoading
 
 
-class Trainings:
+class TrainCalls:
     """Calls of `train()`, one after the other: around Trainer's training, or through a pipeline."""
 
-    def __init__(self, starter: Starter) -> None:
-        self.starter = starter
-        self.context = starter.context
-        self.policy = starter.policy
+    def __init__(self, builder: PipelineBuilder) -> None:
+        self.builder = builder
+        self.context = builder.context
+        self.policy = builder.policy
         self.present: Training | None = None
         """Training in progress."""
         self.resumption: Resumption | None = None
@@ -85,7 +85,7 @@ class Trainings:
         self._has_users_optimizer = False
         self._setup: TrainingSetup
         self.weights = WeightLoading(self.context)
-        self.ending = Ending(starter)
+        self.ending = Ending(builder)
         self.computed_once = ComputedOnce(self.context)
         self._in_loop = ExitStack()
         self.operations: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
@@ -112,10 +112,10 @@ class Trainings:
         """
         trainer, topology, timeouts = self.context.trainer, self.context.topology, self.context.timeouts
         self.results = {}
-        self.starter.ignored_outputs = ignored_outputs
+        self.builder.ignored_outputs = ignored_outputs
         where = self._choose_who_trains(resume_from_checkpoint or None)
-        self.weights.check_masters(self.starter.is_left_to_trainer)
-        if self.starter.is_left_to_trainer:
+        self.weights.check_masters(self.builder.is_left_to_trainer)
+        if self.builder.is_left_to_trainer:
             self.weights.cast()
             with self._only_run(trial):
                 try:
@@ -136,7 +136,7 @@ class Trainings:
                 if where is not None:
                     description = RunDescription(trainer, topology, self.policy)
                     self.resumption = find_resumption(where, topology, description)
-                    self.starter.resumes_own = not self.resumption.is_plain
+                    self.builder.resumes_own = not self.resumption.is_plain
                 yield None if self.resumption is None else self.resumption.folder
         finally:
             self.computed_once.end()
@@ -144,16 +144,16 @@ class Trainings:
 
     def _choose_who_trains(self, where: str | bool | None) -> str | bool | None:
         """Decide whether Trainer trains; return the checkpoint to resume from, or True if it still has to be found."""
-        starter, trainer, topology = self.starter, self.context.trainer, self.context.topology
-        needs_pipeline, output_dir = starter.needs_pipeline, trainer.args.output_dir
+        builder, trainer, topology = self.builder, self.context.trainer, self.context.topology
+        needs_pipeline, output_dir = builder.needs_pipeline, trainer.args.output_dir
         if not needs_pipeline:
             check_agreement(topology, "arguments of train()", {"resume_from_checkpoint=True": where is True})
         if needs_pipeline or where is not True or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            starter.is_left_to_trainer = not needs_pipeline and not is_of_pipeline(where, output_dir)
+            builder.is_left_to_trainer = not needs_pipeline and not is_of_pipeline(where, output_dir)
             return where
         needs_weights = not trainer_compat.is_overridden(trainer, "_load_from_checkpoint")
         folder, is_pipelines = topology.decide(lambda: list(find_for_trainer(output_dir, needs_weights)))
-        starter.is_left_to_trainer = not is_pipelines
+        builder.is_left_to_trainer = not is_pipelines
         # Without a checkpoint, Trainer raises its own error; `find_resumption` later picks the newest sound one.
         if is_pipelines or folder is None:
             return True
@@ -162,7 +162,7 @@ class Trainings:
 
     def _only_run(self, trial: Any) -> AbstractContextManager[None]:
         """Lock `output_dir` against concurrent runs; hyperparameter trials have their own folders and need no lock."""
-        args, is_ours = self.context.args, not self.starter.is_left_to_trainer
+        args, is_ours = self.context.args, not self.builder.is_left_to_trainer
         writes = is_ours or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
         return only_run(args.output_dir, self.context.topology) if writes and trial is None else nullcontext()
 
@@ -181,7 +181,7 @@ class Trainings:
             PlanPrinted: always.
         """
         request, (_, steps_per_epoch, *_, max_steps) = request_of(loader), values
-        print_plan(self.starter, loader if request is None else request, max_steps, steps_per_epoch)
+        print_plan(self.builder, loader if request is None else request, max_steps, steps_per_epoch)
 
     def begin(self, loader: Any) -> Any:
         """Move the model onto its stages and give each rank its own RNG state. Collective: call on every rank.
@@ -193,7 +193,7 @@ class Trainings:
         Raises:
             ValueError: the loader is the user's own, and there may be more than one stage.
         """
-        starter, trainer, topology = self.starter, self.context.trainer, self.context.topology
+        builder, trainer, topology = self.builder, self.context.trainer, self.context.topology
         resumption = self.resumption
         self.ending.begin(None)
         self.operations.clear()  # The model may be another one now.
@@ -207,7 +207,7 @@ class Trainings:
         self._has_users_optimizer = trainer.optimizer is not None
         names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
         description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
-        report = starter.inspect_or_leave(loader if request is None else request, is_training=True)
+        report = builder.inspect_or_leave(loader if request is None else request, is_training=True)
         if report is None:
             self.weights.cast()
             self.weights.load_expected(None)
@@ -232,7 +232,7 @@ class Trainings:
         plans = start_up.plans
         sums = plans.sums_in_float32(layout) if resumption is None else resumption.sums_in_float32(plans, layout)
         self.context.gains.begin()
-        pipeline = starter.start(report.adding(sums), layout, longest)
+        pipeline = builder.start(report.adding(sums), layout, longest)
         self.weights.load_expected(pipeline.stage)
         give_whole_model(trainer, pipeline, longest)
         setup = TrainingSetup(
@@ -249,7 +249,7 @@ class Trainings:
         if request is None:
             self.loader = with_shared_rng(loader, pipeline.shared_rng)
         else:
-            self.loader = starter.loader(request)
+            self.loader = builder.loader(request)
         return self.loader
 
     def _with_parts_if_too_large(self, report: ModelReport, layout: Layout, replay: Any) -> tuple[ModelReport, Layout]:
@@ -274,7 +274,7 @@ class Trainings:
 
     def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
         """Adjust the result of `Trainer.set_initial_training_values` for a resumed run."""
-        if self.starter.is_left_to_trainer or self.resumption is None:
+        if self.builder.is_left_to_trainer or self.resumption is None:
             return values
         return self.resumption.counts(values, loader, self.context.args.num_train_epochs)
 
@@ -283,12 +283,12 @@ class Trainings:
         if not self._has_users_optimizer:
             self._made_optimizer = self.context.trainer.optimizer
         self.present = self._setup.training(self.loader, max_steps)
-        self.starter.cache = self.present.cache
+        self.builder.cache = self.present.cache
         self.present.begin(self.resumption)
 
     def finish(self) -> None:
         """End the training after the last step, and give the user the model back. Collective: call on every rank."""
-        pipeline, training, trainer = self.starter.pipeline, self.training, self.context.trainer
+        pipeline, training, trainer = self.builder.pipeline, self.training, self.context.trainer
         self.ending.begin(training.optimizer if self._has_users_optimizer else None)
         self._forget_training()
         pipeline.steps = None
@@ -313,13 +313,13 @@ class Trainings:
 
         A model that an error left on several stages stays there; a model that is whole can be trained again.
         """
-        starter, training = self.starter, self.present
-        pipeline = starter.in_force
+        builder, training = self.builder, self.present
+        pipeline = builder.in_force
         if training is not None:
             self.ending.begin(training.optimizer if self._has_users_optimizer else None)
         self.weights.forget()
         self._forget_training()
-        self.resumption, starter.resumes_own, starter.is_left_to_trainer = None, False, starter.evaluates_alone
+        self.resumption, builder.resumes_own, builder.is_left_to_trainer = None, False, builder.evaluates_alone
         give_handler_back(self.context.trainer)
         if training is not None:
             training.end()
@@ -333,12 +333,12 @@ class Trainings:
             self.ending.give_back()
 
     def _forget_training(self) -> None:
-        self.present = self.starter.cache = None
+        self.present = self.builder.cache = None
 
     @property
     def counts_inputs(self) -> bool:
         """True if this rank counts inputs: one rank per pipeline does."""
-        pipeline = self.starter.in_force
+        pipeline = self.builder.in_force
         return pipeline is None or pipeline.stage.groups.is_first
 
     @contextmanager
@@ -371,7 +371,7 @@ class Trainings:
             self.context.journal.write("log", values=values)
 
 
-class Run:
+class PipelineSession:
     """Everything a pipeline adds to one trainer; lives as long as the trainer. Collective: construct on every rank.
 
     Only parts that follow the trainer's changing attributes (`state`, `args`, `model`, `optimizer`, ...) get the
@@ -399,47 +399,47 @@ class Run:
         if options.policy is None and args.layout_plan is None and self.context.topology.rank == 0:
             for text in unused_freeze_options(args, args.freeze_policy):
                 logger.warning(text)
-        self.starter = Starter(self.context, options, policy, needs_pipeline)
-        self.trainings = Trainings(self.starter)
+        self.builder = PipelineBuilder(self.context, options, policy, needs_pipeline)
+        self.train_calls = TrainCalls(self.builder)
         self._lends = False
         """True in a `save_model` in which rank 0 fetches weights from other stages as it writes them."""
         self._warned: set[str] = set()
-        self.evaluations = Evaluations(self.starter)
+        self.evaluations = Evaluations(self.builder)
 
     @property
     def is_left_to_trainer(self) -> bool:
         """True while Trainer's own methods run instead of the overrides."""
-        return self.starter.is_left_to_trainer
+        return self.builder.is_left_to_trainer
 
     @property
     def pipeline(self) -> Pipeline:
-        return self.starter.pipeline
+        return self.builder.pipeline
 
     @property
     def is_inside_stage(self) -> bool:
         """True while one of several stages runs, where the other ranks do not log."""
-        pipeline = self.starter.in_force
+        pipeline = self.builder.in_force
         return pipeline is not None and pipeline.layout.pipeline_size > 1 and pipeline.is_inside_step
 
     @property
     def layout(self) -> Layout | None:
         """Current layout; None before the first start."""
-        return None if self.starter.in_force is None else self.starter.in_force.layout
+        return None if self.builder.in_force is None else self.builder.in_force.layout
 
     @property
     def training(self) -> Training:
-        return self.trainings.training
+        return self.train_calls.training
 
     # ---- the whole model ----
 
     def whole_model(self, device: torch.device) -> AbstractContextManager[None]:
         """See `Pipeline.whole_model`."""
-        return nullcontext() if self.starter.in_force is None else self.starter.in_force.whole_model(device)
+        return nullcontext() if self.builder.in_force is None else self.builder.in_force.whole_model(device)
 
     @contextmanager
     def saving_model(self) -> Iterator[None]:
         """Wrap `save_model`: inside, `saving_weights` gets them from all stages. In training or split, collective."""
-        stage = None if self.starter.in_force is None else self.starter.in_force.stage
+        stage = None if self.builder.in_force is None else self.builder.in_force.stage
         topology, timeouts = self.context.topology, self.context.timeouts
         if stage is None or not (stage.is_training or stage.is_spread):
             with timeouts.reporting_faults(together=False):

@@ -98,13 +98,13 @@ class TrainingSetup:
         decisions = self._decisions(clock, cache, began_under)
         if self.replay is None and self.policy.freezes:
 
-            def foresee() -> None:
+            def predict() -> None:
                 announce(decisions.outlook(stage.layout, steps_per_epoch))
                 if self.resumption is None:
                     self._expect(cache, steps_per_epoch, max_steps)
 
             # `decide` makes an error of a user's policy end the run on every rank.
-            self.context.topology.decide(foresee)
+            self.context.topology.decide(predict)
         loss = partial(_loss, self.context.trainer, pipeline.shell)
         probe = LayerProbe(loss, pipeline.start_up.samples, self.context.topology, args.device)
         controller = LayoutController(self.context, decisions, stage, probe, self.replay)

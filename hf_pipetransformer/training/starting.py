@@ -59,11 +59,11 @@ class Need(Enum):
     """Need of a run for features that Trainer does not have."""
 
     NONE = "none"
-    WISH = "wish"
+    PREFERRED = "wish"
     """Trainer is an acceptable fallback. It lacks stored activations, the numbers of one process on several replicas
     and, for adapters that cannot be split, freezing.
     """
-    MUST = "must"
+    REQUIRED = "must"
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,15 @@ class RunOptions:
         """Return what the options and the model require; `model` is None if it is not built yet."""
         args = self.args
         if args.plan_only:
-            return Need.MUST
+            return Need.REQUIRED
         if _leaves_adapters_to_trainer(model) and not self._ask_for_parts:
-            return Need.WISH if self._freeze or args.activation_cache == "on" else Need.NONE
+            return Need.PREFERRED if self._freeze or args.activation_cache == "on" else Need.NONE
         is_divided = args.world_size > 1 and args.pipeline_size != 1
         if is_divided or self._freeze or self._ask_for_parts or args.activation_cache == "on":
-            return Need.MUST
+            return Need.REQUIRED
         if args.world_size > 1 and not has_adapters(model):
-            return Need.WISH
-        return Need.WISH if args.activation_cache == "auto" and _may_store(model) else Need.NONE
+            return Need.PREFERRED
+        return Need.PREFERRED if args.activation_cache == "auto" and _may_store(model) else Need.NONE
 
     def does_without(self, error: ValueError, model: Any) -> bool:
         """Return True if `error` may leave the run to Trainer: the user asked for nothing that needs a pipeline.
@@ -172,7 +172,7 @@ class ModelReport:
         return replace(self, start_up=replace(self.start_up, plans=plans))
 
 
-class Starter:
+class PipelineBuilder:
     """Moves a trainer's model onto stages, unless the run is left to Trainer.
 
     Lives as long as the trainer; each `train()` starts a new `Pipeline`, and so does an evaluation before any.
@@ -193,7 +193,7 @@ class Starter:
         """True while Trainer's own methods run instead of the overrides."""
         self.evaluates_alone = self.is_left_to_trainer
         """Value of `is_left_to_trainer` outside of `train()`."""
-        may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.MUST
+        may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.REQUIRED
         self._may_do_without = may_do_without and not options.args.plan_only
         self._overrode_loss_kwargs = False
         self._knows_loss = True
@@ -468,7 +468,7 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
             check_trained_model(model, options, values.get("optimizers", (None, None))[0])
         check_dataset(values.get("train_dataset"), "training")
     except ValueError as error:
-        if need is Need.MUST and not options.does_without(error, model):
+        if need is Need.REQUIRED and not options.does_without(error, model):
             raise
         say_left_to_trainer(error)
         args.leave_recomputing_to_trainer()

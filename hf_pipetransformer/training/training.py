@@ -22,7 +22,7 @@ from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state.description import saves_state
-from hf_pipetransformer.state.restore import FirstEpoch, restore
+from hf_pipetransformer.state.restore import ResumedEpoch, restore
 from hf_pipetransformer.state.resumption import Resumption
 from hf_pipetransformer.state.saving import Checkpoints
 from hf_pipetransformer.training.metrics import MetricAccumulator, Summary
@@ -51,7 +51,7 @@ class Training:
     metrics: MetricAccumulator
     make_steps: Callable[[], Steps]
     steps: Steps = field(init=False)
-    first_epoch: FirstEpoch | None = field(default=None, init=False)
+    resumed_epoch: ResumedEpoch | None = field(default=None, init=False)
     summary: Summary = field(default_factory=Summary, init=False)
     progress: Progress = field(init=False)
     tracer: Tracer = field(init=False)
@@ -83,7 +83,7 @@ class Training:
         if self.cache is not None:
             self.cache.follow()
         if resumption is not None:
-            self.first_epoch = FirstEpoch(self.checkpoints, resumption, restore(resumption, self.checkpoints))
+            self.resumed_epoch = ResumedEpoch(self.checkpoints, resumption, restore(resumption, self.checkpoints))
         if saves_state(trainer.args):
             # Fail now instead of at the first checkpoint.
             topology.together(self.checkpoints.check_savable)
@@ -92,7 +92,7 @@ class Training:
     def epoch(self, arguments: dict[str, Any]) -> Iterator[bool]:
         """Wrap Trainer's loop over one epoch, if True is yielded; `arguments` are that loop's."""
         self.checkpoints.epoch = arguments["epoch"]
-        with nullcontext(True) if self.first_epoch is None else self.first_epoch.running(arguments) as goes_on:
+        with nullcontext(True) if self.resumed_epoch is None else self.resumed_epoch.running(arguments) as goes_on:
             if not goes_on:
                 yield False
                 return
@@ -109,12 +109,12 @@ class Training:
             self.context.timeouts.rest()
             if self.cache is not None:
                 self.summary.add_reads(*self.cache.report())
-        self.first_epoch = None
+        self.resumed_epoch = None
 
     def set_random_numbers(self) -> None:
         """Restore the checkpoint's RNG states, once."""
-        if self.first_epoch is not None:
-            self.first_epoch.set_random_numbers()
+        if self.resumed_epoch is not None:
+            self.resumed_epoch.set_random_numbers()
 
     def begin_step(self, epoch_iterator: Any, num_batches: int) -> tuple[list[Any], torch.Tensor | None]:
         """Change the layout if it is due, then fetch the batches of an optimizer step and count their items."""
@@ -174,8 +174,8 @@ class Training:
 
     def end_step(self, logs: bool, saves_or_evaluates: bool) -> None:
         """Finish a step, and choose the timeout for what Trainer does next."""
-        if self.first_epoch is not None:
-            self.first_epoch.correct_epoch()
+        if self.resumed_epoch is not None:
+            self.resumed_epoch.correct_epoch()
         self.steps.end_step(is_counted=logs)
         if self.cache is not None and (saves_or_evaluates or self.loader is None or self.loader.is_at_end):
             self.cache.check_end()  # Trainer comes here twice at the end of an epoch.

@@ -14,7 +14,7 @@ from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.startup.model import cast_masters, master_names
 from hf_pipetransformer.state.weights import find_weights, has_weights, is_of_adapters, load_weights
-from hf_pipetransformer.training.starting import Starter
+from hf_pipetransformer.training.starting import PipelineBuilder
 
 
 class WeightLoading:
@@ -102,8 +102,8 @@ class WeightLoading:
 class Ending:
     """Gives the model back after each training of a trainer, as `pipeline_gather_at_end` says."""
 
-    def __init__(self, starter: Starter) -> None:
-        self.starter = starter
+    def __init__(self, builder: PipelineBuilder) -> None:
+        self.builder = builder
         self._users_optimizer: OptimizerState | None = None
         self._refusal: Any = None
         """Handle of the hook that refuses to run a model that is split."""
@@ -114,7 +114,7 @@ class Ending:
 
     def give_back(self) -> None:
         """Give the user the model after a training, once. Collective: call on every rank."""
-        stage = self.starter.pipeline.stage
+        stage = self.builder.pipeline.stage
         if not stage.is_training:
             return
         end_training(stage)
@@ -123,7 +123,7 @@ class Ending:
             make_whole(stage)
         else:
             self._refuse_calls(stage)
-            if self.starter.context.topology.rank == 0:
+            if self.builder.context.topology.rank == 0:
                 announce(
                     f"The model stays on its {stage.layout.shape_in_words}: {reason}. On every process save_model, "
                     "push_to_hub, evaluate and predict work as before; train() first puts the model together. Other "
@@ -138,9 +138,9 @@ class Ending:
         Raises:
             ValueError: on every rank, if it does not fit in the memory of a node.
         """
-        if not self.starter.is_started(None):
+        if not self.builder.is_started(None):
             return
-        stage = self.starter.pipeline.stage
+        stage = self.builder.pipeline.stage
         if stage.is_training or not stage.is_spread:
             return
         missing = {name: p for name, p in stage.store.named().items() if p.is_meta}
@@ -157,7 +157,7 @@ class Ending:
 
     def _why_split(self, stage: Stage) -> str | None:
         """Return why the model stays split; None to gather it. Collective: call on every rank."""
-        wanted = self.starter.context.args.pipeline_gather_at_end
+        wanted = self.builder.context.args.pipeline_gather_at_end
         if wanted != "auto":
             return None if wanted == "always" else "pipeline_gather_at_end='never'"
         room = least_room(num_bytes_of(stage.store.named()), stage.settings.topology)

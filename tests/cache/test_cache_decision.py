@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
-from hf_pipetransformer.planning.storing import CacheCosts, Computing, Pass, Stored, decide_cache, passes_ahead
+from hf_pipetransformer.planning.storing import (
+    CacheCosts,
+    ComputeTimes,
+    Pass,
+    StoreContents,
+    decide_cache,
+    passes_ahead,
+)
 
 
 # Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.
@@ -45,7 +52,7 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=
     ],
 )
 def test_costs_by_hand(frozen, level, share, epochs, fits, expected):
-    decision = decide_cache(COSTS, frozen, Stored(level, share, fits), epochs, "auto")
+    decision = decide_cache(COSTS, frozen, StoreContents(level, share, fits), epochs, "auto")
     assert decision.costs == pytest.approx(expected)
     cheapest = min(expected, key=expected.get)
     assert (decision.use, decision.write) == (cheapest != "compute", cheapest == "write")
@@ -55,20 +62,20 @@ def test_costs_by_hand(frozen, level, share, epochs, fits, expected):
 def test_writing_that_does_not_pay_leaves_rows_as_they_are():
     # 1.5 more epochs save 1.5 x 0.5 of one layer of 0.5; writing costs 3.
     costs = CacheCosts(prefix=(1.0, 8.0, 8.5), input=1.0, read=0.5, write=3.0)
-    decision = decide_cache(costs, 2, Stored(1, 1.0), 2.5, "auto")
+    decision = decide_cache(costs, 2, StoreContents(1, 1.0), 2.5, "auto")
     assert (decision.use, decision.write, decision.level) == (True, False, 1)
     assert decision.costs["write"] - decision.costs["keep"] == pytest.approx((1.0 + 3.0 + 1.5 * 0.5) - 2.5 * 1.0)
 
 
 def test_equal_choices_go_to_computing():
     costs = CacheCosts(prefix=(0.0, 0.0), input=1.0, read=1.0, write=0.0)
-    decision = decide_cache(costs, 1, Stored(1, 1.0), 2.0, "auto")
+    decision = decide_cache(costs, 1, StoreContents(1, 1.0), 2.0, "auto")
     assert decision.costs == {"compute": 2.0, "keep": 2.0, "write": 2.0}
     assert not decision.use
 
 
 def test_off_never_caches():
-    decision = decide_cache(COSTS, 2, Stored(1, 1.0), 10.0, "off")
+    decision = decide_cache(COSTS, 2, StoreContents(1, 1.0), 10.0, "off")
     assert (decision.use, decision.write, decision.level) == (False, False, 1)
     assert "off" in decision.reason
 
@@ -76,14 +83,14 @@ def test_off_never_caches():
 def test_on_caches_wherever_rows_are_read_again():
     slow = CacheCosts(prefix=COSTS.prefix, input=1.0, read=100.0, write=100.0)
     for level, share in ((0, 0.0), (1, 1.0)):
-        assert not decide_cache(slow, 2, Stored(level, share), 3.0, "auto").use
-        forced = decide_cache(slow, 2, Stored(level, share), 3.0, "on")
+        assert not decide_cache(slow, 2, StoreContents(level, share), 3.0, "auto").use
+        forced = decide_cache(slow, 2, StoreContents(level, share), 3.0, "on")
         assert (forced.use, forced.write, forced.level) == (True, True, 2)
-    last = decide_cache(slow, 2, Stored(1, 1.0), 1.0, "on")
+    last = decide_cache(slow, 2, StoreContents(1, 1.0), 1.0, "on")
     assert (last.use, last.write, last.level) == (True, False, 1)
     assert "with 1 epoch left" in last.reason
-    assert not decide_cache(slow, 2, Stored(0, 0.0), 1.0, "on").use
-    assert not decide_cache(slow, 0, Stored(0, 0.0), 3.0, "on").use
+    assert not decide_cache(slow, 2, StoreContents(0, 0.0), 1.0, "on").use
+    assert not decide_cache(slow, 0, StoreContents(0, 0.0), 3.0, "on").use
 
 
 @pytest.mark.parametrize(
@@ -100,7 +107,7 @@ def test_impossible_values_are_refused(changes, text):
     stored = {name: changes[name] for name in ("share", "fits_share") if name in changes}
     asked = {**values, **{name: value for name, value in changes.items() if name not in stored}}
     with pytest.raises(ValueError, match=text):
-        decide_cache(COSTS, stored=Stored(**stored), **asked)
+        decide_cache(COSTS, stored=StoreContents(**stored), **asked)
 
 
 # ---- laws ----
@@ -127,8 +134,8 @@ def stores(draw):
 
 @given(measured(), stores(), st.floats(1, 20), st.floats(0, 20), shares)
 def test_more_epochs_never_turn_writing_off(costs, store, epochs, more, fits):
-    assume(decide_cache(costs, store[0], Stored(*store[1:], fits), epochs, "auto").write)
-    later = decide_cache(costs, store[0], Stored(*store[1:], fits), epochs + more, "auto")
+    assume(decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs, "auto").write)
+    later = decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs + more, "auto")
     # With a margin, for where two choices are equal but for rounding.
     assert later.costs["write"] <= min(later.costs.values()) + 1e-6
 
@@ -137,12 +144,12 @@ def test_more_epochs_never_turn_writing_off(costs, store, epochs, more, fits):
 def test_a_read_that_is_slower_than_computing_turns_the_use_off(costs, store, epochs, fits):
     frozen = store[0]
     throttled = CacheCosts(costs.prefix, costs.input, costs.input + costs.prefix[frozen] + 0.1, costs.write)
-    assert not decide_cache(throttled, store[0], Stored(*store[1:], fits), epochs, "auto").use
+    assert not decide_cache(throttled, store[0], StoreContents(*store[1:], fits), epochs, "auto").use
 
 
 @given(measured(), stores(), st.floats(0, 20), shares)
 def test_the_cheapest_is_taken(costs, store, epochs, fits):
-    decision = decide_cache(costs, store[0], Stored(*store[1:], fits), epochs, "auto")
+    decision = decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs, "auto")
     taken = "write" if decision.write else "keep" if decision.use else "compute"
     assert decision.costs[taken] == min(decision.costs.values())
     assert epochs > 1 or not decision.write
@@ -171,7 +178,7 @@ def simulate(costs, choice, frozen, level, share, epochs, fits):
 
 @given(measured(), stores(), st.integers(1, 6), shares)
 def test_costs_are_those_of_a_simulation(costs, store, epochs, fits):
-    decision = decide_cache(costs, store[0], Stored(*store[1:], fits), float(epochs), "auto")
+    decision = decide_cache(costs, store[0], StoreContents(*store[1:], fits), float(epochs), "auto")
     assert "compute" in decision.costs
     for choice, cost in decision.costs.items():
         assert cost == pytest.approx(simulate(costs, choice, *store, epochs, fits), rel=1e-9, abs=1e-9)
@@ -205,17 +212,17 @@ def test_what_reading_costs_beside_a_device_is_what_a_pass_takes_longer(read, wr
 def test_a_record_is_written_while_the_frozen_layers_compute_too():
     """Computing takes 2 x 4. Storing takes 4 once, if the 5 of a record are hidden behind 4 and 1 of computation."""
     costs = CacheCosts((0.0, 4.0), 0.0, read=1.0, write=5.0, is_apart=True).beside(1.0)
-    decision = decide_cache(costs, 1, Stored(), 2.0, "auto")
+    decision = decide_cache(costs, 1, StoreContents(), 2.0, "auto")
     assert decision.costs == {"compute": 8.0, "write": 4.0} and decision.write
     # Each batch of the first pass occupies the device for 5 s, and writing the last one for as long.
-    assert [each.record_seconds for each in passes_ahead(costs, 1, Stored(), 20, 10)] == [0.0, 0.0]
+    assert [each.record_seconds for each in passes_ahead(costs, 1, StoreContents(), 20, 10)] == [0.0, 0.0]
 
 
 def test_stages_share_the_computation_but_one_of_them_reads():
     """On one device the frozen layer takes 2 s and a record 1; of four stages the layer takes half a second each."""
     costs = CacheCosts((0.0, 2.0), 0.0, read=1.0, write=0.0)
-    assert decide_cache(costs.beside(4.0), 1, Stored(), 10.0, "auto").use
-    decision = decide_cache(costs.beside(4.0, 4), 1, Stored(), 10.0, "auto")
+    assert decide_cache(costs.beside(4.0), 1, StoreContents(), 10.0, "auto").use
+    decision = decide_cache(costs.beside(4.0, 4), 1, StoreContents(), 10.0, "auto")
     assert decision.costs["compute"] == 10 * 0.5 and not decision.use
     apart = replace(costs, is_apart=True)
     assert apart.beside(4.0, 2).reading() == 0.0 and apart.beside(2.0, 4).reading() == 0.5
@@ -226,13 +233,13 @@ def test_what_is_measured_now_is_not_what_follows():
     speed, size = StorageSpeed(4.0, 0.0), StoreSize(1.0, 0.0, 2.0)
     planner = CachePlanner("on", 0.0, lambda: speed, size, 10, lambda *_, **__: None, is_apart=True)
     planner.follow(SimpleNamespace(store=SimpleNamespace(dropped=None), stored_share=lambda _: 1.0), [0])
-    _, passes = planner.foresee(Computing([0.0, 1.0, 2.0], 2.0), 2, 1, 0, 40, Computing([], 5.0))
+    _, passes = planner.predict(ComputeTimes([0.0, 1.0, 2.0], 2.0), 2, 1, 0, 40, ComputeTimes([], 5.0))
     assert passes[-1].record_seconds == 2.0
 
 
 def test_records_of_layers_that_unfreeze_are_not_read_again():
     costs = CacheCosts((0.0, 1.0, 2.0), 1.0, read=0.5, write=0.25)
-    assert passes_ahead(costs, 2, Stored(5, 1.0), 30, 10, now=0.5) == (
+    assert passes_ahead(costs, 2, StoreContents(5, 1.0), 30, 10, now=0.5) == (
         Pass(10, record_seconds=1.0 + 0.25 - 0.5),
         Pass(20, 2, 1.0, 0.0),
     )
@@ -242,7 +249,7 @@ def test_an_evaluation_takes_one_batch_after_the_other_whatever_a_step_accumulat
     """A record takes 4 s to read, its layers 2, the forward above 3: 1 s is left, or 3.5 of the eight of a step."""
     speed, size = StorageSpeed(4.0, 0.0), StoreSize(1.0, 0.0, 2.0)
     planner = CachePlanner("auto", 0.0, lambda: speed, size, 10, lambda *_, **__: None, is_apart=True, num_at_once=8)
-    assert not planner.decide(Computing([0.0, 2.0], 9.0), 1, 0, 0, 40).use
+    assert not planner.decide(ComputeTimes([0.0, 2.0], 9.0), 1, 0, 0, 40).use
     assert planner.pays_for_evaluation(1, passes_left=20, fits_share=1.0)
 
 
@@ -256,16 +263,16 @@ def test_records_that_are_read_while_a_device_computes_are_stored(is_apart, acti
 
     speed, size = StorageSpeed(4.0, 5.0), StoreSize(1.0, 0.0, 2.0)
     planner = CachePlanner("auto", 0.0, lambda: speed, size, 10, write, is_apart=is_apart)
-    decision = planner.decide(Computing([1.0, 2.0], active), 1, 0, 0, 40)
+    decision = planner.decide(ComputeTimes([1.0, 2.0], active), 1, 0, 0, 40)
     assert decision.use == bool(level) and decision.level == level
     assert (written[0]["read_s"], written[0]["write_s"]) == (4.0, 5.0), "as measured"
     # Of an evaluation the forward above takes 3 s or less, so that a record takes 1 s of its own or more.
     assert planner.pays_for_evaluation(1, passes_left=20, fits_share=1.0) == bool(level)
-    foreseen, passes = planner.foresee(Computing([1.0, 2.0], active), 1, 0, 0, 40)
+    foreseen, passes = planner.predict(ComputeTimes([1.0, 2.0], active), 1, 0, 0, 40)
     assert foreseen == level
     if level:
         assert [each.record_seconds for each in passes] == [0.0, 0.0]
-        assert planner.going_on(Computing([1.0, 2.0], active), 1, 0, 40) == passes
+        assert planner.going_on(ComputeTimes([1.0, 2.0], active), 1, 0, 40) == passes
 
 
 def told(caplog: pytest.LogCaptureFixture, size: StoreSize, mode: str = "on") -> list[tuple[str, str]]:
@@ -273,7 +280,7 @@ def told(caplog: pytest.LogCaptureFixture, size: StoreSize, mode: str = "on") ->
     planner = CachePlanner(mode, 0.0, lambda: StorageSpeed(0.01, 0.02), size, 10, lambda *_, **__: None)
     with caplog.at_level("INFO", "hf_pipetransformer"):
         for step in (10, 20):
-            planner.decide(Computing([1.0, 2.0]), 1, 0, step, 100)
+            planner.decide(ComputeTimes([1.0, 2.0]), 1, 0, step, 100)
     return [(record.levelname, record.getMessage()) for record in caplog.records if "every sample" in record.msg]
 
 

@@ -17,7 +17,7 @@ from hf_pipetransformer.cache import records
 from hf_pipetransformer.cache.files import PrivateFolder, StoreDamagedError, StoreFile
 from hf_pipetransformer.cache.folder import StoreFolder, check_base
 from hf_pipetransformer.cache.opening import CacheInputs
-from hf_pipetransformer.cache.parts import Parts
+from hf_pipetransformer.cache.parts import BatchAssembler
 from hf_pipetransformer.cache.records import HEADER_FILE, RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.data.loader import PipelineLoader
@@ -179,6 +179,6 @@ def test_activations_that_are_not_one_a_token() -> None:
 def test_a_batch_that_is_padded_by_another_rule() -> None:
     source = SimpleNamespace(is_text=True, main_input="input_ids", padded_length=lambda longest: longest)
     parts = SimpleNamespace(source=source, found=[(None, {"input_ids": torch.zeros(1, 9)}, None)], _longest=[8])
-    assert Parts.padded_length(cast(Parts, parts), [], is_checked=False) == 9
+    assert BatchAssembler.padded_length(cast(BatchAssembler, parts), [], is_checked=False) == 9
     with pytest.raises(StoreDamagedError, match="a batch was padded to 9 tokens, after the first samples 8 were"):
-        Parts.padded_length(cast(Parts, parts), [], is_checked=True)
+        BatchAssembler.padded_length(cast(BatchAssembler, parts), [], is_checked=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer.comm import topology
-from hf_pipetransformer.comm.topology import Topology, ranks_in_a_row, relay, why_no_spanning
+from hf_pipetransformer.comm.topology import Topology, broadcast_route, ranks_in_a_row, why_no_spanning
 from hf_pipetransformer.schedules.placement import pipeline_sizes
 
 
@@ -91,7 +91,7 @@ def test_launch_groups_on_one_machine_are_nodes_for_a_pipeline() -> None:
 @pytest.mark.parametrize(("most", "node_size"), [(4, 2), (8, 4), (8, 2), (4, 1), (4, 8), (6, 3), (1, 1)])
 def test_what_the_first_rank_reads_travels_once_to_each_node(most: int, node_size: int) -> None:
     for size in pipeline_sizes(most, node_size):
-        way = {position: relay(position, size, node_size) for position in range(size)}
+        way = {position: broadcast_route(position, size, node_size) for position in range(size)}
         assert way[0][0] is None
         messages = [(position, peer) for position, (_, peers) in way.items() for peer in peers]
         # Everybody gets it once, from the rank that it waits for.

@@ -16,7 +16,7 @@ from hf_pipetransformer.freeze.policy import MEASUREMENTS, DecisionClock, Freeze
 from hf_pipetransformer.planning.costs import Overheads, predict_step
 from hf_pipetransformer.planning.forecast import seconds_left
 from hf_pipetransformer.planning.planner import PlanInputs
-from hf_pipetransformer.planning.storing import CacheCosts, Pass, Stored, passes_ahead
+from hf_pipetransformer.planning.storing import CacheCosts, Pass, StoreContents, passes_ahead
 from hf_pipetransformer.schedules.layout import Layout
 from tests.models import build_model, collate, make_dataset
 from tests.planning.test_planning import costs_of, layout_of, rules_for
@@ -54,7 +54,7 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0), input=1.0, read=0.5, write=3.0)
 def test_the_passes_of_a_run_by_hand(
     level: int, stored: int, share: float, fits: float, steps: int, expected: list[Pass]
 ) -> None:
-    assert list(passes_ahead(COSTS, level, Stored(stored, share, fits), steps, 10)) == expected
+    assert list(passes_ahead(COSTS, level, StoreContents(stored, share, fits), steps, 10)) == expected
 
 
 def test_the_rest_of_a_run_by_hand() -> None:

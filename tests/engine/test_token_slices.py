@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, Place
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, TokenSpan
 from hf_pipetransformer.engine.token_program import TokenSliceProgram
 from hf_pipetransformer.engine.wrappers import RecomputingProgram
 from hf_pipetransformer.planning.slice_costs import pipeline_seconds, plan_slices
@@ -102,7 +102,9 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-def slices_of(inputs: dict[str, torch.Tensor], num_batch_slices: int, cuts: list[int]) -> Iterator[tuple[dict, Place]]:
+def slices_of(
+    inputs: dict[str, torch.Tensor], num_batch_slices: int, cuts: list[int]
+) -> Iterator[tuple[dict, TokenSpan]]:
     following = functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
     for number in range(num_batch_slices):
         rows = slice(BATCH * number // num_batch_slices, BATCH * (number + 1) // num_batch_slices)
@@ -113,7 +115,7 @@ def slices_of(inputs: dict[str, torch.Tensor], num_batch_slices: int, cuts: list
                 "labels": inputs["labels"][rows, start:stop],
                 "shift_labels": following[rows, start:stop].contiguous(),
             }
-            yield part, Place(number, start, stop, LENGTH)
+            yield part, TokenSpan(number, start, stop, LENGTH)
 
 
 def run_sliced(
@@ -243,7 +245,7 @@ def peak_of(num_layers: int, cuts: list[int], recompute: str) -> int:
             1 / (len(cuts) - 1),
             (),
             lambda given: model(**given).loss,
-            place=Place(0, start, stop, cuts[-1]),
+            place=TokenSpan(0, start, stop, cuts[-1]),
         )
         for index, (start, stop) in enumerate(pairwise(cuts))
     ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from hf_pipetransformer.engine.token_program import Kept
+from hf_pipetransformer.engine.token_program import KVBuffer
 from hf_pipetransformer.runtime.generation import check_generation, join_tokens, settings_of
 from tests.decoders import make_decoder
 from tests.models import build_model
@@ -68,7 +68,7 @@ def test_tokens_of_replicas_are_padded_as_in_one_process(padding: Any, ends: Any
 def test_keys_of_a_sequence_without_end_are_kept() -> None:
     """Whatever the parts in which they come, and past any length."""
     torch.manual_seed(0)
-    keys, kept, start = torch.rand(2, 3, 400, 4), Kept(0), 0
+    keys, kept, start = torch.rand(2, 3, 400, 4), KVBuffer(0), 0
     for size in (7, 1, 1, 60, 1, 200, 1, 129):
         all_of_them = kept.extend(keys[..., start : start + size, :], start)
         start += size

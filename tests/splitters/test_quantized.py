@@ -22,7 +22,7 @@ from hf_pipetransformer.splitters.quantized import (
     put_in_evaluation_mode,
     why_not_moved,
 )
-from hf_pipetransformer.training.starting import Starter
+from hf_pipetransformer.training.starting import PipelineBuilder
 from tests.adapted import adapted, base_of, data_of
 from tests.cache.test_cache_run import Known, cache_events
 from tests.splitters.test_adapters import arguments
@@ -90,11 +90,11 @@ def test_a_processor_that_packs_for_inference_is_told_of(caplog: pytest.LogCaptu
         if "support_avx512bf16_for_cpu" in vars(module):
             vars(module)["support_avx512bf16_for_cpu"] = True
     topology = SimpleNamespace(rank=0)
-    starter: Any = SimpleNamespace(
+    builder: Any = SimpleNamespace(
         context=SimpleNamespace(trainer=SimpleNamespace(model=model), topology=topology, args=None)
     )
     with pytest.raises(AttributeError):  # It goes on with the inspection, for which this is too little.
-        Starter.inspect(starter, None, is_training=True)
+        PipelineBuilder.inspect(builder, None, is_training=True)
     assert "packs weights of 4 bits anew in the first evaluation" in caplog.text
     assert not prepare_quantized(model)
 

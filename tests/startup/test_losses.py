@@ -371,7 +371,7 @@ def decide(probe: Probe, folder: Path) -> FoundRule | None:
     )
     accepts = trainer.model_accepts_loss_kwargs
     try:
-        found = trainer.pipeline_run.starter.inspect(request_of(trainer.get_train_dataloader()), is_training=True)
+        found = trainer.pipeline_run.builder.inspect(request_of(trainer.get_train_dataloader()), is_training=True)
     except LossDoesNotDecomposeError:
         return None
     ignores = accepts and not trainer.model_accepts_loss_kwargs

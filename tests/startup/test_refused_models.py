@@ -29,8 +29,8 @@ from hf_pipetransformer.training.callbacks import SpreadModel
 from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.loaders import check_undivided
 from hf_pipetransformer.training.metrics import _sendable
-from hf_pipetransformer.training.run import Trainings
-from hf_pipetransformer.training.starting import Starter, check_trained_model
+from hf_pipetransformer.training.run import TrainCalls
+from hf_pipetransformer.training.starting import PipelineBuilder, check_trained_model
 from tests.models import build_model
 
 
@@ -139,9 +139,9 @@ def test_a_model_that_is_in_parts() -> None:
 
 def test_parts_that_no_call_has_begun() -> None:
     with pytest.raises(RuntimeError, match="The pipeline has not started"):
-        _ = Starter.pipeline.fget(SimpleNamespace(in_force=None))  # type: ignore[attr-defined]
+        _ = PipelineBuilder.pipeline.fget(SimpleNamespace(in_force=None))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="There is no training"):
-        _ = Trainings.training.fget(SimpleNamespace(present=None))  # type: ignore[attr-defined]
+        _ = TrainCalls.training.fget(SimpleNamespace(present=None))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="There is no evaluation"):
         _ = Evaluations.present.fget(SimpleNamespace(_present=None))  # type: ignore[attr-defined]
 
@@ -172,10 +172,10 @@ def test_a_loader_without_a_batch() -> None:
 
 def test_a_loader_of_no_data_set() -> None:
     trainer, topology = SimpleNamespace(model=nn.Linear(1, 1)), SimpleNamespace(rank=0)
-    starter = SimpleNamespace(context=SimpleNamespace(trainer=trainer, topology=topology, args=None))
+    builder = SimpleNamespace(context=SimpleNamespace(trainer=trainer, topology=topology, args=None))
     request = Request(None, "Training", 4)
     with pytest.raises(ValueError, match="Training needs a data set: pass train_dataset"):
-        Starter.inspect(cast(Any, starter), request, is_training=True)
+        PipelineBuilder.inspect(cast(Any, builder), request, is_training=True)
 
 
 def test_an_optimizer_that_moves_parameters() -> None:

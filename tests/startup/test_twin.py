@@ -21,7 +21,7 @@ from hf_pipetransformer.startup import costs
 from hf_pipetransformer.startup.check import depends_on_padding, probe_model
 from hf_pipetransformer.startup.costs import profile_blocks, trained_as_given
 from hf_pipetransformer.startup.model import MOST_GRADIENTS, ProbeTarget, in_full_precision, undisturbed
-from hf_pipetransformer.startup.twin import WHOLE, Twin, as_twin, moved
+from hf_pipetransformer.startup.twin import WHOLE, ProbeSubmodel, as_twin, moved
 from tests.models import MODELS, build_model, collate, enlarge_weights, make_rows
 
 
@@ -43,7 +43,7 @@ def deep(name: str, num_layers: int = NUM_LAYERS) -> PreTrainedModel:
     return model.eval()
 
 
-def target_of(model: PreTrainedModel, name: str, twin: Twin) -> ProbeTarget:
+def target_of(model: PreTrainedModel, name: str, twin: ProbeSubmodel) -> ProbeTarget:
     batch = collate(make_rows(name, 4))
     return ProbeTarget(model, find_splitter(model), batch, lambda given, _: model(**given).loss, batch_size, twin)
 

@@ -165,7 +165,7 @@ def test_an_empty_data_set_is_named(tmp_path: Path) -> None:
     )
     trainer = PipeTransformerTrainer(whole_losses.Heads(BertConfig(num_hidden_layers=2)), args, train_dataset=[])
     with pytest.raises(ValueError, match="training data set has no samples"):
-        trainer.pipeline_run.starter.inspect(Request([], "Training", 2, None, True), is_training=True)
+        trainer.pipeline_run.builder.inspect(Request([], "Training", 2, None, True), is_training=True)
 
 
 def test_predictions_of_replicas_need_one_row_a_sample() -> None:
@@ -185,5 +185,5 @@ def test_what_passes_that_overlap_do_not_check_is_said(tmp_path: Path, caplog: p
     model = whole_losses.Heads(BertConfig(num_hidden_layers=2))
     trainer = whole_losses.PipedOwn(model, args, train_dataset=whole_losses.rows(8))
     caplog.set_level(logging.WARNING)
-    assert trainer.pipeline_run.starter._scope_of_loss().value == "parts"
+    assert trainer.pipeline_run.builder._scope_of_loss().value == "parts"
     assert "is tried on a few samples only, and not checked" in caplog.text
