@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (_add_config, _add_selftest, _add_plan, _add_report, _add_export_checkpoint, _add_cache):
         add(commands)
-    options, others = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    options, others = parser.parse_known_args([_with_underscores(word) for word in words])
     if options.command == "plan":
         options.of_run = others
     elif others:
@@ -35,6 +37,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.run(options)
     except (OSError, ValueError) as error:
         raise SystemExit(_in_a_sentence(error)) from None
+
+
+def _with_underscores(word: str) -> str:
+    """Read `--device-memory` as `--device_memory`, as the parser of Trainer's arguments does."""
+    if not word.startswith("--"):
+        return word
+    name, sign, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{sign}{value}"
 
 
 def _in_a_sentence(error: OSError | ValueError) -> str:

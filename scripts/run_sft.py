@@ -10,28 +10,19 @@ Needs `pip install trl`. Data sets have the columns that SFTTrainer takes: `text
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import script_utils
 from script_utils import DataArguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
-
-
-@dataclass
-class SFTArguments(SFTConfig, PipeTransformerArguments):
-    """Options of SFTTrainer, with its defaults, and of the pipeline."""
-
-
-class SFTPipelineTrainer(PipeTransformerMixin, SFTTrainer):
-    """SFTTrainer in a pipeline."""
+from hf_pipetransformer.trl import SFTPipelineConfig, SFTPipelineTrainer
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the phases that were asked for."""
-    model_args, data_args, args = script_utils.parse_arguments(ModelConfig, DataArguments, SFTArguments, argv=argv)
+    model_args, data_args, args = script_utils.parse_arguments(
+        ModelConfig, DataArguments, SFTPipelineConfig, argv=argv
+    )
     with args.main_process_first(desc="loading data"):
         data = script_utils.select_samples(script_utils.load_data(data_args), data_args, args)
     options = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}

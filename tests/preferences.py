@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +9,21 @@ import torch
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
+from hf_pipetransformer.trl import (
+    DPOPipelineConfig,
+    DPOPipelineTrainer,
+    RewardPipelineConfig,
+    RewardPipelineTrainer,
+)
 from tests.decoders import VOCABULARY, make_decoder
 from tests.sft import SPECIAL, WORDS, make_tokenizer
 
 
-@dataclass
-class RewardArguments(RewardConfig, PipeTransformerArguments):
-    """Options of both."""
-
-
-class RewardPipelineTrainer(PipeTransformerMixin, RewardTrainer):
-    """A pipeline for TRL's trainer of reward models."""
-
-
-@dataclass
-class DPOArguments(DPOConfig, PipeTransformerArguments):
-    """Options of both."""
-
-
-class DPOPipelineTrainer(PipeTransformerMixin, DPOTrainer):
-    """A pipeline for TRL's trainer of preferences."""
-
-
 CONFIGS: dict[type, Any] = {
     RewardTrainer: RewardConfig,
-    RewardPipelineTrainer: RewardArguments,
+    RewardPipelineTrainer: RewardPipelineConfig,
     DPOTrainer: DPOConfig,
-    DPOPipelineTrainer: DPOArguments,
+    DPOPipelineTrainer: DPOPipelineConfig,
 }
 OURS = {RewardTrainer: RewardPipelineTrainer, DPOTrainer: DPOPipelineTrainer}
 

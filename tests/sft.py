@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
+from hf_pipetransformer import PipeTransformerMixin
+from hf_pipetransformer.trl import SFTPipelineConfig
 from tests.decoders import VOCABULARY, make_decoder
 
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 WORDS = [*SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(SPECIAL)))]
-
-
-@dataclass
-class SFTArguments(SFTConfig, PipeTransformerArguments):
-    """Options of both."""
-
-
-class SFTPipelineTrainer(PipeTransformerMixin, SFTTrainer):
-    """A pipeline for TRL's trainer."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -54,7 +45,7 @@ def make_sft_trainer(kind: type[SFTTrainer], folder: Path, model: Any = "gpt2", 
     torch.manual_seed(0)
     return kind(
         make_decoder(model) if isinstance(model, str) else model,
-        (SFTArguments if issubclass(kind, PipeTransformerMixin) else SFTConfig)(**common | options),
+        (SFTPipelineConfig if issubclass(kind, PipeTransformerMixin) else SFTConfig)(**common | options),
         train_dataset=make_texts(64), eval_dataset=make_texts(13, seed=1), processing_class=make_tokenizer(), **given,
     )  # fmt: skip
 

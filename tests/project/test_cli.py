@@ -166,7 +166,7 @@ def test_a_plan_says_before_any_weight_is_loaded_whether_a_model_fits(
 
 def test_a_plan_counts_master_weights_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", config_of(tmp_path, **LLAMA_70B | {"num_hidden_layers": 4}), "--processes", "2", "--json"]
-    plan += ["--device_memory", "640", "--sequence_length", "64", "--bf16", "true"]
+    plan += ["--device-memory=640", "--sequence-length", "64", "--bf16", "true"]
     main([*plan, "--dtype", "float32"])
     expected = capsys.readouterr().out
     main([*plan, "--pipeline_master_dtype", "float32"])

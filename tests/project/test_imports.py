@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parents[2] / PACKAGE
 
 # From top to bottom: a room knows the rooms below it.
 FLOORS = [
-    {"__main__"},
+    {"__main__", "trl"},
     {"cli"},
     {"trainer", "selftest"},
     {"training"},
@@ -226,7 +226,7 @@ def test_planted_impurities_are_found(source, expected):
 
 
 LONGEST_CHAIN = 18
-MOST_FILES = 180
+MOST_FILES = 181
 
 
 def test_import_chains_stay_short() -> None:

@@ -10,8 +10,9 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.training.metrics import averages
+from hf_pipetransformer.trl import SFTPipelineConfig, SFTPipelineTrainer
 from tests.decoders import make_decoder
-from tests.sft import SFTArguments, SFTPipelineTrainer, logged, make_sft_trainer, make_texts, make_tokenizer
+from tests.sft import logged, make_sft_trainer, make_texts, make_tokenizer
 
 
 PIPELINE: dict[str, Any] = {"freeze_policy": "none", "pipeline_parallel_num_microbatches": "4"}
@@ -104,7 +105,7 @@ def test_a_training_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_options_of_both_have_the_defaults_of_sft() -> None:
-    ours, plain = SFTArguments("x", use_cpu=True), SFTConfig("x", use_cpu=True)
+    ours, plain = SFTPipelineConfig("x", use_cpu=True), SFTConfig("x", use_cpu=True)
     for name in ("learning_rate", "logging_steps", "bf16", "activation_checkpointing", "max_length"):
         assert getattr(ours, name) == getattr(plain, name), name
 
