@@ -311,7 +311,7 @@ class LayoutController:
         state = self.context.trainer.state
         left = duration(measured * (state.max_steps - state.global_step))
         found = (
-            f"Measured {measured * 1e3:.0f} ms a step under {layout}, predicted {predicted * 1e3:.0f} ms: {left} of "
+            f"Measured {duration(measured)} a step under {layout}, predicted {duration(predicted)}: {left} of "
             "steps are left if nothing changes."
         )
         if measured <= MOST_DRIFT * predicted:

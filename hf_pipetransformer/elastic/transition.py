@@ -26,7 +26,7 @@ from hf_pipetransformer.elastic.migration import (
 )
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.report import announce
+from hf_pipetransformer.report import announce, duration
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.ownership import frozen_names
 from hf_pipetransformer.runtime.pipeline import Pipeline
@@ -135,7 +135,7 @@ class Transitions:
         gain = ""
         if measured and predicted:
             gain = (
-                f" The latest steps took {measured * 1e3:.0f} ms each, {predicted * 1e3:.0f} ms are predicted from "
+                f" The latest steps took {duration(measured)} each, {duration(predicted)} are predicted from "
                 f"here on ({measured / predicted:.2f}x)."
             )
         frozen = f"{new.num_frozen_layers} of {new.num_layers} layers frozen (before: {old.num_frozen_layers})"

@@ -69,9 +69,9 @@ _BLOCKS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in the largest block that gives 2 or more, such as "272 days" or "3.5 minutes"."""
+    """Format seconds in the largest block that gives 2 or more, such as "272 days" or "3.5 minutes"; or "14 ms"."""
     for block, size in _BLOCKS:
         if seconds >= 2 * size:
             amount = seconds / size
             return f"{amount:,.0f} {block}" if amount >= 10 else f"{amount:.1f} {block}"
-    return f"{seconds:.3g} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

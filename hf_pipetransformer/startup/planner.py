@@ -39,6 +39,7 @@ from hf_pipetransformer.planning.planner import (
 )
 from hf_pipetransformer.planning.simulator import simulate_equal
 from hf_pipetransformer.planning.token_plans import WORTH, SlicePlanner, cut_layout
+from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import slice_bounds
@@ -311,7 +312,7 @@ class RunPlanner:
         reference = ", with the pass of the reference" if costs.overheads.has_reference else ""
         return {
             "expectation": f"{freezing} Activation cache: {cache}. A step is expected "
-            f"to take {prediction.seconds * 1e3:.0f} ms{reference}.{pace}",
+            f"to take {duration(prediction.seconds)}{reference}.{pace}",
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.rank_seconds),
             "measured_samples": costs.num_samples,
@@ -329,9 +330,7 @@ class RunPlanner:
             return ""
         more = self.costs.blocks, self.costs.overheads, samples_per_device, self.args.gradient_accumulation_steps
         seconds = predict_step(alone, *more).seconds
-        return (
-            f" The model fits on one device: a step of K=1 x R={alone.num_replicas} would take {seconds * 1e3:.0f} ms."
-        )
+        return f" The model fits on one device: a step of K=1 x R={alone.num_replicas} would take {duration(seconds)}."
 
     def _claim(self, layout: Layout, trainer_adds_up: bool) -> str:
         """Return the end of a sentence: what gives the same results, if anything does."""

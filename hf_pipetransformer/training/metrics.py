@@ -19,6 +19,7 @@ from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import pack
 from hf_pipetransformer.data.batches import rows_per_sample, with_rows
 from hf_pipetransformer.engine.wrappers import runs_again
+from hf_pipetransformer.report import duration
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.schedules.layout import Layout, counted
 
@@ -302,9 +303,9 @@ class Summary:
         for stretch in self.stretches:
             layout = stretch.layout
             stored = f", {layout.cache_level} of them cached" if layout.cache_level else ""
-            predicted = "" if stretch.predicted is None else f" (predicted: {stretch.predicted * 1e3:.0f})"
+            predicted = "" if stretch.predicted is None else f" (predicted: {duration(stretch.predicted)})"
             lines.append(
-                f"  {counted(len(stretch.seconds), 'step')} of {stretch.median * 1e3:.0f} ms{predicted} with "
+                f"  {counted(len(stretch.seconds), 'step')} of {duration(stretch.median)}{predicted} with "
                 f"{layout.num_frozen_layers} of {layout.num_layers} layers frozen{stored}, "
                 f"{layout.shape_in_words}"
             )
@@ -315,7 +316,7 @@ class Summary:
         if saved is not None:
             first, word = self.stretches[0], "less" if saved >= 0 else "more"
             lines.append(
-                f"  {abs(saved):.1f} s {word} than {counted(self.num_steps, 'step')} of {first.median * 1e3:.0f} ms, "
+                f"  {abs(saved):.1f} s {word} than {counted(self.num_steps, 'step')} of {duration(first.median)}, "
                 "as before the first change."
             )
         return "\n".join(lines)

@@ -663,7 +663,7 @@ def test_the_list_says_who_has_used_a_kept_store_last(tmp_path: Path, capsys: py
         main(["cache", "list", "--activation_cache_dir", str(tmp_path)])
         return capsys.readouterr().out
 
-    assert re.search(r"used [\d.]+ s ago: the encoder of a�name, 4 samples of a range, 75% of its reads", listed())
+    assert re.search(r"used [\d.]+ m?s ago: the encoder of a�name, 4 samples of a range, 75% of its reads", listed())
     for note in (b"", b"[]", b"{" * 10**5, b'{"model": 1}', b'{"model": 1, "data": 2, "hits": "x", "misses": null}'):
         (folder.path / "keep").write_bytes(note)
         assert listed().rstrip().endswith("0 of 4 samples stored")

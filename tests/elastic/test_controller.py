@@ -381,7 +381,5 @@ def test_after_some_steps_the_measured_time_and_what_is_left_are_told(
         for step in range(3):
             watcher.change_before(step, stage)
     (said,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Measured")]
-    assert (
-        f"predicted {predicted * 1e3:.0f} ms: {duration(600 * seconds)} of steps are left if nothing changes." in said
-    )
+    assert f"predicted {duration(predicted)}: {duration(600 * seconds)} of steps are left if nothing changes." in said
     assert ("Likely cause: " in said) == drifts == (seconds > 1.5 * predicted)

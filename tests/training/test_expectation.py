@@ -131,7 +131,15 @@ def test_the_words_of_an_expectation() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0.5, "0.5 s"), (119, "119 s"), (120, "2.0 minutes"), (9000, "2.5 hours"), (2.35e7, "272 days")],
+    [
+        (0.0142, "14.2 ms"),
+        (0.5, "500 ms"),
+        (30.44, "30.4 s"),
+        (119, "119 s"),
+        (120, "2.0 minutes"),
+        (9000, "2.5 hours"),
+        (2.35e7, "272 days"),
+    ],
 )
 def test_long_times_are_told_in_their_block(seconds: float, words: str) -> None:
     assert duration(seconds) == words

@@ -33,7 +33,7 @@ def test_steps_are_counted_by_layout_and_what_freezing_saved_is_told() -> None:
     assert summary.in_words().splitlines() == [
         "5 steps in 1.6 s:",
         "  3 steps of 500 ms with 0 of 4 layers frozen, 2 stages x 1 replica",
-        "  2 steps of 250 ms (predicted: 200) with 2 of 4 layers frozen, 2 of them cached, 1 stage x 2 replicas",
+        "  2 steps of 250 ms (predicted: 200 ms) with 2 of 4 layers frozen, 2 of them cached, 1 stage x 2 replicas",
         "  Cache: 30 of 40 reads were hits (75%).",
         "  0.6 s less than 5 steps of 500 ms, as before the first change.",
     ]
