@@ -84,15 +84,20 @@ def cases_on(request: pytest.FixtureRequest) -> Callable[[int], dict[str, Case]]
 
 
 @pytest.fixture(scope="module")
-def moves(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """The act of runs that go on with other numbers of processes, if a selected test looks at them."""
+def acts(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
+    """Gives those of some acts of the worker that a selected test looks at: it asks for a fixture of that name."""
     asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    return ("elsewhere",) if "elsewhere" in asked else ()
+    return lambda *names: [name for name in names if name in asked]
 
 
 @pytest.fixture(scope="module")
 def elsewhere() -> None:
-    """Asked for by tests of runs that go on with other numbers of processes, see `moves`."""
+    """Asked for by tests of runs that go on with other numbers of processes."""
+
+
+@pytest.fixture(scope="module")
+def refuse() -> None:
+    """Asked for by tests of checkpoints that two processes must refuse, or pass over."""
 
 
 @pytest.fixture(scope="module")
@@ -101,18 +106,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_one(folder: Path, cases_on: Callable[[int], dict[str, Case]], moves: tuple[str, ...]) -> Outcomes:
+def on_one(folder: Path, cases_on: Callable[[int], dict[str, Case]], acts: Callable[..., list[str]]) -> Outcomes:
     """How the cases on one process ended; beside them lie checkpoints that two processes must refuse."""
-    _run(folder, cases_on(1), 1, "strangers", *moves)
+    _run(folder, cases_on(1), 1, "strangers", *acts("elsewhere"))
     return _read(folder, cases_on(1), 1)
 
 
 @pytest.fixture(scope="module")
 def dying(
-    folder: Path, on_one: Outcomes, cases_on: Callable[[int], dict[str, Case]], moves: tuple[str, ...]
+    folder: Path, on_one: Outcomes, cases_on: Callable[[int], dict[str, Case]], acts: Callable[..., list[str]]
 ) -> LaunchResult:
     """Two processes run their cases and what must be refused; at last they are killed in the middle of a run."""
-    return _run(folder, cases_on(2), 2, "refuse", *moves, "die", check=False)
+    return _run(folder, cases_on(2), 2, *acts("refuse", "elsewhere"), "die", check=False)
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +126,11 @@ def outcomes(
     on_one: Outcomes,
     dying: LaunchResult,
     cases_on: Callable[[int], dict[str, Case]],
-    moves: tuple[str, ...],
+    acts: Callable[..., list[str]],
 ) -> Outcomes:
     """How every case ended on every rank."""
-    if moves or cases_on(4):
-        _run(folder, cases_on(4), 4, *moves)
+    if acts("elsewhere") or cases_on(4):
+        _run(folder, cases_on(4), 4, *acts("elsewhere"))
     return on_one | _read(folder, cases_on(2), 2) | _read(folder, cases_on(4), 4)
 
 
@@ -287,6 +292,7 @@ SAID = {
 }
 
 
+@pytest.mark.usefixtures("refuse")
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_every_other_resume_is_refused_on_every_rank_before_the_first_step(
     folder: Path, dying: LaunchResult, name: str
@@ -301,6 +307,7 @@ def test_every_other_resume_is_refused_on_every_rank_before_the_first_step(
     assert texts[0] == texts[1]
 
 
+@pytest.mark.usefixtures("refuse")
 def test_true_means_the_newest_sound_checkpoint(folder: Path, dying: LaunchResult):
     first, second, third = json.loads((folder / "skipped.rank0.json").read_text())
     runs = [event for event in third["events"] if event["event"] == "run"]
@@ -331,6 +338,7 @@ def damages(path: Path, num_flips: int) -> Iterator[tuple[str, bytes | None]]:
         yield f"bit {bit} flipped", bytes(flipped)
 
 
+@pytest.mark.usefixtures("refuse")
 def test_a_newest_checkpoint_with_any_damaged_file_is_passed_over(folder: Path, dying: LaunchResult, tmp_path: Path):
     for step in (2, 4):
         shutil.copytree(folder / "saved" / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
@@ -471,6 +479,7 @@ def test_what_is_exported_from_two_stages_is_what_plain_trainer_saves(
             assert torch.allclose(mine["optimizer"]["state"][position][key], state[key], rtol=1e-3, atol=1e-8)
 
 
+@pytest.mark.usefixtures("refuse")
 def test_nothing_is_exported_from_a_damaged_checkpoint_or_into_a_full_folder(
     folder: Path, dying: LaunchResult, tmp_path: Path
 ):
