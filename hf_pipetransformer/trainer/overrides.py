@@ -84,7 +84,9 @@ class TrainingOverrides(_Trainer):
         """
         train_calls = self.pipeline_run.train_calls
         if self.args.plan_only:
-            train_calls.print_plan(dataloader, super().set_initial_training_values(args, dataloader))
+            values = super().set_initial_training_values(args, dataloader)
+            train_calls.print_plan(dataloader, values)
+            return values
         dataloader = train_calls.begin(dataloader)
         values = super().set_initial_training_values(args, dataloader)
         return train_calls.counts(values, dataloader)

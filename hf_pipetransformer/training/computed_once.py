@@ -34,6 +34,7 @@ from hf_pipetransformer.report import announce, in_bytes
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
 from hf_pipetransformer.training.part_stores import PartStores, Price
+from hf_pipetransformer.training.plan_only import end_plan
 from hf_pipetransformer.training.traces import leaving_no_trace
 
 
@@ -68,11 +69,14 @@ class ComputedOnce:
         """Find the parts before the first batch, and check them before later ones. Collective in the first batch.
 
         Raises:
+            PlanPrinted: with `plan_only`, after the parts were found.
             ValueError: a part was changed unseen, and batches since the last check may have read records of before.
         """
         if not self._is_tried:
             self._is_tried = True
             self._begin(inputs)
+            if self.args.plan_only:
+                end_plan(self.context)
         elif self._serving:
             self._check()
 
@@ -267,7 +271,9 @@ class ComputedOnce:
             self._say_computed(part, answer)
             return
         price = Price(**answer)
-        if not price.is_used:
+        if self.args.plan_only:
+            self._say_price(part, price)
+        if not price.is_used or self.args.plan_only:
             return
         store = self._stores.open(part, content, price, around)
         if isinstance(store, str):
@@ -290,6 +296,14 @@ class ComputedOnce:
         )
         if num_found := len(served.store):
             self._say(f"{part.name}: {num_found} outputs of an earlier run are used where inputs are the same.")
+
+    def _say_price(self, part: FrozenPart, price: Price) -> None:
+        what = "would be stored" if price.is_used else "would be computed as in Trainer in every epoch"
+        self._say(
+            f"{part.name} is frozen. Its outputs ({in_bytes(price.record_bytes)} each, {in_bytes(price.needed_bytes)} "
+            f"in all) {what}: {price.reason}. A step that reads them is expected to be {price.speedup:.1f} times as "
+            "fast."
+        )
 
     def _say_computed(self, part: FrozenPart, reason: str) -> None:
         self._say(f"{part.name} is frozen and computed as in Trainer in every epoch: {reason}")

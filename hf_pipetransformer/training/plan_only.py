@@ -19,6 +19,7 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.forecast import RunSchedule
 from hf_pipetransformer.planning.storing import DiskProfile
 from hf_pipetransformer.report.files import create
+from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches, first_batches
 from hf_pipetransformer.startup.plan_words import as_json, in_words
 from hf_pipetransformer.startup.planner import StartUp
@@ -37,14 +38,17 @@ class PlanPrinted(SystemExit):
     """End of a script whose run was only planned: status 0."""
 
 
-def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_epoch: int) -> NoReturn:
+def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_epoch: int) -> None:
     """Inspect and measure as for a training, print the plan on rank 0, and raise `PlanPrinted` on every rank.
 
+    Of a model that Trainer trains, frozen parts are planned with its first batch, see `computed_once`: returns then.
     Collective: call on every rank. `given` is what `PipelineBuilder.inspect` takes.
     """
     context = builder.context
-    start_up = builder.inspect(given, is_training=True).start_up
-    batches = first_batches(context.trainer, given)
+    report = builder.inspect_or_leave(given, is_training=True)
+    if report is None:
+        return
+    start_up, batches = report.start_up, first_batches(context.trainer, given)
 
     def tell() -> None:
         plan = _plan(builder, start_up, batches, (num_steps, steps_per_epoch))
@@ -55,6 +59,11 @@ def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_e
             json.dump(as_json(plan), file)
 
     context.topology.decide(tell)
+    end_plan(context)
+
+
+def end_plan(context: Context) -> NoReturn:
+    """Leave the script on every rank. Collective."""
     context.topology.barrier()
     raise PlanPrinted
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import Trainer
@@ -172,13 +172,13 @@ class TrainCalls:
         with ExitStack() as self._in_loop:
             yield
 
-    def print_plan(self, loader: Any, values: tuple[Any, ...]) -> NoReturn:
+    def print_plan(self, loader: Any, values: tuple[Any, ...]) -> None:
         """Print the plan instead of training. Collective: call on every rank.
 
         `values` are those of `Trainer.set_initial_training_values`.
 
         Raises:
-            PlanPrinted: always.
+            PlanPrinted: unless the run is left to Trainer, whose first step raises it.
         """
         request, (_, steps_per_epoch, *_, max_steps) = request_of(loader), values
         print_plan(self.builder, loader if request is None else request, max_steps, steps_per_epoch)

@@ -98,8 +98,10 @@ class RunOptions:
         """
         has_parts = model is not None and bool(maximal_frozen(bare_model(model)))
         asks_for_cache = self.args.activation_cache == "on" and not has_parts
-        if self._ask_for_parts or asks_for_cache or self.args.plan_only:
+        if self._ask_for_parts or asks_for_cache:
             return False
+        if self.args.plan_only:
+            return has_parts and isinstance(error, UnsupportedModelError)
         if has_parts and self.only_store:
             return True
         if isinstance(error, (ModelSettingError, LossDoesNotDecomposeError)):

@@ -508,3 +508,17 @@ def test_adapters_in_a_tower_are_named_with_targets_that_leave_it_frozen(
     case = Case(lambda: built(told[1]), captions, "")
     trainer_of(PipeTransformerTrainer, case, tmp_path / "then").train()
     assert re.search(r"model.vision_tower \(.* is frozen: it is computed once", said(caplog))
+
+
+def test_a_plan_has_the_frozen_parts_of_a_run_that_trainer_trains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(PipeTransformerTrainer, CASES["whisper"], tmp_path, plan_only=True, num_train_epochs=100)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code in (None, 0)
+    assert re.search(r"model.encoder is frozen. Its outputs \(.* in all\) would be (stored|computed)", said(caplog))
+    assert "forward" not in vars(trainer.model.model.encoder)
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, before[name])
