@@ -26,6 +26,7 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.state.checkpoint import newest_whole
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
+from hf_pipetransformer.training.callbacks import shorten_console
 from hf_pipetransformer.training.plan_only import PlanPrinted
 from hf_pipetransformer.training.run import PipelineSession
 from hf_pipetransformer.training.starting import RunOptions, check_constructor_arguments
@@ -192,6 +193,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         super().__init__(*given.positional, **given.named)
         check_handed_on(self)
         self.pipeline_run = PipelineSession(self, options, needs_pipeline)
+        shorten_console(self.callback_handler)
         if args.places_model and not args.plan_only:
             trl_compat.precompute_reference(self)
 

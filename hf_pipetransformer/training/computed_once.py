@@ -87,7 +87,8 @@ class ComputedOnce:
             ValueError: it has; no optimizer step was made of it.
         """
         partly = [served.part for served in self.served if not served.part.reading.is_whole]
-        if not partly or trainer_compat.has_known_loss(self.trainer) or not loss.isnan():
+        # Trainer itself looks at each step's loss, so that this waits for nothing more.
+        if not partly or not loss.isnan():
             return
         with leaving_no_trace(self.trainer), _buffers_kept(self.trainer.model), ExitStack() as stack:
             for served in self.served:

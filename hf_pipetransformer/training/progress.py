@@ -21,6 +21,10 @@ from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.splitters.base import main_input_of
 
 
+NORM_OF = "gradient_norm/"
+"""Begin of the names of a layer's gradient norm in log entries."""
+
+
 @dataclass
 class Progress:
     """Speed, memory and gradient norms of the steps between two log entries, for the events file.
@@ -127,7 +131,7 @@ def named_norms(norms: Sequence[float]) -> dict[str, float]:
     """
     *layers, head, embeddings = norms
     named = {"embeddings": embeddings, **{f"layer_{at}": norm for at, norm in enumerate(layers, 1)}, "head": head}
-    return {f"gradient_norm/{name}": norm for name, norm in named.items() if norm}
+    return {f"{NORM_OF}{name}": norm for name, norm in named.items() if norm}
 
 
 def bubble_share(ranks: Sequence[Mapping[str, Any]], pipeline_size: int) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def padded_rows() -> Dataset:
     return Dataset.from_dict({name: value.tolist() for name, value in batch.items()})
 
 
-def train(folder: Path, **options: Any) -> tuple[PipeTransformerTrainer, Norms, dict[str, Any]]:
+def train(
+    folder: Path, callbacks: Sequence[TrainerCallback] = (), **options: Any
+) -> tuple[PipeTransformerTrainer, Norms, dict[str, Any]]:
     """Train in one process; return the trainer, the norms of each step and the saved results."""
     args = PipeTransformerArguments(
         output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
@@ -75,7 +78,7 @@ def train(folder: Path, **options: Any) -> tuple[PipeTransformerTrainer, Norms, 
     model = build_model("bert_sequence")
     norms = Norms(model)
     trainer = PipeTransformerTrainer(
-        model, args, train_dataset=padded_rows(), data_collator=collate, callbacks=[norms], policy=First(2)
+        model, args, train_dataset=padded_rows(), data_collator=collate, callbacks=[norms, *callbacks], policy=First(2)
     )
     metrics = trainer.train().metrics
     trainer.save_metrics("train", metrics)
@@ -166,3 +169,20 @@ def test_other_metrics_are_saved_as_they_are(run: Any) -> None:
     trainer, *_ = run
     trainer.save_metrics("eval", {"eval_loss": 0.5}, combined=False)
     assert json.loads((Path(trainer.args.output_dir) / "eval_results.json").read_text()) == {"eval_loss": 0.5}
+
+
+def test_norms_of_layers_are_logged_and_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Later(TrainerCallback):
+        """What callbacks behind the one that prints are given."""
+
+        entries: list[dict[str, Any]] = []
+
+        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+            self.entries.append(dict(logs))
+
+    trainer, _, _ = train(tmp_path, callbacks=[Later()])
+    printed = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
+    assert len(printed) == NUM_STEPS and not any(NORM in line for line in printed)
+    for entries in (trainer.state.log_history, Later.entries):
+        assert sum(f"{NORM}layer_3" in entry for entry in entries) == NUM_STEPS - FREEZES_AT
+    assert not any("total_flos" in entry for entry in Later.entries)
