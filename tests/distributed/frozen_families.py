@@ -97,11 +97,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", default="", help="a regular expression that names of classes or tasks contain")
     parser.add_argument("--every", type=int, default=1, help="take each n-th class only")
+    parser.add_argument("--first", type=int, default=0, help="number of the first class; outputs of parts are joined")
     options = parser.parse_args()
     known = [s for s in every_subject() if re.search(options.only, f"{s.name} {s.model_type} {s.task}")]
     with tempfile.TemporaryDirectory(prefix="families-") as temporary, contextlib.redirect_stdout(io.StringIO()):
-        outcomes = run(known[:: options.every], Path(temporary))
-    written = record(outcomes)
+        outcomes = run(known[options.first :: options.every], Path(temporary))
+    before = json.loads(options.output.read_text()) if options.first and options.output else {"classes": {}}
+    written = record(dict(sorted({**before["classes"], **outcomes}.items())))
     if options.output:
         options.output.write_text(json.dumps(written, indent=1) + "\n")
     bad = {name: found for name, found in outcomes.items() if any(each["outcome"] in BAD for each in found.values())}
