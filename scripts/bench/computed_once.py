@@ -117,8 +117,8 @@ PROBE = "linear probe on ViT-S/16"
 TASKS = {
     PROBE: Task(vit_small, images, "vit", 8),
     "Whisper-tiny, encoder frozen": Task(whisper_tiny, sounds, "model.encoder", 2),
-    "SmolVLM shapes, LoRA on the language model": Task(vision_language, captions, "model.vision_model", 4),
-    "wav2vec2-base, convolutions frozen": Task(wav2vec2_base, waves, "wav2vec2.feature_extractor", 4),
+    "SmolVLM shapes, LoRA on the language model": Task(vision_language, captions, "model.vision_model", 1),
+    "wav2vec2-base, convolutions frozen": Task(wav2vec2_base, waves, "wav2vec2.feature_extractor", 1),
 }
 
 
