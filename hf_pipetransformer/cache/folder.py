@@ -57,7 +57,7 @@ class Use:
 
     @classmethod
     def of(cls, model: Any, part: str, dataset: Any) -> Use:
-        name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+        name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         size = f"{len(dataset)} samples of a " if hasattr(dataset, "__len__") else ""
         return cls(f"{part} of {name}", f"{size}{type(dataset).__name__}")
 

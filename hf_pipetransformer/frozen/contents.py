@@ -61,7 +61,7 @@ class ContentStore:
         Raises like `take_store`. Without a key no later run finds it; with one, `use` is what it is listed with.
         """
         folder, store = take_store(base, key or f"unnamed-{uuid.uuid4().hex}", num_places, content, max_bytes)
-        if key is not None and use is not None:
+        if key is not None:
             folder.keep(use)
         return cls(store, 0, num_writers, folder)
 

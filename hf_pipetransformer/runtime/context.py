@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import Trainer
@@ -175,6 +175,10 @@ class Seeds:
             torch.manual_seed(self.seed + 1_000_003 * (1 + place) + 7_919 * times)
 
 
+class PlanPrinted(SystemExit):
+    """End of a script whose run was only planned: status 0."""
+
+
 @dataclass(frozen=True)
 class Context:
     """Parts that live as long as a trainer and that most of a run's constructors need."""
@@ -191,3 +195,8 @@ class Context:
         """Arguments of the trainer, which it may replace between two trainings."""
         args: PipeTransformerArguments = self.trainer.args
         return args
+
+    def end_plan(self) -> NoReturn:
+        """Leave the script on every rank, after a plan. Collective."""
+        self.topology.barrier()
+        raise PlanPrinted

@@ -34,7 +34,6 @@ from hf_pipetransformer.report import announce, in_bytes
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
 from hf_pipetransformer.training.part_stores import PartStores, Price
-from hf_pipetransformer.training.plan_only import end_plan
 from hf_pipetransformer.training.traces import leaving_no_trace
 
 
@@ -76,7 +75,7 @@ class ComputedOnce:
             self._is_tried = True
             self._begin(inputs)
             if self.args.plan_only:
-                end_plan(self.context)
+                self.context.end_plan()
         elif self._serving:
             self._check()
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from hf_pipetransformer.cache.folder import safe_max_bytes
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
@@ -19,7 +19,6 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.forecast import RunSchedule
 from hf_pipetransformer.planning.storing import DiskProfile
 from hf_pipetransformer.report.files import create
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches, first_batches
 from hf_pipetransformer.startup.plan_words import as_json, in_words
 from hf_pipetransformer.startup.planner import StartUp
@@ -32,10 +31,6 @@ logger = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
 """File in `output_dir` with the printed plan as JSON."""
-
-
-class PlanPrinted(SystemExit):
-    """End of a script whose run was only planned: status 0."""
 
 
 def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_epoch: int) -> None:
@@ -59,13 +54,7 @@ def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_e
             json.dump(as_json(plan), file)
 
     context.topology.decide(tell)
-    end_plan(context)
-
-
-def end_plan(context: Context) -> NoReturn:
-    """Leave the script on every rank. Collective."""
-    context.topology.barrier()
-    raise PlanPrinted
+    context.end_plan()
 
 
 def _plan(builder: PipelineBuilder, start_up: StartUp, batches: FirstBatches, length: tuple[int, int]) -> RunPlan:

@@ -355,6 +355,7 @@ class Inputs:
         )
     )
     topology: Topology = field(default_factory=lambda: Topology(timeout=5, local_world_size=None))
+    context: Any = field(default_factory=lambda: SimpleNamespace(trainer=SimpleNamespace(model=torch.nn.Linear(1, 1))))
     first_told = CacheInputs.first_told
 
     def record_format(self, source: Any) -> RecordFormat:

@@ -142,7 +142,7 @@ def test_imports_only_run_downwards(name, tree):
 
 def test_nothing_imports_the_trainer_except_the_package_itself():
     guilty = [name for name, tree in MODULES if "trainer" in inner_imports(tree, name, is_package(name))]
-    assert [name for name in guilty if name and name.split(".")[0] != "trainer"] == []
+    assert [name for name in guilty if name and name.split(".")[0] not in ("trainer", "trl")] == []
 
 
 @pytest.mark.parametrize(("name", "tree"), [pytest.param(*module, id=module[0] or PACKAGE) for module in MODULES])
@@ -225,7 +225,7 @@ def test_planted_impurities_are_found(source, expected):
     assert impurities(ast.parse(source), "planning.partition", False) == expected
 
 
-LONGEST_CHAIN = 18
+LONGEST_CHAIN = 19
 MOST_FILES = 181
 
 

@@ -123,12 +123,14 @@ def test_a_model_that_is_wrapped_is_known_by_its_own_name() -> None:
 @pytest.mark.parametrize("make", [with_adapters, pytest.param(with_added_adapter, marks=ADDS)])
 def test_what_neither_splits_nor_freezes_nor_stores_is_trainers(make: Any, tmp_path: Path) -> None:
     assert RunOptions(arguments(tmp_path, **NOTHING)).need(make()) is Need.NONE
-    assert RunOptions(arguments(tmp_path, freeze_policy="gradient_norm")).need(make()) is Need.MUST
-    assert RunOptions(arguments(tmp_path, **NOTHING, pipeline_parallel_num_microbatches=2)).need(make()) is Need.MUST
+    assert RunOptions(arguments(tmp_path, freeze_policy="gradient_norm")).need(make()) is Need.REQUIRED
+    assert (
+        RunOptions(arguments(tmp_path, **NOTHING, pipeline_parallel_num_microbatches=2)).need(make()) is Need.REQUIRED
+    )
 
 
 def test_layers_below_the_first_adapter_are_stored(tmp_path: Path) -> None:
-    assert RunOptions(arguments(tmp_path, **NOTHING)).need(adapted("llama", "upper")) is Need.WISH
+    assert RunOptions(arguments(tmp_path, **NOTHING)).need(adapted("llama", "upper")) is Need.PREFERRED
     assert RunOptions(arguments(tmp_path, **NOTHING)).need(adapted("llama", "scattered")) is Need.NONE
     ours = trainer_of(
         adapted("llama", "upper"), tmp_path / "ours", "llama", freeze_policy="none", activation_cache="on",
