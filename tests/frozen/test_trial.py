@@ -299,6 +299,8 @@ def test_of_a_tower_and_what_alone_reads_it_the_smaller_output_is_stored() -> No
 
     (found,) = found_in(Connected())
     assert found.why_not is None and found.part.name == "tower with connector"
+    # Whoever reads the tower besides gets what shows in the loss.
+    assert found.part.unread and all(each.isnan().all() for each in found.part.unread)
     (found,) = found_in(Connected(shows=True))
     assert found.why_not is None and found.part.name == "tower"
     (found,) = found_in(model := Connected())
