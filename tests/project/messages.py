@@ -71,7 +71,7 @@ RELAYS = (
     "startup/start.py:Inspection",
     "startup/start.py:_find_loss_rule",
     "training/plan_only.py:_plan",
-    "training/run.py:Run.__init__",
+    "training/run.py:PipelineSession.__init__",
     "training/setup.py:TrainingSetup._steps_per_epoch",
     "training/starting.py:check_constructor_arguments",
 )
