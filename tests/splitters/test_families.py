@@ -45,7 +45,7 @@ from hf_pipetransformer.startup.model import undisturbed
 from hf_pipetransformer.startup.rows import check_rows
 from scripts.bench.tables import written_table
 from tests.distributed.cases import CI_CASES, FAMILY_MODELS, LAYOUTS, PRODUCT, SLOW_CASES
-from tests.families_table import PAGE, families_table, record_table
+from tests.families_table import PAGE, families_table, frozen_table, record_table
 from tests.models import MODELS, NUM_LAYERS, attention_implementations, build_model, collate, make_rows, probed_with
 
 
@@ -270,6 +270,7 @@ def test_the_table_in_docs_models_is_up_to_date():
     assert Version(found[1]) <= Version(version("transformers"))
     if version("transformers") == found[1]:
         assert written_table(page, "families.json") == record_table()
+        assert written_table(page, "frozen_families.json") == frozen_table()
 
 
 # ---- packed inputs ----
