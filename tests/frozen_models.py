@@ -16,6 +16,8 @@ from transformers import (
     CLIPConfig,
     CLIPModel,
     CLIPVisionConfig,
+    ConvBertConfig,
+    ConvBertForSequenceClassification,
     ConvNextConfig,
     ConvNextForImageClassification,
     DetrConfig,
@@ -287,6 +289,17 @@ def bert_probe(dropout: float = 0.0) -> nn.Module:
     rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     model = BertForSequenceClassification(
         BertConfig(vocab_size=100, num_hidden_layers=3, num_labels=3, **_LAYERS, **rates)
+    )
+    model.base_model.requires_grad_(False)
+    return model
+
+
+def convbert_probe() -> nn.Module:
+    """Convolutions over tokens see padding at the end of a text."""
+    sizes = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64, "embedding_size": 32}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
+    model = ConvBertForSequenceClassification(
+        ConvBertConfig(vocab_size=100, num_hidden_layers=3, num_labels=3, head_ratio=2, **sizes, **rates)
     )
     model.base_model.requires_grad_(False)
     return model

@@ -145,6 +145,33 @@ class TrainingCache:
         self._weights = FrozenWeights(stage, self.trainer.args, self._digests, compute)
         self._digests = self._weights.digests
         self._use_weights(cache)
+        if not cache.is_off and self._depends_on_padding(stage.layout.cache_level, self._weights.precision):
+            cache.switch_off(
+                "what the frozen layers give for a sample depends on how far its batch is padded (a convolution over "
+                "tokens, or segments of the whole length), so that no record would do in another batch."
+            )
+
+    def _depends_on_padding(self, level: int, precision: str) -> bool:
+        """Return True if the layers give something else for a sample without its padding. Collective."""
+        batch = self.pipeline.start_up.samples
+        mask = batch.get("attention_mask")
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return False
+        lengths = (mask != 0).sum(1).tolist()
+        row = min(range(len(lengths)), key=lengths.__getitem__)
+        length, padded = lengths[row], mask.shape[1]
+        # Padding on the left moves positions, which the digest of an input covers.
+        if not 0 < length < padded or not mask[row, :length].all():
+            return False
+        whole = take_samples(batch, slice(row, row + 1))
+        cut = {
+            name: value[:, :length]
+            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == padded
+            else value
+            for name, value in whole.items()
+        }
+        found, expected = self._output_after(level, cut), self._output_after(level, whole)[:, :length]
+        return differs(found, expected, OTHER_BATCH_TOLERANCE[precision])
 
     def _use_weights(self, cache: ActivationCache) -> None:
         """Serve records of the present weights, after some that an earlier run left were computed again.

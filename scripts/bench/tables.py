@@ -30,7 +30,7 @@ from scripts.bench.front.report import TITLES, as_markdown, points
 REPOSITORY = Path(__file__).resolve().parents[2]
 END = "<!-- end of table -->\n"
 BLOCK = re.compile(rf"<!-- table: (.+?) -->\n(.*?){END}", re.DOTALL)
-OTHERS = ("options", "families", "families.json", "records")
+OTHERS = ("options", "families", "families.json", "frozen_families.json", "records")
 """Tables of what the package has, which `scripts/options_table.py`, `tests/families_table.py` and a test make."""
 
 

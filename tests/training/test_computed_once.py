@@ -24,11 +24,13 @@ from tests.frozen_models import (
     PROBES,
     Case,
     captions,
+    convbert_probe,
     images,
     llava,
     logged,
     pad,
     resnet,
+    sentences,
     stack,
     t5,
     texts,
@@ -522,3 +524,8 @@ def test_a_plan_has_the_frozen_parts_of_a_run_that_trainer_trains(
     assert "forward" not in vars(trainer.model.model.encoder)
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def test_layers_that_see_padding_are_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    both(Case(convbert_probe, sentences, "convbert", pad), tmp_path)
+    assert "depends on how far its batch is padded (a convolution over" in said(caplog)
