@@ -7,6 +7,7 @@ below the head, and with the largest that has less than 0.6 of the parameters. W
 
     stored    losses, gradient norms and weights are Trainer's, and outputs were read instead of computed
     computed  they are Trainer's, and a line says why nothing was stored
+    as asked  a part with dropout or batch normalization was stored in evaluation mode, as activation_cache='on' says
     skipped   Trainer alone does not train it on these inputs, or it cannot be made tiny
     crash     anything was raised, or nothing happened for two minutes
     wrong     other numbers, or nothing was stored and no line says why
@@ -55,13 +56,15 @@ def outcome(name: str, folder: Path, what: str, found: dict[str, Any]) -> dict[s
         return {"outcome": "skipped", "reason": f"Trainer alone: losses {plain['loss']}"}
     if "error" in stored:
         return {"outcome": "crash", "found": short(stored["error"])}
+    lines = found[f"{what} said"]["lines"]
+    if any("in evaluation mode" in line for line in lines):
+        return {"outcome": "as asked"}
     try:
         differs = difference(stored, plain, folder, name, f"{what} stored", f"{what} plain")
     except RuntimeError as error:  # Weights of other shapes: one bad class ends no loop of an hour.
         differs = f"cannot be compared: {error}"
     if differs is not None:
         return {"outcome": "wrong", "found": differs}
-    lines = found[f"{what} said"]["lines"]
     read = [match.groups() for match in map(READ.search, lines) if match]
     if any(int(hits) for _, hits, _ in read):
         return {"outcome": "stored", "parts": {part: f"{hits} of {rows}" for part, hits, rows in read}}
