@@ -242,7 +242,7 @@ def difference(
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the norm of a difference; of a buffer that has grown all of it counts, and equal infinities differ not."""
+    """Return the norm of a difference: all of a buffer that has grown, and nothing for equal infinities."""
     if one.shape != other.shape:
         return float(one.norm())
     return float(torch.where(one == other, 0.0, one - other).norm())
