@@ -327,16 +327,22 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
             raise ModelSettingError(f"config.{option}={value}: {reason}. Set it to {other}.")
 
 
+def keeps_statistics(module: Any) -> bool:
+    """Return True if a module computes from statistics of its batch in training, and keeps them for evaluations.
+
+    Batch normalization does so, and I-BERT's tracking of ranges, also without quantizing them.
+    """
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or type(module).__name__ == "QuantAct"
+
+
 def _check_statistics(model: Any) -> None:
     """Raise if a layer keeps statistics of whole batches, which micro-batches and replicas would not have."""
     for name, module in model.named_modules():
+        if not keeps_statistics(module):
+            continue
+        found = f"The model tracks the ranges of its activations ({name}) batch by batch"
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             found = f"The model has batch normalization ({name}), whose statistics run over a whole batch"
-        elif type(module).__name__ == "QuantAct":
-            # I-BERT tracks the ranges of its activations, in training and also without quantizing them.
-            found = f"The model tracks the ranges of its activations ({name}) batch by batch"
-        else:
-            continue
         raise ModelSettingError(
             f"{found}; micro-batches and replicas would each have their own. Use one process with "
             "pipeline_parallel_num_microbatches=1, or transformers.Trainer."

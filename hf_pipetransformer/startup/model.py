@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_pipetransformer.data.batches import IGNORED_LABEL
 from hf_pipetransformer.engine.losses import LossScope
+from hf_pipetransformer.options.refusals import keeps_statistics
 from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
@@ -124,7 +125,9 @@ def _drops(*holders: Any) -> bool:
 
 
 def dropout_from(model: nn.Module, structure: Structure) -> int:
-    """Return from which number of frozen layers on they include some that the script froze and that have dropout.
+    """Return from which number of frozen layers on some that the script froze compute otherwise in evaluation mode.
+
+    By dropout, or by statistics of batches.
 
     Returns:
         The number of layers plus 1 if there are none.
@@ -135,7 +138,10 @@ def dropout_from(model: nn.Module, structure: Structure) -> int:
     }
     parts = [structure.entries, *([layer] for layer in structure.layers)]
     random = (
-        i for i, part in enumerate(parts) if i not in trained and _drops(*(m for own in part for m in own.modules()))
+        i
+        for i, part in enumerate(parts)
+        if i not in trained
+        and any(_drops(module) or keeps_statistics(module) for own in part for module in own.modules())
     )
     return max(1, next(random, len(parts)))
 

@@ -18,6 +18,8 @@ from transformers import IntervalStrategy, Seq2SeqTrainer, Seq2SeqTrainingArgume
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.frozen import trial
+from tests.distributed.family_worker import account
+from tests.every_family import every_subject
 from tests.frozen_models import (
     CASES,
     NUM_SAMPLES,
@@ -529,3 +531,10 @@ def test_a_plan_has_the_frozen_parts_of_a_run_that_trainer_trains(
 def test_layers_that_see_padding_are_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     both(Case(convbert_probe, sentences, "convbert", pad), tmp_path)
     assert "depends on how far its batch is padded (a convolution over" in said(caplog)
+
+
+def test_layers_with_batch_statistics_are_computed_as_in_trainer(tmp_path: Path) -> None:
+    subject = next(each for each in every_subject() if each.name == "Wav2Vec2ConformerForXVector")
+    expected = account(subject, tmp_path, "plain", None, frozen_share=1.0)
+    found = account(subject, tmp_path, "ours", {"activation_cache": "auto"}, frozen_share=1.0)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=TOLERANCE)
