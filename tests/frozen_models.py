@@ -17,7 +17,7 @@ from transformers import (
     CLIPModel,
     CLIPVisionConfig,
     ConvBertConfig,
-    ConvBertForSequenceClassification,
+    ConvBertForTokenClassification,
     ConvNextConfig,
     ConvNextForImageClassification,
     DetrConfig,
@@ -295,10 +295,10 @@ def bert_probe(dropout: float = 0.0) -> nn.Module:
 
 
 def convbert_probe() -> nn.Module:
-    """Convolutions over tokens see padding at the end of a text."""
+    """A classifier of tokens, whose convolutions see padding at the end of a text."""
     sizes = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64, "embedding_size": 32}
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
-    model = ConvBertForSequenceClassification(
+    model = ConvBertForTokenClassification(
         ConvBertConfig(vocab_size=100, num_hidden_layers=3, num_labels=3, head_ratio=2, **sizes, **rates)
     )
     model.base_model.requires_grad_(False)

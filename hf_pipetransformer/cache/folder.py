@@ -48,7 +48,7 @@ _LOCK_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Use:
-    """What a run has a kept store for: whose outputs of which data, and how many reads of the run were hits."""
+    """Last use of a kept store: whose outputs of which data, and how many reads of the run were hits."""
 
     model: str
     data: str
@@ -315,14 +315,14 @@ def list_stores(base: str | os.PathLike[str]) -> list[str]:
 
 def _last_use(store: ActivationStore) -> str:
     """Return what the last run that kept a store has noted of it; nothing if that cannot be read."""
-    folder = PrivateFolder.at(store.folder)
     try:
+        folder = PrivateFolder.at(store.folder)
         age = max(0.0, time.time() - folder.status(_KEEP_FILE).st_mtime)
         use = Use(**json.loads(folder.read(_KEEP_FILE)))
         reads = use.hits + use.misses
         rate = f", {use.hits / reads:.0%} of its reads were hits" if reads else ""
         text = f", used {duration(age)} ago: {use.model}, {use.data}{rate}"
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return ""
     return printable(text[:_LONGEST_USE])
 

@@ -31,17 +31,20 @@ class ChainedPart(FrozenPart):
     ) -> None:
         super().__init__(f"{first.name} with {name}", first.module)
         self.modules = nn.ModuleList([first.module, second])
-        self.gives_all, self.in_evaluation = False, first.in_evaluation
+        self.in_evaluation = first.in_evaluation
         self._second = second
         self._own_of_second = second.forward
         self._following = _Following(self)
         self._given, self._numbers = given, numbers
-        self.unread: list[torch.Tensor] = []
-        """Outputs of the first module that it has returned last instead of its own, all nan."""
+        self._asked = _form(given)
         self._likes: dict[bytes, tuple[Any, list[torch.Tensor]]] = {}
         """Outputs of the first module for calls of one kind: all but tensors, and a row of each tensor."""
         self._waiting: Any = None
         """What the second module gives when it gets `unread`; None if it has to compute."""
+
+    @property
+    def key(self) -> str:
+        return f"{super().key} {self._asked}"
 
     def begin(self) -> None:
         super().begin()
@@ -102,11 +105,11 @@ class ChainedPart(FrozenPart):
     def follow(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what the second module gives."""
         waiting, self._waiting = self._waiting, None
-        unread = {each.untyped_storage().data_ptr() for each in self.unread}
-        if waiting is not None and all(
-            each.untyped_storage().data_ptr() in unread for each in tensors_of([args, kwargs])
-        ):
-            return waiting
+        # Of other arguments than in the trial it makes something else: nan, where the first gave nan.
+        if waiting is not None and _form([list(args), dict(kwargs)]) == self._asked:
+            unread = {each.untyped_storage().data_ptr() for each in self.unread}
+            if all(each.untyped_storage().data_ptr() in unread for each in tensors_of([args, kwargs])):
+                return waiting
         with self._in_mode():
             return self._own_of_second(*args, **kwargs)
 
@@ -129,6 +132,14 @@ class _Following:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return own_forward(memo[id(self._part.modules[1])])
+
+
+def _form(given: Any) -> str:
+    """Return arguments as text, without what is in their tensors; of what cannot be stored, what it is."""
+    try:
+        return repr(rebuilt(given, lambda tensor: tensor.new_empty(0, device="cpu")))
+    except NotStorableError as error:
+        return str(error)
 
 
 def numbers_of(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int] | None:

@@ -179,8 +179,8 @@ class FrozenPart:
         self.module = module
         self.modules = nn.ModuleList([module])
         """All modules that the part consists of."""
-        self.gives_all = True
-        """False if the model gets no more from its records than what it is known to read."""
+        self.unread: list[torch.Tensor] = []
+        """Outputs, all nan, that the model got last instead of ones that no record has."""
         self.in_evaluation = False
         """True to run it in evaluation mode, without dropout."""
         self.draws = False
@@ -197,6 +197,11 @@ class FrozenPart:
         self.counts = Counts()
         self._forward = module.forward
         self._templates: dict[bytes, Template] = {}
+
+    @property
+    def key(self) -> str:
+        """Properties of the part that its records depend on besides weights and inputs, as text."""
+        return f"{self.name} {self.reading} {self.in_evaluation}"
 
     @property
     def description(self) -> str:

@@ -45,7 +45,7 @@ class Circumstances:
         for name, value in sorted(part.modules.state_dict().items()):
             digest = digest_of(value) if isinstance(value, torch.Tensor) else repr(value)
             hasher.update(f"{name} {digest}\n".encode())
-        hasher.update(f"{part.name} {part.reading} {part.in_evaluation}".encode())
+        hasher.update(part.key.encode())
         return hasher.hexdigest()
 
 

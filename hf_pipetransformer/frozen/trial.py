@@ -271,7 +271,7 @@ class Trial:
             tries, share = [(all_read, True)], shares.pop()
         for picks, cuts in tries:
             is_whole = len(picks) + len(handed_on) == number and not any(pick.is_first for pick in picks)
-            is_whole = is_whole and part.gives_all
+            is_whole = is_whole and not part.unread
             of_tokens = part.reading.of_tokens
             own = tuple(handed_on.items())
             part.reading = Reading(tuple(picks), cuts, of_tokens, share, is_whole, handed_on=own)
@@ -362,8 +362,7 @@ class Trial:
         following = iter(filled)
         with part.replaced(lambda *_args, **_kwargs: next(following)):
             loss, outputs = self.run()
-        unread = part.unread if isinstance(part, ChainedPart) else []
-        handed_on = {_memory(each) for value in (*filled, unread) for each in tensors_of(value) if hands_on}
+        handed_on = {_memory(each) for value in (*filled, part.unread) for each in tensors_of(value) if hands_on}
         found, tolerance = [loss.detach(), *_tensors_in(outputs)], SAME_BATCH_TOLERANCE[self.precision]
         is_enough = len(found) == len(expected) and not any(
             differs(one.float(), other.float(), tolerance)

@@ -20,7 +20,7 @@ def why_not_over_nodes(pipeline_size: int, node_size: int) -> str:
 
 
 class ComputeTimes(NamedTuple):
-    """What a pipeline computes, in seconds per sample on one device.
+    """Times of what a pipeline computes, in seconds per sample on one device.
 
     Args:
         prefix: item `f` is the forward of the embeddings and `f` blocks.

@@ -1,4 +1,4 @@
-"""What a user's loss keeps on the trainer of the last stage, brought to every rank before Trainer logs."""
+"""Attributes that a user's loss keeps on the trainer of the last stage, for every rank before Trainer logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model may be cut, and the view of it that has one stage's modules.
+"""Cuts of a model, and the view of it that has one stage's modules.
 
 In: a transformers model, with adapters or quantized. Out: embeddings, layers and head, in the order of the forward.
 """

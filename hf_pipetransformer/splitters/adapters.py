@@ -99,7 +99,7 @@ def adapted_tower(model: Any) -> tuple[str, str] | None:
         targets = next(iter(model.peft_config.values())).target_modules
         if not targets:
             return None
-        matched = targets if isinstance(targets, str) else rf".*\.({'|'.join(sorted(targets))})"
+        matched = targets if isinstance(targets, str) else rf".*\.({'|'.join(map(re.escape, sorted(targets)))})"
         return name, rf"(?!{re.escape(name)}\.)({matched})"
     return None
 

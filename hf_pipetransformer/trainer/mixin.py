@@ -27,7 +27,7 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.state.checkpoint import newest_whole
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
-from hf_pipetransformer.training.callbacks import shorten_console
+from hf_pipetransformer.training.progress import shorten_console
 from hf_pipetransformer.training.run import PipelineSession
 from hf_pipetransformer.training.starting import RunOptions, check_constructor_arguments
 
@@ -253,6 +253,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         generates = bool(getattr(self.args, "predict_with_generate", False))
         asked = kwargs.get("prediction_loss_only")
         loss_alone = bool(self.args.prediction_loss_only if asked is None else asked)
+        loss_alone &= not trainer_compat.is_overridden(self, "prediction_step")
         with self.pipeline_run.train_calls.computed_once.evaluating(generates, loss_alone):
             return super().evaluation_loop(*args, **kwargs)
 

@@ -5,37 +5,19 @@ from __future__ import annotations
 import copy
 import dis
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from transformers import Trainer
-from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler, TrainerCallback
 from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.training.progress import NORM_OF
-
-
-def shorten_console(handler: CallbackHandler) -> None:
-    """Let what prints log entries leave out the gradient norms of layers, a number for each. Trackers get them."""
-    for callback in handler.callbacks:
-        if type(callback) in (PrinterCallback, ProgressCallback):
-            callback.on_log = partial(_print_without_norms, callback.on_log)
-
-
-def _print_without_norms(
-    own: Callable[..., None], args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any
-) -> None:
-    shown = {name: value for name, value in logs.items() if not name.startswith(NORM_OF)}
-    own(args, state, control, logs=shown, **kwargs)
-    # As far as it takes entries out, it does so for the callbacks behind it.
-    for name in [name for name in logs if name not in shown and not name.startswith(NORM_OF)]:
-        del logs[name]
 
 
 class SavesOnSignal:

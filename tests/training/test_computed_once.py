@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import IntervalStrategy, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
@@ -32,7 +33,6 @@ from tests.frozen_models import (
     logged,
     pad,
     resnet,
-    sentences,
     stack,
     t5,
     texts,
@@ -528,13 +528,33 @@ def test_a_plan_has_the_frozen_parts_of_a_run_that_trainer_trains(
         assert torch.equal(value, before[name])
 
 
-def test_layers_that_see_padding_are_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    both(Case(convbert_probe, sentences, "convbert", pad), tmp_path)
+@pytest.mark.parametrize("lengths", [(5, 23), (12, 12)], ids=["some padding", "no padding"])
+def test_layers_that_see_padding_are_computed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lengths: tuple[int, int]
+) -> None:
+    """Also if the first samples happen to have none. Every token has a label, the last ones too."""
+
+    def rows() -> list[dict[str, Any]]:
+        ids = [torch.randint(4, 99, (lengths[i % 2],), generator=torch.Generator().manual_seed(i)) for i in range(12)]
+        return [{"input_ids": own, "attention_mask": torch.ones_like(own), "labels": own % 3} for own in ids]
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        fills = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+        return {
+            name: pad_sequence([each[name] for each in samples], batch_first=True, padding_value=fill)
+            for name, fill in fills.items()
+        }
+
+    both(Case(convbert_probe, rows, "convbert", collate), tmp_path)
     assert "depends on how far its batch is padded (a convolution over" in said(caplog)
 
 
-def test_layers_with_batch_statistics_are_computed_as_in_trainer(tmp_path: Path) -> None:
+def test_layers_with_batch_statistics_are_computed_as_in_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     subject = next(each for each in every_subject() if each.name == "Wav2Vec2ConformerForXVector")
     expected = account(subject, tmp_path, "plain", None, frozen_share=1.0)
     found = account(subject, tmp_path, "ours", {"activation_cache": "auto"}, frozen_share=1.0)
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=TOLERANCE)
+    account(subject, tmp_path, "on", {"activation_cache": "on"}, frozen_share=1.0)
+    assert "runs in evaluation mode, without dropout" in said(caplog), "whatever auto has decided by its times"
