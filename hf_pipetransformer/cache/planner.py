@@ -164,9 +164,9 @@ class CachePlanner:
         above = epochs_left * costs.active
         saved = 1 - (found.costs["write"] + above) / (found.costs["compute"] + above)
         announce(
-            "Layers that the script froze have dropout and are computed as in Trainer. activation_cache='on' would "
-            f"store their activations: about {saved:.0%} less time for the rest of the run, and other numbers, "
-            "because stored activations are without dropout."
+            "Layers that the script froze compute something else in training mode (dropout, for example) and are "
+            "computed as in Trainer. activation_cache='on' would store what they give in evaluation mode: about "
+            f"{saved:.0%} less time for the rest of the run, and other numbers."
         )
 
     def _keeps_dropout(self, num_frozen: int) -> bool:
@@ -238,7 +238,7 @@ class CachePlanner:
     ) -> CacheDecision:
         fresh = fresh_share(costs, num_frozen) if self.num_slots else 0.0
         if self._keeps_dropout(num_frozen):
-            return CacheDecision(False, False, 0, {}, "frozen layers have dropout, and stored activations have none")
+            return CacheDecision(False, False, 0, {}, "frozen layers compute something else in training mode")
         return decide_cache(costs, num_frozen, stored, epochs_left, self.mode, self._slots(fresh))
 
     def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, StoreContents]:

@@ -148,10 +148,18 @@ class TrainingCache:
         self._weights = FrozenWeights(stage, self.trainer.args, self._digests, compute)
         self._digests = self._weights.digests
         self._use_weights(cache)
-        if not cache.is_off and self._depends_on_padding(stage.layout.cache_level, self._weights.precision):
+        if cache.is_off:
+            return
+        if self._weights.computes_other_than(self._output_after(stage.layout.cache_level, samples, seed=1)):
+            cache.switch_off(
+                "what enters the frozen layers, or what they give, is drawn at random in evaluation mode, too (masks "
+                "over time, for example), so that no record holds in a second epoch."
+            )
+        elif self._depends_on_padding(stage.layout.cache_level, self._weights.precision):
             cache.switch_off(
                 "what the frozen layers give for a sample depends on how far its batch is padded (a convolution over "
-                "tokens, or segments of the whole length), so that no record would do in another batch."
+                "tokens, or segments of the whole length, or padding that the loss reads), so that no record would do "
+                "in another batch."
             )
 
     def _depends_on_padding(self, level: int, precision: str) -> bool:
@@ -169,16 +177,21 @@ class TrainingCache:
         whole = take_samples(batch, slice(row, row + 1))
         hidden = torch.arange(padded, device=mask.device) < length
         whole["attention_mask"] = whole["attention_mask"] * hidden
-        cut = {
-            name: value[:, :length]
-            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == padded
-            else value
-            for name, value in whole.items()
-        }
-        found, expected = self._output_after(level, cut), self._output_after(level, whole)[:, :length]
-        # The last tokens by themselves, too: of a long text a convolution changes these few alone.
-        ends = (slice(None), slice(-NUM_HIDDEN, None))
-        return any(differs(found[:, end], expected[:, end], OTHER_BATCH_TOLERANCE[precision]) for end in ends)
+        expected = self._output_after(level, whole)
+        # Where the loss reads padding, a record has that of its own batch, and serves longer batches.
+        for kept in (length, *([padded - 1] if self.pipeline.start_up.sees_padding else [])):
+            cut = {
+                name: value[:, :kept]
+                if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == padded
+                else value
+                for name, value in whole.items()
+            }
+            found = self._output_after(level, cut)
+            # The last tokens by themselves, too: of a long text a convolution changes these few alone.
+            for end in ((slice(None), slice(kept)), (slice(None), slice(kept - min(kept, NUM_HIDDEN), kept))):
+                if differs(found[end], expected[end], OTHER_BATCH_TOLERANCE[precision]):
+                    return True
+        return False
 
     def _use_weights(self, cache: ActivationCache) -> None:
         """Serve records of the present weights, after some that an earlier run left were computed again.
@@ -201,7 +214,7 @@ class TrainingCache:
                 )
                 return
 
-    def _output_after(self, level: int, batch: Mapping[str, Any]) -> torch.Tensor:
+    def _output_after(self, level: int, batch: Mapping[str, Any], seed: int = 0) -> torch.Tensor:
         """Return what the embeddings and `level` layers give for a batch. Collective: every rank of a pipeline."""
         trainer, shell = self.trainer, self.pipeline.shell
         given = trainer_compat.preparation(trainer)(for_model(batch))
@@ -212,7 +225,7 @@ class TrainingCache:
             with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(shell, dict(given), num_items_in_batch=num_items if passes else None)
 
-        return self.pipeline.stage.output_below(first_above(level), forward)
+        return self.pipeline.stage.output_below(first_above(level), forward, seed)
 
     def current(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return a training batch, read again if frozen weights have changed since (by a callback or a load).

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import xxhash
 from torch.utils.data import Dataset
+from transformers import set_seed
 
 from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
 from hf_pipetransformer.data.batches import pad_batch, sequence_length
@@ -91,6 +92,17 @@ class SharedRngState:
 def drawing_from(shared: SharedRngState | None) -> AbstractContextManager[None]:
     """Draw from `shared` inside the context; None leaves the global generators as they are."""
     return nullcontext() if shared is None else shared.drawing()
+
+
+@contextmanager
+def drawing_with(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw the numbers of a seed inside the context; the generators get their own states back at the end."""
+    own = random_state(device)
+    set_seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(*own, device)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.cache.files import Array
+from hf_pipetransformer.engine.effects import Draws, draw
 from hf_pipetransformer.frozen.contents import ContentStore
-from hf_pipetransformer.frozen.effects import Draws, draw
 from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
 
 
@@ -266,7 +266,7 @@ class FrozenPart:
     def _looked_up(self, rows: Rows, store: ContentStore) -> Any:
         salt = _precision()
         digests = rows.digests(salt)
-        places, kind = store.find(digests), salt + rows.kind + bytes([self.draws and self.module.training])
+        places, kind = store.find(digests), salt + rows.kind + bytes([self.module.training])
         template, is_hit, records = self._templates.get(kind), places >= 0, None
         if template is not None and is_hit.any():
             records = store.read(places[is_hit], template.num_tokens(rows))

@@ -14,9 +14,8 @@ from torch import nn
 from transformers import set_seed
 
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, differs
-from hf_pipetransformer.data.rng import CPU, random_state, same_states, set_random_state
+from hf_pipetransformer.engine.effects import effects_of
 from hf_pipetransformer.frozen.chained import ChainedPart, numbers_of
-from hf_pipetransformer.frozen.effects import EXTREMES, Draws, draw
 from hf_pipetransformer.frozen.part import FrozenPart, Pick, Reading, Template
 from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
 
@@ -181,30 +180,14 @@ class Trial:
 
     def _changes(self, part: FrozenPart, call: Call) -> str | None:
         """Return why two calls with the same inputs are not the same."""
-        buffers = [buffer.clone() for buffer in part.modules.buffers()]
-        first, second = ([*_tensors_in(self._again(part, call.args, call.kwargs, seed))] for seed in (1, 2))
-        for buffer, before in zip(part.modules.buffers(), buffers, strict=True):
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
-                return "keeps statistics of its batches (batch normalization in training mode)"
-        # Whoever draws next, such as the order of an epoch, gets what a part leaves in the generators. So it may be
-        # looked up only if its draws can be made up for without it, and if whatever they give changes nothing.
-        device = first[0].device if first else CPU
-        state = random_state(device)
-        with torch.no_grad(), Draws() as draws:
-            part.compute(call.args, call.kwargs)
-        after = random_state(device)
-        set_random_state(*state, device)
-        draw(draws.number)
-        are_made_up_for, part.draws = same_states(random_state(device), after), draws.number > 0
-        others = [second]
-        for forced in EXTREMES if part.draws else ():
-            with Draws(forced):
-                others.append(_tensors_in(self._again(part, call.args, call.kwargs, 1)))
         tolerance = SAME_BATCH_TOLERANCE[self.precision]
-        if not are_made_up_for or not all(_are_alike(first, other, tolerance) for other in others):
-            return "draws random numbers (dropout)"
-        return None
+        found = effects_of(
+            lambda: _tensors_in(part.compute(call.args, call.kwargs)),
+            part.modules,
+            lambda found, expected: _are_alike(found, expected, tolerance),
+        )
+        part.draws = found.num_draws > 0
+        return found.why_not_repeatable
 
     def _trains(self, part: FrozenPart, call: Call) -> str | None:
         """Return why not, if gradients flow through the outputs into trained parameters of other modules."""
@@ -257,7 +240,7 @@ class Trial:
         with part.computed():
             loss, outputs = self.run()
             expected = [loss.detach(), *_tensors_in(outputs)]
-        first, all_read, handed_on, number = self._picks(part)
+        first, all_read, handed_on, part.num_outputs = self._picks(part)
         if not all_read:
             return "gives nothing that the loss depends on"
         # That zeros may stand for padding shows only where there is some.
@@ -270,7 +253,7 @@ class Trial:
                 return f"gives outputs of 1/{sorted(shares)} of its patches, expected one number for all that is read"
             tries, share = [(all_read, True)], shares.pop()
         for picks, cuts in tries:
-            is_whole = len(picks) + len(handed_on) == number and not any(pick.is_first for pick in picks)
+            is_whole = len(picks) + len(handed_on) == part.num_outputs and not any(pick.is_first for pick in picks)
             is_whole = is_whole and not part.unread
             of_tokens = part.reading.of_tokens
             own = tuple(handed_on.items())
@@ -348,8 +331,9 @@ class Trial:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             rows, output = Rows.of(args, kwargs, part.reading.cuts_padding), part.compute(args, kwargs)
             leaves = tensors_of(output)
+            if len(leaves) != part.num_outputs:  # In evaluation, some models give more.
+                raise NotStorableError(f"gives {len(leaves)} tensors here, and {part.num_outputs} in training")
             forms.add(rows.form)
-            part.num_outputs = len(leaves)
             records = part.reading.records(leaves, rows).detach().clone()
             if rows.lengths is not None and part.reading.is_by_token:
                 for row, length in enumerate(part.reading.lengths(rows).tolist()):

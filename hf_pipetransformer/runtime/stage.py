@@ -15,6 +15,7 @@ from torch import nn
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import broadcast_tree
+from hf_pipetransformer.data.rng import drawing_with
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.head import HeadPlan
@@ -127,18 +128,17 @@ class Stage:
         return range(self.layout.cache_level + 1 if self.layout.cache_level else 0)
 
     @torch.no_grad()
-    def output_below(self, stop: int, forward: Callable[[], Any]) -> torch.Tensor:
+    def output_below(self, stop: int, forward: Callable[[], Any], seed: int = 0) -> torch.Tensor:
         """Return what the blocks below `stop` give, `(batch, seq, hidden)`, on the host of every rank.
 
         Collective: call on every rank of the pipeline. `forward` runs the model on a batch that every rank has; RNG
-        states and modes of the modules are restored.
+        states and modes of the modules are restored. What draws here gives the same at every call with this `seed`.
         """
         layout, groups, hidden = self.layout, self.groups, None
         modes = [(module, module.training) for module in self.view.model.modules()]
         self.set_modes()
         device = self.settings.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(0)  # What draws here although it should not gives the same at every call.
+        with drawing_with(seed, device):
             for stage in range(layout.stage_of(stop - 1) + 1):
                 blocks, position = layout.blocks_of(stage), layout.places.rank_of(stage)
                 if position == groups.position:

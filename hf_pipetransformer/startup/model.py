@@ -174,7 +174,8 @@ def gradients_discarded(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-_PARTS = ("_parameters", "_buffers", "_modules")
+_PARTS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+"""Attributes of a module that hold parameters, buffers, children and hooks."""
 
 
 @contextmanager

@@ -313,7 +313,9 @@ def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: RunS
     elif planner.costs.overheads.spans_nodes(layout.pipeline_size) and not args.elastic:
         why = why_not_over_nodes(layout.pipeline_size, machine.devices_per_node)
     elif args.activation_cache == "auto" and most_frozen >= planner.dropout_from:
-        why = "the script froze layers that have dropout, and stored ones have none: activation_cache='on' stores them"
+        why = (
+            "layers that the script froze have dropout, which stored ones have not: activation_cache='on' stores them"
+        )
     here = -(-course.num_samples * machine.devices_per_node // machine.num_devices)
     needed = storage.record_bytes * here * max(1, args.activation_cache_views)
     share = min(1.0, storage.allowed_bytes / needed) if needed else 1.0

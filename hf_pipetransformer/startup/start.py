@@ -53,6 +53,7 @@ from hf_pipetransformer.startup.model import (
     undisturbed,
     with_masters,
 )
+from hf_pipetransformer.startup.modes import computes_otherwise_in_training
 from hf_pipetransformer.startup.planner import (
     MeasuredCosts,
     RunPlanner,
@@ -115,13 +116,16 @@ def inspect_model(
         with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
             loss_rule = _find_loss_rule(exact, probe, args, inspection)
-            is_stored_whole = num_frozen_by_user(model, probe.structure) == probe.structure.num_layers
-            is_stored_whole &= args.activation_cache != "off"
-            pads_alike, keeps_padding, reads_first, shape_without_rows = inspection.on_first_rank(
+            frozen, caches = num_frozen_by_user(model, probe.structure), args.activation_cache != "off"
+            is_stored_whole = caches and frozen == probe.structure.num_layers
+            drops_from = dropout_from(model, probe.structure)
+            is_tried = is_training and caches and 0 < frozen < drops_from
+            pads_alike, keeps_padding, reads_first, has_modes, shape_without_rows = inspection.on_first_rank(
                 lambda: [
                     topology.world_size > 1 and (_joins_texts(exact, args) or depends_on_length(exact)),
                     args.activation_cache == "off" or depends_on_padding(exact, probe),
                     is_stored_whole and reads_first_alone(exact, probe),
+                    is_tried and computes_otherwise_in_training(exact, probe.structure, frozen),
                     exact.shape_without_rows(exact.inputs) if topology.world_size > 1 else None,
                 ]
             )
@@ -149,11 +153,11 @@ def inspect_model(
             probe,
             costs,
             device_bytes,
-            num_frozen_by_user(model, probe.structure),
+            frozen,
             has_dropout(model),
             topology.decide(lambda: read_unfit(events, memory_conditions(args, probe, device_bytes))),
             batch_size(given.inputs),
-            dropout_from=dropout_from(model, probe.structure),
+            dropout_from=1 if has_modes else drops_from,
             scope=loss_rule.scope,
         ),
     )

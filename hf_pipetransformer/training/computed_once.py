@@ -22,8 +22,8 @@ from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.opening import stored_dtype
 from hf_pipetransformer.data.batches import batch_size, take_samples
+from hf_pipetransformer.engine.effects import Alone, buffers_kept
 from hf_pipetransformer.frozen.contents import record_format
-from hf_pipetransformer.frozen.effects import Alone
 from hf_pipetransformer.frozen.part import FrozenPart, Reading
 from hf_pipetransformer.frozen.served import Circumstances, ServedPart
 from hf_pipetransformer.frozen.trial import Found, Trial, maximal_frozen
@@ -89,7 +89,7 @@ class ComputedOnce:
         # Trainer itself looks at each step's loss, so that this waits for nothing more.
         if not partly or not loss.isnan():
             return
-        with leaving_no_trace(self.trainer), _buffers_kept(self.trainer.model), ExitStack() as stack:
+        with leaving_no_trace(self.trainer), buffers_kept(self.trainer.model), ExitStack() as stack:
             for served in self.served:
                 stack.enter_context(served.part.computed())
             stack.enter_context(torch.no_grad())
@@ -162,7 +162,7 @@ class ComputedOnce:
         num_samples = min(NUM_TRIED, batch_size(inputs))
         trial, found, error = None, list[Found](), None
         try:
-            with leaving_no_trace(self.trainer), _buffers_kept(model):
+            with leaving_no_trace(self.trainer), buffers_kept(model):
                 trial = self._trial(take_samples(inputs, slice(0, num_samples)), model)
                 found = trial.find()
         # Models and losses of users may fail on a few samples in any way; Trainer's own step says so if it fails too.
@@ -389,15 +389,3 @@ class _ChecksEpochs(TrainerCallback):
 
     def on_epoch_end(self, *_args: Any, **_kwargs: Any) -> None:
         self._computed_once.end_epoch()
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put back what forwards in training mode write into buffers, such as the statistics of batch normalization."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import IntervalStrategy, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
@@ -19,8 +20,8 @@ from transformers import IntervalStrategy, Seq2SeqTrainer, Seq2SeqTrainingArgume
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.frozen import trial
-from tests.distributed.family_worker import account
-from tests.every_family import every_subject
+from tests.distributed.family_worker import FROZEN, account
+from tests.every_family import Subject, every_subject
 from tests.frozen_models import (
     CASES,
     NUM_SAMPLES,
@@ -450,10 +451,11 @@ def test_evaluations_read_what_they_were_tried_with(
         found = evaluated(PipeTransformerTrainer, tmp_path / "ours")
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
     rows_of_sample = 2 if name == "smolvlm" else 1
-    all_rows = (3 * NUM_SAMPLES + (0 if name == "clip" and has_metrics else 18)) * rows_of_sample
+    is_read = not (name == "clip" and has_metrics)
+    all_rows = (3 * NUM_SAMPLES + 18 * is_read) * rows_of_sample
     hits, rows = map(int, re.findall(rf"{case.part}: (\d+) of (\d+) outputs", said(caplog))[-1])
-    in_first_epoch = NUM_SAMPLES * rows_of_sample
-    assert (hits, rows) == (all_rows - in_first_epoch, all_rows), "evaluated rows are among those of training"
+    computed = (NUM_SAMPLES + 3 * is_read) * rows_of_sample
+    assert (hits, rows) == (all_rows - computed, all_rows), "but for one epoch and the first batch in evaluation"
 
 
 def test_evaluations_and_generation_read_whole_outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -494,8 +496,10 @@ def test_evaluations_and_generation_read_whole_outputs(tmp_path: Path, caplog: p
     np.testing.assert_allclose(found[0], expected[0], rtol=TOLERANCE)
     assert all(np.array_equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
     hits, rows = map(int, re.findall(r"model.encoder: (\d+) of (\d+) outputs", said(caplog))[-1])
-    rest = NUM_SAMPLES + 2 * 3
-    assert (hits, rows) == (4 * NUM_SAMPLES - rest, 4 * NUM_SAMPLES), "all but one epoch and first calls of two kinds"
+    rest = NUM_SAMPLES + 3 * 3
+    assert (hits, rows) == (4 * NUM_SAMPLES - rest, 4 * NUM_SAMPLES), (
+        "all but one epoch and first calls of three kinds"
+    )
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*self_attn\.(q_proj|v_proj)"], ids=["names", "pattern"])
@@ -549,10 +553,92 @@ def test_layers_that_see_padding_are_computed(
     assert "depends on how far its batch is padded (a convolution over" in said(caplog)
 
 
+class Larger(nn.Linear):
+    """Computes something else in training, without a rate or a name that would tell."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return super().forward(given) * (1.5 if self.training else 1.0)
+
+
+class Noisy(nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found = super().forward(given)
+        return found + 0.1 * torch.randn_like(found) if self.training else found
+
+
+class RarelyZero(nn.Linear):
+    """Draws each time, with an effect in one of a thousand."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return super().forward(given) * (torch.rand(()) > 0.001 if self.training else 1.0)
+
+
+def vit_with(kind: type[nn.Linear]) -> nn.Module:
+    model = PROBES["vit"].build()
+    next(module for module in model.vit.modules() if isinstance(module, nn.Linear)).__class__ = kind
+    return model
+
+
+def wav2vec2_with_masks() -> nn.Module:
+    """Its base model masks times of what enters the layers, in training."""
+    model = PROBES["wav2vec2"].build()
+    model.config.update({"apply_spec_augment": True, "mask_time_prob": 0.5, "mask_time_length": 2})
+    return model
+
+
+@pytest.mark.parametrize("kind", [Larger, Noisy, RarelyZero])
+def test_what_frozen_layers_do_in_training_alone_stays(
+    kind: type[nn.Linear], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    both(replace(PROBES["vit"], build=lambda: vit_with(kind)), tmp_path, activation_cache="auto")
+    assert "compute something else in training mode" in said(caplog)
+
+
+@pytest.mark.parametrize("cache", ["auto", "on"])
+def test_masks_over_time_are_drawn_as_in_trainer(cache: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With 'on', too: the layers are in evaluation mode then, and the module that masks is not."""
+    both(replace(PROBES["wav2vec2"], build=wav2vec2_with_masks), tmp_path, activation_cache=cache)
+    assert ("drawn at random in evaluation mode" if cache == "on" else "something else in training mode") in said(
+        caplog
+    )
+
+
+def subject_of(name: str) -> Subject:
+    return next(each for each in every_subject() if each.name == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        # Its loss reads padding, and what its layers give there depends on the length of the batch.
+        ("DebertaV2ForQuestionAnswering", "or padding that the loss reads"),
+        # In evaluation it gives more outputs than in training.
+        ("XLNetLMHeadModel", "transformer: 16 of 32 outputs were read instead of computed"),
+        # Its hidden states are collected by hooks, which its first forward makes.
+        ("BeitForSemanticSegmentation", "takes a share of the forward to speak of"),
+        # Its forward puts other tensors in the place of buffers.
+        ("IBertForMaskedLM", "takes a share of the forward to speak of"),
+    ],
+)
+def test_classes_that_were_trained_otherwise_once(
+    name: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is stored: losses, norms, weights and buffers of Trainer."""
+    share = FROZEN["half" if "share" in told else "most"]
+    expected = account(subject_of(name), tmp_path, "plain", None, frozen_share=share)
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        found = account(subject_of(name), tmp_path, "ours", {"activation_cache": "on"}, frozen_share=share)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=TOLERANCE)
+    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=TOLERANCE)
+    assert told in said(caplog)
+    plain, ours = (load_file(tmp_path / f"{name}.{which}.safetensors") for which in ("plain", "ours"))
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
 def test_layers_with_batch_statistics_are_computed_as_in_trainer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subject = next(each for each in every_subject() if each.name == "Wav2Vec2ConformerForXVector")
+    subject = subject_of("Wav2Vec2ConformerForXVector")
     expected = account(subject, tmp_path, "plain", None, frozen_share=1.0)
     found = account(subject, tmp_path, "ours", {"activation_cache": "auto"}, frozen_share=1.0)
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=TOLERANCE)
