@@ -497,9 +497,7 @@ def test_evaluations_and_generation_read_whole_outputs(tmp_path: Path, caplog: p
     assert all(np.array_equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
     hits, rows = map(int, re.findall(r"model.encoder: (\d+) of (\d+) outputs", said(caplog))[-1])
     rest = NUM_SAMPLES + 3 * 3
-    assert (hits, rows) == (4 * NUM_SAMPLES - rest, 4 * NUM_SAMPLES), (
-        "all but one epoch and first calls of three kinds"
-    )
+    assert (hits, rows) == (4 * NUM_SAMPLES - rest, 4 * NUM_SAMPLES), "all but an epoch and first calls of 3 kinds"
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*self_attn\.(q_proj|v_proj)"], ids=["names", "pattern"])
