@@ -319,7 +319,7 @@ def _last_use(store: ActivationStore) -> str:
         folder = PrivateFolder.at(store.folder)
         age = max(0.0, time.time() - folder.status(_KEEP_FILE).st_mtime)
         use = Use(**json.loads(folder.read(_KEEP_FILE)))
-        reads = use.hits + use.misses
+        reads = int(use.hits) + int(use.misses)
         rate = f", {use.hits / reads:.0%} of its reads were hits" if reads else ""
         text = f", used {duration(age)} ago: {use.model}, {use.data}{rate}"
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):

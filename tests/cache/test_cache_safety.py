@@ -664,6 +664,8 @@ def test_the_list_says_who_has_used_a_kept_store_last(tmp_path: Path, capsys: py
         return capsys.readouterr().out
 
     assert re.search(r"used [\d.]+ m?s ago: the encoder of a�name, 4 samples of a range, 75% of its reads", listed())
-    for note in (b"", b"[]", b"{" * 10**5, b'{"model": 1}', b'{"model": 1, "data": 2, "hits": "x", "misses": null}'):
+    infinite = b'{"model": "a", "data": "b", "hits": Infinity, "misses": 1e999}'
+    wrong_types = b'{"model": 1, "data": 2, "hits": "x", "misses": null}'
+    for note in (b"", b"[]", b"{" * 10**5, b'{"model": 1}', wrong_types, infinite):
         (folder.path / "keep").write_bytes(note)
         assert listed().rstrip().endswith("0 of 4 samples stored")

@@ -458,6 +458,38 @@ def test_evaluations_read_what_they_were_tried_with(
     assert (hits, rows) == (all_rows - computed, all_rows), "but for one epoch and the first batch in evaluation"
 
 
+class Looks:
+    """Reads outputs in its own `prediction_step`, although nobody else asks for them."""
+
+    looked: list[float]
+
+    def prediction_step(self, model: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, None, None]:
+        with torch.no_grad():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)  # type: ignore[attr-defined]
+        self.looked.append(float(outputs.vision_model_output.last_hidden_state.sum()))
+        return loss, None, None
+
+
+class PlainLooks(Looks, Trainer):
+    pass
+
+
+class OurLooks(Looks, PipeTransformerTrainer):
+    pass
+
+
+def test_a_prediction_step_of_ones_own_gets_whole_outputs(tmp_path: Path) -> None:
+    """The records of CLIP's tower are enough for the loss, and lack what this reads."""
+    found = {}
+    for kind in (PlainLooks, OurLooks):
+        trainer: Any = trainer_of(kind, CASES["clip"], tmp_path / kind.__name__, per_device_eval_batch_size=3)
+        trainer.eval_dataset, trainer.args.eval_strategy = CASES["clip"].data()[:6], IntervalStrategy.EPOCH
+        trainer.looked = []
+        trainer.train()
+        found[kind] = trainer.looked
+    np.testing.assert_allclose(found[OurLooks], found[PlainLooks], rtol=TOLERANCE)
+
+
 def test_evaluations_and_generation_read_whole_outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Evaluated rows are among those of training; tokens and losses are Trainer's."""
 
