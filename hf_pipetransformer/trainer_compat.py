@@ -35,9 +35,9 @@ of other libraries is here:
   model; ranks agree before they save on a signal. Way out: events that all ranks reach together.
 - `TrainerState.save_to_json` (`state/saving.py`): write the state before Trainer deletes old checkpoints. Way out: a
   method between saving and rotation.
-- `transformers.trainer.skip_first_batches` (`state/restore.py`): accelerate would build another loader to skip
+- `transformers.trainer.skip_first_batches` (`skipping_batches_with`): accelerate would build another loader to skip
   batches. Way out: a method to override.
-- `transformers.trainer.rotate_checkpoints` (`state/saving.py`): delete old checkpoints by their step. Way out: the
+- `transformers.trainer.rotate_checkpoints` (`rotating_with`): delete old checkpoints by their step. Way out: the
   option to sort by step in Trainer.
 - `transformers.modeling_utils.safe_save_file`, `safetensors.torch.save_file` (`writing_tensors_with`): fetch weights
   from other stages while a file is written. Way out: `save_pretrained` taking tensors that are loaded as it writes.
@@ -67,7 +67,9 @@ from typing import Any
 import datasets
 import safetensors.torch
 import torch
+import transformers.trainer as stock
 from transformers import PreTrainedModel, Trainer, TrainingArguments, modeling_utils
+from transformers.trainer import TRAINER_STATE_NAME as TRAINER_STATE_NAME
 from transformers.utils.quantization_config import QuantizationMethod
 
 from hf_pipetransformer.comm.staging import KnownMask, is_apart
@@ -337,6 +339,37 @@ def writing_tensors_with(write: Callable[..., None]) -> Iterator[None]:
     finally:
         for (module, name), original in zip(places, originals, strict=True):
             setattr(module, name, original)
+
+
+@contextmanager
+def skipping_batches_with(skip: Callable[[Any, int], Any]) -> Iterator[None]:
+    """Call `skip` instead of accelerate's function the next time that Trainer skips batches of a loader.
+
+    `skip` returns None for loaders that accelerate's function is meant for.
+    """
+    original = stock.skip_first_batches
+
+    def once(loader: Any, num_batches: int = 0) -> Any:
+        stock.skip_first_batches = original
+        skipped = skip(loader, num_batches)
+        return original(loader, num_batches) if skipped is None else skipped
+
+    stock.skip_first_batches = once
+    try:
+        yield
+    finally:
+        stock.skip_first_batches = original
+
+
+@contextmanager
+def rotating_with(rotate: Callable[..., None]) -> Iterator[None]:
+    """Make Trainer delete old checkpoints with another function, which takes the arguments of its own."""
+    original = stock.rotate_checkpoints
+    stock.rotate_checkpoints = rotate
+    try:
+        yield
+    finally:
+        stock.rotate_checkpoints = original
 
 
 @contextmanager

@@ -370,7 +370,7 @@ class CacheStores:
             self.inputs.record_format(source),
             int(self.max_bytes()),
         )
-        use = Use.of(self.inputs.context.trainer.model, "the frozen layers", loader.dataset)
+        use = Use.of(self.inputs.context.run.model, "the frozen layers", loader.dataset)
         self._folders.append((folder, use))
         if self.args.activation_cache_keep and key is not None:
             folder.keep(use)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, FrozenWeights, differs
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_samples_here, samples_here
@@ -18,7 +17,7 @@ from hf_pipetransformer.cache.planner import CachePlanner, measure_storage
 from hf_pipetransformer.cache.store import StoreSize, store_size
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.transfers import broadcast_tree
-from hf_pipetransformer.data.batches import detach_tags, for_model, take_samples
+from hf_pipetransformer.data.batches import detach_tags, take_samples
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.planning.storing import why_not_over_nodes
@@ -53,7 +52,7 @@ class TrainingCache:
         steps_per_epoch: int,
     ) -> None:
         self.inputs = inputs
-        self.trainer = inputs.context.trainer
+        self.run = inputs.context.run
         self.topology = inputs.topology
         self.pipeline = pipeline
         self.loader = loader
@@ -145,7 +144,7 @@ class TrainingCache:
             return
         samples = take_samples(self.pipeline.start_up.samples, slice(0, NUM_WATCHED))
         compute = partial(self._output_after, stage.layout.cache_level, samples)
-        self._weights = FrozenWeights(stage, self.trainer.args, self._digests, compute)
+        self._weights = FrozenWeights(stage, self.run.args, self._digests, compute)
         self._digests = self._weights.digests
         self._use_weights(cache)
         if cache.is_off:
@@ -216,15 +215,7 @@ class TrainingCache:
 
     def _output_after(self, level: int, batch: Mapping[str, Any], seed: int = 0) -> torch.Tensor:
         """Return what the embeddings and `level` layers give for a batch. Collective: every rank of a pipeline."""
-        trainer, shell = self.trainer, self.pipeline.shell
-        given = trainer_compat.preparation(trainer)(for_model(batch))
-        num_items = torch.tensor(trainer_compat.items_of(trainer, batch), device=trainer.args.device)
-        passes = "labels" in batch and trainer_compat.takes_num_items(trainer)
-
-        def forward() -> Any:
-            with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(shell, dict(given), num_items_in_batch=num_items if passes else None)
-
+        forward = self.run.loss_of(self.pipeline.shell, batch)
         return self.pipeline.stage.output_below(first_above(level), forward, seed)
 
     def current(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -285,17 +276,17 @@ class TrainingCache:
             changed = self._weights.what_changed()
             if changed:
                 self._end_or_distrust(changed)
-        self._checked_at, self._has_served = self.trainer.state.global_step, False
+        self._checked_at, self._has_served = self.run.state.global_step, False
 
     def check_end(self) -> None:
         """Check what the last steps have read, unless that was done since. Collective: see `check`."""
-        if self.trainer.state.global_step != self._checked_at:
+        if self.run.state.global_step != self._checked_at:
             self.check()
 
     def _end_or_distrust(self, changed: str) -> None:
         """Compute everything again, or end the run if batches have used stored activations since the last check."""
         if self._has_served:
-            first, last = self._checked_at + 1, max(self.trainer.state.global_step, self._checked_at + 1)
+            first, last = self._checked_at + 1, max(self.run.state.global_step, self._checked_at + 1)
             raise ValueError(
                 f"Steps {first} to {last} may have used stored activations that do not hold any more: frozen layers "
                 f"were changed ({changed}) after the check before step {first}, and no version counter shows it: "
@@ -344,19 +335,13 @@ class TrainingCache:
 
         User code might call the model with part of a batch, but a cached sample's main input can be a placeholder.
         """
-        trainer, args = self.trainer, self.trainer.args
-        sets = trainer.eval_dataset.values() if isinstance(trainer.eval_dataset, dict) else [trainer.eval_dataset]
-        is_plain = trainer_compat.has_plain_loss(trainer) and not trainer_compat.is_overridden(
-            trainer, "prediction_step"
-        )
+        args = self.run.args
         shows_inputs = "inputs" in args.include_for_metrics
-        return (
-            any(own is dataset for own in sets) and is_plain and not shows_inputs | args.dataloader_persistent_workers
-        )
+        return self.run.hides_batches_of(dataset) and not shows_inputs | args.dataloader_persistent_workers
 
     def _evaluations_left(self) -> float:
         """Return how often the evaluation set will be read, including this time."""
-        args, state = self.trainer.args, self.trainer.state
+        args, state = self.run.args, self.run.state
         if args.eval_strategy == "no":
             return 1
         is_by_steps = args.eval_strategy == "steps"
@@ -394,7 +379,7 @@ class TrainingCache:
         """
         if self._opened is None:
             return 0, 0, 0
-        if is_apart(self.trainer.args.device):
+        if is_apart(self.run.args.device):
             self.notice_changed_weights()
             # Otherwise early samples of the next epoch would miss records that are still being written.
             self._opened.writer.wait()
@@ -407,7 +392,7 @@ class TrainingCache:
         reads = totals["hits"] + totals["misses"]
         if reads:
             # A separate log entry: Trainer has already logged the last step, and the run may end here.
-            self.trainer.log({"cache_hit_rate": totals["hits"] / reads})
+            self.run.log({"cache_hit_rate": totals["hits"] / reads})
         return int(totals["hits"]), int(totals["misses"]), int(totals["bytes_stored"])
 
     def _drop_on_all_nodes(self, cache: ActivationCache) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.comm.transfers import plain
 from hf_pipetransformer.elastic.decisions import Decisions
@@ -242,9 +241,8 @@ class LayoutController:
         own = {} if self._trial is not None else self.meter.medians()
         reports = self.topology.gather(own and {**own, "latest": self.meter.latest_seconds})
         measured = self.measurements.collect(stage)
-        trainer = self.context.trainer
         answer = self.topology.decide(
-            lambda: self.decisions.freeze(step, layout, reports, measured, trainer_compat.learning_rate(trainer)),
+            lambda: self.decisions.freeze(step, layout, reports, measured, self.context.run.learning_rate),
             {"step": step, "layout": layout.as_event()},
         )
         self._next_decision = answer["next_step"]
@@ -308,7 +306,7 @@ class LayoutController:
     def _beside_prediction(
         self, layout: Layout, predicted: float, measured: float, reports: Sequence[Mapping[str, float]]
     ) -> str:
-        state = self.context.trainer.state
+        state = self.context.run.state
         left = duration(measured * (state.max_steps - state.global_step))
         found = (
             f"Measured {duration(measured)} a step under {layout}, predicted {duration(predicted)}: {left} of "

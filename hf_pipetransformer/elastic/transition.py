@@ -85,7 +85,7 @@ class Transitions:
 
     def before_step(self) -> Change | None:
         """Ask the controller and apply its decision; return the move to another layout, if any."""
-        step, pipeline, moved = self.context.trainer.state.global_step, self.pipeline, None
+        step, pipeline, moved = self.context.run.state.global_step, self.pipeline, None
         if self.controller.decides_before(step):
             self.context.timeouts.rest()  # Rank 0 may measure the disk meanwhile: raise the timeouts of the others.
         for ask in (self.controller.change_before, self.controller.change_without_cache):
@@ -115,7 +115,7 @@ class Transitions:
             if loader is not None:
                 loader.follow(stage.groups)
         self.context.seeds.num_transitions += 1
-        self.context.seeds.part(stage)
+        self.context.seeds.part(stage.groups)
         self._report(change, old, time.perf_counter() - start, num_bytes)
 
     def _report(self, change: Change, old: Layout, seconds: float, num_bytes: int) -> None:
@@ -146,7 +146,7 @@ class Transitions:
         if (old.places, old.boundaries) != (new.places, new.boundaries):
             shapes = " -> ".join(dict.fromkeys((old.shape_in_words, new.shape_in_words)))
             moved = f" {shapes}, moved {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s."
-        announce(f"Step {self.context.trainer.state.global_step}: {frozen}; {change.reason}.{moved}{gain}")
+        announce(f"Step {self.context.run.state.global_step}: {frozen}; {change.reason}.{moved}{gain}")
 
 
 def change_layout(stage: Stage, layout: Layout, optimizer: OptimizerState) -> tuple[Stage, int]:

@@ -1,36 +1,90 @@
-"""State shared by the parts of a run: event journal, collective timeouts, RNG seeds of the ranks."""
+"""What the parts of a run share: a view of the trainer, event journal, collective timeouts, RNG seeds of the ranks."""
 
 from __future__ import annotations
 
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
-from transformers import Trainer
+from torch import nn
+from transformers import TrainerControl, TrainerState
 
 from hf_pipetransformer.comm.errors import OUT_OF_MEMORY_REMEDY, FaultBoard, PipelineError, is_second_hand
-from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import failure, logger
 from hf_pipetransformer.report.events import EventLog
-from hf_pipetransformer.runtime.gains import LossGains
-from hf_pipetransformer.runtime.stage import Stage
 
 
 # Not of a trainer, which may be pickled.
 _RECORDING = threading.Lock()
 
 
+class RunView(Protocol):
+    """State, data and loss of a trainer's present run.
+
+    Read its properties when they are needed and do not keep them: a trainer replaces its arguments, model and state
+    between two trainings.
+    """
+
+    @property
+    def args(self) -> PipeTransformerArguments: ...
+
+    @property
+    def state(self) -> TrainerState:
+        """Optimizer steps done (`global_step`), epochs done with a fraction (`epoch`), and `max_steps`."""
+
+    @property
+    def control(self) -> TrainerControl: ...
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, with its adapters."""
+
+    @property
+    def train_dataset(self) -> Any: ...
+
+    @property
+    def lr_scheduler(self) -> Any: ...
+
+    @property
+    def scaler(self) -> Any:
+        """Scaler of gradients in float16; None without one."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first group of parameters in the next step."""
+
+    @property
+    def decaying(self) -> list[str]:
+        """Names of the parameters with weight decay."""
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Add an entry to Trainer's log."""
+
+    def loss_of(self, model: Any, batch: Mapping[str, Any]) -> Callable[[], Any]:
+        """Return a function that computes the user's loss of `model` for a batch, which is prepared now."""
+
+    def hides_batches_of(self, dataset: Any) -> bool:
+        """Return True for an evaluation set of the trainer's own if no code of the user's sees its batches."""
+
+    def unlogged_loss(self) -> dict[str, Any]:
+        """Return this rank's `unlogged_loss` and `last_logged_step`."""
+
+    def restore_loss(self, topology: Topology, unlogged_loss: float, last_logged_step: int) -> None:
+        """Restore them for the next log entry. Collective: call on every rank."""
+
+
 @dataclass
 class Journal:
-    """Writer of events, stamped with the trainer's current step and epoch."""
+    """Writer of events, stamped with the run's current step and epoch."""
 
-    trainer: Trainer
+    run: RunView
     log: EventLog
     tried: dict[str, Any] = field(default_factory=dict, init=False)
     """Layout in force or being moved to, and its memory conditions, as JSON values; added to fault events."""
@@ -46,7 +100,7 @@ class Journal:
             self._place = None
 
     def write(self, kind: str, **fields: Any) -> None:
-        state = self.trainer.state
+        state = self.run.state
         self.log.write(kind, *(self._place or (state.global_step, state.epoch)), **fields)
 
 
@@ -73,7 +127,7 @@ class CollectiveTimeouts:
         self._board = FaultBoard(topology.rank, topology.world_size, self._record, topology.abort, silent_seconds)
         # The process outlives this run, whose model the board leads to.
         asking = weakref.WeakMethod(self._board.find_lost)
-        failure.begin(journal.trainer.args.output_dir, lambda: find() if (find := asking()) else None)
+        failure.begin(journal.run.args.output_dir, lambda: find() if (find := asking()) else None)
         self._depth = 0
         self._is_recorded = False
 
@@ -161,16 +215,16 @@ class Seeds:
         self.num_starts = 0
         self.num_transitions = 0
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, groups: PipelineGroups) -> None:
         """Seed this rank for a training."""
         self.num_transitions = 0
-        self.part(stage)
+        self.part(groups)
         self.num_starts += 1
 
-    def part(self, stage: Stage) -> None:
+    def part(self, groups: PipelineGroups) -> None:
         """Give this rank its own RNG state."""
         if self.topology.world_size > 1:
-            place = stage.groups.replica * stage.groups.pipeline_size + stage.groups.position
+            place = groups.replica * groups.pipeline_size + groups.position
             times = self.num_starts + 1_009 * self.num_transitions
             torch.manual_seed(self.seed + 1_000_003 * (1 + place) + 7_919 * times)
 
@@ -183,18 +237,16 @@ class PlanPrinted(SystemExit):
 class Context:
     """Parts that live as long as a trainer and that most of a run's constructors need."""
 
-    trainer: Trainer
+    run: RunView
     topology: Topology
     journal: Journal
     timeouts: CollectiveTimeouts
     seeds: Seeds
-    gains: LossGains
 
     @property
     def args(self) -> PipeTransformerArguments:
         """Arguments of the trainer, which it may replace between two trainings."""
-        args: PipeTransformerArguments = self.trainer.args
-        return args
+        return self.run.args
 
     def end_plan(self) -> NoReturn:
         """Leave the script on every rank, after a plan. Collective."""

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import (
     IGNORED_LABEL,
     batch_size,
@@ -172,23 +170,28 @@ def most_samples(args: PipeTransformerArguments) -> int:
     return max(1, min(NUM_PROBE_SAMPLES, size // 2 if args.bf16 or args.fp16 else size))
 
 
-def first_batches(trainer: Trainer, given: Request | Any) -> FirstBatches:
+def first_batches(
+    given: Request | Any, dataset_and_collator: Callable[[Request], tuple[Any, Any]], args: Any, rows: int
+) -> FirstBatches:
     """Return the first batches of `given`, the arguments of Trainer's loader or a user's own loader.
 
     Draws from the global generators. Collective: call on every rank.
+
+    Args:
+        dataset_and_collator: returns what Trainer's loader for such arguments would have.
+        rows: number of rows that a sample has in a batch.
     """
     if not isinstance(given, Request):
-        return UsersBatch(_first_of(given, trl_compat.rows_of_sample(trainer)))
-    dataset, collate = trainer_compat.dataset_and_collator(trainer, given.dataset, given.description)
-    rows = trl_compat.rows_of_sample(trainer)
+        return UsersBatch(_first_of(given, rows))
+    dataset, collate = dataset_and_collator(given)
     # With `split_batches` an evaluation batch may have fewer samples than there are processes.
-    size = max(1, trainer.args.global_batch_size(given.batch_size) // trainer.args.world_size)
+    size = max(1, args.global_batch_size(given.batch_size) // args.world_size)
     if is_stream(dataset):
         if given.is_training and hasattr(dataset, "set_epoch"):
             dataset.set_epoch(0)  # As the run does before it iterates.
-        return OwnBatches(dataset, collate, size, rows=rows, has_workers=trainer.args.dataloader_num_workers > 0)
+        return OwnBatches(dataset, collate, size, rows=rows, has_workers=args.dataloader_num_workers > 0)
     sampler = given.sampler(dataset)
-    order = partial(order_of_run, dataset, sampler, trainer.args, SharedRngState(random_state()))
+    order = partial(order_of_run, dataset, sampler, args, SharedRngState(random_state()))
     return OwnBatches(dataset, collate, size, order, sampler, rows)
 
 

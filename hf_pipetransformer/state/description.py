@@ -14,7 +14,6 @@ import datasets
 import numpy as np
 import torch
 import xxhash
-from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from hf_pipetransformer.comm.topology import Topology
@@ -22,6 +21,7 @@ from hf_pipetransformer.data.rng import generators_kept
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import comparable
+from hf_pipetransformer.runtime.context import RunView
 from hf_pipetransformer.startup.model import master_names
 from hf_pipetransformer.state.run_state import DataDescription, RunIdentity, RunState
 
@@ -182,13 +182,13 @@ def _refuse_other_run(folder: str, differences: list[str]) -> None:
 class RunDescription:
     """Identity of this run, which rank 0 collects before the start and broadcasts, and its training data."""
 
-    def __init__(self, trainer: Trainer, topology: Topology, policy: FreezePolicy) -> None:
-        self.trainer = trainer
+    def __init__(self, run: RunView, topology: Topology, policy: FreezePolicy) -> None:
+        self.run = run
         self.identity = RunIdentity(**topology.decide(lambda: vars(self._own_identity(topology, policy))))
         self._data: DataDescription | None = None
 
     def _own_identity(self, topology: Topology, policy: FreezePolicy) -> RunIdentity:
-        model, args = self.trainer.model, self.trainer.args
+        model, args = self.run.model, self.run.args
         arguments = args.to_dict()
         dtypes = dict.fromkeys(master_names(model) if args.pipeline_master_dtype else (), torch.float32)
         return RunIdentity(
@@ -197,7 +197,7 @@ class RunDescription:
             has_plan=args.layout_plan is not None,
             policy=policy.describe(),
             policy_class=type(policy).__name__,
-            decaying=list(self.trainer.get_decay_parameter_names(model)),
+            decaying=self.run.decaying,
             model=type(model).__name__,
             parameters={
                 name: f"{tuple(p.shape)} {dtypes.get(name, p.dtype)}{'' if p.requires_grad else ' frozen'}"
@@ -208,8 +208,8 @@ class RunDescription:
     def data(self) -> DataDescription:
         """Return `describe_data` of the training data, computed on first use without changing the run's RNG state."""
         if self._data is None:
-            with generators_kept(self.trainer.train_dataset):
-                self._data = describe_data(self.trainer.train_dataset)
+            with generators_kept(self.run.train_dataset):
+                self._data = describe_data(self.run.train_dataset)
         return self._data
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers.trainer as stock
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.data.loader import PipelineLoader
@@ -49,16 +48,16 @@ def restore(resumption: Resumption, into: Checkpoints) -> RankState:
 
 
 def _restore_own(resumption: Resumption, into: Checkpoints) -> RankState:
-    state, together, trainer = resumption.state, into.context.topology.together, into.context.trainer
+    state, together, run = resumption.state, into.context.topology.together, into.context.run
     together(lambda: check_same_kinds(resumption.folder, state, into.kinds()))
     together(lambda: _restore_optimizer(resumption, into))
     into.context.seeds.num_starts, into.context.seeds.num_transitions = state.num_starts, state.num_transitions
     numbers = together(lambda: _read_rank_state(resumption, into))
     with _restoring("learning-rate schedule", resumption):
-        trainer.lr_scheduler.load_state_dict(state.scheduler)
-    if trainer.accelerator.scaler is not None and state.scaler is not None:
+        run.lr_scheduler.load_state_dict(state.scheduler)
+    if run.scaler is not None and state.scaler is not None:
         with _restoring("grad scaler", resumption):
-            trainer.accelerator.scaler.load_state_dict(state.scaler)
+            run.scaler.load_state_dict(state.scaler)
     recall = partial(_read_last_decision, resumption, into)
     has_same_policy = state.policy_class == into.description.identity.policy_class
     with _restoring("freeze policy", resumption):
@@ -88,12 +87,12 @@ def _restore_plain(resumption: Resumption, into: Checkpoints) -> RankState:
     states, options = together(lambda: read_plain_optimizer(folder, groups, shapes, group_options(own.optimizer)))
     own.hold(trained, {name: state for name, state in states.items() if name in trained})
     _set_group_options(own.optimizer, options)
-    context.trainer.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
+    context.run.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
     shared = into.pipeline.shared_rng
     with nullcontext() if shared is None else shared.drawing():
         are_set = together(lambda: set_plain_random_state(folder))
     if shared is not None or not are_set:
-        context.seeds.part(stage)
+        context.seeds.part(stage.groups)
     return RankState(random_state(context.args.device), 0.0, resumption.progress.step)
 
 
@@ -166,7 +165,7 @@ def _read_rank_state(resumption: Resumption, into: Checkpoints) -> RankState:
 class ResumedEpoch:
     """Leads Trainer's loop to the checkpoint's position in the data."""
 
-    run: Checkpoints
+    checkpoints: Checkpoints
     resumption: Resumption
     numbers: RankState
     _are_set: bool = field(default=False, init=False)
@@ -177,21 +176,21 @@ class ResumedEpoch:
         if self._are_set:
             return
         self._are_set = True
-        set_random_state(*self.numbers.own, self.run.context.args.device)
-        shared = self.run.pipeline.shared_rng
+        set_random_state(*self.numbers.own, self.checkpoints.context.args.device)
+        shared = self.checkpoints.pipeline.shared_rng
         if shared is not None and self.numbers.shared is not None:
             shared.states = self.numbers.shared
 
     @contextmanager
     def running(self, arguments: dict[str, Any]) -> Iterator[bool]:
         """Wrap Trainer's loop over the epoch, to run if True is yielded; adapts the loop's `arguments` to the rest."""
-        trainer, numbers, loader = self.run.context.trainer, self.numbers, self.run.loader
-        losses = (numbers.unlogged_loss, numbers.last_logged_step)
-        trainer_compat.restore_loss(trainer, self.run.context.topology, *losses)
-        if trainer.state.global_step >= trainer.state.max_steps:
+        context, numbers, loader = self.checkpoints.context, self.numbers, self.checkpoints.loader
+        run = context.run
+        run.restore_loss(context.topology, numbers.unlogged_loss, numbers.last_logged_step)
+        if run.state.global_step >= run.state.max_steps:
             # Trainer's loop checks for the end only after a step, so it would run one too many.
             self.set_random_numbers()
-            trainer.control.should_training_stop = True
+            run.control.should_training_stop = True
             yield False
             return
         rest = self.resumption.remainder
@@ -204,7 +203,7 @@ class ResumedEpoch:
             yield True
 
     def _begin_remainder(self, rest: Remainder, arguments: dict[str, Any]) -> None:
-        place, loader = self.resumption.progress.place, self.run.loader
+        place, loader = self.resumption.progress.place, self.checkpoints.loader
         assert place is not None and loader is not None
         is_same_epoch = rest.epoch == place["epoch"] and rest.num_done == place["samples"]
         began_as = Arrangement.from_json(place) if rest.num_done else None
@@ -214,30 +213,22 @@ class ResumedEpoch:
 
     def correct_epoch(self) -> None:
         """Correct Trainer's epoch fraction after a step in the rest of an epoch."""
-        state, rest = self.run.context.trainer.state, self.resumption.remainder
+        state, rest = self.checkpoints.context.run.state, self.resumption.remainder
         if rest is not None and state.epoch != self._corrected_epoch:
             state.epoch = self._corrected_epoch = rest.epoch_at(state.epoch - rest.epoch)
 
     @contextmanager
     def _skipping_batches(self) -> Iterator[None]:
-        """Make Trainer's batch skipping work with `PipelineLoader`.
+        """Make Trainer's batch skipping work with `PipelineLoader`: accelerate's would build a new torch loader."""
+        numbers = self.numbers
 
-        Accelerate's function would build a new torch loader. There is no method to override, so the name
-        `skip_first_batches` in `transformers.trainer` is patched for the one call.
-        """
-        original, numbers = stock.skip_first_batches, self.numbers
-
-        def skip(loader: Any, num_batches: int = 0) -> Any:
-            stock.skip_first_batches = original
+        def skip(loader: Any, num_batches: int) -> Any:
             if not isinstance(loader, PipelineLoader):
-                return original(loader, num_batches)
+                return None
             # Without a known epoch length, Trainer counts from the first step of the run; the saved position is right.
             position = num_batches if numbers.position is None else numbers.position
             began_as = Arrangement.from_json(self.resumption.progress.place or {})
             return loader.starting_at(EpochStart(position, None, numbers.order, began_as, numbers.ahead))
 
-        stock.skip_first_batches = skip
-        try:
+        with trainer_compat.skipping_batches_with(skip):
             yield
-        finally:
-            stock.skip_first_batches = original

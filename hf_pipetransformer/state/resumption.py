@@ -106,7 +106,7 @@ class Resumption:
         self.folder = folder
         self.progress = progress
         self.description = description
-        self.args: PipeTransformerArguments = description.trainer.args
+        self.args = description.run.args
         self.is_plain = not isinstance(progress, RunState)
         """True if plain Trainer saved the checkpoint."""
         self.is_elsewhere = self.is_plain
@@ -264,7 +264,7 @@ def find_resumption(where: str | bool, topology: Topology, description: RunDescr
 
 def _find(where: str | bool, description: RunDescription) -> list[Any]:
     """Return the folder, and its `Progress` or `RunState` as JSON."""
-    args, read = description.trainer.args, {}
+    args, read = description.run.args, {}
 
     def read_folder(folder: str) -> None:
         read[folder] = (

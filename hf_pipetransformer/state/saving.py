@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import transformers.trainer as stock
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from hf_pipetransformer import trainer_compat
@@ -29,6 +27,7 @@ from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Epoch, find_remainder
 from hf_pipetransformer.state.run_state import DataPosition, FileEntry, RankState, RunState, is_split_by_node
+from hf_pipetransformer.trainer_compat import TRAINER_STATE_NAME
 
 
 @dataclass
@@ -57,7 +56,7 @@ class Checkpoints:
         pushes to the hub right after that. There is no method to override in between, so `save_to_json` of the
         trainer's state is replaced for the one call.
         """
-        only_model, state = self.context.args.save_only_model, self.context.trainer.state
+        only_model, state = self.context.args.save_only_model, self.context.run.state
         if self.context.topology.rank == 0:
             # Before the model is saved: `save_model` ends at a barrier, after which the other ranks write their parts.
             (clear if only_model else begin)(folder)
@@ -112,7 +111,7 @@ class Checkpoints:
         context, loader = self.context, self.loader
         state = RankState(
             own=random_state(context.args.device),
-            **trainer_compat.unlogged_loss(context.trainer),
+            **context.run.unlogged_loss(),
             order=None if loader is None else loader.order_state(),
             shared=None if self.pipeline.shared_rng is None else self.pipeline.shared_rng.states,
             ahead=None if loader is None else loader.ahead(),
@@ -125,14 +124,14 @@ class Checkpoints:
         self._unlogged_loss = sum(loss for _written, loss in answers) / context.topology.world_size
 
     def _state(self) -> RunState:
-        trainer, seeds, loader, place = self.context.trainer, self.context.seeds, self.loader, self._place()
+        progress, seeds, loader, place = self.context.run.state, self.context.seeds, self.loader, self._place()
         values: dict[str, Any] = {
             **vars(self.description.identity),
             **self.kinds(),
             **self._schedules(),
             "data": self.description.data(),
-            "step": trainer.state.global_step,
-            "epoch": trainer.state.epoch,
+            "step": progress.global_step,
+            "epoch": progress.epoch,
             "place": place,
             "is_counted": self._is_counted(place),
             "unlogged_loss": self._unlogged_loss,
@@ -171,7 +170,7 @@ class Checkpoints:
         if place is None or self.loader is None:
             return True
         epoch = Epoch.of(self.loader, self.context.args)
-        return find_remainder(place, self.context.trainer.state.global_step, epoch, skips=True) is None
+        return find_remainder(place, self.context.run.state.global_step, epoch, skips=True) is None
 
     def check_savable(self) -> None:
         """Raise ValueError for an optimizer or scheduler that a checkpoint cannot hold."""
@@ -188,7 +187,7 @@ class Checkpoints:
             )
 
     def _schedules(self) -> dict[str, Any]:
-        schedule, scaler = self.context.trainer.lr_scheduler, self.context.trainer.accelerator.scaler
+        schedule, scaler = self.context.run.lr_scheduler, self.context.run.scaler
         return {
             "scheduler": plain(schedule.state_dict(), f"The state of {type(schedule).__name__}"),
             "scaler": scaler and plain(scaler.state_dict(), "The state of the grad scaler"),
@@ -198,7 +197,7 @@ class Checkpoints:
         """Return the classes of optimizer and scheduler; no other class could load their state."""
         return {
             "optimizer_class": type(self.optimizer_state.optimizer).__name__,
-            "scheduler_class": type(self.context.trainer.lr_scheduler).__name__,
+            "scheduler_class": type(self.context.run.lr_scheduler).__name__,
         }
 
 
@@ -270,20 +269,12 @@ def rotate(output_dir: str, limit: int | None, step: int, best: str | None) -> N
 
 @contextmanager
 def rotating_by_step(step: int) -> Iterator[None]:
-    """Make Trainer delete old checkpoints by step instead of by modification time.
-
-    Trainer calls a module-level function, not a method to override, so `transformers.trainer.rotate_checkpoints` is
-    patched.
-    """
-    original = stock.rotate_checkpoints
+    """Make Trainer delete old checkpoints by step instead of by modification time."""
 
     def by_step(
         output_dir: str, save_total_limit: int | None = None, best_model_checkpoint: str | None = None, **_: Any
     ) -> None:
         rotate(output_dir, save_total_limit, step, best_model_checkpoint)
 
-    stock.rotate_checkpoints = by_step
-    try:
+    with trainer_compat.rotating_with(by_step):
         yield
-    finally:
-        stock.rotate_checkpoints = original

@@ -16,8 +16,8 @@ from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpoint
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.report import announce, logger
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.training.context import TrainingContext
 
 
 class SavesOnSignal:
@@ -28,7 +28,7 @@ class SavesOnSignal:
     the ranks agree between two steps.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: TrainingContext) -> None:
         self.context = context
         self._managers: list[tuple[JITCheckpointCallback, CheckpointManager]] = []
         for callback in context.trainer.callback_handler.callbacks:

@@ -31,8 +31,8 @@ from hf_pipetransformer.frozen.values import Rows, tensors_of
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import precision_of
 from hf_pipetransformer.report import announce, in_bytes
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
+from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.part_stores import PartStores, Price
 from hf_pipetransformer.training.traces import leaving_no_trace
 
@@ -44,7 +44,7 @@ NUM_TRIED = 4
 class ComputedOnce:
     """Stores of the frozen parts of a model in one training; `begin_step` comes before each of its batches."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: TrainingContext) -> None:
         self.context = context
         self.trainer = context.trainer
         self._serving: list[tuple[ServedPart, Price]] = []
@@ -174,7 +174,10 @@ class ComputedOnce:
             return
         found = self._agreed(found)
         if not found and self.args.activation_cache == "on":
-            self._say("activation_cache='on' stores nothing: no frozen part takes a share of the forward to speak of.")
+            self._say(
+                "activation_cache='on' stores nothing: no frozen part computes from the samples alone and takes a "
+                "share of the forward to speak of."
+            )
         for each in found:
             if each.why_not is not None:
                 self._say_why_not(each, trial)

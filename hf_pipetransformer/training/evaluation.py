@@ -30,13 +30,13 @@ from hf_pipetransformer.data.reading import is_stream
 from hf_pipetransformer.data.rng import drawing_alike
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.report import progress_bar
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.generation import join_tokens, settings_of
 from hf_pipetransformer.runtime.messages import only_loss
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import main_input_of
 from hf_pipetransformer.training.callbacks import giving_whole_model
+from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
 from hf_pipetransformer.training.replica_gather import ReplicaGather
@@ -50,7 +50,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, context: Context, pipeline: Pipeline, loader: PipelineLoader, is_for_first_rank: bool = False
+        self, context: TrainingContext, pipeline: Pipeline, loader: PipelineLoader, is_for_first_rank: bool = False
     ) -> None:
         self.trainer = context.trainer
         self.pipeline = pipeline

@@ -31,8 +31,8 @@ from hf_pipetransformer.data.sampler import (
     order_of_run,
     torch_loader,
 )
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.training.context import TrainingContext
 
 
 def check_undivided(loader: Any, method: str, num_stages: int | None) -> None:
@@ -76,7 +76,7 @@ def with_shared_rng(loader: Any, shared: SharedRngState | None) -> Any:
     return loader if shared is None else UsersLoader(loader, shared)
 
 
-def make_loader(context: Context, pipeline: Pipeline, request: Request, may_store: bool) -> PipelineLoader:
+def make_loader(context: TrainingContext, pipeline: Pipeline, request: Request, may_store: bool) -> PipelineLoader:
     """Build a data set's loader for this rank's place; `may_store` says that its activations may be cached."""
     trainer, topology, args = context.trainer, context.topology, context.args
     start_up, shared = pipeline.start_up, pipeline.shared_rng

@@ -24,10 +24,10 @@ from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.engine.losses import PARTS_TOLERANCE, SMALLEST_SCALE, LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner, inputs_of_all
 from hf_pipetransformer.runtime.joining import BatchesDifferError, HeadJoin, ReplicaJoin
 from hf_pipetransformer.runtime.pipeline import Pipeline
+from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
 from hf_pipetransformer.training.traces import Kept, leaving_no_trace
 
@@ -73,7 +73,7 @@ class Comparison:
 class LossCheck:
     """Runs the batches of synchronous steps, and checks their loss."""
 
-    context: Context
+    context: TrainingContext
     pipeline: Pipeline
     metrics: MetricAccumulator
     _is_due: bool = field(default=False, init=False)

@@ -20,8 +20,8 @@ from hf_pipetransformer.comm.transfers import pack
 from hf_pipetransformer.data.batches import rows_per_sample, with_rows
 from hf_pipetransformer.engine.wrappers import runs_again
 from hf_pipetransformer.report import duration
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.schedules.layout import Layout, counted
+from hf_pipetransformer.training.context import TrainingContext
 
 
 Part = tuple[int, dict[str, tuple[float, int]]]
@@ -78,7 +78,7 @@ def discard_metrics(trainer: Trainer) -> Iterator[None]:
 class MetricAccumulator:
     """Metrics that batch parts recorded, on the ranks that compute losses."""
 
-    context: Context
+    context: TrainingContext
     _batch: int = field(default=0, init=False)
     _rows_per_sample: int = field(default=1, init=False)
     _parts: dict[str, list[Part]] = field(default_factory=lambda: {"train": [], "eval": []}, init=False)

@@ -22,7 +22,7 @@ from hf_pipetransformer.frozen.served import Circumstances
 from hf_pipetransformer.frozen.trial import Found, Trial
 from hf_pipetransformer.frozen.values import Rows
 from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decide_cache
-from hf_pipetransformer.runtime.context import Context
+from hf_pipetransformer.training.context import TrainingContext
 
 
 WORTH_SECONDS = 2.0
@@ -59,7 +59,7 @@ class PartStores:
         bytes_taken: of the stores that are open.
     """
 
-    def __init__(self, context: Context, bytes_taken: Callable[[], int]) -> None:
+    def __init__(self, context: TrainingContext, bytes_taken: Callable[[], int]) -> None:
         self.args = context.args
         self._topology = context.topology
         self._trainer: Trainer = context.trainer

@@ -19,7 +19,7 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.forecast import RunSchedule
 from hf_pipetransformer.planning.storing import DiskProfile
 from hf_pipetransformer.report.files import create
-from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches, first_batches
+from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches
 from hf_pipetransformer.startup.plan_words import as_json, in_words
 from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, RunPlan, plan_run
@@ -43,7 +43,7 @@ def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_e
     report = builder.inspect_or_leave(given, is_training=True)
     if report is None:
         return
-    start_up, batches = report.start_up, first_batches(context.trainer, given)
+    start_up, batches = report.start_up, builder.first_batches(given)
 
     def tell() -> None:
         plan = _plan(builder, start_up, batches, (num_steps, steps_per_epoch))

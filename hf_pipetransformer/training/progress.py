@@ -18,9 +18,9 @@ from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.engine.trace import StepTrace
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.files import create
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.splitters.base import main_input_of
+from hf_pipetransformer.training.context import TrainingContext
 
 
 NORM_OF = "gradient_norm/"
@@ -34,7 +34,7 @@ class Progress:
     Nothing is computed or read from the device before `report`. `clock` returns seconds.
     """
 
-    context: Context
+    context: TrainingContext
     controller: LayoutController
     clock: Callable[[], float] = time.perf_counter
     _num_steps: int = field(default=0, init=False)
@@ -180,7 +180,7 @@ def _memory_in_use(device: torch.device) -> int:
 class Tracer:
     """Writer of the trace of step `pipeline_trace_step`, which counts from 0."""
 
-    context: Context
+    context: TrainingContext
     _step: int | None = field(default=None, init=False)
     _is_written: bool = field(default=False, init=False)
 

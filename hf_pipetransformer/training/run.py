@@ -25,8 +25,7 @@ from hf_pipetransformer.options.combinations import unused_freeze_options
 from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import EventLog
-from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
-from hf_pipetransformer.runtime.gains import LossGains
+from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal, Seeds
 from hf_pipetransformer.runtime.gathering import check_whole, fetching, whole_on_first_rank
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
@@ -50,7 +49,9 @@ from hf_pipetransformer.training.callbacks import (
     give_whole_model,
 )
 from hf_pipetransformer.training.computed_once import ComputedOnce
+from hf_pipetransformer.training.context import TrainerView, TrainingContext
 from hf_pipetransformer.training.evaluation import Evaluations
+from hf_pipetransformer.training.gains import LossGains
 from hf_pipetransformer.training.loaders import (
     check_undivided,
     share_rng_state,
@@ -134,7 +135,7 @@ class TrainCalls:
                 check_agreement(topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
                 check_shared_folder(trainer.args, topology)
                 if where is not None:
-                    description = RunDescription(trainer, topology, self.policy)
+                    description = RunDescription(self.context.run, topology, self.policy)
                     self.resumption = find_resumption(where, topology, description)
                     self.builder.resumes_own = not self.resumption.is_plain
                 yield None if self.resumption is None else self.resumption.folder
@@ -193,8 +194,8 @@ class TrainCalls:
         Raises:
             ValueError: the loader is the user's own, and there may be more than one stage.
         """
-        builder, trainer, topology = self.builder, self.context.trainer, self.context.topology
-        resumption = self.resumption
+        builder, context, resumption = self.builder, self.context, self.resumption
+        trainer, topology = context.trainer, context.topology
         self.ending.begin(None)
         self.operations.clear()  # The model may be another one now.
         request = request_of(loader)
@@ -206,7 +207,7 @@ class TrainCalls:
             trainer.optimizer = None  # It was built for other stages and other frozen layers.
         self._has_users_optimizer = trainer.optimizer is not None
         names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-        description = RunDescription(trainer, topology, self.policy) if resumption is None else resumption.description
+        description = resumption.description if resumption else RunDescription(context.run, topology, self.policy)
         report = builder.inspect_or_leave(loader if request is None else request, is_training=True)
         if report is None:
             self.weights.cast()
@@ -241,7 +242,7 @@ class TrainCalls:
         setup.announce()
         pipeline.shared_rng = share_rng_state(topology)
         pipeline.last_seeded = topology.broadcast(torch.initial_seed())
-        self.context.seeds.begin(pipeline.stage)
+        self.context.seeds.begin(pipeline.stage.groups)
         self._setup = setup
         self._in_loop.enter_context(pipeline.stage.active())
         self.signals = SavesOnSignal(self.context)
@@ -375,7 +376,7 @@ class PipelineSession:
     """Everything a pipeline adds to one trainer; lives as long as the trainer. Collective: construct on every rank.
 
     Only parts that follow the trainer's changing attributes (`state`, `args`, `model`, `optimizer`, ...) get the
-    `Trainer` itself, in their `Context`.
+    `Trainer` itself, in their `TrainingContext`.
 
     Raises:
         ValueError: the ranks were started with different options.
@@ -500,7 +501,7 @@ class PipelineSession:
             yield
 
 
-def _make_context(trainer: Trainer, args: PipeTransformerArguments) -> Context:
+def _make_context(trainer: Trainer, args: PipeTransformerArguments) -> TrainingContext:
     rest_seconds = max(args.pipeline_timeout, args.ddp_timeout)
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     topology = get_topology(rest_seconds, int(local_world_size) if local_world_size else None)
@@ -508,12 +509,13 @@ def _make_context(trainer: Trainer, args: PipeTransformerArguments) -> Context:
     if args.pipeline_size is not None:
         topology.check_pipeline_size(args.pipeline_size)
     check_agreement(topology, "training arguments", _shared(args))
-    journal = Journal(trainer, EventLog(args.output_dir if trainer.is_world_process_zero() else None))
+    run = TrainerView(trainer)
+    journal = Journal(run, EventLog(args.output_dir if trainer.is_world_process_zero() else None))
     # A batch of a new shape recompiles, so with torch_compile any step may take as long as the first one.
     step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
     timeouts = CollectiveTimeouts(topology, journal, step_seconds, rest_seconds, args.pipeline_timeout)
-    gains = LossGains(trainer, topology)
-    return Context(trainer, topology, journal, timeouts, Seeds(topology, args.seed), gains)
+    seeds, gains = Seeds(topology, args.seed), LossGains(trainer, topology)
+    return TrainingContext(run, topology, journal, timeouts, seeds, trainer, gains)
 
 
 def _shared(args: PipeTransformerArguments) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from hf_pipetransformer.freeze.signals import LayerProbe
 from hf_pipetransformer.planning.planner import reachable_shapes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import read_known_microbatches
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
@@ -37,6 +36,7 @@ from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption
 from hf_pipetransformer.state.saving import Checkpoints
 from hf_pipetransformer.training.asynchronous import AsynchronousSteps
+from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.expectation import in_words, make_forecast, measure
 from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
 from hf_pipetransformer.training.steps import Steps, SynchronousSteps
@@ -53,7 +53,7 @@ class TrainingSetup:
         keeps_optimizer: the optimizer is the user's, and is handed back whole.
     """
 
-    context: Context
+    context: TrainingContext
     policy: FreezePolicy
     pipeline: Pipeline
     replay: Mapping[int, Layout] | None

@@ -34,7 +34,6 @@ from hf_pipetransformer.options.refusals import (
     warn_about_options,
 )
 from hf_pipetransformer.report import announce, logger
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.generation import check_generation, generate_in_stages, settings_of
 from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 from hf_pipetransformer.runtime.stage import StageSettings
@@ -44,11 +43,12 @@ from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of, main_input_of
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
-from hf_pipetransformer.startup.first_samples import first_batches, most_samples, probe_samples
+from hf_pipetransformer.startup.first_samples import FirstBatches, first_batches, most_samples, probe_samples
 from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
 from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
+from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loaders import make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
 from hf_pipetransformer.training.outputs import REMEDY, shape_without_rows
@@ -181,7 +181,9 @@ class PipelineBuilder:
     `policy` is the one in use. Without `needs_pipeline`, Trainer's own methods train and evaluate.
     """
 
-    def __init__(self, context: Context, options: RunOptions, policy: FreezePolicy, needs_pipeline: bool) -> None:
+    def __init__(
+        self, context: TrainingContext, options: RunOptions, policy: FreezePolicy, needs_pipeline: bool
+    ) -> None:
         self.context = context
         self.options = options
         self.policy = policy
@@ -239,7 +241,7 @@ class PipelineBuilder:
         trainer = self.context.trainer
         if not isinstance(request, Request):
             return False
-        batches = first_batches(trainer, request)
+        batches = self.first_batches(request)
 
         def names_in_first() -> list[str]:
             with closing(batches.collated()) as collated:
@@ -310,7 +312,7 @@ class PipelineBuilder:
         shell.training = is_training
         count = partial(trainer_compat.items_of, trainer)
         with undisturbed(trainer.model):
-            batches = first_batches(trainer, given)
+            batches = self.first_batches(given)
             parts = (batches, main_input_of(trainer.model), count, most_samples(args))
             samples = topology.decide(lambda: probe_samples(*parts))
         # TRL's trainers compute their loss in evaluations too, also of batches that have no labels.
@@ -344,6 +346,15 @@ class PipelineBuilder:
         if needs_loss and start_up.loss_rule.ignores_num_items:
             start_up = self._dividing_itself(start_up, is_training)
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
+
+    def first_batches(self, given: Request | Any) -> FirstBatches:
+        """See `startup.first_samples.first_batches`. Collective: call on every rank."""
+        trainer = self.context.trainer
+
+        def dataset_and_collator(request: Request) -> tuple[Any, Any]:
+            return trainer_compat.dataset_and_collator(trainer, request.dataset, request.description)
+
+        return first_batches(given, dataset_and_collator, self.context.args, trl_compat.rows_of_sample(trainer))
 
     def _scope_of_loss(self) -> LossScope:
         """Return the samples that one call of the loss sees, and set the schedule that this takes."""

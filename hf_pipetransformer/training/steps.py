@@ -17,10 +17,10 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.engine.losses import agree_on_overflow
 from hf_pipetransformer.engine.program import Write
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.base import main_input_of
+from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loss_check import LossCheck
 from hf_pipetransformer.training.metrics import MetricAccumulator
 
@@ -46,7 +46,7 @@ class Steps(ABC):
     `loader` is None for a loader of the user's own. A subclass says in which order the stages run the steps.
     """
 
-    context: Context
+    context: TrainingContext
     pipeline: Pipeline
     loader: PipelineLoader | None
     metrics: MetricAccumulator

@@ -18,13 +18,13 @@ from hf_pipetransformer.elastic.migration import OptimizerState
 from hf_pipetransformer.elastic.transition import Transitions
 from hf_pipetransformer.engine.reduction import share_values
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state.description import saves_state
 from hf_pipetransformer.state.restore import ResumedEpoch, restore
 from hf_pipetransformer.state.resumption import Resumption
 from hf_pipetransformer.state.saving import Checkpoints
+from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.metrics import MetricAccumulator, Summary
 from hf_pipetransformer.training.progress import Progress, Tracer
 from hf_pipetransformer.training.steps import Steps
@@ -40,7 +40,7 @@ class Training:
         make_steps: makes the steps for the layout in force.
     """
 
-    context: Context
+    context: TrainingContext
     pipeline: Pipeline
     loader: PipelineLoader | None
     optimizer: OptimizerState

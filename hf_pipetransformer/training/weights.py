@@ -8,19 +8,19 @@ from typing import Any
 
 from hf_pipetransformer.elastic.migration import OptimizerState
 from hf_pipetransformer.report import announce, logger
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.gathering import check_whole, end_training, least_room, make_whole, num_bytes_of
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.startup.model import cast_masters, master_names
 from hf_pipetransformer.state.weights import find_weights, has_weights, is_of_adapters, load_weights
+from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.starting import PipelineBuilder
 
 
 class WeightLoading:
     """Reads saved weights rank by rank. Trainer resumes before the model is split, when no rank knows its stage."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: TrainingContext) -> None:
         self.context = context
         self._expected: str | None = None
 

@@ -260,7 +260,9 @@ def test_auto_stores_what_the_script_froze_only_where_that_has_no_dropout(
         if kind == "auto":
             assert (trainer.layout.num_frozen_layers, trainer.layout.cache_level) == (2, 0 if rate else 2)
     assert losses["auto"] == pytest.approx(losses["plain"], rel=1e-5)
-    assert caplog.text.count("activation_cache='on' would store their activations: about") == bool(rate)
+    assert caplog.text.count("activation_cache='on' would store what they give in evaluation mode: about") == bool(
+        rate
+    )
     assert "in evaluation mode" not in caplog.text
 
 
@@ -355,7 +357,7 @@ class Inputs:
         )
     )
     topology: Topology = field(default_factory=lambda: Topology(timeout=5, local_world_size=None))
-    context: Any = field(default_factory=lambda: SimpleNamespace(trainer=SimpleNamespace(model=torch.nn.Linear(1, 1))))
+    context: Any = field(default_factory=lambda: SimpleNamespace(run=SimpleNamespace(model=torch.nn.Linear(1, 1))))
     first_told = CacheInputs.first_told
 
     def record_format(self, source: Any) -> RecordFormat:

@@ -89,8 +89,8 @@ def settings(seconds: float) -> Any:
 
 def context_of(topology: Topology, write: Write = lambda *_, **__: None) -> Any:
     state = SimpleNamespace(max_steps=1000, global_step=400)
-    trainer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{}]), state=state)
-    return SimpleNamespace(topology=topology, trainer=trainer, journal=SimpleNamespace(write=write))
+    run = SimpleNamespace(learning_rate=0.0, state=state)
+    return SimpleNamespace(topology=topology, run=run, journal=SimpleNamespace(write=write))
 
 
 class OneMore(FreezePolicy):

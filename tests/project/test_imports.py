@@ -225,8 +225,47 @@ def test_planted_impurities_are_found(source, expected):
     assert impurities(ast.parse(source), "planning.partition", False) == expected
 
 
+# The rooms and files that know Trainer itself; the others know a run as `runtime.context.RunView`.
+DOOR = {"trainer", "training", "selftest", "trl", "trainer_compat", "trl_compat"}
+
+
+def uses_of_trainer(tree: ast.AST) -> set[str]:
+    """Imports of Trainer or of its module, and reads of an attribute `trainer`."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            is_module = node.module == "transformers.trainer"
+            found |= {alias.name for alias in node.names if alias.name == "Trainer" or is_module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name == "transformers.trainer"}
+        elif isinstance(node, ast.Attribute) and node.attr == "trainer":
+            found.add(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize(("name", "tree"), [each for each in MODULES if each[0].partition(".")[0] not in DOOR])
+def test_trainer_is_known_at_the_door_alone(name: str, tree: ast.Module) -> None:
+    # A plan compares with Trainer's own data parallelism: an option of that name, and not a trainer.
+    found = uses_of_trainer(tree) - {"plan.trainer"}
+    assert not found, f"{name} knows Trainer: {sorted(found)}; ask `RunView` for what it needs of a run"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from transformers import Trainer", {"Trainer"}),
+        ("from transformers.trainer import TRAINER_STATE_NAME", {"TRAINER_STATE_NAME"}),
+        ("import transformers.trainer as stock", {"transformers.trainer"}),
+        ("def f(self): return self.context.trainer.state", {"self.context.trainer"}),
+        ("from transformers import TrainerState\nstate = run.state", set()),
+    ],
+)
+def test_planted_uses_of_trainer_are_found(source: str, expected: set[str]) -> None:
+    assert uses_of_trainer(ast.parse(source)) == expected
+
+
 LONGEST_CHAIN = 19
-MOST_FILES = 181
+MOST_FILES = 183
 
 
 def test_import_chains_stay_short() -> None:

@@ -82,7 +82,7 @@ def test_every_file_of_the_checkpoint_is_read_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(resumption, "is_plain", lambda folder: False)
     monkeypatch.setattr(resumption, "check_same_run", lambda *_: None)
     trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)))
-    description: Any = SimpleNamespace(trainer=trainer, identity=None, data=dict)
+    description: Any = SimpleNamespace(run=trainer, identity=None, data=dict)
     topology: Any = SimpleNamespace(decide=lambda call: call())
     found = find_resumption(where if where is True else newest, topology, description)
     assert (found.folder, found.state.step) == (newest, 4)
@@ -94,7 +94,7 @@ def gone_on_with(policy: Any, plan: dict[int, Layout] | None, saved_size: int) -
     asked = {"pipeline_parallel_size": None, "pipeline_parallel_num_microbatches": None}
     identity = SimpleNamespace(arguments=asked | {"pipeline_schedule": "1f1b", "pipeline_chunks": None})
     args = SimpleNamespace(train_samples_per_device=4, pipeline_size=None, layout_plan="plan")
-    description: Any = SimpleNamespace(identity=identity, trainer=SimpleNamespace(args=args))
+    description: Any = SimpleNamespace(identity=identity, run=SimpleNamespace(args=args))
     saved = Layout(L, 3, saved_size, 1, (0, 10) if saved_size == 1 else (0, 8, 10), 1, "1f1b")
     saved = replace(saved, num_replicas=2) if saved_size == 1 else saved
     # What was asked for is another thing now if it was saved with two stages.

@@ -645,16 +645,16 @@ def subject_of(name: str) -> Subject:
         # In evaluation it gives more outputs than in training.
         ("XLNetLMHeadModel", "transformer: 16 of 32 outputs were read instead of computed"),
         # Its hidden states are collected by hooks, which its first forward makes.
-        ("BeitForSemanticSegmentation", "takes a share of the forward to speak of"),
+        ("BeitForSemanticSegmentation", "no frozen part computes from the samples alone"),
         # Its forward puts other tensors in the place of buffers.
-        ("IBertForMaskedLM", "takes a share of the forward to speak of"),
+        ("IBertForMaskedLM", "no frozen part computes from the samples alone"),
     ],
 )
 def test_classes_that_were_trained_otherwise_once(
     name: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever is stored: losses, norms, weights and buffers of Trainer."""
-    share = FROZEN["half" if "share" in told else "most"]
+    share = FROZEN["half" if "no frozen part" in told else "most"]
     expected = account(subject_of(name), tmp_path, "plain", None, frozen_share=share)
     with caplog.at_level(logging.INFO, "hf_pipetransformer"):
         found = account(subject_of(name), tmp_path, "ours", {"activation_cache": "on"}, frozen_share=share)

@@ -17,9 +17,9 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer,
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.runtime import joining
-from hf_pipetransformer.runtime.gains import LossGains
 from hf_pipetransformer.startup.planner import RunPlanner
 from hf_pipetransformer.training import loss_check
+from hf_pipetransformer.training.gains import LossGains
 from hf_pipetransformer.training.replica_gather import ReplicaGather
 from tests import whole_losses
 from tests.whole_losses import INSIDE, LOSSES, train, wrong
