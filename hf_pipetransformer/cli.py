@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import difflib
+import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     options, others = parser.parse_known_args([_with_underscores(word) for word in words])
     if options.command == "plan":
-        options.of_run = others
+        options.of_run, options.ends_process = others, argv is None
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
@@ -59,6 +62,18 @@ def _in_a_sentence(error: OSError | ValueError) -> str:
 _EQUAL_STAGES = ("schedule", "chunks", "backward", "hop", "frozen_stages", "weights", "step_microbatches", "update")
 """Options that draw a schedule of equal stages, besides the two that are required for it."""
 _NEEDED = ("stages", "microbatches")
+MOST_MEMORY = 1e5
+"""Gigabytes of a device: a larger number was meant in other units."""
+_OF_PLAN = (
+    "processes",
+    "device_memory",
+    "processes_per_node",
+    "sequence_length",
+    "samples",
+    "lora_rank",
+    "load_in_4bit",
+)
+"""Other options that may be meant by a name that is none."""
 
 
 def _add_plan(commands: Any) -> None:
@@ -147,6 +162,9 @@ def _pictures(options: argparse.Namespace) -> list[str]:
 
 def _plan_model(options: argparse.Namespace) -> bool:
     """Print the plan of a model; return False if it fits nowhere."""
+    _check_names(options)
+    if options.ends_process and options.lora_rank is None and not options.load_in_4bit:
+        _leave_out_peft()
     import torch  # Imports of seconds.
     from transformers import HfArgumentParser
 
@@ -185,6 +203,39 @@ def _plan_model(options: argparse.Namespace) -> bool:
     return plan.chosen.fits
 
 
+def _check_names(options: argparse.Namespace) -> None:
+    """Raise ValueError for an option that no run has, without the imports of seconds that it takes to read them."""
+    known = {*_fields_in(Path(hf_pipetransformer.__file__).with_name("options") / "arguments.py")}
+    package = importlib.util.find_spec("transformers")
+    assert package is not None and package.origin is not None
+    known |= {*_fields_in(Path(package.origin).with_name("training_args.py"))}
+    known |= {f"no_{name}" for name in known}
+    for word in options.of_run:
+        name = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and not any(each.startswith(name) for each in known):
+            near = difflib.get_close_matches(name, {*known, *vars(options)}, n=1)
+            hint = f"; did you mean --{near[0]}?" if near else "."
+            raise ValueError(f"--{name} is no option of plan, nor of a run{hint}")
+
+
+def _fields_in(path: Path) -> Iterator[str]:
+    """Yield the names of the fields of the classes in a file."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for line in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                yield line.target.id
+
+
+def _leave_out_peft() -> None:
+    """Keep transformers from importing peft, and bitsandbytes with it: half of a plan's time, and used for none of it.
+
+    Only for a process that ends with its plan: transformers would miss them later on.
+    """
+    import transformers.utils
+
+    transformers.utils.is_peft_available = lambda: False
+
+
 def _machine(options: argparse.Namespace) -> Machine:
     from hf_pipetransformer.startup.run_plan import Machine
 
@@ -193,6 +244,8 @@ def _machine(options: argparse.Namespace) -> Machine:
         raise ValueError(f"--processes {options.processes} is no multiple of --processes_per_node {local}.")
     if options.node_bandwidth is not None and local == options.processes:
         raise ValueError("--node_bandwidth with all processes on one node: give --processes_per_node too.")
+    if options.device_memory > MOST_MEMORY:
+        raise ValueError(f"--device_memory {options.device_memory:g}: expected gigabytes of one device, such as 80.")
     names = ("device_memory", "device_tflops", "bandwidth", "node_bandwidth", "memory_bandwidth", "disk_bandwidth")
     for name in names:
         value = getattr(options, name)
