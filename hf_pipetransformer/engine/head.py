@@ -7,17 +7,25 @@ takes all forwards before the first backward, as in GPipe.
 
     parts     F0: layers, head   B0   F1: layers, head   B1
     joined    F0: layers   F1: layers   head of all   B1: layers   B0: layers
+
+The loss of a causal language model may also be computed in slices of the sequence, forward and backward of the head
+one after the other. Then the logits of a slice are all that is in memory, and no forward runs twice.
+
+    slices    F0: layers, head and its backward, slice by slice   B0: layers
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import torch
 
+from hf_pipetransformer.data.batches import count_items, cut_tokens
+from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram, as_sent
 from hf_pipetransformer.schedules import ActionList, Op
 
@@ -48,14 +56,44 @@ class Joined:
     cut: Callable[[torch.Tensor], list[torch.Tensor]]
 
 
+_OF_LAYERS = ("attention_mask", "position_ids")
+"""Inputs of a text that nothing above the layers reads."""
+
+
+@dataclass(frozen=True)
+class HeadSlices:
+    """Slices of the sequence in which head and loss run.
+
+    Args:
+        number: 1 for whole sequences.
+        rule: of the loss, by which the losses of slices add up.
+    """
+
+    number: int = 1
+    rule: LossRule = LossRule.SUM
+
+    def of(self, micro_batch: MicroBatch, length: int) -> list[tuple[slice, MicroBatch]]:
+        """Cut a micro-batch of `length` positions; returns each slice of what enters the head, with its part."""
+        bounds = sorted({number * length // self.number for number in range(self.number + 1)})
+        parts = cut_tokens({name: v for name, v in micro_batch.inputs.items() if name not in _OF_LAYERS}, bounds)
+        items = [1 if self.rule is LossRule.SUM else count_items(part) for part in parts]
+        weights = [micro_batch.weight * self.rule.weight(number, sum(items)) for number in items]
+        return [
+            (slice(*span), replace(micro_batch, inputs=part, weight=weight))
+            for span, part, weight in zip(pairwise(bounds), parts, weights, strict=True)
+        ]
+
+
 @dataclass
 class HeadPlan:
     """Way to run the next batches, set by the runner and read by the programs of the stage with the head.
 
     Args:
+        slices: cuts micro-batches whose head does not run once a batch.
         join: joins what entered the head in the micro-batches of a batch.
     """
 
+    slices: HeadSlices = HeadSlices()
     mode: HeadMode = HeadMode.PARTS
     join: Callable[[Sequence[torch.Tensor]], Joined] | None = None
     entered: dict[int, tuple[MicroBatch, torch.Tensor]] = field(default_factory=dict)
@@ -121,6 +159,8 @@ class HeadProgram(StageProgram):
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         mode = self.plan.mode
+        if self._is_cut and torch.is_grad_enabled():
+            return self._forward_in_slices(micro_batch, received)
         if mode is HeadMode.PARTS:
             return self.together.forward(micro_batch, received)
         if mode is HeadMode.WATCHED:
@@ -128,8 +168,7 @@ class HeadProgram(StageProgram):
                 loss = self.together.forward(micro_batch, received)
             self.plan.entered[micro_batch.index] = micro_batch, as_sent(noted[-1], micro_batch, self.dtype_entering)
             return loss
-        entering = received if self.layers is None else self.layers.forward(micro_batch, received)
-        assert entering is not None, "below the head there is a layer or a stage"
+        entering = self._entering(micro_batch, received)
         joined = self._add(micro_batch, entering)
         if joined is None:
             return torch.zeros((), device=entering.device)  # The last micro-batch gives the loss of all.
@@ -137,6 +176,31 @@ class HeadProgram(StageProgram):
 
     def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         return self.together.predict(micro_batch, received)
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.plan.slices.number > 1 and self.plan.mode is not HeadMode.JOINED
+
+    def _entering(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+        """Return what enters the head."""
+        entering = received if self.layers is None else self.layers.forward(micro_batch, received)
+        assert entering is not None, "below the head there is a layer or a stage"
+        return entering
+
+    def _forward_in_slices(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+        """Run the head with its backward on one slice after the other; keeps the gradient of what enters it."""
+        entering = self._entering(micro_batch, received).detach()
+        if self.plan.mode is HeadMode.WATCHED:
+            self.plan.entered[micro_batch.index] = micro_batch, as_sent(entering, micro_batch, self.dtype_entering)
+        gradient, loss = torch.empty_like(entering), torch.zeros((), device=entering.device)
+        for where, part in self.plan.slices.of(micro_batch, entering.shape[1]):
+            loss = loss + self.head.forward(part, entering[:, where].contiguous()).detach()
+            found = self.head.backward_input(part, None)
+            self.head.backward_weight(part)
+            assert found is not None, "the head sends a gradient"
+            gradient[:, where] = found
+        self._gradients[micro_batch.index] = gradient
+        return loss
 
     def _add(self, micro_batch: MicroBatch, entering: torch.Tensor) -> Joined | None:
         """Add what enters the head in a micro-batch; return the joined batch once all are there."""
@@ -147,7 +211,7 @@ class HeadProgram(StageProgram):
         return self._joined
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if self.plan.mode is not HeadMode.JOINED:
+        if self.plan.mode is not HeadMode.JOINED and not self._is_cut:
             return self.together.backward_input(micro_batch, gradient)
         entered = self._gradient_of(micro_batch)
         if self.layers is not None:
@@ -165,7 +229,7 @@ class HeadProgram(StageProgram):
         return self._gradients.pop(micro_batch.index)
 
     def backward_weight(self, micro_batch: MicroBatch) -> None:
-        if self.plan.mode is not HeadMode.JOINED:
+        if self.plan.mode is not HeadMode.JOINED and not self._is_cut:
             self.together.backward_weight(micro_batch)
         elif self.layers is not None:
             self.layers.backward_weight(micro_batch)

@@ -200,6 +200,12 @@ class PipeTransformerArguments(TrainingArguments):
         "if it fits in memory. See docs/how_it_works.md, The loss of a batch.",
         choices=LOSS_SCOPES,
     )
+    pipeline_head_slices: Annotated[int, whole_number("a number of slices, 1 or more", least=1)] = option(
+        1,
+        "Slices of each sequence in which the stage with the head of a causal language model computes logits, loss "
+        "and their gradients, one after the other, so that the logits of one slice are all that is in memory: a "
+        "vocabulary of 128,000 words takes 4 GB for 8,192 tokens in float32. Same numbers, and nothing is recomputed.",
+    )
     pipeline_checkpoint: Annotated[str, choice(RECOMPUTE_MODES, on="always", off="never")] = option(
         "never",
         "Activation recomputation: run the forward of a micro-batch again in its backward layer by layer (`layers`: "

@@ -41,6 +41,7 @@ class MemoryRules:
         sums: True if the gradients of half-precision weights are added in float32.
         loss_sees: samples that the head and the loss see at once: `parts` for those of a micro-batch, `replica` or
             `batch` for those of one replica or of all.
+        head_slices: parts of a micro-batch whose logits are in memory one after the other.
     """
 
     optim: str = "adamw_torch"
@@ -48,6 +49,7 @@ class MemoryRules:
     casts: bool = False
     sums: bool = False
     loss_sees: str = "parts"
+    head_slices: int = 1
 
     def state_bytes(self, elements: float, weight_bytes: float) -> float:
         """Return the bytes of the optimizer's state for `elements` trained weights that take `weight_bytes`.
@@ -111,6 +113,8 @@ def rank_memory(
         boundary_bytes=_times(samples, costs.boundary_bytes),
         working_bytes=_times(samples, costs.working_bytes),
     )
+    if memory.head_slices > 1:
+        in_each = _with_sliced_head(in_each, memory.head_slices)
     if memory.loss_sees != "parts":
         in_each = _with_whole_head(in_each, microbatches, layout.num_replicas if memory.loss_sees == "batch" else 1)
     sums = _times(memory.sums, sum_bytes(costs))
@@ -158,6 +162,15 @@ def _with_whole_head(costs: BlockCosts, microbatches: int, num_replicas: int) ->
     activation[-1] = num_replicas * (activation[-1] + (costs.boundary_bytes[-1] if costs.boundary_bytes else 0.0))
     if working:
         working[-1] *= num_replicas * microbatches
+    return replace(costs, activation_bytes=tuple(activation), working_bytes=tuple(working))
+
+
+def _with_sliced_head(costs: BlockCosts, slices: int) -> BlockCosts:
+    """Return the costs of a micro-batch whose head keeps what one slice needs, and the gradient of what enters it."""
+    activation, working = list(costs.activation_bytes), list(costs.working_bytes)
+    activation[-1] = activation[-1] / slices + (costs.boundary_bytes[-1] if costs.boundary_bytes else 0.0)
+    if working:
+        working[-1] /= slices
     return replace(costs, activation_bytes=tuple(activation), working_bytes=tuple(working))
 
 

@@ -18,7 +18,7 @@ from hf_pipetransformer.comm.transfers import broadcast_tree
 from hf_pipetransformer.data.rng import drawing_with
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.engine import Engine
-from hf_pipetransformer.engine.head import HeadPlan
+from hf_pipetransformer.engine.head import HeadPlan, HeadSlices
 from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.runtime.ownership import ParameterStore
@@ -35,7 +35,7 @@ class StageSettings:
 
     `timeout` is in seconds; `recompute` is a mode of `recomputed_micro_batches`, or `layers`. With `is_mixed` forwards
     run under autocast; `sums_in_float32` adds the gradients of half-precision weights in float32, and
-    `masters_in_float32` casts such weights when training starts.
+    `masters_in_float32` casts such weights when training starts. `head_slices` says how the loss is cut.
     """
 
     probe: Probe
@@ -48,6 +48,7 @@ class StageSettings:
     is_mixed: bool = False
     sums_in_float32: bool = False
     masters_in_float32: bool = False
+    head_slices: HeadSlices = HeadSlices()
 
 
 @dataclass

@@ -58,7 +58,7 @@ def make_stage(view: StageView, store: ParameterStore, layout: Layout, settings:
     # mostly have one micro-batch, and those of more give the bits of one process that delays its updates.
     keeps = layout.num_stages > 1 and groups.is_first and not layout.abilities.overlaps_steps
     embeddings = EmbeddingGradients(embeddings_of(view.model, view.structure.layers) if keeps else [])
-    head = HeadPlan()
+    head = HeadPlan(settings.head_slices)
     engine = make_engine(view, layout, groups, settings, embeddings, head)
     owners = {name: layout.ranks_of(blocks) for name, blocks in settings.probe.structure.blocks_of_parameter.items()}
     return Stage(layout, groups, settings, view, store, engine, owners, [], embeddings, head, reducer=None)

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_pipetransformer.data.batches import cut_tokens, num_rows, pad_batch, take_rows
 from hf_pipetransformer.data.flattened import first_tokens, sequences_of
+from hf_pipetransformer.engine.head import HeadPlan, HeadProgram, HeadSlices
 from hf_pipetransformer.engine.losses import FoundRule, LossRule, Parts, find_loss_rule
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, TokenSpan
 from hf_pipetransformer.engine.token_program import TokenSliceProgram
@@ -511,4 +512,36 @@ def why_unsliceable(target: ProbeTarget, structure: Structure, rule: LossRule) -
         f"{name} gives the loss {found.loss:.8g} for slices of {[b - a for a, b in pairwise(bounds)]} tokens and "
         f"{expected.loss:.8g} for whole sequences (gradient norms {found.total_norm:.8g} and "
         f"{expected.total_norm:.8g}). {_TOKEN_REMEDY}"
+    )
+
+
+def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSlices) -> str | None:
+    """Return why head and loss in slices of a sequence do not reproduce those of the whole; None if they do."""
+    name = type(target.model).__name__
+    if not target.is_text or sequences_of(target.inputs) is not None:
+        return f"{name} is not given rows of tokens, each of one text."
+    expected = _run_whole(target)
+    view, whole = target.view(structure), MicroBatch(0, target.inputs, 1.0, (), target.loss)
+
+    def of(blocks: range) -> ModelProgram:
+        return ModelProgram(view, blocks, torch.float32, sends_gradient=True)
+
+    blocks, plan = range(structure.num_blocks), HeadPlan(slices)
+    program = HeadProgram(plan, of(blocks), of(blocks[:-1]), of(blocks[-1:]), torch.float32, sends_gradient=False)
+    with gradients_discarded(target.model):
+        try:
+            program.begin(())
+            loss = program.forward(whole, None)
+            program.backward_input(whole, None)
+        # A model that reads another form of labels may raise anything.
+        except Exception as error:
+            return f"the head of {name} does not run on slices of a sequence ({type(error).__name__}: {error})."
+        finally:
+            view.remove()
+        found = _Result(float(loss), gradient_norms(target.parameters))
+    if found.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
+        return None
+    return (
+        f"{name} gives the loss {found.loss:.8g} in slices of the sequence and {expected.loss:.8g} for whole ones "
+        f"(gradient norms {found.total_norm:.8g} and {expected.total_norm:.8g})."
     )

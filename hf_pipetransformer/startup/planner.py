@@ -146,7 +146,8 @@ class RunPlanner:
         """Rules of the optimizer, recomputation and precision that memory depends on."""
         args, casts = self.args, bool(self.args.bf16 or self.args.fp16)
         optim = OptimizerNames(args.optim).value
-        return MemoryRules(optim, args.pipeline_checkpoint, casts, loss_sees=self.scope.value)
+        slices = args.pipeline_head_slices
+        return MemoryRules(optim, args.pipeline_checkpoint, casts, loss_sees=self.scope.value, head_slices=slices)
 
     def sums_in_float32(self, layout: Layout) -> bool:
         """Return True if a run that begins with `layout` adds the gradients of half-precision weights in float32."""

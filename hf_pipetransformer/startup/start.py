@@ -14,6 +14,7 @@ from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.data.batches import CommonLength, batch_size
 from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule, LossScope
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import Overheads
@@ -28,6 +29,7 @@ from hf_pipetransformer.startup.check import (
     depends_on_padding,
     probe_model,
     reads_first_alone,
+    why_no_head_slices,
     why_unsliceable,
 )
 from hf_pipetransformer.startup.costs import (
@@ -99,8 +101,9 @@ def inspect_model(
     model = given.model
     cuts_tokens = args.schedule.abilities.cuts_tokens
     is_shown = topology.rank == 0 and not args.disable_tqdm
+    num_parts = _NUM_PARTS + 2 * cuts_tokens + (args.pipeline_head_slices > 1)
     with ExitStack() as stack:
-        bar = stack.enter_context(progress_bar("Inspecting the model", _NUM_PARTS + 2 * cuts_tokens, is_shown))
+        bar = stack.enter_context(progress_bar("Inspecting the model", num_parts, is_shown))
         inspection = Inspection(topology, type(model).__name__, bar)
         read = None if read is None else inspection.reading(read)
         given = replace(given, compute=inspection.showing_time(given.compute))
@@ -129,6 +132,11 @@ def inspect_model(
                     exact.shape_without_rows(exact.inputs) if topology.world_size > 1 else None,
                 ]
             )
+            slices = HeadSlices(args.pipeline_head_slices, loss_rule.rule)
+            if slices.number > 1:
+                why = inspection.on_first_rank(lambda: why_no_head_slices(exact, probe.structure, slices))
+                if why is not None:
+                    raise ValueError(f"pipeline_head_slices={slices.number}: {why} Leave it out.")
             if cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, loss_rule.rule))
                 if why is not None:

@@ -170,6 +170,19 @@ class LossCheck:
         entering = entering.detach().requires_grad_()
         if not part.weight:
             return entering.new_zeros(()), torch.zeros_like(entering)
+        slices, length = self.pipeline.settings.head_slices, entering.shape[1]
+        if slices.number == 1:
+            return self._loss_at_once(part, entering)
+        # Otherwise the logits of a whole batch would be in memory.
+        whole, total = torch.zeros_like(entering), torch.zeros((), device=entering.device)
+        for where, cut in slices.of(replace(part, weight=1.0), length):
+            if cut.weight:
+                loss, gradient = self._loss_at_once(cut, entering[:, where])
+                total, whole[:, where] = total + cut.weight * loss, cut.weight * gradient
+        return total, whole
+
+    def _loss_at_once(self, part: MicroBatch, entering: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        entering = entering.detach().contiguous().requires_grad_()
         view = self.pipeline.stage.view
         head = range(view.structure.num_blocks - 1, view.structure.num_blocks)
         with torch.enable_grad():

@@ -19,6 +19,7 @@ from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.data.batches import batch_size, for_model
 from hf_pipetransformer.data.loader import PipelineLoader, Request
+from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.freeze.policy import FreezePolicy
@@ -131,6 +132,7 @@ class RunOptions:
             or args.num_microbatches not in (None, 1)
             or (args.pipeline_checkpoint != "never" and not args.recomputes_for_trainer)
             or args.pipeline_token_slices != "auto"
+            or args.pipeline_head_slices > 1
             or args.layout_plan is not None
             or args.pipeline_trace_step is not None
             or self.splitter is not None
@@ -434,6 +436,7 @@ class PipelineBuilder:
             is_mixed=trainer.accelerator.native_amp,
             sums_in_float32=report.is_training and start_up.plans.sums_in_float32(layout),
             masters_in_float32=args.pipeline_master_dtype is not None,
+            head_slices=HeadSlices(args.pipeline_head_slices, start_up.loss_rule.rule),
         )
         stage = start_stage(trainer.model, report.splitter, layout, settings, report.is_training)
         shifts_labels = trainer_compat.shifts_labels(trainer)
