@@ -90,6 +90,15 @@ SLICED = {
     "recomputed-layers": DecoderCase("llama", RAGGED | {"pipeline_checkpoint": "layers"}, layouts=((2, 1), (2, 2))),
     "planned": DecoderCase("gpt2", TOKEN),
 }
+HEAD = {"pipeline_head_slices": 3}
+HEADS = {
+    "head-llama": DecoderCase("llama", HEAD, layouts=((2, 1), (1, 2), (2, 2))),
+    # Soft caps on its logits, and embeddings that are its head.
+    "head-gemma2": DecoderCase("gemma2", HEAD | {"pipeline_checkpoint": "layers"}, accumulation=2),
+    "head-packed": DecoderCase("gpt2", HEAD | {"pipeline_schedule": "gpipe"}, is_packed=True),
+    "head-split-backward": DecoderCase("qwen2", HEAD | {"pipeline_schedule": "zb_h1"}, layouts=((2, 1), (2, 2))),
+    "head-stored": DecoderCase("llama", HEAD | KEPT, num_rows=16),
+}
 ELASTIC = {
     "frozen-slices": DecoderCase("llama", RAGGED | FROZEN, layouts=((2, 1), (4, 1))),
     "frozen-whole": DecoderCase("gpt2", FROZEN),
@@ -100,7 +109,7 @@ STORED = {
     "stored-llama": DecoderCase("llama", KEPT, num_rows=16),
     "stored-gpt2": DecoderCase("gpt2", KEPT | {"pipeline_compression": "throughput"}, num_rows=16),
 }
-CASES = FAMILIES | EMBEDDINGS | CLASSIFIERS | PACKED | SLICED | ELASTIC | STORED
+CASES = FAMILIES | EMBEDDINGS | CLASSIFIERS | PACKED | SLICED | HEADS | ELASTIC | STORED
 
 
 def rows_of(case: DecoderCase, num: int) -> list[dict[str, Any]]:

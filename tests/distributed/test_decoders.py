@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.decoder_worker import CASES, ELASTIC, SLICED, STEPS, STORED, run_all
+from tests.distributed.decoder_worker import CASES, ELASTIC, HEADS, SLICED, STEPS, STORED, run_all
 from tests.distributed.scenarios import start
 
 
 # In every run of CI: positions that are learned, rotary ones, and layers of two kinds; on two processes only.
 FAMILIES = ("family-gpt2", "family-llama", "family-gemma2", "classes-gpt2", "packed-llama", "stored-packed")
-OTHERS = [name for name in CASES if name not in {*FAMILIES, *SLICED, *ELASTIC}]
+OTHERS = [name for name in CASES if name not in {*FAMILIES, *SLICED, *HEADS, *ELASTIC}]
 TOLERANCE = 1e-5
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -28,17 +28,17 @@ def ends(folder: Path, num_processes: int, names: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ends(tmp_path_factory.mktemp("decoders"), 1, [*FAMILIES, *SLICED, *ELASTIC])
+    return ends(tmp_path_factory.mktemp("decoders"), 1, [*FAMILIES, *SLICED, *HEADS, *ELASTIC])
 
 
 @pytest.fixture(scope="module")
 def on_two(on_one: Path) -> Path:
-    return ends(on_one, 2, [*FAMILIES, *SLICED, *ELASTIC])
+    return ends(on_one, 2, [*FAMILIES, *SLICED, *HEADS, *ELASTIC])
 
 
 @pytest.fixture(scope="module")
 def on_four(on_one: Path) -> Path:
-    return ends(on_one, 4, [*SLICED, *ELASTIC])
+    return ends(on_one, 4, [*SLICED, *HEADS, *ELASTIC])
 
 
 @pytest.fixture(scope="module")
