@@ -1,0 +1,99 @@
+"""Memory and time of the last stage of a Llama with many words, its head and loss in slices of the sequence."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+from .measure import (
+    RETURNS_FREED,
+    PeakMemory,
+    Settings,
+    alternate,
+    experiment,
+    largest_difference,
+    launch_all,
+    ratios,
+    report,
+    summary,
+)
+from .memory import StageState
+from .training import StepClock, losses_of, make_trainer
+
+
+NUM_STAGES, NUM_TOKENS, BATCH, NUM_STEPS = 2, 512, 8, 5
+SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 4}
+MANY, FEW = 128_000, 256
+"""Words of the vocabulary: logits of a micro-batch of 1,024 tokens take 524 MB in float32, and 1 MB."""
+CONTENDERS = {"whole": (MANY, 1), "8 slices": (MANY, 8), "32 slices": (MANY, 32), "few words": (FEW, 1)}
+
+
+def run(words: int, slices: int) -> dict[str, Any]:
+    """Train a few steps; return the peak of the steps after the first beyond the stage's state, seconds and losses."""
+    set_seed(0)
+    tokens = torch.randint(FEW, (BATCH * NUM_STEPS, NUM_TOKENS))
+    rows = [{"input_ids": each, "labels": each} for each in tokens]
+    state = StageState()
+    memory = PeakMemory("start", state.bytes)
+    clock = StepClock(memory)
+    given = {"model": LlamaForCausalLM(LlamaConfig(vocab_size=words, **SHAPE)), "train_dataset": rows}
+    trainer = make_trainer(
+        {**given, "callbacks": [clock]}, BATCH, max_steps=NUM_STEPS, pipeline_parallel_size=NUM_STAGES,
+        pipeline_parallel_num_microbatches=4, pipeline_head_slices=slices, pipeline_gather_at_end="never",
+        activation_cache="off", logging_strategy="steps", logging_steps=1,
+    )  # fmt: skip
+    state.trainer = trainer
+    trainer.add_callback(_Begins(state))
+    trainer.train()
+    memory.end()
+    return {
+        "peak": memory.peaks["training"],
+        "seconds": statistics.median(clock.seconds),
+        "losses": losses_of(trainer),
+    }
+
+
+class _Begins(StepClock):
+    """Takes the stage's parameters for its state at the first step."""
+
+    def __init__(self, state: StageState) -> None:
+        super().__init__()
+        self._of_stage = state
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if not self._of_stage.names:
+            self._of_stage.begin()
+
+
+def last_rank(name: str) -> dict[str, Any]:
+    """What the rank with the head has measured, and the losses that the first rank has logged."""
+    ranks = launch_all(run, NUM_STAGES, *CONTENDERS[name], environment=RETURNS_FREED)
+    return {**ranks[-1], "losses": ranks[0]["losses"]}
+
+
+@experiment("head_slices.json", minutes=8, quick_minutes=2)
+def head_slices(settings: Settings) -> dict[str, Any]:
+    """Peak memory and time of the last of two stages of a Llama with 128,000 words, by slices of its head."""
+    found = alternate({name: partial(last_rank, name) for name in CONTENDERS}, settings.of(5, 1))
+    peaks = {name: [run["peak"] for run in runs] for name, runs in found.items()}
+    seconds = {name: [run["seconds"] for run in runs] for name, runs in found.items()}
+    results = {
+        name: {
+            "peak beyond the state, MB": summary([peak / 1e6 for peak in peaks[name]]),
+            "of the stage with few words": summary(ratios(peaks[name], peaks["few words"])),
+            "time of a step, of whole sequences'": summary(ratios(seconds[name], seconds["whole"])),
+            "largest relative difference of the losses": None
+            if name == "few words"
+            else max(
+                largest_difference(own["losses"], whole["losses"])
+                for own, whole in zip(found[name], found["whole"], strict=True)
+            ),
+        }
+        for name in CONTENDERS
+    }
+    report("head in slices", results)
+    return results

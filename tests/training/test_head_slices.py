@@ -1,0 +1,111 @@
+"""Head and loss of a causal language model in slices of the sequence: Trainer's numbers, and few logits at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments, set_seed
+
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.engine.head import HeadSlices
+from hf_pipetransformer.engine.losses import LossRule
+from hf_pipetransformer.engine.program import MicroBatch
+from tests.decoders import collate_tokens, make_decoder, make_rows
+
+
+SLICES = 3
+
+
+def trainer_of(kind: type, folder: Path, model: nn.Module, task: str = "words", **options: Any) -> Trainer:
+    own = {"pipeline_parallel_num_microbatches": 2, "pipeline_head_slices": SLICES}
+    make = TrainingArguments if kind is Trainer else PipeTransformerArguments
+    args = make(
+        **{
+            "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1,
+            "learning_rate": 1e-3, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+            **(own if kind is not Trainer else {}), **options,
+        }
+    )  # fmt: skip
+    return kind(model, args, train_dataset=make_rows(16, task), data_collator=collate_tokens)
+
+
+def model_of(name: str, task: str = "words") -> nn.Module:
+    set_seed(0)
+    return make_decoder(name, task)
+
+
+def logged(trainer: Trainer) -> list[tuple[float, float]]:
+    trainer.train()
+    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_mean"),
+    [("llama", False), ("gemma2", False), ("gpt2", False), ("llama", True)],
+    ids=["llama", "soft caps", "gpt2", "means of parts"],
+)
+def test_numbers_are_trainers(name: str, is_mean: bool, tmp_path: Path) -> None:
+    plain = trainer_of(Trainer, tmp_path / "plain", model_of(name))
+    ours = trainer_of(PipeTransformerTrainer, tmp_path / "ours", model_of(name))
+    for trainer in (plain, ours):
+        trainer.model_accepts_loss_kwargs = not is_mean
+    np.testing.assert_allclose(logged(ours), logged(plain), rtol=1e-5)
+    for key, weight in plain.model.state_dict().items():
+        torch.testing.assert_close(ours.model.state_dict()[key], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_no_more_logits_than_those_of_a_slice_are_computed_at_once(tmp_path: Path) -> None:
+    """Nor in the checks of the first steps, which compute the loss of a whole batch."""
+    model: Any = model_of("llama")
+    trainer = trainer_of(PipeTransformerTrainer, tmp_path, model)
+    seen: list[tuple[int, ...]] = []
+    before = PipeTransformerTrainer.training_step
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hook = model.lm_head.register_forward_hook(lambda _m, _a, output: seen.append(tuple(output.shape)))
+        try:
+            return before(self, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    kind = type("Watching", (PipeTransformerTrainer,), {"training_step": training_step})
+    trainer.__class__ = kind
+    trainer.train()
+    longest = max(len(row["input_ids"]) for row in make_rows(16, "words"))
+    assert seen
+    assert max(shape[1] for shape in seen) <= -(-longest // SLICES)
+
+
+def test_parts_of_a_mean_weigh_what_they_count() -> None:
+    labels = torch.tensor([[5, -100, 7, 8, 9, -100, -100]])
+    inputs = {"input_ids": torch.arange(7)[None], "labels": labels, "attention_mask": torch.ones(1, 7)}
+    parts = HeadSlices(3, LossRule.MEAN).of(MicroBatch(0, inputs, 0.5, (), lambda _: None), 7)
+    assert [(where.start, where.stop) for where, _ in parts] == [(0, 2), (2, 4), (4, 7)]
+    # Of three targets the second token predicts one, and the next two.
+    assert [part.weight for _, part in parts] == pytest.approx([0.5 / 3, 1.0 / 3, 0.0])
+    assert all("attention_mask" not in part.inputs for _, part in parts)
+
+
+def test_a_head_that_reads_more_than_its_own_token_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(PipeTransformerTrainer, tmp_path, model_of("llama", "classes"), "classes")
+    with pytest.raises(ValueError, match=r"pipeline_head_slices=3: .* (in slices of|slices of) .*Leave it out"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_schedule": "token"}, "token', which runs its head in other ways"),
+        ({"pipeline_schedule": "async_1f1b"}, "async_1f1b', which runs its head in other ways"),
+        ({"pipeline_loss": "batch"}, "a loss of slices sees no whole batch"),
+        ({"pipeline_head_slices": 0}, "a number of slices, 1 or more"),
+    ],
+)
+def test_options_that_exclude_it_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        PipeTransformerArguments(output_dir=str(tmp_path), **{"pipeline_head_slices": 2, **options})
