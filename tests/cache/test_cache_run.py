@@ -263,7 +263,7 @@ def test_auto_stores_what_the_script_froze_only_where_that_has_no_dropout(
     assert caplog.text.count("activation_cache='on' would store what they give in evaluation mode: about") == bool(
         rate
     )
-    assert "in evaluation mode" not in caplog.text
+    assert "runs in evaluation mode" not in caplog.text
 
 
 NUM_KNOWN = 64
