@@ -84,7 +84,8 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
         ),
         (
             args.use_liger_kernel,
-            "use_liger_kernel=True replaces the forward of the head and skips logits. Remove it.",
+            "use_liger_kernel=True replaces the forward of the head and skips logits. Remove it; with "
+            "pipeline_head_slices=8 no logits of whole sequences are kept either.",
         ),
         (
             args.eval_use_gather_object,

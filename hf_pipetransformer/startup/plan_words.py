@@ -190,10 +190,16 @@ def _whether_it_fits(plan: RunPlan) -> str:
     fitting = [str(each.layout.pipeline_size) for each in plan.options if each.fits]
     if fitting:
         return f"{text}It fits with K={' or '.join(fitting)}."
-    return (
-        f"{text}Take more or larger devices, adapters (PEFT), an 8-bit optimizer, smaller batches or sequences, or "
-        "pipeline_checkpoint='layers'."
-    )
+    remedy = plan.remedy
+    if remedy is not None and remedy.changes and remedy.option is not None:
+        option = remedy.option
+        changes = " ".join(f"--{name} {value}" for name, value in remedy.changes.items())
+        return (
+            f"{text}It fits with {changes}, K={option.layout.pipeline_size}: {option.fullest / GB:.1f} GB, "
+            f"{option.samples_per_second:.3g} samples/s."
+        )
+    others = ", ".join(["more or larger devices", *(() if remedy is None else remedy.others)])
+    return f"{text}Recomputation and batches of one sample do not help. Take {others} or shorter sequences."
 
 
 def _whether_to_split(plan: RunPlan) -> str:
@@ -280,7 +286,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
     """Return all of the plan as JSON values."""
-    own = ("options", "trainer", "chosen", "schedules", "timeline")
+    own = ("options", "trainer", "chosen", "schedules", "timeline", "remedy")
     return {
         **{name: value for name, value in asdict(plan).items() if name not in own},
         "num_epochs": plan.course.num_epochs,
@@ -291,6 +297,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         "chosen": _option(plan.chosen),
         "schedules": [_option(each) for each in plan.schedules],
         "timeline": spans_as_json(plan.timeline),
+        "remedy": None if plan.remedy is None else plan.remedy.changes,
         "verdicts": verdicts(plan),
     }
 

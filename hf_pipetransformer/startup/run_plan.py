@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
@@ -28,7 +29,7 @@ from hf_pipetransformer.planning.storing import CacheCosts, Caching, why_not_ove
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
-from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 from hf_pipetransformer.splitters.quantized import num_bytes
 from hf_pipetransformer.startup.model import MOST_GRADIENTS
 from hf_pipetransformer.startup.planner import RunPlanner
@@ -39,6 +40,9 @@ COMMUNICATOR_BYTES = 3e8
 
 LAUNCH_SECONDS = 2.5e-5
 """Assumed time of an operation, below which PyTorch's eager mode cannot keep a GPU busy."""
+
+HEAD_SLICES = 8
+"""Slices of the head that are tried where nothing fits: the logits that are left are few beside the rest."""
 
 WINDOW_BYTES = 2**25
 """Bytes of other stages' weights that a rank holds at a time where weights are placed or saved."""
@@ -96,13 +100,29 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """What would let a run fit that does not.
+
+    Args:
+        changes: options and their values, of the same number of samples a step; None if none was found.
+        option: the layout that fits with them.
+        others: further means that the run has not taken yet, in words.
+    """
+
+    changes: dict[str, Any] | None
+    option: Option | None
+    others: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """Possible layouts of a run, shortest pipeline first, and the one that it would begin with.
 
     `blocks` and `overheads` are the costs behind the times. `trainer` is Trainer's own data parallelism beside the
     options; `schedules` are the layouts of all schedules that the options allow on several stages, fastest first;
     `refused` says why the others are not among them. `host` has the host memory of the fullest rank by phase.
-    `computing_seconds` are those of the chosen step if launching operations took no time.
+    `computing_seconds` are those of the chosen step if launching operations took no time. `remedy` says what to change
+    where nothing fits.
     """
 
     model: str
@@ -123,6 +143,7 @@ class RunPlan:
     duration: Duration
     timeline: Timeline
     computing_seconds: float
+    remedy: Remedy | None = None
 
     @property
     def budget(self) -> float:
@@ -178,7 +199,37 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         duration=forecast.duration(course),
         timeline=predict_timeline(chosen.layout, *costs, *more),
         computing_seconds=predict_step(chosen.layout, *at_once, *more).seconds,
+        remedy=None if any(each.fits for each in options) else _remedy(model, planner, machine, sizes),
     )
+
+
+def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[int]) -> Remedy:
+    """Try what saves memory and costs least, one after the other and together, on every number of stages."""
+    args = planner.args
+    sizes = [k for k in sizes if args.pipeline_size in (None, k)]
+    others = [] if has_adapters(model) else ["adapters (PEFT)"]
+    others += [] if "8bit" in planner.memory_rules.optim else ["an 8-bit optimizer"]
+    slices: dict[str, Any] = {"pipeline_head_slices": HEAD_SLICES} if _slices_its_head(model, planner) else {}
+    recomputed = {} if args.pipeline_checkpoint == "layers" else {"pipeline_checkpoint": "layers"}
+    tried = [slices, recomputed, slices | recomputed]
+    size, number = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    while size % 2 == 0:
+        size, number = size // 2, number * 2
+        smaller = {"per_device_train_batch_size": size, "gradient_accumulation_steps": number}
+        tried.append(slices | recomputed | smaller)
+    for changes in filter(None, tried):
+        other = _with_options(planner, **changes)
+        for k in sizes:
+            layout = other.plan(k, other.args.train_samples_per_device, planner.num_frozen_by_user)
+            option = make_option(other, layout, machine)
+            if option.fits:
+                return Remedy(changes, option, tuple(others))
+    return Remedy(None, None, tuple(others))
+
+
+def _slices_its_head(model: Any, planner: RunPlanner) -> bool:
+    able = planner.args.schedule.abilities.runs_steps_whole and planner.scope is LossScope.PARTS
+    return able and _is_causal_lm(model) and planner.args.pipeline_head_slices < HEAD_SLICES
 
 
 def _costs(planner: RunPlanner, layout: Layout) -> tuple[BlockCosts, Overheads]:
@@ -238,6 +289,11 @@ def _of_trainer(planner: RunPlanner, machine: Machine) -> Option:
     return make_option(on_stages, on_stages.plan(1, samples, frozen), machine, sums=False)
 
 
+def _is_causal_lm(model: Any) -> bool:
+    config = getattr(model, "config", None)
+    return isinstance(bare_model(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ()))
+
+
 def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
     args = copy.copy(planner.args)
     for name, value in changes.items():
@@ -262,11 +318,9 @@ def _other_schedules(
             refused[name] = "it has no pause between two steps, in which the reference could run."
             continue
         if other.args.schedule.abilities.cuts_tokens and planner.costs.blocks.slices is None:
-            config = getattr(model, "config", None)
-            is_causal = isinstance(bare_model(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ()))
             refused[name] = (
                 "only a run with it measures the slices that it needs."
-                if is_causal
+                if _is_causal_lm(model)
                 else "causal language models alone can use it."
             )
             continue

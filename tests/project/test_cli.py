@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -182,7 +183,26 @@ def test_a_plan_that_fits_nowhere_names_the_bytes_and_what_helps(
     with pytest.raises(SystemExit):
         main(["plan", config_of(tmp_path, **LLAMA_70B), "--processes", "8", "--device_memory", "40"])
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("Does not fit: the fullest rank needs ") and " GB of 36 GB. " in last and "PEFT" in last
+    assert last.startswith("Does not fit: the fullest rank needs ") and " GB of 36 GB. " in last
+    assert "Recomputation and batches of one sample do not help" in last
+    assert "PEFT" in last
+
+
+def test_a_plan_that_fits_nowhere_finds_what_would_make_it_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what it says holds: the same plan with these options fits."""
+    plan = ["plan", config_of(tmp_path, **LLAMA_70B | {"num_hidden_layers": 8}), "--processes", "2", "--bf16", "true"]
+    plan += ["--device_memory", "130", "--sequence_length", "4096", "--per_device_train_batch_size", "16"]
+    with pytest.raises(SystemExit):
+        main(plan)
+    last = capsys.readouterr().out.splitlines()[-1]
+    found = re.search(r"It fits with (--.*), K=(\d): ([\d.]+) GB", last)
+    assert found is not None, last
+    main([*plan, *found[1].split(), "--pipeline_parallel_size", found[2], "--json"])
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    assert chosen["fits"]
+    assert chosen["fullest"] == pytest.approx(float(found[3]) * 1e9, rel=0.01)
 
 
 def test_adapters_train_little_and_images_and_sequences_are_planned_too(
