@@ -25,10 +25,10 @@ from .memory import StageState
 from .training import StepClock, losses_of, make_trainer
 
 
-NUM_STAGES, NUM_TOKENS, BATCH, NUM_STEPS = 2, 512, 4, 3
-SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 4}
+NUM_STAGES, NUM_TOKENS, BATCH, NUM_STEPS = 2, 64, 8, 4
+SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "num_attention_heads": 4}
 MANY, FEW = 128_000, 256
-"""Words of the vocabulary: logits of a micro-batch of 1,024 tokens take 524 MB in float32, and 1 MB."""
+"""Words of the vocabulary: logits of a micro-batch of 256 tokens take 131 MB in float32, and 0.3 MB."""
 CONTENDERS = {"whole sequences": (MANY, 1), "8 slices": (MANY, 8), "32 slices": (MANY, 32), "few words": (FEW, 1)}
 
 
