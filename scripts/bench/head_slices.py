@@ -16,6 +16,7 @@ from .measure import (
     alternate,
     experiment,
     largest_difference,
+    launch,
     launch_all,
     ratios,
     report,
@@ -29,10 +30,11 @@ NUM_STAGES, NUM_TOKENS, BATCH, NUM_STEPS = 2, 64, 8, 4
 SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "num_attention_heads": 4}
 MANY, FEW = 128_000, 256
 """Words of the vocabulary: logits of a micro-batch of 256 tokens take 131 MB in float32, and 0.3 MB."""
-CONTENDERS = {"whole sequences": (MANY, 1), "8 slices": (MANY, 8), "32 slices": (MANY, 32), "few words": (FEW, 1)}
+CONTENDERS = {"whole sequences": (MANY, 1), "4 slices": (MANY, 4), "8 slices": (MANY, 8), "few words": (FEW, 1)}
+TIMED = ("whole sequences", "8 slices")
 
 
-def run(words: int, slices: int) -> dict[str, Any]:
+def run(words: int, slices: int, num_stages: int) -> dict[str, Any]:
     """Train a few steps; return the peak of the steps after the first beyond the stage's state, seconds and losses."""
     set_seed(0)
     tokens = torch.randint(FEW, (BATCH * NUM_STEPS, NUM_TOKENS))
@@ -42,7 +44,7 @@ def run(words: int, slices: int) -> dict[str, Any]:
     clock = StepClock(memory)
     given = {"model": LlamaForCausalLM(LlamaConfig(vocab_size=words, **SHAPE)), "train_dataset": rows}
     trainer = make_trainer(
-        {**given, "callbacks": [clock]}, BATCH, max_steps=NUM_STEPS, pipeline_parallel_size=NUM_STAGES,
+        {**given, "callbacks": [clock]}, BATCH, max_steps=NUM_STEPS, pipeline_parallel_size=num_stages,
         pipeline_parallel_num_microbatches=2, pipeline_head_slices=slices, pipeline_gather_at_end="never",
         activation_cache="off", logging_strategy="steps", logging_steps=1,
     )  # fmt: skip
@@ -71,29 +73,32 @@ class _Begins(StepClock):
 
 def last_rank(name: str) -> dict[str, Any]:
     """What the rank with the head has measured, and the losses that the first rank has logged."""
-    ranks = launch_all(run, NUM_STAGES, *CONTENDERS[name], environment=RETURNS_FREED)
+    ranks = launch_all(run, NUM_STAGES, *CONTENDERS[name], NUM_STAGES, environment=RETURNS_FREED)
     return {**ranks[-1], "losses": ranks[0]["losses"]}
 
 
-@experiment("head_slices.json", minutes=8, quick_minutes=2)
+def times(rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Let whole sequences and slices take turns on one stage."""
+    return alternate({name: partial(run, *CONTENDERS[name], 1) for name in TIMED}, rounds)
+
+
+@experiment("head_slices.json", minutes=10, quick_minutes=4)
 def head_slices(settings: Settings) -> dict[str, Any]:
-    """Peak memory and time of the last of two stages of a Llama with 128,000 words, by slices of its head."""
-    found = alternate({name: partial(last_rank, name) for name in CONTENDERS}, settings.of(5, 1))
-    peaks = {name: [run["peak"] for run in runs] for name, runs in found.items()}
-    seconds = {name: [run["seconds"] for run in runs] for name, runs in found.items()}
-    results = {
+    """Peak memory of the last of two stages of a Llama with 128,000 words, and time of a step, by slices of its head."""
+    found = {name: last_rank(name) for name in CONTENDERS}
+    timed = launch(times, 1, settings.of(5, 1))
+    whole, sliced = ([each["seconds"] for each in timed[name]] for name in TIMED)
+    peaks = {name: each["peak"] for name, each in found.items()}
+    results: dict[str, Any] = {
         name: {
-            "peak beyond the state, MB": summary([peak / 1e6 for peak in peaks[name]]),
-            "of the stage with few words": summary(ratios(peaks[name], peaks["few words"])),
-            "time of a step, of whole sequences'": summary(ratios(seconds[name], seconds["whole sequences"])),
+            "peak beyond the state, MB": round(peak / 1e6, 1),
+            "of the stage with few words": round(peak / peaks["few words"], 2),
             "largest relative difference of the losses": None
             if name == "few words"
-            else max(
-                largest_difference(own["losses"], whole["losses"])
-                for own, whole in zip(found[name], found["whole sequences"], strict=True)
-            ),
+            else largest_difference(found[name]["losses"], found["whole sequences"]["losses"]),
         }
-        for name in CONTENDERS
+        for name, peak in peaks.items()
     }
+    results["time of a step on one stage, 8 slices over whole sequences"] = summary(ratios(sliced, whole))
     report("head in slices", results)
     return results
