@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.data.rng import random_state, same_states
-from hf_pipetransformer.engine.effects import buffers_kept, effects_of
+from hf_pipetransformer.engine.effects import Alone, buffers_kept, effects_of
 from hf_pipetransformer.schedules.placement import first_above
 from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.model import ProbeTarget, run_stage
@@ -33,21 +33,23 @@ def computes_otherwise_in_training(target: ProbeTarget, structure: Structure, nu
         return [run_stage(view, range(stop), None, lambda: target.loss(dict(target.inputs))).detach()]
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Alone():
             (evaluated,) = below()
             with _training(target.model), buffers_kept(target.model):
                 effects = effects_of(below, target.model, _are_alike)
                 if effects.why_not_repeatable is not None or not _are_alike(below(), [evaluated]):
                     return True
-                before = random_state(evaluated.device)
-                run_stage(view, range(stop, structure.num_blocks), evaluated, lambda: target.loss(dict(target.inputs)))
-                draws_above = not same_states(before, random_state(evaluated.device))
-    # A few samples may be too little for what training does: masks longer than a short sound, for example.
+                if not effects.num_draws:
+                    return False
+                before, above = random_state(evaluated.device), range(stop, structure.num_blocks)
+                run_stage(view, above, evaluated, lambda: target.loss(dict(target.inputs)))
+                return not same_states(before, random_state(evaluated.device))
+    # A few samples may be too little for what training does (masks longer than a short sound, for example), and what
+    # communicates cannot be tried on one rank.
     except (IndexError, RuntimeError, ValueError):
         return True
     finally:
         view.remove()
-    return draws_above and effects.num_draws > 0
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def inspect_model(
     model = given.model
     cuts_tokens = args.schedule.abilities.cuts_tokens
     is_shown = topology.rank == 0 and not args.disable_tqdm
-    num_parts = _NUM_PARTS + 2 * cuts_tokens + (args.pipeline_head_slices > 1)
+    num_parts = _NUM_PARTS + 2 * cuts_tokens + (is_training and args.pipeline_head_slices > 1)
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar("Inspecting the model", num_parts, is_shown))
         inspection = Inspection(topology, type(model).__name__, bar)
@@ -133,7 +133,7 @@ def inspect_model(
                 ]
             )
             slices = HeadSlices(args.pipeline_head_slices, loss_rule.rule)
-            if slices.number > 1:
+            if slices.number > 1 and is_training:
                 why = inspection.on_first_rank(lambda: why_no_head_slices(exact, probe.structure, slices))
                 if why is not None:
                     raise ValueError(f"pipeline_head_slices={slices.number}: {why} Leave it out.")

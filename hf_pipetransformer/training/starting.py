@@ -317,6 +317,12 @@ class PipelineBuilder:
             batches = self.first_batches(given)
             parts = (batches, main_input_of(trainer.model), count, most_samples(args))
             samples = topology.decide(lambda: probe_samples(*parts))
+        is_models_loss = trainer_compat.has_plain_loss(trainer) and trl_compat.metrics(trainer) is None
+        if is_training and args.pipeline_head_slices > 1 and not is_models_loss:
+            raise ValueError(
+                f"pipeline_head_slices={args.pipeline_head_slices}: the loss of {type(trainer).__name__} is more than "
+                "the model's own, and may read the logits of whole sequences. Leave it out."
+            )
         # TRL's trainers compute their loss in evaluations too, also of batches that have no labels.
         needs_loss = is_training or trl_compat.metrics(trainer) is not None
         needs_loss = needs_loss or all(samples.get(name) is not None for name in trainer.label_names)

@@ -84,7 +84,7 @@ def times(rounds: int) -> dict[str, list[dict[str, Any]]]:
 
 @experiment("head_slices.json", minutes=10, quick_minutes=4)
 def head_slices(settings: Settings) -> dict[str, Any]:
-    """Peak memory of the last of two stages of a Llama with 128,000 words, and time of a step, by slices of its head."""
+    """Peak memory of the last of two stages of a Llama with 128,000 words, and time of a step, in slices."""
     found = {name: last_rank(name) for name in CONTENDERS}
     timed = launch(times, 1, settings.of(5, 1))
     whole, sliced = ([each["seconds"] for each in timed[name]] for name in TIMED)

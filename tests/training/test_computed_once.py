@@ -624,6 +624,31 @@ def test_what_frozen_layers_do_in_training_alone_stays(
     assert "compute something else in training mode" in said(caplog)
 
 
+class DrawsForNothing(nn.Linear):
+    """As layers do that are skipped with probability 0."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            torch.rand(())
+        return super().forward(given)
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["nothing random above", "dropout above"])
+def test_draws_for_nothing_count_where_layers_above_draw(
+    drops: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dropout of the head would get other numbers if frozen layers were read."""
+
+    def build() -> nn.Module:
+        model = vit_with(DrawsForNothing)
+        if drops:
+            model.classifier = nn.Sequential(nn.Dropout(0.5), model.classifier)
+        return model
+
+    both(replace(PROBES["vit"], build=build), tmp_path, activation_cache="auto")
+    assert ("compute something else in training mode" in said(caplog)) == drops
+
+
 @pytest.mark.parametrize("cache", ["auto", "on"])
 def test_masks_over_time_are_drawn_as_in_trainer(cache: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With 'on', too: the layers are in evaluation mode then, and the module that masks is not."""

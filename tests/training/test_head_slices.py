@@ -97,6 +97,21 @@ def test_a_head_that_reads_more_than_its_own_token_is_refused(tmp_path: Path) ->
         trainer.train()
 
 
+class Doubled(PipeTransformerTrainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+
+
+def test_a_loss_that_may_read_whole_logits_is_refused(tmp_path: Path) -> None:
+    for trainer in (
+        trainer_of(Doubled, tmp_path, model_of("llama")),
+        trainer_of(PipeTransformerTrainer, tmp_path, model_of("llama"), label_smoothing_factor=0.1),
+    ):
+        with pytest.raises(ValueError, match="more than the model's own, and may read the logits"):
+            trainer.train()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
