@@ -349,7 +349,7 @@ class Trial:
         handed_on = {_memory(each) for value in (*filled, part.unread) for each in tensors_of(value) if hands_on}
         found, tolerance = [loss.detach(), *_tensors_in(outputs)], SAME_BATCH_TOLERANCE[self.precision]
         is_enough = len(found) == len(expected) and not any(
-            differs(one.float(), other.float(), tolerance)
+            differs(_as_float(one), _as_float(other), tolerance)
             for one, other in zip(found, expected, strict=True)
             if _memory(one) not in handed_on
         )
@@ -410,7 +410,12 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def _are_alike(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], tolerance: float) -> bool:
     pairs = zip(found, expected, strict=True)
-    return all(not differs(one.float(), other.float(), tolerance) for one, other in pairs)
+    return all(not differs(_as_float(one), _as_float(other), tolerance) for one, other in pairs)
+
+
+def _as_float(tensor: torch.Tensor) -> torch.Tensor:
+    # Rotary embeddings of some models are complex.
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.float()
 
 
 def _num_values(found: Found) -> int:

@@ -189,7 +189,10 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
         is_training: value of `model.training` on the outermost module, which a loss may read.
     """
     modes = {module: module.training for module in model.modules()}
-    own = {module: (vars(module).copy(), [vars(module)[name].copy() for name in _PARTS]) for module in modes}
+    own = {
+        module: (vars(module).copy(), {name: vars(module)[name].copy() for name in _PARTS if name in vars(module)})
+        for module in modes
+    }
     python_state, numpy_state = random.getstate(), np.random.get_state()
     put_in_evaluation_mode(model)
     model.training = is_training
@@ -201,7 +204,7 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
         for module, (attributes, parts) in own.items():
             vars(module).clear()
             vars(module).update(attributes)
-            for name, part in zip(_PARTS, parts, strict=True):
+            for name, part in parts.items():
                 attributes[name].clear()
                 attributes[name].update(part)
         raise

@@ -102,7 +102,7 @@ def _parts(value: Any) -> Iterator[bytes]:
 TOLD_ARGUMENTS = (
     *("pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_compression"),
     *("pipeline_chunks", "pipeline_token_slices", "pipeline_weights", "pipeline_clip", "pipeline_drain_interval"),
-    *("pipeline_gradient_dtype", "pipeline_loss"),
+    *("pipeline_gradient_dtype", "pipeline_loss", "pipeline_head_slices"),
     *("freeze_policy", "freeze_alpha", "freeze_rule", "freeze_interval", "freeze_warmup", "freeze_at", "elastic"),
     *("freeze_min_active_layers", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
     *("max_steps", "seed", "data_seed", "train_sampling_strategy", "length_column_name", "dataloader_drop_last"),
