@@ -64,16 +64,6 @@ _EQUAL_STAGES = ("schedule", "chunks", "backward", "hop", "frozen_stages", "weig
 _NEEDED = ("stages", "microbatches")
 MOST_MEMORY = 1e5
 """Gigabytes of a device: a larger number was meant in other units."""
-_OF_PLAN = (
-    "processes",
-    "device_memory",
-    "processes_per_node",
-    "sequence_length",
-    "samples",
-    "lora_rank",
-    "load_in_4bit",
-)
-"""Other options that may be meant by a name that is none."""
 
 
 def _add_plan(commands: Any) -> None:
@@ -213,7 +203,9 @@ def _check_names(options: argparse.Namespace) -> None:
     for word in options.of_run:
         name = word.removeprefix("--").partition("=")[0]
         if word.startswith("--") and not any(each.startswith(name) for each in known):
-            near = difflib.get_close_matches(name, {*known, *vars(options)}, n=1)
+            # Its attributes that are no options come from no command line.
+            own = {*vars(options)} - {"run", "command", "model", "of_run", "ends_process"}
+            near = difflib.get_close_matches(name, {*known, *own}, n=1)
             hint = f"; did you mean --{near[0]}?" if near else "."
             raise ValueError(f"--{name} is no option of plan, nor of a run{hint}")
 

@@ -56,10 +56,6 @@ class Joined:
     cut: Callable[[torch.Tensor], list[torch.Tensor]]
 
 
-_OF_LAYERS = ("attention_mask", "position_ids")
-"""Inputs of a text that nothing above the layers reads."""
-
-
 @dataclass(frozen=True)
 class HeadSlices:
     """Slices of the sequence in which head and loss run.
@@ -75,7 +71,13 @@ class HeadSlices:
     def of(self, micro_batch: MicroBatch, length: int) -> list[tuple[slice, MicroBatch]]:
         """Cut a micro-batch of `length` positions; returns each slice of what enters the head, with its part."""
         bounds = sorted({number * length // self.number for number in range(self.number + 1)})
-        parts = cut_tokens({name: v for name, v in micro_batch.inputs.items() if name not in _OF_LAYERS}, bounds)
+        # Positions belong to the layers. Of the mask, a slice gets its own part: those for layers have all before it.
+        mask = micro_batch.inputs.get("attention_mask")
+        is_cut = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        left_out = ("attention_mask", "position_ids")
+        parts = cut_tokens({name: v for name, v in micro_batch.inputs.items() if name not in left_out}, bounds)
+        for part, (start, stop) in zip(parts, pairwise(bounds), strict=True):
+            part |= {"attention_mask": mask[:, start:stop]} if is_cut and mask is not None else {}
         items = [1 if self.rule is LossRule.SUM else count_items(part) for part in parts]
         weights = [micro_batch.weight * self.rule.weight(number, sum(items)) for number in items]
         return [

@@ -113,7 +113,7 @@ def rank_memory(
         boundary_bytes=_times(samples, costs.boundary_bytes),
         working_bytes=_times(samples, costs.working_bytes),
     )
-    if memory.head_slices > 1:
+    if memory.head_slices > 1 and memory.loss_sees == "parts":
         in_each = _with_sliced_head(in_each, memory.head_slices)
     if memory.loss_sees != "parts":
         in_each = _with_whole_head(in_each, microbatches, layout.num_replicas if memory.loss_sees == "batch" else 1)

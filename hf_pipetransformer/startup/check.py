@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_pipetransformer.data.batches import cut_tokens, num_rows, pad_batch, take_rows
+from hf_pipetransformer.data.batches import IGNORED_LABEL, cut_tokens, num_rows, pad_batch, take_rows
 from hf_pipetransformer.data.flattened import first_tokens, sequences_of
 from hf_pipetransformer.engine.head import HeadPlan, HeadProgram, HeadSlices
 from hf_pipetransformer.engine.losses import FoundRule, LossRule, Parts, find_loss_rule
@@ -520,6 +520,10 @@ def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSl
     name = type(target.model).__name__
     if not target.is_text or sequences_of(target.inputs) is not None:
         return f"{name} is not given rows of tokens, each of one text."
+    labels, tokens = target.inputs.get("labels"), target.inputs[target.main_input]
+    if isinstance(labels, torch.Tensor) and labels.shape == tokens.shape:
+        # Every token is a target, those at the ends of slices, too.
+        target = replace(target, inputs={**target.inputs, "labels": labels.where(labels != IGNORED_LABEL, tokens)})
     expected = _run_whole(target)
     view, whole = target.view(structure), MicroBatch(0, target.inputs, 1.0, (), target.loss)
 
@@ -533,6 +537,8 @@ def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSl
             program.begin(())
             loss = program.forward(whole, None)
             program.backward_input(whole, None)
+        except torch.OutOfMemoryError:
+            raise
         # A model that reads another form of labels may raise anything.
         except Exception as error:
             return f"the head of {name} does not run on slices of a sequence ({type(error).__name__}: {error})."

@@ -44,6 +44,8 @@ def computes_otherwise_in_training(target: ProbeTarget, structure: Structure, nu
                 before, above = random_state(evaluated.device), range(stop, structure.num_blocks)
                 run_stage(view, above, evaluated, lambda: target.loss(dict(target.inputs)))
                 return not same_states(before, random_state(evaluated.device))
+    except torch.OutOfMemoryError:
+        raise
     # A few samples may be too little for what training does (masks longer than a short sound, for example), and what
     # communicates cannot be tried on one rank.
     except (IndexError, RuntimeError, ValueError):

@@ -194,10 +194,7 @@ def _whether_it_fits(plan: RunPlan) -> str:
     if remedy is not None and remedy.changes and remedy.option is not None:
         option = remedy.option
         changes = " ".join(f"--{name} {value}" for name, value in remedy.changes.items())
-        return (
-            f"{text}It fits with {changes}, K={option.layout.pipeline_size}: {option.fullest / GB:.1f} GB, "
-            f"{option.samples_per_second:.3g} samples/s."
-        )
+        return f"{text}It fits with {changes}, K={option.layout.pipeline_size}: {option.fullest / GB:.1f} GB."
     others = ", ".join(["more or larger devices", *(() if remedy is None else remedy.others)])
     return f"{text}Recomputation and batches of one sample do not help. Take {others} or shorter sequences."
 

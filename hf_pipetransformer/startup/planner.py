@@ -73,6 +73,7 @@ def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes
         "num_microbatches": args.num_microbatches,
         "schedule": args.pipeline_schedule,
         "num_chunks": args.num_chunks,
+        **({"head_slices": args.pipeline_head_slices} if args.pipeline_head_slices > 1 else {}),
         **({"weights": args.pipeline_weights} if args.schedule.abilities.overlaps_steps else {}),
         "num_layers": probe.structure.num_layers,
         "device_bytes": device_bytes,

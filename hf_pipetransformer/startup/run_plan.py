@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.planning.costs import (
@@ -31,7 +29,7 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 from hf_pipetransformer.splitters.quantized import num_bytes
-from hf_pipetransformer.startup.model import MOST_GRADIENTS
+from hf_pipetransformer.startup.model import MOST_GRADIENTS, is_causal_lm
 from hf_pipetransformer.startup.planner import RunPlanner
 
 
@@ -157,8 +155,13 @@ class RunPlan:
         return min(fitting or self.options, key=lambda each: each.step_seconds)
 
 
-def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSchedule) -> RunPlan:
-    """Plan every possible number of stages of a run. `model` is read for its name and sizes, not run."""
+def plan_run(
+    model: Any, planner: RunPlanner, machine: Machine, course: RunSchedule, may_slice: bool = True
+) -> RunPlan:
+    """Plan every possible number of stages of a run. `model` is read for its name and sizes, not run.
+
+    `may_slice` is False if the loss of the run cannot be computed in slices of the sequence.
+    """
     args, frozen = planner.args, planner.num_frozen_by_user
     samples, sizes = args.train_samples_per_device, list(filter(planner.num_chunks, planner.topology.pipeline_sizes))
     if args.pipeline_size is not None and args.pipeline_size not in sizes:
@@ -199,27 +202,29 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         duration=forecast.duration(course),
         timeline=predict_timeline(chosen.layout, *costs, *more),
         computing_seconds=predict_step(chosen.layout, *at_once, *more).seconds,
-        remedy=None if any(each.fits for each in options) else _remedy(model, planner, machine, sizes),
+        remedy=None if any(each.fits for each in options) else _remedy(model, planner, machine, sizes, may_slice),
     )
 
 
-def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[int]) -> Remedy:
+def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[int], may_slice: bool) -> Remedy:
     """Try what saves memory and costs least, one after the other and together, on every number of stages."""
     args = planner.args
     sizes = [k for k in sizes if args.pipeline_size in (None, k)]
     others = [] if has_adapters(model) else ["adapters (PEFT)"]
     others += [] if "8bit" in planner.memory_rules.optim else ["an 8-bit optimizer"]
-    slices: dict[str, Any] = {"pipeline_head_slices": HEAD_SLICES} if _slices_its_head(model, planner) else {}
+    slices: dict[str, Any] = {}
+    if may_slice and _slices_its_head(model, planner):
+        slices = {"pipeline_head_slices": HEAD_SLICES}
     recomputed = {} if args.pipeline_checkpoint == "layers" else {"pipeline_checkpoint": "layers"}
     tried = [slices, recomputed, slices | recomputed]
     size, number = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    while size % 2 == 0:
-        size, number = size // 2, number * 2
-        smaller = {"per_device_train_batch_size": size, "gradient_accumulation_steps": number}
-        tried.append(slices | recomputed | smaller)
+    for smaller in (own for own in range(size - 1, 0, -1) if size % own == 0):
+        batch = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": number * (size // smaller)}
+        tried.append(slices | recomputed | batch)
     for changes in filter(None, tried):
         other = _with_options(planner, **changes)
-        for k in sizes:
+        # With `split_batches` a batch may be too small for all processes.
+        for k in sizes if other.args.train_samples_per_device else ():
             layout = other.plan(k, other.args.train_samples_per_device, planner.num_frozen_by_user)
             option = make_option(other, layout, machine)
             if option.fits:
@@ -229,7 +234,7 @@ def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[i
 
 def _slices_its_head(model: Any, planner: RunPlanner) -> bool:
     able = planner.args.schedule.abilities.runs_steps_whole and planner.scope is LossScope.PARTS
-    return able and _is_causal_lm(model) and planner.args.pipeline_head_slices < HEAD_SLICES
+    return able and is_causal_lm(model) and planner.args.pipeline_head_slices < HEAD_SLICES
 
 
 def _costs(planner: RunPlanner, layout: Layout) -> tuple[BlockCosts, Overheads]:
@@ -285,13 +290,8 @@ def communicators(layout: Layout, shared: Iterable[Sequence[int]]) -> list[int]:
 def _of_trainer(planner: RunPlanner, machine: Machine) -> Option:
     """Return Trainer's own data parallelism: one stage, and gradients in the precision of the weights."""
     samples, frozen = planner.args.train_samples_per_device, planner.num_frozen_by_user
-    on_stages = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None)
+    on_stages = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
     return make_option(on_stages, on_stages.plan(1, samples, frozen), machine, sums=False)
-
-
-def _is_causal_lm(model: Any) -> bool:
-    config = getattr(model, "config", None)
-    return isinstance(bare_model(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ()))
 
 
 def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
@@ -320,7 +320,7 @@ def _other_schedules(
         if other.args.schedule.abilities.cuts_tokens and planner.costs.blocks.slices is None:
             refused[name] = (
                 "only a run with it measures the slices that it needs."
-                if _is_causal_lm(model)
+                if is_causal_lm(model)
                 else "causal language models alone can use it."
             )
             continue

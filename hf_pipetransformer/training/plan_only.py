@@ -24,7 +24,7 @@ from hf_pipetransformer.startup.plan_words import as_json, in_words
 from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, RunPlan, plan_run
 from hf_pipetransformer.training.expectation import optimizer_seconds
-from hf_pipetransformer.training.starting import PipelineBuilder
+from hf_pipetransformer.training.starting import PipelineBuilder, may_slice_head
 
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def _plan(builder: PipelineBuilder, start_up: StartUp, batches: FirstBatches, le
         per_step=args.train_samples_per_device * args.gradient_accumulation_steps * reading,
     )
     planner = replace(plans, costs=replace(plans.costs, overheads=overheads))
-    return plan_run(trainer.model, planner, machine, course)
+    return plan_run(trainer.model, planner, machine, course, may_slice_head(trainer))
 
 
 def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputReport, num_samples: int) -> DiskProfile:

@@ -45,7 +45,7 @@ from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, l
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.startup.first_samples import FirstBatches, first_batches, most_samples, probe_samples
-from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
+from hf_pipetransformer.startup.model import ProbeTarget, is_causal_lm, undisturbed
 from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
@@ -317,11 +317,11 @@ class PipelineBuilder:
             batches = self.first_batches(given)
             parts = (batches, main_input_of(trainer.model), count, most_samples(args))
             samples = topology.decide(lambda: probe_samples(*parts))
-        is_models_loss = trainer_compat.has_plain_loss(trainer) and trl_compat.metrics(trainer) is None
-        if is_training and args.pipeline_head_slices > 1 and not is_models_loss:
+        if is_training and args.pipeline_head_slices > 1 and not may_slice_head(trainer):
             raise ValueError(
                 f"pipeline_head_slices={args.pipeline_head_slices}: the loss of {type(trainer).__name__} is more than "
-                "the model's own, and may read the logits of whole sequences. Leave it out."
+                "that of a causal language model of transformers, and may read the logits of whole sequences. Leave "
+                "the option out."
             )
         # TRL's trainers compute their loss in evaluations too, also of batches that have no labels.
         needs_loss = is_training or trl_compat.metrics(trainer) is not None
@@ -498,6 +498,12 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
     for text in warn_about_options(args) if args.process_index == 0 else ():
         logger.warning(text)
     return True
+
+
+def may_slice_head(trainer: Trainer) -> bool:
+    """Return True if the loss is that of a causal language model of transformers, and nothing else reads logits."""
+    is_models = trainer_compat.has_plain_loss(trainer) and trainer_compat.has_known_loss(trainer)
+    return is_models and trl_compat.metrics(trainer) is None and is_causal_lm(trainer.model)
 
 
 def say_left_to_trainer(error: ValueError) -> None:
