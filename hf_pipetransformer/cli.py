@@ -206,7 +206,7 @@ def _check_names(options: argparse.Namespace) -> None:
             # Its attributes that are no options come from no command line.
             own = {*vars(options)} - {"run", "command", "model", "of_run", "ends_process"}
             near = difflib.get_close_matches(name, {*known, *own}, n=1)
-            hint = f"; did you mean --{near[0]}?" if near else "."
+            hint = f"; the nearest is --{near[0]}." if near else "."
             raise ValueError(f"--{name} is no option of plan, nor of a run{hint}")
 
 

@@ -139,7 +139,7 @@ def _refused_on_this_schedule(args: Options) -> list[Refusal]:
         (
             args.pipeline_head_slices > 1 and args.pipeline_loss in ("batch", "replica"),
             f"pipeline_head_slices={args.pipeline_head_slices} with pipeline_loss={args.pipeline_loss!r}: a loss of "
-            "slices sees no whole batch. Leave one of them out.",
+            "slices sees no whole batch. Choose one.",
         ),
         (
             args.fp16 and able.overlaps_steps,

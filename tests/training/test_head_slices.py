@@ -97,6 +97,14 @@ def test_a_head_that_reads_more_than_its_own_token_is_refused(tmp_path: Path) ->
         trainer.train()
 
 
+def test_a_head_that_mixes_tokens_is_refused(tmp_path: Path) -> None:
+    """By a hook, so that the model is still one of transformers."""
+    model: Any = model_of("llama")
+    model.lm_head.register_forward_pre_hook(lambda _module, given: (given[0] + given[0].mean(1, keepdim=True),))
+    with pytest.raises(ValueError, match=r"pipeline_head_slices=3: .* in slices of the sequence.* Leave it out\."):
+        trainer_of(PipeTransformerTrainer, tmp_path, model).train()
+
+
 class Doubled(PipeTransformerTrainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
