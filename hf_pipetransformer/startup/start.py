@@ -136,7 +136,7 @@ def inspect_model(
             if slices.number > 1 and is_training:
                 why = inspection.on_first_rank(lambda: why_no_head_slices(exact, probe.structure, slices))
                 if why is not None:
-                    raise ValueError(f"pipeline_head_slices={slices.number}: {why} Leave it out.")
+                    raise ValueError(f"pipeline_head_slices={slices.number} changes the numbers of this model: {why}")
             if cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, loss_rule.rule))
                 if why is not None:
