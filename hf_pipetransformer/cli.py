@@ -219,7 +219,7 @@ def _fields_in(path: Path) -> Iterator[str]:
 
 
 def _leave_out_peft() -> None:
-    """Keep transformers from importing peft, and bitsandbytes with it: half of a plan's time, and used for none of it.
+    """Keep transformers from importing peft, and bitsandbytes with it: seconds for what this plan does not need.
 
     Only for a process that ends with its plan: transformers would miss them later on.
     """

@@ -95,7 +95,7 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Effects:
-    """What a computation does besides giving its output.
+    """Effects of a computation besides its output.
 
     Args:
         why_not_repeatable: why its next output for the same inputs may be another one; None if it is the same.

@@ -1,4 +1,4 @@
-"""What the parts of a run share: a view of the trainer, event journal, collective timeouts, RNG seeds of the ranks."""
+"""State shared by the parts of a run: a view of the trainer, event journal, collective timeouts, RNG seeds of the ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RunView(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """Of the first group of parameters in the next step."""
+        """Learning rate of the first group of parameters in the next step."""
 
     @property
     def decaying(self) -> list[str]:

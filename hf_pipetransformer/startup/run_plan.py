@@ -99,7 +99,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What would let a run fit that does not.
+    """Change that would let a run fit that does not.
 
     Args:
         changes: options and their values, of the same number of samples a step; None if none was found.

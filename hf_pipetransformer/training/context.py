@@ -1,4 +1,4 @@
-"""Trainer as the rooms below see it, and what the parts of a training share beside that."""
+"""Context of a training: the trainer itself, and the view of it that the rooms below get."""
 
 from __future__ import annotations
 
