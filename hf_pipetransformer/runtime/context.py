@@ -1,4 +1,4 @@
-"""State shared by the parts of a run: a view of the trainer, event journal, collective timeouts, seeds of the ranks."""
+"""State shared by the parts of a run: a view of the trainer, event journal, collective timeouts, RNG seeds."""
 
 from __future__ import annotations
 
