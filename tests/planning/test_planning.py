@@ -961,14 +961,18 @@ def test_a_head_that_sees_all_replicas_needs_room_for_all() -> None:
     costs = replace(SMALL, parameters=(0,) * 4, activation_bytes=(0, 0, 30, 100), working_bytes=(0, 0, 0, 50))
     layout = replace(SMALL_LAYOUT, schedule="gpipe", num_replicas=2)
 
-    def activations(loss_sees: str, at: Layout = layout) -> float:
-        return rank_memory(at, costs, 2, memory=MemoryRules(loss_sees=loss_sees))[-1].activations
+    def activations(loss_sees: str, at: Layout = layout, slices: int = 1) -> float:
+        rules = MemoryRules(loss_sees=loss_sees, head_slices=slices)
+        return rank_memory(at, costs, 2, memory=rules)[-1].activations
 
     # Two micro-batches of a sample each.
     assert activations("parts") == 2 * (30 + 100) + 50
     assert activations("replica") == 2 * (30 + 100) + 2 * 50
     assert activations("batch") == 2 * (30 + 2 * 100) + 2 * 2 * 50
     assert activations("batch", replace(layout, num_replicas=1)) == activations("replica")
+    # A head in slices keeps one of them; one that sees the whole batch is not sliced.
+    assert activations("parts", slices=5) == 2 * (30 + 100 / 5) + 50 / 5
+    assert activations("batch", slices=5) == activations("batch")
 
 
 def test_a_table_beside_few_activations_is_counted_at_the_end() -> None:
