@@ -1,4 +1,4 @@
-"""A freeze policy outside the package, in one file: it watches weights, and remembers what it saw."""
+"""A freeze policy outside the package, in one file: it watches gradients, and remembers what it saw."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hf_pipetransformer.freeze.policy import FreezePolicy, FreezeSignal
 
 
 class Settled(FreezePolicy):
-    """Freezes the lowest active layer once it has changed less than the head at two decisions, one after the other.
+    """Freezes the lowest active layer once its gradients are below the head's at two decisions in a row.
 
     Args:
-        share: of the head's change.
+        share: of the norm of the head.
     """
 
     name = "settled"
-    needs = frozenset({"weight_changes", "activation_similarity"})
+    needs = frozenset({"gradient_norms"})
 
     def __init__(self, share: float = 1.0) -> None:
         self.share = share
@@ -24,9 +24,9 @@ class Settled(FreezePolicy):
         self.seen: list[float] = []
 
     def num_wanted(self, signal: FreezeSignal) -> float:
-        if not signal.weight_changes:
+        if not signal.gradient_norms:
             return signal.num_frozen
-        lowest, head = signal.weight_changes[signal.num_frozen], signal.weight_changes[-1]
+        lowest, head = signal.gradient_norms[signal.num_frozen], signal.gradient_norms[-1]
         self.seen.append(lowest)
         self.num_calm = self.num_calm + 1 if lowest < self.share * head else 0
         if self.num_calm < 2:

@@ -1,10 +1,10 @@
-"""Decide from measured times if the next part of a run caches activations, and log the decision."""
+"""Measured costs of the activation cache for the search of a layout, and the log of what it decides to store."""
 
 from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from timeit import repeat, timeit
@@ -17,16 +17,13 @@ from hf_pipetransformer.cache.files import Array, StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore, StoreSize
+from hf_pipetransformer.planning.costs import BlockCosts, active_seconds
+from hf_pipetransformer.planning.search import Choice, Horizon, Storing, prefix_seconds
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
     CacheDecision,
-    ComputeTimes,
-    Pass,
-    SlotCosts,
     StoreContents,
     decide_cache,
-    fresh_share,
-    passes_ahead,
     reading_seconds,
 )
 from hf_pipetransformer.report import announce, in_bytes, logger
@@ -53,7 +50,7 @@ class StorageSpeed:
 
 @dataclass
 class CachePlanner:
-    """Chooser of the number of blocks to cache, asked at each freeze step (PipeTransformer, section 3.4).
+    """Measurements of the activation cache, made once (PipeTransformer, section 3.4).
 
     Times are measured on this node; with several nodes, rank 0's measurements decide for all.
 
@@ -96,53 +93,78 @@ class CachePlanner:
         """Number of optimizer steps of the passes that bring all records to a new level."""
         return max(1, self.num_slots) * self.steps_per_epoch
 
-    def decide(
-        self,
-        computing: ComputeTimes,
-        num_frozen: int,
-        stored_level: int,
-        step: int,
-        max_steps: int,
-    ) -> CacheDecision:
-        """Choose the cache level from `step` (optimizer steps done so far) on, and log the choice.
+    def storing(self, stored_level: int = 0, active: float = 0.0, pipeline_size: int = 1) -> Storing:
+        """Return the measured costs and what is stored now; turn the cache off if that cannot be measured.
 
         Args:
-            computing: its stages are those that a run that stores would have.
-            stored_level: the number of blocks that stored records cover now; 0 if nothing is stored.
-            max_steps: last step of the run, or step at which blocks are unfrozen.
+            stored_level: the number of layers that stored records cover now; 0 if nothing is stored.
+            active: computation above the frozen layers in the steps that were measured, in seconds per sample on one
+                device; `pipeline_size` stages share it.
         """
-        prefix_seconds, active_seconds, pipeline_size = computing
-        costs, stored = self._measured(prefix_seconds, stored_level)
+        cache, share = self._cache, 0.0
+        if cache is not None and cache.store.dropped is not None:
+            self.mode = "off"
+        try:
+            self._speed = self._speed or self.measure()
+            if cache is not None and stored_level and self.mode != "off":
+                share = cache.stored_share(self._samples)
+        except (OSError, ValueError, StoreDamagedError) as error:
+            self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
+            logger.warning(f"The activation cache stays off: {error}")
+        times = self.input_seconds, self._speed.read, self._speed.write, self.is_apart, self.num_at_once
+        costs, contents = CacheCosts((), *times), StoreContents(stored_level, share, self.size.share)
+        now = reading_seconds(costs.beside(active, pipeline_size), share)
+        return Storing(costs, self.mode, contents, self.num_slots, self.dropout_from, now)
+
+    def report(
+        self,
+        step: int,
+        choice: Choice,
+        horizon: Horizon,
+        storing: Storing,
+        blocks: BlockCosts,
+        would: Choice | None = None,
+    ) -> None:
+        """Log what a search chose to store from `step` (optimizer steps done so far) on.
+
+        Args:
+            storing: the costs that it compared, with those of the `blocks`.
+            would: what would have been stored if the layers that the script froze had no dropout; None if that does
+                not matter.
+        """
+        decision, layout = choice.storing, choice.layout
+        assert decision is not None, "the search was given what storing costs"
+        num_frozen, prefix = layout.num_frozen_layers, prefix_seconds(blocks)
+        active = active_seconds(blocks, num_frozen)
+        costs = replace(storing.costs, prefix=prefix)
         # Nothing runs backward in an evaluation; in training that takes twice as long as the forward.
-        self._of_evaluation = replace(costs, num_at_once=1).beside(active_seconds / 3, pipeline_size)
-        epochs_left = (max_steps - step) / self.steps_per_epoch
-        shared = costs.beside(active_seconds, pipeline_size)
-        decision = self._cheapest(shared, stored, num_frozen, epochs_left)
-        self._say_dropout(shared, num_frozen, epochs_left)
+        self._of_evaluation = replace(costs, num_at_once=1).beside(active / 3, layout.pipeline_size)
+        if would is not None and would.storing is not None:
+            self._say_dropout(would.storing)
         self.write(
             "cache",
             what="decision",
-            level=decision.level if decision.use else 0,
+            level=decision.level,
             num_frozen_layers=num_frozen,
             reason=decision.reason,
-            seconds_per_sample=decision.costs,
-            prefix_s=prefix_seconds[num_frozen],
+            seconds_left=decision.seconds,
+            prefix_s=prefix[num_frozen],
             input_s=self.input_seconds,
             read_s=costs.read,
             write_s=costs.write,
-            epochs_left=epochs_left,
-            stored_share=stored.share,
+            epochs_left=horizon.epochs_left,
+            stored_share=storing.contents.share,
             fits_share=self.size.share,
             needed_bytes=self.size.needed,
             allowed_bytes=self.size.allowed,
             num_slots=self.num_slots,
-            active_s=active_seconds,
-            pipeline_size=pipeline_size,
+            active_s=active,
+            pipeline_size=layout.pipeline_size,
             num_at_once=self.num_at_once,
             fresh_share=decision.fresh_share,
         )
         does = f"stored after {decision.level} layers" if decision.use else "not stored"
-        if decision.write and self.num_slots:
+        if decision.level == num_frozen and self.num_slots:
             slots = "one augmentation slot of each sample, which the first epoch fills"
             if self.num_slots > 1:
                 slots = f"{self.num_slots} augmentation slots of each sample, which as many epochs fill"
@@ -150,27 +172,18 @@ class CachePlanner:
         announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).")
         if decision.use:
             self._announce_size()
-        return decision
 
-    def _say_dropout(self, costs: CacheCosts, num_frozen: int, epochs_left: float) -> None:
+    def _say_dropout(self, would: CacheDecision) -> None:
         """Log once what storing would save and change where `auto` keeps the dropout of the script's frozen layers."""
-        if self._said_dropout or not self._keeps_dropout(num_frozen):
-            return
-        stored = StoreContents(fits_share=self.size.share)
-        found = decide_cache(costs, num_frozen, stored, epochs_left, "auto", self._slots(0.0))
-        if not found.use:
+        if self._said_dropout or not would.use:
             return
         self._said_dropout = True
-        above = epochs_left * costs.active
-        saved = 1 - (found.costs["write"] + above) / (found.costs["compute"] + above)
+        saved = 1 - would.seconds[would.way] / would.seconds["compute"]
         announce(
             "Layers that the script froze compute something else in training mode (dropout, for example) and are "
             "computed as in Trainer. activation_cache='on' would store what they give in evaluation mode: about "
             f"{saved:.0%} less time for the rest of the run, and other numbers."
         )
-
-    def _keeps_dropout(self, num_frozen: int) -> bool:
-        return self.mode == "auto" and num_frozen >= self.dropout_from
 
     def _announce_size(self) -> None:
         """Log once what a store of all samples takes and may take; warn if most samples find no room in it."""
@@ -189,73 +202,6 @@ class CachePlanner:
                 f"{text} The others are computed in every epoch. Raise activation_cache_max_gb, name a larger disk "
                 "with activation_cache_dir, or halve the records with activation_cache_dtype='bfloat16'."
             )
-
-    def costs(self, prefix_seconds: Sequence[float]) -> CacheCosts:
-        """Return the measured times before anything is stored; for the argument see `ComputeTimes`."""
-        return self._measured(prefix_seconds, 0)[0]
-
-    def predict(
-        self,
-        computing: ComputeTimes,
-        num_frozen: int,
-        stored_level: int,
-        step: int,
-        max_steps: int,
-        present: ComputeTimes | None = None,
-    ) -> tuple[int, tuple[Pass, ...]]:
-        """Return the level that `decide` would choose and the passes that would follow, without deciding anything.
-
-        `present` is what the steps that were measured compute, if that is something else.
-        """
-        measured, stored = self._measured(computing.prefix, stored_level)
-        costs = measured.beside(computing.active, computing.pipeline_size)
-        epochs_left = (max_steps - step) / self.steps_per_epoch
-        decision = self._cheapest(costs, stored, num_frozen, epochs_left)
-        level, slots = decision.level if decision.use else 0, self._slots(decision.fresh_share)
-        then = costs if present is None else measured.beside(present.active, present.pipeline_size)
-        now = reading_seconds(then, stored.share if stored_level else 0.0)
-        return level, passes_ahead(costs, level, stored, max_steps - step, self.steps_per_epoch, slots, now)
-
-    def going_on(
-        self,
-        computing: ComputeTimes,
-        stored_level: int,
-        step: int,
-        max_steps: int,
-        fresh_share: float = 0.0,
-    ) -> tuple[Pass, ...]:
-        """Return the passes that follow if nothing is decided: the cache level stays, and so does `fresh_share`."""
-        costs, stored = self._measured(computing.prefix, stored_level)
-        costs = costs.beside(computing.active, computing.pipeline_size)
-        level, slots = 0 if self.mode == "off" else stored_level, self._slots(fresh_share)
-        return passes_ahead(costs, level, stored, max_steps - step, self.steps_per_epoch, slots)
-
-    def _slots(self, fresh_share: float) -> SlotCosts:
-        return SlotCosts(max(1, self.num_slots), fresh_share)
-
-    def _cheapest(
-        self, costs: CacheCosts, stored: StoreContents, num_frozen: int, epochs_left: float
-    ) -> CacheDecision:
-        fresh = fresh_share(costs, num_frozen) if self.num_slots else 0.0
-        if self._keeps_dropout(num_frozen):
-            return CacheDecision(False, False, 0, {}, "frozen layers compute something else in training mode")
-        return decide_cache(costs, num_frozen, stored, epochs_left, self.mode, self._slots(fresh))
-
-    def _measured(self, prefix_seconds: Sequence[float], stored_level: int) -> tuple[CacheCosts, StoreContents]:
-        """Return the times and what is stored. If that fails, turn the cache off."""
-        cache, share = self._cache, 0.0
-        if cache is not None and cache.store.dropped is not None:
-            self.mode = "off"
-        try:
-            self._speed = self._speed or self.measure()
-            if cache is not None and stored_level and self.mode != "off":
-                share = cache.stored_share(self._samples)
-        except (OSError, ValueError, StoreDamagedError) as error:
-            self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
-            logger.warning(f"The activation cache stays off: {error}")
-        speed = self._speed.read, self._speed.write
-        costs = CacheCosts(tuple(prefix_seconds), self.input_seconds, *speed, self.is_apart, self.num_at_once)
-        return costs, StoreContents(stored_level, share, self.size.share)
 
     def pays_for_evaluation(self, level: int, passes_left: float, fits_share: float) -> bool:
         """Return True if an evaluation set is worth caching, by the costs of the last decision on the training set.

@@ -5,34 +5,23 @@ Rank 0 decides; the other ranks receive its decision and check that they are at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.comm.transfers import plain
 from hf_pipetransformer.elastic.decisions import Decisions
-from hf_pipetransformer.freeze.policy import ACTIVATION_SIMILARITY, GRADIENT_NORMS, WEIGHT_CHANGES
-from hf_pipetransformer.freeze.signals import (
-    GradientNormMonitor,
-    LayerProbe,
-    SimilarityMonitor,
-    WeightMonitor,
-    relative_changes,
-)
+from hf_pipetransformer.freeze.gradient_norms import GradientNormMonitor
+from hf_pipetransformer.freeze.policy import GRADIENT_NORMS
 from hf_pipetransformer.planning.forecast import likely_cause
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, fitting_candidates
 from hf_pipetransformer.report import announce, duration
 from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import block_of
 
-
-WEIGHTS, ACTIVATIONS, SAMPLES = "weights", "activations", "samples"
-"""Prefixes of the keys of `Measurements.tensors`."""
 
 MOST_DRIFT = 1.5
 """A step that takes longer than this times its prediction is logged with the likely cause."""
@@ -57,91 +46,6 @@ class Change:
     measured: float | None = None
 
 
-class Measurements:
-    """Measurements between two decisions that a freeze policy `needs`, on every rank.
-
-    `probe` returns the outputs of the layers.
-    """
-
-    def __init__(self, needs: Collection[str], stage: Stage, topology: Topology, probe: LayerProbe) -> None:
-        self.topology = topology
-        self.probe = probe
-        device, num_layers = stage.settings.device, stage.layout.num_layers
-        blocks = stage.view.structure.blocks_of_parameter
-        places = {name: block_of(used_by[0]) - 1 for name, used_by in blocks.items() if used_by[0]}
-        self.norms = GradientNormMonitor(num_layers, device) if GRADIENT_NORMS in needs else None
-        self.weights = WeightMonitor(places) if WEIGHT_CHANGES in needs else None
-        self.similarity = SimilarityMonitor() if ACTIVATION_SIMILARITY in needs else None
-        self._recall: Callable[[], Mapping[str, torch.Tensor]] | None = None
-
-    @property
-    def has_baseline(self) -> bool:
-        """True if changes are measured from weights that must stay on this rank."""
-        return self.weights is not None and self.weights.has_begun
-
-    def begin(self, stage: Stage) -> None:
-        """Take the baselines that are due. Collective when one is."""
-        self._restore()
-        if self.weights is not None and not self.weights.has_begun:
-            self.weights.begin(stage.trained_here())
-        if self.similarity is not None and not self.similarity.has_begun:
-            self.similarity.compare(self.probe.outputs(stage))
-
-    def collect(self, stage: Stage) -> dict[str, tuple[float, ...]]:
-        """Return the measurements since the last decision. Collective: call on every rank."""
-        found = {}
-        self._restore()
-        if self.norms is not None:
-            found[GRADIENT_NORMS] = self.norms.means()
-            self.norms.reset()
-        if self.weights is not None:
-            report = self.weights.report(stage.trained_here(), stage.layout.num_layers)
-            reports = self.topology.gather(report if self.weights.has_begun else None)
-            # Replicas have identical weights: the first pipeline's reports suffice.
-            own = [report for report in reports[: stage.layout.pipeline_size] if report is not None]
-            found[WEIGHT_CHANGES] = relative_changes(own) if own else ()
-            self.weights.forget()
-        if self.similarity is not None:
-            found[ACTIVATION_SIMILARITY] = self.similarity.compare(self.probe.outputs(stage))
-        return found
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's weights and, on rank 0, the activations of some samples, as of the last decision.
-
-        For a checkpoint; empty unless the policy needs them. The samples themselves are included, since a run resumed
-        with another batch size would pick others.
-        """
-        found = {}
-        if self.weights is not None:
-            found = {f"{WEIGHTS}|{name}": value for name, value in self.weights.state().items()}
-        if self.similarity is not None and self.topology.rank == 0:
-            found |= {f"{ACTIVATIONS}|{layer}": value for layer, value in self.similarity.state().items()}
-            found |= {f"{SAMPLES}|{name}": value for name, value in self.probe.tensors().items()}
-        return found
-
-    def load_state(self, norms: list[float] | None, recall: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Continue from saved gradient norms and, under the layout of the first step, from `recall`ed `tensors`."""
-        if self.norms is not None and norms is not None:
-            self.norms.load_state(norms)
-        if self.weights is not None or self.similarity is not None:
-            self._recall = recall
-
-    def _restore(self) -> None:
-        """Restore the baselines of the resumed run's measurements. Collective on the first call after `load_state`."""
-        if self._recall is None:
-            return
-        recall, self._recall = self._recall, None
-        parts: dict[str, dict[str, torch.Tensor]] = {WEIGHTS: {}, ACTIVATIONS: {}, SAMPLES: {}}
-        for key, value in self.topology.together(recall).items():
-            kind, _, name = key.partition("|")
-            parts[kind][name] = value
-        if self.weights is not None and parts[WEIGHTS]:
-            self.weights.load_state(parts[WEIGHTS])
-        if self.similarity is not None:
-            self.similarity.load_state(parts[ACTIVATIONS])
-            self.probe.set_tensors(parts[SAMPLES])
-
-
 class LayoutController:
     """Gathers measurements for rank 0's decisions, and tries numbers of micro-batches.
 
@@ -154,7 +58,6 @@ class LayoutController:
         context: Context,
         decisions: Decisions,
         stage: Stage,
-        probe: LayerProbe,
         replay: Mapping[int, Layout] | None,
     ) -> None:
         self.context = context
@@ -163,8 +66,8 @@ class LayoutController:
         self.meter = stage.settings.meter
         self.replay = replay
         # A replayed run takes no decisions, so it measures nothing.
-        needs = decisions.policy.needs if replay is None else ()
-        self.measurements = Measurements(needs, stage, context.topology, probe)
+        measures = replay is None and GRADIENT_NORMS in decisions.policy.needs
+        self.norms = GradientNormMonitor(stage.layout.num_layers, stage.settings.device) if measures else None
         self._predicted = decisions.inputs.predict(stage.layout).seconds if replay is None else None
         self.last_squares: torch.Tensor | None = None
         """`GradientNorms.squares` of the last step, on the device; None before the first."""
@@ -207,27 +110,23 @@ class LayoutController:
     def change_without_cache(self, step: int, stage: Stage) -> Change | None:
         """Return the change before `step` if the layout stores activations and they cannot be stored; collective then.
 
-        Call it after the change of `change_before` was made: the policy's baselines are not taken yet, so weights may
-        move.
+        Call it after the change of `change_before` was made.
         """
         layout = stage.layout
         if self.replay is not None or not layout.cache_level or self._has_cache:
             return None
         return self._adapt_to_cache(step, layout)
 
-    def begin_step(self, stage: Stage) -> None:
-        """Begin an optimizer step. Collective when a baseline of the policy is due."""
-        if self.replay is None:
-            self.measurements.begin(stage)
+    def begin_step(self) -> None:
         self.meter.begin_step()
 
     def watch_gradients(self, squares: torch.Tensor) -> None:
         """Record this step's `GradientNorms.squares`."""
         self.last_squares = squares
-        if self.measurements.norms is not None:
+        if self.norms is not None:
             # The embeddings' norm belongs to no layer, but where it is inf or nan, 0 times it makes all entries nan:
             # the step overflowed and counts nowhere.
-            self.measurements.norms.record(squares[:-1] + 0 * squares[-1])
+            self.norms.record(squares[:-1] + 0 * squares[-1])
 
     def end_step(self) -> None:
         if self.meter.end_step() and self._trial is not None:
@@ -240,9 +139,12 @@ class LayoutController:
         # Steps of a trial ran with several numbers of micro-batches, so their times describe no single layout.
         own = {} if self._trial is not None else self.meter.medians()
         reports = self.topology.gather(own and {**own, "latest": self.meter.latest_seconds})
-        measured = self.measurements.collect(stage)
+        norms: tuple[float, ...] = ()
+        if self.norms is not None:
+            norms = self.norms.means()
+            self.norms.reset()
         answer = self.topology.decide(
-            lambda: self.decisions.freeze(step, layout, reports, measured, self.context.run.learning_rate),
+            lambda: self.decisions.freeze(step, layout, reports, norms, self.context.run.learning_rate),
             {"step": step, "layout": layout.as_event()},
         )
         self._next_decision = answer["next_step"]
@@ -264,7 +166,6 @@ class LayoutController:
         return cache is not None and cache.mode != "off"
 
     def _begun(self, change: dict[str, Any]) -> Change:
-        assert not self.measurements.has_baseline, "weights leave that changes are measured from"
         return Change(**{**change, "layout": self._begin_layout(Layout.from_event(change["layout"]))}, moves=True)
 
     def _begin_layout(self, layout: Layout) -> Layout:
@@ -376,10 +277,9 @@ class LayoutController:
         Raises:
             ValueError: the state of the policy is not JSON.
         """
-        norms = self.measurements.norms
         state = {
             **self.decisions.state(),
-            "gradient_norms": None if norms is None else norms.state(),
+            "gradient_norms": None if self.norms is None else self.norms.state(),
             "known_microbatches": [[*shape, m] for shape, m in self.decisions.known_microbatches.items()],
         }
         return dict(plain(state, "What decides on layouts"))
@@ -387,20 +287,18 @@ class LayoutController:
     def load_state(
         self,
         state: Mapping[str, Any],
-        recall: Callable[[], Mapping[str, torch.Tensor]],
         is_elsewhere: bool,
         is_same_policy: bool,
     ) -> None:
         """Continue from `state`.
 
         Args:
-            recall: reads `Measurements.tensors` of all ranks, as far as this one needs them. It is called under the
-                layout of the first step, because a transition before it moves weights to other ranks.
             is_elsewhere: True under another layout than the saved run's, where its measured times do not apply.
             is_same_policy: False if the policy's class is not that of the saved run; it then starts fresh.
         """
         self.decisions.load_state(state, is_same_policy)
-        self.measurements.load_state(state["gradient_norms"], recall)
+        if self.norms is not None and state["gradient_norms"] is not None:
+            self.norms.load_state(state["gradient_norms"])
         if is_elsewhere:
             return
         # The saved run already decided on its cache. Only mode "on" needs no times, so only it is decided again.

@@ -5,26 +5,20 @@ Called through `Topology.decide`, so on rank 0 alone; nothing here communicates 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 from hf_pipetransformer.cache.planner import CachePlanner
 from hf_pipetransformer.freeze.policies import describe_outlook, outlook
-from hf_pipetransformer.freeze.policy import (
-    PREDICTED_SECONDS,
-    Decision,
-    DecisionClock,
-    FreezePolicy,
-    FreezeSignal,
-    decide,
-)
+from hf_pipetransformer.freeze.policy import Decision, DecisionClock, FreezePolicy, FreezeSignal, decide
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import active_seconds
-from hf_pipetransformer.planning.forecast import prefix_seconds, seconds_left
+from hf_pipetransformer.planning.costs import active_seconds, with_launches
 from hf_pipetransformer.planning.microbatches import Report, calibrate
-from hf_pipetransformer.planning.planner import Plan, PlanInputs, plan_transition
-from hf_pipetransformer.planning.storing import ComputeTimes, Pass, why_not_over_nodes
+from hf_pipetransformer.planning.planner import PlanInputs
+from hf_pipetransformer.planning.search import Choice, Horizon, search
+from hf_pipetransformer.planning.storing import why_not_over_nodes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.schedules.layout import Layout
 
@@ -93,31 +87,26 @@ class Decisions:
         step: int,
         layout: Layout,
         reports: Sequence[Report],
-        measured: Mapping[str, tuple[float, ...]],
+        gradient_norms: tuple[float, ...],
         learning_rate: float = 0.0,
     ) -> dict[str, Any]:
         """Ask the policy before optimizer step number `step`.
 
         Args:
             reports: step timings by rank under `layout`, `latest` with them; empty if a rank did not measure.
-            measured: fields of `FreezeSignal` that the policy needs from the ranks.
+            gradient_norms: see `FreezeSignal`; empty if the policy does not need them.
 
         Returns:
             JSON values: `next_step` of the next decision; `change`, None or the next layout and why; and `has_cache`,
             False if activations cannot be stored, which measuring for the decision may have revealed.
         """
-        num_layers, num_frozen = layout.num_layers, layout.num_frozen_layers
-        found = dict(measured)
-        if PREDICTED_SECONDS in self.policy.needs:
-            self._calibrate(layout, reports)
-            found[PREDICTED_SECONDS] = self._predicted_seconds(layout, step)
         signal = FreezeSignal(
             step,
             self.clock.max_steps,
-            num_layers,
-            num_frozen,
+            layout.num_layers,
+            layout.num_frozen_layers,
             self._num_wanted,
-            **found,
+            gradient_norms,
             learning_rate=learning_rate,
             num_frozen_by_user=self.num_frozen_by_user,
         )
@@ -125,11 +114,13 @@ class Decisions:
         self._num_wanted = decision.num_wanted
         change = None
         if decision.freezes or decision.unfreezes:
-            self._calibrate(layout, reports)
-            plan = self._plan(decision.num_frozen, layout, step)
+            if any(reports):
+                measured = layout, reports, self.args.gradient_accumulation_steps
+                self._calibrated = calibrate(self.inputs.blocks, self.inputs.overheads, *measured)
+            choice = self._search(decision.num_frozen, layout, step)
             totals = [report["latest"] for report in reports if report]
-            change = _as_change(plan, self.policy.explain(signal), max(totals, default=None))
-            self._report(decision, self._frozen_in_use(layout, plan.layout))
+            change = _as_change(choice, self.policy.explain(signal), max(totals, default=None))
+            self._report(decision, self._frozen_in_use(layout, choice.layout))
         else:
             self._report(decision, [])
         has_cache = self.cache is not None and self.cache.mode != "off"
@@ -137,91 +128,37 @@ class Decisions:
 
     def adapt_to_cache(self, step: int, layout: Layout) -> dict[str, Any] | None:
         """Return the change to a layout that starts or stops storing activations; None if nothing changes."""
-        plan = self._plan(layout.num_frozen_layers, layout, step)
-        if plan.layout.cache_level == layout.cache_level:
+        choice = self._search(layout.num_frozen_layers, layout, step)
+        if choice.layout.cache_level == layout.cache_level:
             return None
-        reason = "frozen from the start" if plan.layout.cache_level else "nothing is stored any more"
-        return _as_change(plan, reason, None)
+        reason = "frozen from the start" if choice.layout.cache_level else "nothing is stored any more"
+        return _as_change(choice, reason, None)
 
-    def _calibrate(self, layout: Layout, reports: Sequence[Report]) -> None:
-        if any(reports):
-            measured = layout, reports, self.args.gradient_accumulation_steps
-            self._calibrated = calibrate(self.inputs.blocks, self.inputs.overheads, *measured)
-
-    def _predicted_seconds(self, layout: Layout, step: int) -> tuple[float, ...]:
-        kept = self.args.freeze_min_active_layers if self.policy.keeps_minimum else 0
-        costs, overheads = self._calibrated
-        samples, accumulation = self.inputs.samples_per_device, self.args.gradient_accumulation_steps
-        found = [0.0] * (layout.num_layers + 1)
-        for num_frozen in range(layout.num_frozen_layers, max(layout.num_layers - kept, layout.num_frozen_layers) + 1):
-            level, passes = self._foreseen(num_frozen, layout, step)
-            # Without new frozen layers the run keeps its layout, so that one is costed as it is.
-            is_new = num_frozen > layout.num_frozen_layers
-            planned = self._plan_with(num_frozen, layout, level).layout if is_new else layout
-            if self._spans_nodes(planned):
-                passes = (Pass(self.clock.max_steps - step),)
-            found[num_frozen] = seconds_left(planned, passes, costs, overheads, samples, accumulation)
-        return tuple(found)
-
-    def _foreseen(self, num_frozen: int, layout: Layout, step: int) -> tuple[int, tuple[Pass, ...]]:
-        """Return the layers that would be stored with `num_frozen` frozen, and the steps to come."""
-        now, last = layout.cache_level, self.clock.max_steps
-        if self.cache is None:
-            return 0, (Pass(last - step),)
-        present = self._computing(layout.num_frozen_layers, layout.pipeline_size)
-        if num_frozen == layout.num_frozen_layers:
-            return now, self.cache.going_on(present, now, step, last, layout.fresh_share)
-        coming = self._computing(num_frozen, self._stages_if_stored(num_frozen, layout))
-        return self.cache.predict(coming, num_frozen, now, step, last, present)
-
-    def _plan(self, num_frozen: int, layout: Layout, step: int) -> Plan:
-        if self.cache is not None and self._may_span_nodes(layout):
-            # What shorter pipelines could store counts in the choice of K; those over nodes decide on no store.
-            level, _ = self.cache.predict(*self._cache_inputs(num_frozen, layout, step))
-            plan = self._plan_with(num_frozen, layout, level)
-            if self._spans_nodes(plan.layout):
-                if layout.cache_level:
-                    why = why_not_over_nodes(plan.layout.pipeline_size, self.inputs.overheads.node_size)
-                    self.write("cache", what="off", reason=f"{why}.")
-                    announce(f"Step {step}: the activation cache is off: {why}.")
-                return plan
-        level, share = self._cached(num_frozen, layout, step)
-        plan = self._plan_with(num_frozen, layout, level)
-        return replace(plan, layout=replace(plan.layout, fresh_share=share))
-
-    def _spans_nodes(self, layout: Layout) -> bool:
-        return self.inputs.overheads.spans_nodes(layout.pipeline_size)
-
-    def _may_span_nodes(self, layout: Layout) -> bool:
-        """Return True if the layout that follows may span nodes, also if layers unfreeze."""
-        return self.inputs.overheads.spans_nodes(max(layout.pipeline_size, self.inputs.rules.initial_size))
-
-    def _plan_with(self, num_frozen: int, layout: Layout, cache_level: int) -> Plan:
+    def _search(self, num_frozen: int, layout: Layout, step: int) -> Choice:
+        """Search for the layout that follows and what it stores, with the latest measurements, and log the latter."""
         costs, overheads = self._calibrated
         rules = replace(self.inputs.rules, known_microbatches=self.known_microbatches)
         inputs = replace(self.inputs, blocks=costs, overheads=overheads, rules=rules)
-        return plan_transition(layout, num_frozen, inputs, cache_level)
-
-    def _cached(self, num_frozen: int, layout: Layout, step: int) -> tuple[int, float]:
-        """Return the layers whose output is stored from now on, and the share of samples to draw again per epoch."""
-        if self.cache is None:
-            return 0, 0.0
-        decision = self.cache.decide(*self._cache_inputs(num_frozen, layout, step))
-        return decision.level if decision.use else 0, decision.fresh_share
-
-    def _cache_inputs(self, num_frozen: int, layout: Layout, step: int) -> tuple[ComputeTimes, int, int, int, int]:
-        """Return the arguments of `CachePlanner.decide`."""
+        # What is stored is of use until layers unfreeze.
         until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
-        computing = self._computing(num_frozen, self._stages_if_stored(num_frozen, layout))
-        return computing, num_frozen, layout.cache_level, step, until
-
-    def _computing(self, num_frozen: int, pipeline_size: int) -> ComputeTimes:
-        costs, _ = self._calibrated
-        return ComputeTimes(prefix_seconds(costs, num_frozen), active_seconds(costs, num_frozen), pipeline_size)
-
-    def _stages_if_stored(self, num_frozen: int, layout: Layout) -> int:
-        """Return the stages of the layout that follows if the output of all frozen layers is stored."""
-        return self._plan_with(num_frozen, layout, num_frozen).layout.pipeline_size
+        if self.cache is None:
+            return search(layout, num_frozen, Horizon(until - step, self.clock.max_steps), inputs)
+        present = active_seconds(costs, layout.num_frozen_layers), layout.pipeline_size
+        storing = self.cache.storing(layout.cache_level, *present)
+        horizon = Horizon(until - step, self.cache.steps_per_epoch)
+        choice = search(layout, num_frozen, horizon, inputs, storing)
+        if overheads.spans_nodes(choice.layout.pipeline_size):
+            if layout.cache_level:
+                why = why_not_over_nodes(choice.layout.pipeline_size, overheads.node_size)
+                self.write("cache", what="off", reason=f"{why}.")
+                announce(f"Step {step}: the activation cache is off: {why}.")
+            return choice
+        would = None
+        if storing.keeps_dropout(num_frozen):
+            would = search(layout, num_frozen, horizon, inputs, replace(storing, dropout_from=math.inf))
+        blocks = with_launches(costs, choice.layout, inputs.samples_per_device)
+        self.cache.report(step, choice, horizon, storing, blocks, would)
+        return choice
 
     def _frozen_in_use(self, old: Layout, new: Layout) -> list[str]:
         """Return the parameters that freeze with the prefix although blocks above it use them too."""
@@ -273,11 +210,11 @@ class Decisions:
         self.policy.load_state(state["policy"])
 
 
-def _as_change(plan: Plan, reason: str, measured: float | None) -> dict[str, Any]:
+def _as_change(choice: Choice, reason: str, measured: float | None) -> dict[str, Any]:
     return {
-        "layout": plan.layout.as_event(),
+        "layout": choice.layout.as_event(),
         "reason": reason,
-        "predicted": plan.prediction.seconds,
-        "alternatives": {str(pipeline_size): seconds for pipeline_size, seconds in plan.alternatives.items()},
+        "predicted": choice.prediction.seconds,
+        "alternatives": {str(pipeline_size): seconds for pipeline_size, seconds in choice.alternatives.items()},
         "measured": measured,
     }

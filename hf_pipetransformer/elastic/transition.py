@@ -97,7 +97,7 @@ class Transitions:
             elif change is not None:
                 pipeline.stage.layout = change.layout
                 self.context.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
-        self.controller.begin_step(pipeline.stage)
+        self.controller.begin_step()
         return moved
 
     def move(self, change: Change) -> None:

@@ -19,31 +19,19 @@ def rounded_up(value: float) -> int:
 
 
 GRADIENT_NORMS = "gradient_norms"
-WEIGHT_CHANGES = "weight_changes"
-ACTIVATION_SIMILARITY = "activation_similarity"
-PREDICTED_SECONDS = "predicted_seconds"
-MEASUREMENTS = (GRADIENT_NORMS, WEIGHT_CHANGES, ACTIVATION_SIMILARITY, PREDICTED_SECONDS)
-"""Fields of `FreezeSignal` that a policy can request in `needs`, because measuring them has a cost."""
+MEASUREMENTS = (GRADIENT_NORMS,)
+"""Fields of `FreezeSignal` that a policy can request in `needs`."""
 
 
 @dataclass(frozen=True)
 class FreezeSignal:
     """Inputs of a freeze decision. Measurements that the policy does not list in `needs` are empty tuples.
 
-    All tuples except `activation_similarity` have L + 1 entries, where L is `num_layers`.
-
     Args:
         step: optimizer steps done.
         num_wanted: the previous answer, L_frozen of Eq. 1 before rounding; `num_frozen` at the start.
-        gradient_norms: L2 norms of the reduced, unscaled, unclipped gradient of each layer (index L: the head),
+        gradient_norms: L2 norms of the reduced, unscaled, unclipped gradient of each layer, then of the head,
             averaged over the optimizer steps since the last decision. 0 for frozen layers; empty if no step counted.
-        weight_changes: L2 norm of the change of each layer's weights (index L: the head) since the last decision or
-            the first step, divided by the L2 norm of the weights at that time. 0 for frozen layers.
-        activation_similarity: linear CKA (Kornblith et al., 2019) of each layer's output on a few training samples,
-            now and at the last decision or the first step, averaged over positions. L values; 1 means unchanged.
-        predicted_seconds: at index n, predicted seconds of the rest of the run if n layers are frozen from now on,
-            with the layout and cache that would follow; the first pass over the data fills the cache. 0 where n is
-            below `num_frozen` or above the limit.
         learning_rate: of the optimizer's first parameter group for the next step; 0 if it has none.
         num_frozen_by_user: layers frozen by the user's script, which are never unfrozen.
     """
@@ -54,9 +42,6 @@ class FreezeSignal:
     num_frozen: int
     num_wanted: float
     gradient_norms: tuple[float, ...] = ()
-    weight_changes: tuple[float, ...] = ()
-    activation_similarity: tuple[float, ...] = ()
-    predicted_seconds: tuple[float, ...] = ()
     learning_rate: float = 0.0
     num_frozen_by_user: int = 0
 
@@ -114,14 +99,13 @@ class FreezePolicy(ABC):
 
         class Settled(FreezePolicy):
             name = "settled"
-            needs = frozenset({"weight_changes"})
 
             def __init__(self):
                 self.num_calm = 0
 
             def num_wanted(self, signal):
-                changes = signal.weight_changes
-                self.num_calm += bool(changes) and changes[signal.num_frozen] < 0.01
+                norms = signal.gradient_norms
+                self.num_calm += bool(norms) and norms[signal.num_frozen] < 0.01 * norms[-1]
                 return self.num_calm
 
             def state(self):
@@ -133,10 +117,7 @@ class FreezePolicy(ABC):
 
     name: str = "custom"
     needs: Collection[str] = frozenset({GRADIENT_NORMS})
-    """Measurements to make, out of `MEASUREMENTS`. Gradient norms are free. Weight changes cost a copy of the trained
-    weights on every process, activation similarity a tiny batch at each decision, predicted seconds one layout search
-    for each possible number of frozen layers.
-    """
+    """Measurements to make, out of `MEASUREMENTS`. Gradient norms come with clipping and cost nothing."""
     keeps_minimum = True
     """If True, `freeze_min_active_layers` limits the policy."""
     num_watched = 0

@@ -3,65 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
-from hf_pipetransformer.planning.costs import (
-    BlockCosts,
-    Overheads,
-    Prediction,
-    active_seconds,
-    predict_step,
-    trained_elements,
-    with_launches,
-)
-from hf_pipetransformer.planning.storing import (
-    CacheCosts,
-    CacheDecision,
-    DiskProfile,
-    Pass,
-    SlotCosts,
-    StoreContents,
-    decide_cache,
-    fresh_share,
-    passes_ahead,
-)
+from hf_pipetransformer.planning.costs import Prediction
+from hf_pipetransformer.planning.planner import PlanInputs
+from hf_pipetransformer.planning.search import Choice, Horizon, Storing, search, seconds_left
+from hf_pipetransformer.planning.storing import CacheDecision, DiskProfile, Pass
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import attention_of
-
-
-def seconds_left(
-    layout: Layout,
-    passes: Sequence[Pass],
-    costs: BlockCosts,
-    overheads: Overheads,
-    samples_per_device: int,
-    accumulation: int = 1,
-) -> float:
-    """Return the predicted seconds of all steps of `passes`, without the transition to the layout.
-
-    A step in which a share of the samples has records takes that share of the time of a step that reads all of
-    them, plus the rest of one that computes all. Reading records in place of samples saves at most the step's overhead
-    outside the computation.
-    """
-    samples = samples_per_device * layout.pipeline_size
-
-    def step_seconds(level: int) -> float:
-        return predict_step(replace(layout, cache_level=level), costs, overheads, samples, accumulation).seconds
-
-    total = 0.0
-    for each in passes:
-        reads = each.share * step_seconds(each.level) if each.share else 0.0
-        computes = (1 - each.share) * step_seconds(0) if each.share < 1 else 0.0
-        records = max(accumulation * samples * each.record_seconds, -overheads.per_step)
-        total += each.steps * (reads + computes + records)
-    return total
-
-
-MOVED_BYTES = 12
-"""Bytes per trained parameter that moves to another rank: the weight and two moments of Adam."""
 
 
 @dataclass(frozen=True)
@@ -126,28 +76,6 @@ class Duration:
     equal_epochs: float
 
 
-@dataclass(frozen=True)
-class Storing:
-    """Costs of storing activations (`prefix` for all layers), and the rule that decides on it.
-
-    Args:
-        mode: `auto`, `on` or `off`.
-        fits_share: share of the samples whose records fit.
-        num_slots: records of a random sample, see `augmentation`; 0 where samples are not random and have one.
-    """
-
-    costs: CacheCosts
-    mode: str
-    fits_share: float = 1.0
-    num_slots: int = 0
-
-    def beside(self, blocks: BlockCosts, num_frozen: int, pipeline_size: int) -> tuple[CacheCosts, SlotCosts]:
-        """Return the costs in a pipeline, beside what it computes, and those of augmentation slots."""
-        costs = self.costs.beside(active_seconds(blocks, num_frozen), pipeline_size)
-        new = fresh_share(costs, num_frozen) if self.num_slots else 0.0
-        return costs, SlotCosts(max(1, self.num_slots), new)
-
-
 class Segment(NamedTuple):
     """A span of a run: its layout, its passes, the seconds of the transition to that layout, and what was decided.
 
@@ -166,23 +94,18 @@ class Forecast:
     """Predictor of the duration of runs from one starting layout.
 
     Args:
-        accumulation: batches per optimizer step.
-        plan: returns the layout that follows one, for a number of frozen and a number of stored layers.
+        inputs: of the searches of the run.
+        storing: costs of a store that is empty at the start; None if nothing is stored.
     """
 
     layout: Layout
-    costs: BlockCosts
-    overheads: Overheads
-    samples_per_device: int
-    accumulation: int
+    inputs: PlanInputs
     steps_per_epoch: int
-    plan: Callable[[Layout, int, int], Layout]
     storing: Storing | None = None
 
     def full_seconds(self, num_steps: int) -> float:
         """Return the seconds of a run that freezes nothing more and stores nothing."""
-        samples = self.samples_per_device * self.layout.pipeline_size
-        return num_steps * predict_step(self.layout, self.costs, self.overheads, samples, self.accumulation).seconds
+        return num_steps * self.inputs.predict(self.layout).seconds
 
     def duration(self, course: RunSchedule) -> Duration:
         """Return the times of a run and of one that freezes nothing."""
@@ -192,10 +115,7 @@ class Forecast:
 
     def seconds(self, spans: Sequence[Span]) -> float:
         """Return the seconds of a run with these spans, in which ever more layers freeze, transitions included."""
-        total, how = 0.0, (self.costs, self.overheads, self.samples_per_device, self.accumulation)
-        for each in self.stretches(spans):
-            total += each.moving + seconds_left(each.layout, each.passes, *how)
-        return total
+        return sum(each.moving + seconds_left(each.layout, each.passes, self.inputs) for each in self.stretches(spans))
 
     def decision(self, spans: Sequence[Span]) -> CacheDecision | None:
         """Return the first decision of a run to store something, or else its first one; None if it decides nothing."""
@@ -207,48 +127,24 @@ class Forecast:
         layout, share = self.layout, 0.0
         steps_left = sum(span.num_steps for span in spans)
         for span in spans:
-            stored_level = layout.cache_level if share else 0
-            freezes = span.num_frozen > layout.num_frozen_layers
             passes: tuple[Pass, ...] = (Pass(steps_left),)
-            moving, decision = 0.0, None
-            if freezes or (span is spans[0] and span.num_frozen):
-                decision = self._decide(layout, span.num_frozen, stored_level, share, steps_left)
-                level = decision.level if decision is not None and decision.use else 0
-                moved = self.plan(layout, span.num_frozen, level)
-                moving = self._seconds_of_move(layout, moved)
-                layout = moved
-            if self.storing is not None:
-                stored = StoreContents(stored_level, share, self.storing.fits_share)
-                # The overheads were measured at the start, when all samples were read from the data set.
-                blocks = with_launches(self.costs, layout, self.samples_per_device)
-                costs, slots = self.storing.beside(blocks, span.num_frozen, layout.pipeline_size)
-                steps = steps_left, self.steps_per_epoch
-                passes = passes_ahead(costs, layout.cache_level, stored, *steps, slots, now=costs.input)
-                writing = slots.num_slots * self.steps_per_epoch
-                written = self.storing.fits_share * min(1.0, span.num_steps / writing)
-                kept = share if layout.cache_level == stored_level else 0.0
-                share = max(kept, written) if layout.cache_level else 0.0
+            moving, decision, stored_level = 0.0, None, layout.cache_level
+            if span.num_frozen > layout.num_frozen_layers or (span is spans[0] and span.num_frozen):
+                choice = self._search(layout, span.num_frozen, share, steps_left)
+                layout, passes, moving, decision = choice.layout, choice.passes, choice.moving, choice.storing
+            if layout.cache_level and self.storing is not None:
+                writing = max(1, self.storing.num_slots) * self.steps_per_epoch
+                written = self.storing.contents.fits_share * min(1.0, span.num_steps / writing)
+                share = max(share if layout.cache_level == stored_level else 0.0, written)
             yield Segment(layout, _first(passes, span.num_steps), moving, decision)
             steps_left -= span.num_steps
 
-    def _decide(
-        self, layout: Layout, num_frozen: int, stored_level: int, share: float, steps_left: int
-    ) -> CacheDecision | None:
-        """Decide on storing as a run on `layout` would, by the stages that it would have if it stored everything."""
-        if self.storing is None:
-            return None
-        epochs_left = steps_left / self.steps_per_epoch
-        stored = StoreContents(stored_level, share, self.storing.fits_share)
-        coming = self.plan(layout, num_frozen, num_frozen)
-        blocks = with_launches(self.costs, coming, self.samples_per_device)
-        costs, slots = self.storing.beside(blocks, num_frozen, coming.pipeline_size)
-        return decide_cache(costs, num_frozen, stored, epochs_left, self.storing.mode, slots)
-
-    def _seconds_of_move(self, old: Layout, new: Layout) -> float:
-        """Return the seconds to move weights and optimizer state; 0 if no rank gets other blocks."""
-        if (old.places, old.boundaries) == (new.places, new.boundaries):
-            return 0.0
-        return MOVED_BYTES * self.overheads.reduction_per_byte * sum(trained_elements(new, self.costs))
+    def _search(self, layout: Layout, num_frozen: int, share: float, steps_left: int) -> Choice:
+        storing = self.storing
+        if storing is not None:
+            level = layout.cache_level if share else 0
+            storing = replace(storing, contents=replace(storing.contents, level=level, share=share if level else 0.0))
+        return search(layout, num_frozen, Horizon(steps_left, self.steps_per_epoch), self.inputs, storing)
 
 
 def likely_cause(prediction: Prediction, reports: Sequence[Mapping[str, float]]) -> str:
@@ -306,9 +202,3 @@ def _first(passes: Iterable[Pass], num_steps: int) -> list[Pass]:
             found.append(replace(each, steps=steps))
             left -= steps
     return found
-
-
-def prefix_seconds(blocks: BlockCosts, num_layers: int) -> tuple[float, ...]:
-    """Return the forward of the embeddings and the first `f` layers in seconds per sample, for each `f`."""
-    sums = [0.0, *accumulate(blocks.forward)]
-    return tuple(sums[attention_of(level)] for level in range(num_layers + 1))

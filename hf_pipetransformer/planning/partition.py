@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 from hf_pipetransformer.schedules.layout import Layout
 
@@ -57,7 +58,7 @@ TIE = 0.01
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layout that could come next, the seconds of one optimizer step, and True if its fullest rank fits a device."""
+    """Layout that could come next, the seconds it is chosen by, and True if its fullest rank fits a device."""
 
     layout: Layout
     predicted_seconds: float
@@ -82,7 +83,10 @@ def compress_by_memory(
     return size
 
 
-def choose_by_throughput(candidates: Sequence[Candidate]) -> Candidate:
+Choosable = TypeVar("Choosable", bound=Candidate)
+
+
+def choose_by_throughput(candidates: Sequence[Choosable]) -> Choosable:
     """Return the fitting candidate with the least predicted seconds; among equals (`TIE`) the shortest pipeline.
 
     If none fits, return the longest pipeline, which needs the least memory.

@@ -1,4 +1,4 @@
-"""Choice of a layout: pipeline size, stages per rank, stage boundaries and number of micro-batches. Pure."""
+"""Layouts of a shape: stage boundaries and number of micro-batches, with the rules that hold for a run. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hf_pipetransformer.planning.costs import (
     predict_step,
 )
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
-from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
+from hf_pipetransformer.planning.partition import Candidate, partition
 from hf_pipetransformer.planning.token_plans import cut_layout
 from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import Plans, first_above, num_layers, pipeline_sizes
+from hf_pipetransformer.schedules.placement import Plans, num_layers
 from hf_pipetransformer.schedules.weight_kinds import find_weights
 
 
@@ -81,15 +81,6 @@ class PlanRules:
             raise ValueError(f"Unknown compression {self.compression!r}: expected 'memory' or 'throughput'.")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Next layout, its prediction, and the predicted seconds of a step for every K considered."""
-
-    layout: Layout
-    prediction: Prediction
-    alternatives: dict[int, float]
-
-
 def stage_boundaries(block_costs: Sequence[float], cut_positions: Sequence[int], num_stages: int) -> tuple[int, ...]:
     """Return boundaries of stages of even cost, at allowed cut positions only.
 
@@ -115,15 +106,6 @@ def reachable_shapes(schedule: str, wanted: int, sizes: Sequence[int], most_stag
     """Return K and V of every layout of these `sizes`; see `choose_num_chunks`."""
     counts = range(1, most_stages + 1)
     return sorted({(k, v) for k in sizes for most in counts if (v := choose_num_chunks(schedule, wanted, k, most))})
-
-
-def choose_pipeline_size(
-    candidates: Sequence[int], largest_rank_bytes: Callable[[int], float], device_bytes: float
-) -> int:
-    """Return the smallest K whose fullest rank fits a device; the largest candidate if none does."""
-    budget = device_bytes * (1 - MEMORY_RESERVE)
-    fitting = [k for k in sorted(candidates) if largest_rank_bytes(k) <= budget]
-    return fitting[0] if fitting else max(candidates)
 
 
 def choose_num_microbatches(
@@ -244,7 +226,7 @@ def cut_at_nodes(
                 moved = judge(replace(layout, boundaries=(*ends[:before], *below, *above[1:], *ends[after + 1 :])))
                 if moved.predicted_seconds < best.predicted_seconds and (moved.fits or not even.fits):
                     best, is_better = moved, True
-    return best.layout if _is_worth_moving(even, best) else layout
+    return best.layout if is_worth_moving(even, best) else layout
 
 
 def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor: float = FROZEN_FACTOR) -> float:
@@ -292,6 +274,35 @@ class PlanInputs:
         seconds = self.predict(layout, by).seconds
         return Candidate(layout, seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
+    @property
+    def cut_by(self) -> tuple[BlockCosts, Overheads]:
+        """Costs that place stage boundaries: the blocks' work where boundaries affect results, else measured times."""
+        if not self.rules.work:
+            return self.blocks, self.overheads
+        by_work = replace(WORK_OVERHEADS, has_reference=self.overheads.has_reference)
+        return costs_by_work(self.blocks, self.rules.work), by_work
+
+    def lay_out(self, shape: PipelineShape, num_frozen: int, cache_level: int = 0) -> Layout:
+        """Return the layout of a shape, with M by rule where nothing fixes it, and its most even boundaries.
+
+        Frozen blocks count with their forward only, and not even that where their output is stored, which pipelines
+        over several nodes cannot.
+        """
+        rules, size, schedule = self.rules, shape.pipeline_size, find_schedule(shape.schedule)
+        samples = self.samples_per_device * size
+        known = rules.num_microbatches or rules.known_microbatches.get((size, shape.num_chunks))
+        by_rule = choose_num_microbatches(size, samples, schedule.abilities, self.accumulation, rules.weights)
+        level, (costs, overheads) = self.stored(size, cache_level), self.cut_by
+        # Where steps overlap, each stage waits for its own update: the update is a part of its load.
+        per_sample = overheads.optimizer_per_parameter / (samples * self.accumulation)
+        update = per_sample if schedule.abilities.overlaps_steps else 0.0
+        loads = block_loads(costs, num_frozen, level, update)
+        shape = replace(shape, num_microbatches=known or by_rule)
+        layout = plan_layout(loads, rules.cut_positions, shape, num_frozen, level)
+        hop, is_free = self.overheads.slowest_hop(layout, self.blocks, samples), rules.num_microbatches is None
+        layout = cut_layout(layout, rules.token_slices, self.blocks.slices, samples, is_free, hop)
+        return self.cut_at_nodes(layout, loads)
+
     def cut_at_nodes(self, layout: Layout, loads: Sequence[float]) -> Layout:
         """Cut a pipeline over several nodes where messages between them cost least; return others unchanged."""
         overheads, rules = self.overheads, self.rules
@@ -302,83 +313,7 @@ class PlanInputs:
         return cut_at_nodes(layout, loads, rules.cut_positions, overheads.node_size, self.judge, near)
 
 
-def plan_transition(current: Layout, num_frozen_layers: int, inputs: PlanInputs, cache_level: int = 0) -> Plan:
-    """Return the layout to move to when `num_frozen_layers` are frozen. Equal inputs give an equal plan.
-
-    Candidates are the divisors K of the current pipeline size (of the initial one when layers unfreeze) that the nodes
-    allow, each with its most even boundaries, frozen blocks counted with their forward only. Stages may consist of
-    frozen blocks, but there are at most as many stages as active blocks: V shrinks, or K is not considered. Ranks that
-    a shorter pipeline frees become replicas. If no candidate fits the memory and the current boundaries do, they stay.
-    Where boundaries affect results, `rules.work` decides instead of measured times.
-
-    `cache_level` layers' activations will be stored, unless pipelines span nodes; the plan is for the epochs that read
-    them.
-    """
-    rules, accumulation, world_size = inputs.rules, inputs.accumulation, current.pipeline_size * current.num_replicas
-    timed = inputs.blocks, inputs.overheads
-    level = inputs.stored(current.pipeline_size, cache_level)
-    as_it_is = replace(current, num_frozen_layers=num_frozen_layers, cache_level=level)
-    if not rules.elastic:
-        prediction = inputs.predict(as_it_is)
-        return Plan(as_it_is, prediction, {as_it_is.pipeline_size: prediction.seconds})
-
-    by_work = replace(WORK_OVERHEADS, has_reference=inputs.overheads.has_reference)
-    cut_by = (costs_by_work(inputs.blocks, rules.work), by_work) if rules.work else timed
-    choose_by = cut_by if rules.is_timeless else timed
-
-    samples_per_step = inputs.samples_per_device * current.pipeline_size * accumulation
-    update = cut_by[1].optimizer_per_parameter / samples_per_step if current.abilities.overlaps_steps else 0.0
-    abilities = find_schedule(current.schedule).abilities
-    candidates = []
-    for size, num_chunks in _shapes(current, num_frozen_layers, inputs).items():
-        samples, is_free = inputs.samples_per_device * size, rules.num_microbatches is None
-        known = rules.num_microbatches or rules.known_microbatches.get((size, num_chunks))
-        by_rule = choose_num_microbatches(size, samples, abilities, accumulation, rules.weights)
-        shape = PipelineShape(size, world_size // size, known or by_rule, current.schedule, num_chunks)
-        level = inputs.stored(size, cache_level)
-        loads = block_loads(cut_by[0], num_frozen_layers, level, update)
-        layout = plan_layout(loads, rules.cut_positions, shape, num_frozen_layers, level)
-        hop = inputs.overheads.slowest_hop(layout, inputs.blocks, samples)
-        layout = cut_layout(layout, rules.token_slices, inputs.blocks.slices, samples, is_free, hop)
-        layout = inputs.cut_at_nodes(layout, loads)
-        if layout.places == current.places:
-            unmoved = replace(layout, boundaries=current.boundaries)
-            if not _is_worth_moving(inputs.judge(unmoved, cut_by), inputs.judge(layout, cut_by)):
-                layout = unmoved
-        candidates.append(inputs.judge(layout, choose_by))
-    if not any(candidate.fits for candidate in candidates) and inputs.judge(as_it_is, choose_by).fits:
-        candidates.append(inputs.judge(as_it_is, choose_by))
-    chosen = _choose(candidates, inputs.blocks, rules).layout
-    alternatives = {each.layout.pipeline_size: inputs.predict(each.layout).seconds for each in candidates}
-    return Plan(chosen, inputs.predict(chosen), alternatives)
-
-
-def _is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
+def is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
     """Return True if new boundaries save enough time and still fit the memory if the old ones do."""
     saves = recut.predicted_seconds <= (1 - WORTH_MOVING) * unmoved.predicted_seconds
     return saves and (recut.fits or not unmoved.fits)
-
-
-def _shapes(current: Layout, num_frozen_layers: int, inputs: PlanInputs) -> dict[int, int]:
-    """Return the K to consider, in increasing order, with their V. The current and the longest K are never unfit."""
-    rules = inputs.rules
-    most = min(current.num_blocks - first_above(num_frozen_layers), len(rules.cut_positions) - 1)
-    is_unfreezing = num_frozen_layers < current.num_frozen_layers
-    longest = max(current.pipeline_size, rules.initial_size if is_unfreezing else 0)
-    sizes = pipeline_sizes(longest, inputs.overheads.node_size or longest)
-    chunks = {k: choose_num_chunks(current.schedule, rules.num_chunks, k, most) for k in sizes}
-    possible = {
-        k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k not in rules.unfit)
-    }
-    return possible or {current.pipeline_size: current.num_chunks}
-
-
-def _choose(candidates: Sequence[Candidate], costs: BlockCosts, rules: PlanRules) -> Candidate:
-    if rules.compression == "throughput":
-        return choose_by_throughput(candidates)
-    by_size = {candidate.layout.pipeline_size: candidate for candidate in candidates}
-
-    def size(k: int) -> float:
-        return largest_rank_size(costs.parameters, by_size[k].layout)
-
-    return by_size[compress_by_memory(max(by_size), size, rules.initial_largest_size, list(by_size))]

@@ -1,11 +1,10 @@
-"""Decide whether caching activations pays, and predict what the rest of the run reads and writes. Pure functions."""
+"""Ways to store activations, and what the rest of the run reads and writes with each of them. Pure functions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 
 MODES = ("auto", "on", "off")
@@ -17,20 +16,6 @@ def why_not_over_nodes(pipeline_size: int, node_size: int) -> str:
         f"each pipeline spans nodes (K={pipeline_size} on nodes of {node_size} processes), and what one node stores "
         f"the stages on others cannot read. It needs a K that divides {node_size}"
     )
-
-
-class ComputeTimes(NamedTuple):
-    """Times of what a pipeline computes, in seconds per sample on one device.
-
-    Args:
-        prefix: item `f` is the forward of the embeddings and `f` blocks.
-        active: forward and backward above the frozen blocks.
-        pipeline_size: stages that share both.
-    """
-
-    prefix: Sequence[float]
-    active: float = 0.0
-    pipeline_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,24 +99,6 @@ class Caching:
 
 
 @dataclass(frozen=True)
-class CacheDecision:
-    """Use of the cache until the next decision: `use` reads records, `write` moves them to the new level.
-
-    Args:
-        level: level the records will have: `num_frozen` if `write`, else their present level.
-        costs: seconds per sample over the rest of the run, by choice: "compute", "keep", "write".
-        fresh_share: share of the samples that each later pass augments again, replacing their oldest slot.
-    """
-
-    use: bool
-    write: bool
-    level: int
-    costs: dict[str, float]
-    reason: str
-    fresh_share: float = 0.0
-
-
-@dataclass(frozen=True)
 class StoreContents:
     """Records that a store has, and what fits into it; raises ValueError for a share outside 0 to 1.
 
@@ -178,106 +145,6 @@ def fresh_share(costs: CacheCosts, num_frozen: int) -> float:
     return 1.0 if extra <= budget else math.floor(1000 * budget / extra) / 1000
 
 
-def decide_cache(
-    costs: CacheCosts,
-    num_frozen: int,
-    stored: StoreContents,
-    epochs_left: float,
-    mode: str,
-    slots: SlotCosts = ONE_SLOT,
-) -> CacheDecision:
-    """Choose the cheapest way to get the output of the frozen prefix for the rest of the run.
-
-    With E epochs left, F frozen blocks, and a share s of the samples stored at level g, a sample costs over the rest
-    of the run:
-
-        compute   E (input + prefix[F])
-        keep      s E (read + prefix[F] - prefix[g]) + (1 - s) compute
-        write     s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write)
-                  + p (E - 1) read + (1 - p) compute
-
-    where p is the share that fits into the store, at least s. With V slots per sample, the first V passes write, and
-    in later passes a share n of the samples is augmented again:
-
-        write     V (s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write))
-                  + p (E - V) ((1 - n) read + n (input + prefix[F] + write)) + (1 - p) E (input + prefix[F])
-
-    Where records are read and written beside the computation of a device, `read` and `write` are what is left of them.
-    Writing is an option only if E > V. A record already at level F is not written again. On a tie, the choice that
-    stores less wins. PipeTransformer (section 3.4) profiles recomputing against loading; the sum over the remaining
-    epochs adds the cost of writing and how often it pays off.
-
-    Args:
-        num_frozen: F.
-        stored: g, s and p; records above F are ignored.
-        epochs_left: E, how often an average sample will still be read, the current epoch included.
-        mode: "auto" takes the cheapest; "on" caches whenever records will be read again; "off" never caches.
-
-    Raises:
-        ValueError: unknown mode, or no measured time for F blocks.
-    """
-    if mode not in MODES:
-        raise ValueError(f"The mode of the cache is {mode!r}: expected one of {', '.join(MODES)}.")
-    if not 0 <= num_frozen < len(costs.prefix):
-        raise ValueError(
-            f"{num_frozen} layers are frozen: expected 0 to {len(costs.prefix) - 1}, the prefixes that were measured."
-        )
-    is_usable = stored.share > 0 and 0 < stored.level <= num_frozen
-    used = stored if is_usable else StoreContents(fits_share=stored.fits_share)
-    found = _costs(costs, num_frozen, used, max(epochs_left, 0.0), slots)
-    choice, reason = _choose(found, num_frozen, epochs_left, mode, slots)
-    writes = choice == "write"
-    level = num_frozen if writes else stored.level
-    return CacheDecision(choice != "compute", writes, level, found, reason, slots.fresh_share if writes else 0.0)
-
-
-def _costs(
-    costs: CacheCosts, num_frozen: int, stored: StoreContents, epochs: float, slots: SlotCosts
-) -> dict[str, float]:
-    """Return the seconds per sample of each possible choice, ordered by how much it stores."""
-    prefix, share = costs.prefix[num_frozen], stored.share
-    computed = costs.input + prefix
-    found = {"compute": epochs * computed}
-    if num_frozen == 0:
-        return found
-    # Noise can make a longer prefix measure faster than a shorter one.
-    missing = max(prefix - costs.prefix[stored.level], 0.0)
-    advanced = costs.reading(missing) + missing
-    if share > 0:
-        found["keep"] = epochs * (share * advanced + (1 - share) * computed)
-    passes, new = slots.num_slots, slots.fresh_share
-    if epochs > passes:
-        # Records that are stored already fit.
-        fits = max(stored.fits_share, share)
-        rewritten = 0.0 if stored.level == num_frozen else costs.writing(missing)
-        anew = computed + costs.writing(prefix)
-        first = share * (advanced + rewritten) + (fits - share) * anew
-        later = (1 - new) * costs.reading() + new * anew
-        found["write"] = passes * first + fits * (epochs - passes) * later + (1 - fits) * epochs * computed
-    return found
-
-
-def _choose(
-    found: dict[str, float], num_frozen: int, epochs_left: float, mode: str, slots: SlotCosts
-) -> tuple[str, str]:
-    if num_frozen == 0 or mode == "off":
-        return "compute", "the cache is switched off" if num_frozen else "no layer is frozen"
-    if mode == "on" and "write" in found:
-        return "write", "the cache is switched on"
-    epochs = f"{epochs_left:.3g} epoch{'' if epochs_left == 1 else 's'}"
-    left = f"{epochs} left" + (f" for {slots.num_slots} slots" if slots.num_slots > 1 else "")
-    if mode == "on":
-        chosen = "keep" if "keep" in found else "compute"
-        return chosen, f"nothing is written with {left}: no record would be read again"
-    # On a tie, min keeps the first entry, the choice that stores less.
-    chosen = min(found, key=lambda name: found[name])
-    if len(found) == 1:
-        return chosen, f"{left}: no record would be read again"
-    named = {"compute": "recomputing", "keep": "reading what is cached", "write": "caching anew"}
-    compared = ", ".join(f"{named[name]} {1000 * cost:.3g} ms" for name, cost in found.items())
-    return chosen, f"over {epochs} a sample costs: {compared}"
-
-
 @dataclass(frozen=True)
 class Pass:
     """Consecutive optimizer steps that find the same records in the store.
@@ -298,8 +165,8 @@ def passes_ahead(
     costs: CacheCosts,
     level: int,
     stored: StoreContents,
-    steps_left: int,
-    steps_per_epoch: int,
+    steps_left: float,
+    steps_per_epoch: float,
     slots: SlotCosts = ONE_SLOT,
     now: float | None = None,
 ) -> tuple[Pass, ...]:
@@ -337,3 +204,176 @@ def reading_seconds(costs: CacheCosts, share: float, computed: float = 0.0) -> f
     `computed` is what the frozen blocks above their records compute.
     """
     return share * costs.reading(computed) + (1 - share) * costs.input
+
+
+# ---- the choice ----
+
+
+@dataclass(frozen=True)
+class Way:
+    """Way to get the output of the frozen layers for the rest of a run.
+
+    Args:
+        level: the number of layers whose output is stored from now on; 0 for none.
+        passes: steps that follow.
+        fresh_share: share of the samples that each later pass augments again, replacing their oldest slot.
+    """
+
+    level: int
+    passes: tuple[Pass, ...]
+    fresh_share: float = 0.0
+
+
+def ways_of_storing(
+    costs: CacheCosts,
+    num_frozen: int,
+    stored: StoreContents,
+    steps_left: float,
+    steps_per_epoch: float,
+    slots: SlotCosts = ONE_SLOT,
+    now: float | None = None,
+) -> dict[str, Way]:
+    """Return the possible ways, ordered by how much they store.
+
+    `compute` stores nothing, `keep` stays at the level of the present records, `write` brings them to `num_frozen`
+    layers; it is possible only if a record will be read again. PipeTransformer (section 3.4) profiles recomputing
+    against loading; the passes to come also have the cost of writing, and how often that pays off.
+
+    Args:
+        stored: the present records; those of more than `num_frozen` layers are of no use.
+        steps_left: optimizer steps, or any other unit that `steps_per_epoch` has too.
+        now: see `passes_ahead`.
+
+    Raises:
+        ValueError: no measured time for `num_frozen` layers.
+    """
+    if not 0 <= num_frozen < len(costs.prefix):
+        raise ValueError(
+            f"{num_frozen} layers are frozen: expected 0 to {len(costs.prefix) - 1}, the prefixes that were measured."
+        )
+
+    def way(level: int) -> Way:
+        used = slots if level == num_frozen else replace(slots, fresh_share=0.0)
+        passes = passes_ahead(costs, level, stored, steps_left, steps_per_epoch, used, now)
+        return Way(level, passes, used.fresh_share if level else 0.0)
+
+    found = {"compute": way(0)}
+    if stored.share > 0 and 0 < stored.level <= num_frozen:
+        found["keep"] = way(stored.level)
+    if num_frozen and "keep" in found and stored.level == num_frozen:
+        return found
+    if num_frozen and steps_left > slots.num_slots * steps_per_epoch:
+        found["write"] = way(num_frozen)
+    return found
+
+
+def allowed_ways(possible: Sequence[str], mode: str) -> list[str]:
+    """Return which of the possible ways a mode allows: `on` the one that stores most, `off` none that stores.
+
+    Raises:
+        ValueError: unknown mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"The mode of the cache is {mode!r}: expected one of {', '.join(MODES)}.")
+    return {"auto": list(possible), "on": [possible[-1]], "off": ["compute"]}[mode]
+
+
+def fastest(seconds: Mapping[str, float], ways: Sequence[str]) -> str:
+    """Return the way that takes least time; of those that are equal but for rounding, the one that stores less."""
+    least = min(seconds[way] for way in ways)
+    return next(way for way in ways if seconds[way] <= least * (1 + 1e-9))
+
+
+@dataclass(frozen=True)
+class CacheDecision:
+    """What is stored until the next decision, and why.
+
+    Args:
+        way: `compute`, `keep` or `write`, see `ways_of_storing`.
+        level: the number of layers whose output is stored; 0 for none.
+        seconds: the compared costs by way, of the rest of the run or of a sample in it.
+        fresh_share: see `Way`.
+    """
+
+    way: str
+    level: int
+    seconds: dict[str, float]
+    reason: str
+    fresh_share: float = 0.0
+
+    @property
+    def use(self) -> bool:
+        """True if anything is stored."""
+        return self.level > 0
+
+
+def explained(
+    ways: Mapping[str, Way],
+    seconds: Mapping[str, float],
+    chosen: str,
+    num_frozen: int,
+    epochs_left: float,
+    mode: str,
+    num_slots: int,
+    of: str,
+) -> str:
+    """Return why a way was chosen; `of` is whose `seconds` were compared."""
+    if num_frozen == 0 or mode == "off":
+        return "the cache is switched off" if num_frozen else "no layer is frozen"
+    epochs = f"{epochs_left:.3g} epoch{'' if epochs_left == 1 else 's'}"
+    left = f"{epochs} left" + (f" for {num_slots} slots" if num_slots > 1 else "")
+    if mode == "on" and ways[chosen].level == num_frozen:
+        return "the cache is switched on"
+    if mode == "on":
+        return f"nothing is written with {left}: no record would be read again"
+    if len(seconds) == 1:
+        return f"{left}: no record would be read again"
+    named = {"compute": "recomputing", "keep": "reading what is cached", "write": "caching anew"}
+    compared = (
+        f"{named[way]} {cost:.3g} s" if cost >= 1 else f"{named[way]} {1000 * cost:.3g} ms"
+        for way, cost in seconds.items()
+    )
+    return f"over {epochs} {of} costs: {', '.join(compared)}"
+
+
+def decide_cache(
+    costs: CacheCosts,
+    num_frozen: int,
+    stored: StoreContents,
+    epochs_left: float,
+    mode: str,
+    slots: SlotCosts = ONE_SLOT,
+) -> CacheDecision:
+    """Choose the way that takes least time for a sample where one process computes everything; see `ways_of_storing`.
+
+    With E epochs left, F frozen blocks, and a share s of the samples stored at level g, a sample costs over the rest
+    of the run:
+
+        compute   E (input + prefix[F])
+        write     s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write)
+                  + p (E - 1) read + (1 - p) compute
+
+    where p is the share that fits into the store, at least s; `keep` is `write` with the records at level g. With V
+    slots per sample, the first V passes write, and in later ones a share n of the samples is augmented again. Where
+    records are read and written beside the computation of a device, `read` and `write` are what is left of them. On a
+    tie, the way that stores less wins.
+
+    Args:
+        num_frozen: F.
+        stored: g, s and p.
+        epochs_left: E, how often an average sample will still be read, the current epoch included.
+    """
+    ways = ways_of_storing(costs, num_frozen, stored, max(epochs_left, 0.0), 1.0, slots, now=0.0)
+    computed = [max(0.0, costs.prefix[num_frozen] - seconds) for seconds in costs.prefix]
+
+    def seconds_of(way: Way) -> float:
+        return sum(
+            each.steps
+            * (each.record_seconds + each.share * computed[each.level] + (1 - each.share) * costs.prefix[num_frozen])
+            for each in way.passes
+        )
+
+    seconds = {name: seconds_of(way) for name, way in ways.items()}
+    chosen = fastest(seconds, allowed_ways(list(ways), mode))
+    why = explained(ways, seconds, chosen, num_frozen, epochs_left, mode, slots.num_slots, "a sample")
+    return CacheDecision(chosen, ways[chosen].level, seconds, why, ways[chosen].fresh_share)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache as remembered
 from itertools import pairwise
 from typing import Any
 
@@ -16,15 +15,8 @@ from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import CommonLength
 from hf_pipetransformer.engine.losses import FoundRule, LossScope
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import (
-    UPDATE_WORK,
-    BlockCosts,
-    Overheads,
-    block_loads,
-    costs_by_work,
-    predict_step,
-)
-from hf_pipetransformer.planning.forecast import Forecast, Storing
+from hf_pipetransformer.planning.costs import BlockCosts, Overheads, predict_step
+from hf_pipetransformer.planning.forecast import Forecast
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory, sum_bytes
 from hf_pipetransformer.planning.planner import (
     PipelineShape,
@@ -32,13 +24,11 @@ from hf_pipetransformer.planning.planner import (
     PlanRules,
     choose_num_chunks,
     choose_num_microbatches,
-    choose_pipeline_size,
     largest_rank_size,
-    plan_layout,
-    plan_transition,
 )
+from hf_pipetransformer.planning.search import Storing, first_layout
 from hf_pipetransformer.planning.simulator import simulate_equal
-from hf_pipetransformer.planning.token_plans import WORTH, SlicePlanner, cut_layout
+from hf_pipetransformer.planning.token_plans import WORTH, SlicePlanner
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout, counted
@@ -183,44 +173,42 @@ class RunPlanner:
         return tuple(each / self.num_probed for each in counted)
 
     def inputs(
-        self, layout: Layout, samples_per_device: int, known_microbatches: Mapping[tuple[int, int], int]
+        self, began_under: Layout | None = None, known_microbatches: Mapping[tuple[int, int], int] | None = None
     ) -> PlanInputs:
-        """Return the inputs of later plans of a run that began with `layout`."""
-        args, blocks = self.args, self.costs.blocks
+        """Return the inputs of the plans of a run, of those after its first layout if it is given."""
+        args, blocks, memory = self.args, self.costs.blocks, self.memory_rules
+        largest, size = 0.0, 0
+        if began_under is not None:
+            largest, size = largest_rank_size(blocks.parameters, began_under), began_under.pipeline_size
+            memory = replace(memory, sums=self.sums_in_float32(began_under))
         rules = PlanRules(
             compression=args.pipeline_compression,
             cut_positions=tuple(self.probe.structure.cut_positions()),
             device_bytes=self.device_bytes,
             elastic=args.elastic,
             num_microbatches=args.num_microbatches,
-            known_microbatches=known_microbatches,
+            known_microbatches=known_microbatches or {},
             unfit=frozenset(range(1, self.unfit + 1)),
-            initial_largest_size=largest_rank_size(blocks.parameters, layout),
-            initial_size=layout.pipeline_size,
+            initial_largest_size=largest,
+            initial_size=size,
             num_chunks=args.num_chunks,
             token_slices=args.token_slices,
             weights=args.pipeline_weights,
-            memory=replace(self.memory_rules, sums=self.sums_in_float32(layout)),
+            memory=memory,
             work=self._work,
             is_timeless=args.schedule.abilities.overlaps_steps or args.full_determinism,
         )
         how = self.measures_microbatches, args.gradient_accumulation_steps
-        return PlanInputs(blocks, self.costs.overheads, rules, samples_per_device, *how)
+        return PlanInputs(blocks, self.costs.overheads, rules, args.train_samples_per_device, *how)
 
     def forecast(
         self, layout: Layout, blocks: BlockCosts, overheads: Overheads, steps_per_epoch: int, storing: Storing | None
     ) -> Forecast:
         """Build a forecast for runs that start under `layout`; `storing` is None if nothing is cached."""
-        samples, accumulation = self.args.train_samples_per_device, self.args.gradient_accumulation_steps
-        inputs = replace(self.inputs(layout, samples, {}), blocks=blocks, overheads=overheads)
+        inputs = replace(self.inputs(layout), blocks=blocks, overheads=overheads)
+        return Forecast(layout, inputs, steps_per_epoch, storing)
 
-        @remembered
-        def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
-            return plan_transition(current, num_frozen, inputs, cache_level).layout
-
-        return Forecast(layout, blocks, overheads, samples, accumulation, steps_per_epoch, plan, storing)
-
-    def layout(self, samples_per_device: int, num_frozen: int = 0) -> Layout:
+    def layout(self, num_frozen: int = 0) -> Layout:
         """Return the first layout, chosen by rank 0. Collective: call on every rank.
 
         Args:
@@ -230,69 +218,39 @@ class RunPlanner:
             ValueError: on every rank, if the requested pipeline length is not possible.
         """
         num_frozen = max(num_frozen, self.num_frozen_by_user)
-        chosen = self.topology.decide(lambda: self._choose(samples_per_device, num_frozen).as_event())
+        chosen = self.topology.decide(lambda: self._choose(num_frozen).as_event())
         return Layout.from_event(chosen)
 
-    def _choose(self, samples_per_device: int, num_frozen: int) -> Layout:
+    def _choose(self, num_frozen: int) -> Layout:
         size = self.args.pipeline_size
-        if size is None:
-            possible = [k for k in self.topology.pipeline_sizes if self.num_chunks(k)]
-            untried = [k for k in possible if k > self.unfit]
+        if size is not None:
+            self.topology.check_pipeline_size(size)
+            return self.plan(size, num_frozen)
+        possible = [k for k in self.topology.pipeline_sizes if self.num_chunks(k)]
+        untried = [k for k in possible if k > self.unfit]
+        return first_layout(untried or possible[-1:], lambda k: self.plan(k, num_frozen), self.fits)
 
-            def largest_bytes(k: int) -> float:
-                return self._largest_bytes(self.plan(k, samples_per_device, num_frozen), samples_per_device)
-
-            size = choose_pipeline_size(untried or possible[-1:], largest_bytes, self.device_bytes)
-        self.topology.check_pipeline_size(size)
-        return self.plan(size, samples_per_device, num_frozen)
-
-    def _largest_bytes(self, layout: Layout, samples_per_device: int) -> float:
-        args, samples = self.args, layout.pipeline_size * samples_per_device
-        more = args.gradient_accumulation_steps, args.pipeline_weights, self.memory_rules
-        return max(rank.total for rank in rank_memory(layout, self.costs.blocks, samples, *more))
-
-    def fits(self, layout: Layout, samples_per_device: int) -> bool:
+    def fits(self, layout: Layout) -> bool:
         """Return True if a layout fits on the smallest device."""
-        return self._largest_bytes(layout, samples_per_device) <= self.device_bytes * (1 - MEMORY_RESERVE)
+        return self.inputs().judge(layout).fits
 
     def num_chunks(self, size: int) -> int:
         """Return the stages per rank V of a pipeline of `size` ranks; 0 if the model is too short for it."""
         most = len(self.probe.structure.cut_positions()) - 1
         return choose_num_chunks(self.args.pipeline_schedule, self.args.num_chunks, size, most)
 
-    def plan(self, size: int, samples_per_device: int, num_frozen: int) -> Layout:
+    def plan(self, size: int, num_frozen: int) -> Layout:
         """Return the first layout with `size` stages. Pure."""
-        structure, costs, work, update = self.probe.structure, self.costs.blocks, self._work, 0.0
-        if self.args.schedule.abilities.overlaps_steps:
-            update = UPDATE_WORK / (samples_per_device * size * self.args.gradient_accumulation_steps)
-        cut_by = costs_by_work(costs, work) if work else costs
-        shape = PipelineShape(
-            pipeline_size=size,
-            num_replicas=self.topology.world_size // size,
-            num_microbatches=num_microbatches_at_start(self.args, size, samples_per_device * size),
-            schedule=self.args.pipeline_schedule,
-            num_chunks=self.num_chunks(size),
-        )
-        loads = block_loads(cut_by, num_frozen, update_per_parameter=update)
-        layout = plan_layout(loads, structure.cut_positions(), shape, num_frozen)
-        layout = cut_layout(
-            layout,
-            self.args.token_slices,
-            self.costs.blocks.slices,
-            samples_per_device * size,
-            self.args.num_microbatches is None,
-            self.costs.overheads.slowest_hop(layout, costs, samples_per_device * size),
-        )
-        return self.inputs(layout, samples_per_device, {}).cut_at_nodes(layout, loads)
+        replicas, chunks = self.topology.world_size // size, self.num_chunks(size)
+        shape = PipelineShape(size, replicas, 0, self.args.pipeline_schedule, chunks)
+        return self.inputs().lay_out(shape, num_frozen)
 
-    def describe(
-        self, layout: Layout, samples_per_device: int, policy: str, freezes: bool, trainer_adds_up: bool = False
-    ) -> dict[str, Any]:
+    def describe(self, layout: Layout, policy: str, freezes: bool, trainer_adds_up: bool = False) -> dict[str, Any]:
         """Return the event of the choice: the expectation printed at start-up, and the costs behind it.
 
         `trainer_adds_up`: see `StartUp`.
         """
-        costs, samples = self.costs, samples_per_device * layout.pipeline_size
+        costs, samples = self.costs, self.args.train_samples_per_device * layout.pipeline_size
         accumulation = self.args.gradient_accumulation_steps
         prediction = predict_step(layout, costs.blocks, costs.overheads, samples, accumulation)
         # Only outputs of frozen layers are cached.
@@ -323,15 +281,14 @@ class RunPlanner:
             "block_flops": list(self.probe.block_flops),
         }
 
-    def one_stage_in_words(self, layout: Layout, samples_per_device: int) -> str:
+    def one_stage_in_words(self, layout: Layout) -> str:
         """Return a sentence on K=1 for a pipeline whose model would fit on one device; empty if it would not."""
         if layout.pipeline_size == 1 or self.unfit:
             return ""
-        alone = self.plan(1, samples_per_device, layout.num_frozen_layers)
-        if not self.fits(alone, samples_per_device):
+        alone = self.plan(1, layout.num_frozen_layers)
+        if not self.fits(alone):
             return ""
-        more = self.costs.blocks, self.costs.overheads, samples_per_device, self.args.gradient_accumulation_steps
-        seconds = predict_step(alone, *more).seconds
+        seconds = self.inputs().predict(alone).seconds
         return f" The model fits on one device: a step of K=1 x R={alone.num_replicas} would take {duration(seconds)}."
 
     def _claim(self, layout: Layout, trainer_adds_up: bool) -> str:

@@ -18,12 +18,12 @@ from hf_pipetransformer.planning.costs import (
     Overheads,
     predict_step,
     predict_timeline,
-    with_launches,
 )
-from hf_pipetransformer.planning.forecast import Duration, Forecast, RunSchedule, Storing, prefix_seconds
+from hf_pipetransformer.planning.forecast import Duration, Forecast, RunSchedule
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory
+from hf_pipetransformer.planning.search import Storing
 from hf_pipetransformer.planning.simulator import Timeline
-from hf_pipetransformer.planning.storing import CacheCosts, Caching, why_not_over_nodes
+from hf_pipetransformer.planning.storing import CacheCosts, Caching, StoreContents, why_not_over_nodes
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
@@ -163,13 +163,13 @@ def plan_run(
     `may_slice` is False if the loss of the run cannot be computed in slices of the sequence.
     """
     args, frozen = planner.args, planner.num_frozen_by_user
-    samples, sizes = args.train_samples_per_device, list(filter(planner.num_chunks, planner.topology.pipeline_sizes))
+    sizes = list(filter(planner.num_chunks, planner.topology.pipeline_sizes))
     if args.pipeline_size is not None and args.pipeline_size not in sizes:
         raise ValueError(
             f"pipeline_parallel_size={args.pipeline_size} cannot be planned: the nodes, and the places where the "
             f"model may be cut, allow {sizes}."
         )
-    options = tuple(make_option(planner, planner.plan(k, samples, frozen), machine) for k in sizes)
+    options = tuple(make_option(planner, planner.plan(k, frozen), machine) for k in sizes)
     # As a run chooses: the shortest pipeline that fits.
     chosen = next((each for each in options if each.fits), options[-1])
     if args.pipeline_size is not None:
@@ -225,7 +225,7 @@ def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[i
         other = _with_options(planner, **changes)
         # With `split_batches` a batch may be too small for all processes.
         for k in sizes if other.args.train_samples_per_device else ():
-            layout = other.plan(k, other.args.train_samples_per_device, planner.num_frozen_by_user)
+            layout = other.plan(k, planner.num_frozen_by_user)
             option = make_option(other, layout, machine)
             if option.fits:
                 return Remedy(changes, option, tuple(others))
@@ -289,9 +289,9 @@ def communicators(layout: Layout, shared: Iterable[Sequence[int]]) -> list[int]:
 
 def _of_trainer(planner: RunPlanner, machine: Machine) -> Option:
     """Return Trainer's own data parallelism: one stage, and gradients in the precision of the weights."""
-    samples, frozen = planner.args.train_samples_per_device, planner.num_frozen_by_user
+    frozen = planner.num_frozen_by_user
     on_stages = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
-    return make_option(on_stages, on_stages.plan(1, samples, frozen), machine, sums=False)
+    return make_option(on_stages, on_stages.plan(1, frozen), machine, sums=False)
 
 
 def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
@@ -306,7 +306,7 @@ def _other_schedules(
 ) -> tuple[tuple[Option, ...], dict[str, str]]:
     """Return the layouts of all schedules on several stages, fastest first, and why other schedules are not there."""
     found, refused = [], {}
-    samples, frozen = planner.args.train_samples_per_device, planner.num_frozen_by_user
+    frozen = planner.num_frozen_by_user
     for name in SCHEDULE_NAMES:
         other = _with_options(planner, pipeline_schedule=name)
         try:
@@ -325,7 +325,7 @@ def _other_schedules(
             )
             continue
         longer = [k for k in sizes if k > 1 and other.num_chunks(k)]
-        found += [make_option(other, other.plan(k, samples, frozen), machine) for k in longer]
+        found += [make_option(other, other.plan(k, frozen), machine) for k in longer]
     return tuple(sorted(found, key=lambda each: (not each.fits, each.step_seconds))), refused
 
 
@@ -384,11 +384,10 @@ def _storing(
     if storage is None or caching is None or caching.why_off is not None:
         return None
     local = max(1, planner.costs.overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
-    blocks = with_launches(planner.costs.blocks, layout, args.train_samples_per_device)
-    prefix = prefix_seconds(blocks, layout.num_layers)
     times = storage.input, local * storage.read, local * storage.write
-    costs = CacheCosts(prefix, *times, not machine.is_host, args.gradient_accumulation_steps)
-    return Storing(costs, args.activation_cache, caching.share, args.activation_cache_views)
+    costs = CacheCosts((), *times, not machine.is_host, args.gradient_accumulation_steps)
+    contents = StoreContents(fits_share=caching.share)
+    return Storing(costs, args.activation_cache, contents, args.activation_cache_views)
 
 
 def _decided(caching: Caching | None, forecast: Forecast, course: RunSchedule) -> Caching | None:

@@ -68,7 +68,6 @@ _NUM_READERS = 4
 
 
 optimizer_file = "optimizer-stage-{}.safetensors".format
-decisions_file = "decisions-stage-{}.safetensors".format
 random_file = "random-rank-{}.safetensors".format
 
 

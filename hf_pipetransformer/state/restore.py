@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import Arrangement
 from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.data.sampler import EpochStart
-from hf_pipetransformer.elastic.controller import ACTIVATIONS, SAMPLES, WEIGHTS
 from hf_pipetransformer.report import announce
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import check_same_kinds
@@ -58,10 +56,9 @@ def _restore_own(resumption: Resumption, into: Checkpoints) -> RankState:
     if run.scaler is not None and state.scaler is not None:
         with _restoring("grad scaler", resumption):
             run.scaler.load_state_dict(state.scaler)
-    recall = partial(_read_last_decision, resumption, into)
     has_same_policy = state.policy_class == into.description.identity.policy_class
     with _restoring("freeze policy", resumption):
-        into.controller.load_state(state.decisions, recall, resumption.is_elsewhere, has_same_policy)
+        into.controller.load_state(state.decisions, resumption.is_elsewhere, has_same_policy)
     return numbers
 
 
@@ -124,19 +121,6 @@ def _set_group_options(optimizer: torch.optim.Optimizer, options: list[dict[str,
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(value, list) and isinstance(group.get(key, ()), tuple) else value
-
-
-def _read_last_decision(resumption: Resumption, into: Checkpoints) -> dict[str, torch.Tensor]:
-    """Read the tensors that the policy kept: this rank's weights at the last decision, and all activations."""
-    found: dict[str, torch.Tensor] = {}
-    weights = {f"{WEIGHTS}|{name}" for name in into.pipeline.stage.trained_here()}
-    for position in range(resumption.state.layout.pipeline_size):
-        name = checkpoint.decisions_file(position)
-        if checkpoint.has_part(resumption.folder, name):
-            found |= checkpoint.read_part(
-                resumption.folder, name, lambda key: key in weights or key.startswith((ACTIVATIONS, SAMPLES))
-            )[0]
-    return {key: value.to(into.context.args.device) if key in weights else value for key, value in found.items()}
 
 
 def _read_rank_state(resumption: Resumption, into: Checkpoints) -> RankState:

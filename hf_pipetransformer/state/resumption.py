@@ -129,9 +129,8 @@ class Resumption:
         A fitting layout is never planned again, since plans depend on measured times. `plan` has replayed layouts by
         step; None lets `policy` decide what freezes and unfreezes.
         """
-        batch_size = self.args.train_samples_per_device
         if self.is_plain:
-            return start_up.plans.layout(batch_size) if plan is None else plan[0]
+            return start_up.plans.layout() if plan is None else plan[0]
         layout, step, structure = self.state.layout, self.state.step, start_up.probe.structure
         if layout.num_layers != structure.num_layers:
             raise ValueError(
@@ -152,8 +151,8 @@ class Resumption:
         if self.is_elsewhere and plan is None:
             if policy.may_unfreeze:
                 # A layout that fits the frozen model may have too few stages for what unfreezes later.
-                self._replanned = start_up.plans.layout(batch_size)
-            return start_up.plans.layout(batch_size, layout.num_frozen_layers)
+                self._replanned = start_up.plans.layout()
+            return start_up.plans.layout(layout.num_frozen_layers)
         return planned if self.is_elsewhere else layout
 
     def _is_still_asked_for(self, layout: Layout, plans: RunPlanner, world_size: int) -> bool:

@@ -102,9 +102,6 @@ class Checkpoints:
         header = {"names": names, "values": values, "groups": group_options(own.optimizer)}
         position = stage.groups.position
         self._written |= checkpoint.write_part(folder, checkpoint.optimizer_file(position), tensors, header)
-        then = self.controller.measurements.tensors()
-        if then:
-            self._written |= checkpoint.write_part(folder, checkpoint.decisions_file(position), then, {})
 
     def save_rank_state(self, folder: str) -> None:
         """Write this rank's `RankState`, and wait for all ranks' files; the last call before `trainer_state.json`."""

@@ -6,7 +6,7 @@ import inspect
 import statistics
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,9 +16,8 @@ from transformers import Trainer
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.engine.timing import settled_seconds
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads
-from hf_pipetransformer.planning.forecast import Forecast, Storing, prefix_seconds
-from hf_pipetransformer.planning.storing import CacheCosts
+from hf_pipetransformer.planning.forecast import Forecast
+from hf_pipetransformer.planning.search import Storing
 from hf_pipetransformer.report import duration, logger
 from hf_pipetransformer.runtime.pipeline import Pipeline
 
@@ -91,17 +90,11 @@ def _adamw(_trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Opt
     return torch.optim.AdamW(parameters)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Inputs of a forecast; `storing` is None if nothing is cached."""
+def make_forecast(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None, steps_per_epoch: int) -> Forecast:
+    """Build a forecast for runs that start on the pipeline's current layout, from what rank 0 measures.
 
-    blocks: BlockCosts
-    overheads: Overheads
-    storing: CacheCosts | None
-
-
-def measure(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None) -> Measured:
-    """Measure on rank 0, whose stage stands for the others."""
+    Its stage stands for the others.
+    """
     args, layout, costs = trainer.args, pipeline.layout, pipeline.start_up.plans.costs
     samples = args.train_samples_per_device * layout.pipeline_size * args.gradient_accumulation_steps
     read = 0.0 if cache is None else cache.planner.input_seconds
@@ -109,21 +102,8 @@ def measure(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None) -
     reading = 0.0 if args.dataloader_num_workers else samples * read
     update = optimizer_seconds(trainer, pipeline.stage.trained_here().values())
     overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
-    blocks = costs.blocks
-    storing = None if cache is None else cache.planner.costs(prefix_seconds(blocks, layout.num_layers))
-    return Measured(blocks, overheads, storing)
-
-
-def make_forecast(
-    measured: Measured, pipeline: Pipeline, cache: TrainingCache | None, steps_per_epoch: int
-) -> Forecast:
-    """Build a forecast for runs that start on the pipeline's current layout."""
-    storing = None
-    if measured.storing is not None and cache is not None:
-        planner = cache.planner
-        storing = Storing(measured.storing, planner.mode, planner.size.share, planner.num_slots)
-    costs = measured.blocks, measured.overheads, steps_per_epoch, storing
-    return pipeline.start_up.plans.forecast(pipeline.layout, *costs)
+    storing: Storing | None = None if cache is None else cache.planner.storing()
+    return pipeline.start_up.plans.forecast(layout, costs.blocks, overheads, steps_per_epoch, storing)
 
 
 def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: int = 0) -> str:

@@ -234,11 +234,11 @@ class LossCheck:
 
     def _why_not_joined(self) -> str | None:
         """Return what to change if the loss of whole batches cannot take over. The same on every rank."""
-        args, layout = self.context.args, self.pipeline.layout
-        if args.pipeline_loss != "auto" or layout.num_chunks > 1:
+        layout = self.pipeline.layout
+        if self.context.args.pipeline_loss != "auto" or layout.num_chunks > 1:
             return "Set pipeline_loss='batch', which computes the loss of the whole batch at once."
         plans = self.pipeline.start_up.with_scope(LossScope.BATCH).plans
-        if not plans.fits(replace(layout, schedule="gpipe"), args.train_samples_per_device):
+        if not plans.fits(replace(layout, schedule="gpipe")):
             return (
                 "That of the whole batch takes all forwards before the first backward, which does not fit in memory: "
                 "use more stages, smaller batches or pipeline_checkpoint='layers', with pipeline_loss='batch'."

@@ -80,7 +80,7 @@ class PartStores:
         decision = decide_cache(
             costs, 1, StoreContents(fits_share=fits), self._epochs_left(), self.args.activation_cache
         )
-        saved = (decision.costs["compute"] - decision.costs.get("write", math.inf)) * num_places
+        saved = (decision.seconds["compute"] - decision.seconds.get("write", math.inf)) * num_places
         # A backward takes twice its forward.
         part, rest = found.seconds * rows.number, 3 * (trial.seconds - found.seconds * rows.number)
         return Price(

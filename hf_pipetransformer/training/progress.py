@@ -120,7 +120,7 @@ class Progress:
             scalars["tokens_per_second"] = tokens
         if bubble is not None:
             scalars["bubble_share"] = bubble
-        if norms is not None and self.controller.measurements.norms is not None:
+        if norms is not None and self.controller.norms is not None:
             scalars |= named_norms(norms)
         return scalars
 

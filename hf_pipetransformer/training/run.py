@@ -19,7 +19,6 @@ from hf_pipetransformer.data.loader import request_of
 from hf_pipetransformer.data.rng import set_random_state
 from hf_pipetransformer.elastic.transition import check_unfreezing, longest_pipeline
 from hf_pipetransformer.freeze.policies import make_policy
-from hf_pipetransformer.freeze.policy import PREDICTED_SECONDS
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.combinations import unused_freeze_options
 from hf_pipetransformer.options.refusals import comparable
@@ -218,7 +217,7 @@ class TrainCalls:
         if resumption is not None:
             layout = resumption.choose_layout(start_up, replay, topology.world_size, self.policy)
         else:
-            layout = start_up.plans.layout(args.train_samples_per_device) if replay is None else replay[0]
+            layout = start_up.plans.layout() if replay is None else replay[0]
             if args.asked_schedule and args.pipeline_loss == "auto":
                 report, layout = self._with_parts_if_too_large(report, layout, replay)
                 start_up = report.start_up
@@ -256,13 +255,12 @@ class TrainCalls:
     def _with_parts_if_too_large(self, report: ModelReport, layout: Layout, replay: Any) -> tuple[ModelReport, Layout]:
         """Return the run's start with the losses of micro-batches if it fits in memory only so."""
         args, plans = self.context.args, report.start_up.plans
-        samples = args.train_samples_per_device
-        if replay is not None or plans.fits(layout, samples):
+        if replay is not None or plans.fits(layout):
             return report, layout
         joined = args.pipeline_schedule
         args.run_asked_schedule()
-        other = plans.layout(samples)
-        if not plans.fits(other, samples):
+        other = plans.layout()
+        if not plans.fits(other):
             args.run_forwards_first()
             return report, layout
         if self.context.topology.rank == 0:
@@ -391,11 +389,6 @@ class PipelineSession:
                 "policy decides alone. Give only one."
             )
         policy = options.policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
-        if PREDICTED_SECONDS in policy.needs and args.full_determinism and args.layout_plan is None:
-            raise ValueError(
-                f"full_determinism=True: the policy {policy.name!r} decides by measured times, which differ from "
-                "run to run. Use another policy, or replay the decisions of an earlier run with layout_plan."
-            )
         # A replayed run uses the recorded decisions, so unused freeze options are not worth a warning there.
         if options.policy is None and args.layout_plan is None and self.context.topology.rank == 0:
             for text in unused_freeze_options(args, args.freeze_policy):

@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.opening import remove_old_stores
 from hf_pipetransformer.cache.training import TrainingCache, begin_cache
 from hf_pipetransformer.comm.topology import check_agreement
-from hf_pipetransformer.data.batches import for_model
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.decisions import Decisions
@@ -25,7 +20,6 @@ from hf_pipetransformer.elastic.migration import OptimizerState, keep_parameters
 from hf_pipetransformer.elastic.transition import Transitions, longest_pipeline
 from hf_pipetransformer.freeze.policies import coming_spans
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, check_policy, make_clock
-from hf_pipetransformer.freeze.signals import LayerProbe
 from hf_pipetransformer.planning.planner import reachable_shapes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import read_known_microbatches
@@ -37,8 +31,8 @@ from hf_pipetransformer.state.resumption import Resumption
 from hf_pipetransformer.state.saving import Checkpoints
 from hf_pipetransformer.training.asynchronous import AsynchronousSteps
 from hf_pipetransformer.training.context import TrainingContext
-from hf_pipetransformer.training.expectation import in_words, make_forecast, measure
-from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
+from hf_pipetransformer.training.expectation import in_words, make_forecast
+from hf_pipetransformer.training.metrics import MetricAccumulator
 from hf_pipetransformer.training.steps import Steps, SynchronousSteps
 from hf_pipetransformer.training.training import Training
 
@@ -67,16 +61,15 @@ class TrainingSetup:
         layout, saved = self.pipeline.layout, self.resumption
         policy = self.policy.describe() if self.replay is None else "replayed"
         freezes = self.policy.freezes or self.replay is not None
-        samples = self.context.args.train_samples_per_device
         start_up = self.pipeline.start_up
-        fields = start_up.plans.describe(layout, samples, policy, freezes, start_up.trainer_adds_up)
+        fields = start_up.plans.describe(layout, policy, freezes, start_up.trainer_adds_up)
         fields["nodes"] = list(map(len, self.context.topology.nodes))
         if saved is not None:
             fields["resumed_from"] = saved.folder
         step, epoch = (0, 0.0) if saved is None else (saved.progress.step, saved.progress.epoch)
         self.context.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
         if self.context.topology.rank == 0:
-            one_stage = start_up.plans.one_stage_in_words(layout, samples)
+            one_stage = start_up.plans.one_stage_in_words(layout)
             announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}{one_stage}")
 
     def training(self, given: Any, max_steps: int) -> Training:
@@ -105,9 +98,7 @@ class TrainingSetup:
 
             # `decide` makes an error of a user's policy end the run on every rank.
             self.context.topology.decide(predict)
-        loss = partial(_loss, self.context.trainer, pipeline.shell)
-        probe = LayerProbe(loss, pipeline.start_up.samples, self.context.topology, args.device)
-        controller = LayoutController(self.context, decisions, stage, probe, self.replay)
+        controller = LayoutController(self.context, decisions, stage, self.replay)
         optimizer = self._optimizer(cache, began_under)
         metrics = MetricAccumulator(self.context)
 
@@ -141,8 +132,7 @@ class TrainingSetup:
         spans = coming_spans(policy, clock, layout.num_layers, frozen, least)
         if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
             return
-        measured = measure(self.context.trainer, self.pipeline, cache)
-        forecast = make_forecast(measured, self.pipeline, cache, steps_per_epoch)
+        forecast = make_forecast(self.context.trainer, self.pipeline, cache, steps_per_epoch)
         seconds, full = forecast.seconds(spans), forecast.full_seconds(max_steps)
         with self.context.journal.at(0, 0.0):
             self.context.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)
@@ -155,7 +145,7 @@ class TrainingSetup:
             policy=self.policy,
             clock=clock,
             args=args,
-            inputs=plans.inputs(began_under, args.train_samples_per_device, self._known_microbatches()),
+            inputs=plans.inputs(began_under, self._known_microbatches()),
             num_frozen=stage.layout.num_frozen_layers,
             world_size=self.context.topology.world_size,
             blocks_of_parameter={n: blocks for n, blocks in blocks_of_parameter.items() if stage.store.trainable[n]},
@@ -239,11 +229,3 @@ class TrainingSetup:
         if not stage.store.trains_all:
             state.hold(stage.trained_here(), {})  # Trainer made it for the parameters that may unfreeze, too.
         return state
-
-
-def _loss(trainer: Trainer, model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """Return the output of `compute_loss`, which alone knows which columns of a batch the model takes."""
-    num_items = torch.tensor(trainer_compat.items_of(trainer, inputs), device=trainer.args.device)
-    passes = "labels" in inputs and trainer_compat.takes_num_items(trainer)
-    with discard_metrics(trainer):
-        return trainer.compute_loss(model, for_model(inputs), num_items_in_batch=num_items if passes else None)

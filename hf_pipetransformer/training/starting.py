@@ -235,7 +235,7 @@ class PipelineBuilder:
             return True
         report = None if request is None else self.inspect_or_leave(request, is_training=False)
         if report is not None:
-            self.start(report, report.start_up.plans.layout(self.context.args.train_samples_per_device))
+            self.start(report, report.start_up.plans.layout())
         return report is not None
 
     def _has_labels(self, request: Request | Any | None) -> bool:

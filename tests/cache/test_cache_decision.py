@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
+from hf_pipetransformer.planning.costs import BlockCosts, Overheads
+from hf_pipetransformer.planning.planner import PlanInputs, PlanRules
+from hf_pipetransformer.planning.search import Choice, Horizon, search
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
-    ComputeTimes,
     Pass,
     StoreContents,
     decide_cache,
     passes_ahead,
+    ways_of_storing,
 )
+from hf_pipetransformer.schedules.layout import Layout
 
 
 # Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.
@@ -34,12 +38,13 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=
         (2, 0, 0.0, 3.0, 0.5, {"compute": 18.0, "write": 14.0}),
         # Everything stored a layer below: 3 (0.5 + 2) against (0.5 + 2 + 3) + 2 x 0.5.
         (2, 1, 1.0, 3.0, 1.0, {"compute": 18.0, "keep": 7.5, "write": 6.5}),
-        # Half stored there: 0.5 x 7.5 + 0.5 x 18 against 0.5 x 5.5 + 0.5 x 9 + 2 x 0.5.
-        (2, 1, 0.5, 3.0, 1.0, {"compute": 18.0, "keep": 12.75, "write": 8.25}),
-        # Everything stored at this very level: both read 3 x 0.5, and nothing is written again.
-        (2, 2, 1.0, 3.0, 1.0, {"compute": 18.0, "keep": 1.5, "write": 1.5}),
+        # Half stored there: the others are written, there 0.5 x 2.5 + 0.5 x 9 + 2 x 2.5, or here 0.5 x 5.5 + 0.5 x 9
+        # + 2 x 0.5.
+        (2, 1, 0.5, 3.0, 1.0, {"compute": 18.0, "keep": 10.75, "write": 8.25}),
+        # Everything stored at this very level: 3 x 0.5, and nothing is written again.
+        (2, 2, 1.0, 3.0, 1.0, {"compute": 18.0, "keep": 1.5}),
         # Half stored at this level: 0.5 x 0.5 + 0.5 x 9 + 2 x 0.5.
-        (2, 2, 0.5, 3.0, 1.0, {"compute": 18.0, "keep": 9.75, "write": 5.75}),
+        (2, 2, 0.5, 3.0, 1.0, {"compute": 18.0, "keep": 5.75}),
         # What is stored fits, whatever the bound says.
         (2, 1, 0.5, 3.0, 0.0, {"compute": 18.0, "keep": 12.75, "write": 0.5 * 6.5 + 9.0}),
         # Records above the frozen layers hold trained layers: of no use.
@@ -53,30 +58,30 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=
 )
 def test_costs_by_hand(frozen, level, share, epochs, fits, expected):
     decision = decide_cache(COSTS, frozen, StoreContents(level, share, fits), epochs, "auto")
-    assert decision.costs == pytest.approx(expected)
+    assert decision.seconds == pytest.approx(expected)
     cheapest = min(expected, key=expected.get)
-    assert (decision.use, decision.write) == (cheapest != "compute", cheapest == "write")
-    assert decision.level == (frozen if cheapest == "write" else level)
+    assert decision.way == cheapest
+    assert decision.level == {"compute": 0, "keep": level, "write": frozen}[cheapest]
 
 
 def test_writing_that_does_not_pay_leaves_rows_as_they_are():
     # 1.5 more epochs save 1.5 x 0.5 of one layer of 0.5; writing costs 3.
     costs = CacheCosts(prefix=(1.0, 8.0, 8.5), input=1.0, read=0.5, write=3.0)
     decision = decide_cache(costs, 2, StoreContents(1, 1.0), 2.5, "auto")
-    assert (decision.use, decision.write, decision.level) == (True, False, 1)
-    assert decision.costs["write"] - decision.costs["keep"] == pytest.approx((1.0 + 3.0 + 1.5 * 0.5) - 2.5 * 1.0)
+    assert (decision.way, decision.level) == ("keep", 1)
+    assert decision.seconds["write"] - decision.seconds["keep"] == pytest.approx((1.0 + 3.0 + 1.5 * 0.5) - 2.5 * 1.0)
 
 
 def test_equal_choices_go_to_computing():
     costs = CacheCosts(prefix=(0.0, 0.0), input=1.0, read=1.0, write=0.0)
     decision = decide_cache(costs, 1, StoreContents(1, 1.0), 2.0, "auto")
-    assert decision.costs == {"compute": 2.0, "keep": 2.0, "write": 2.0}
+    assert decision.seconds == {"compute": 2.0, "keep": 2.0}
     assert not decision.use
 
 
 def test_off_never_caches():
     decision = decide_cache(COSTS, 2, StoreContents(1, 1.0), 10.0, "off")
-    assert (decision.use, decision.write, decision.level) == (False, False, 1)
+    assert (decision.way, decision.level) == ("compute", 0)
     assert "off" in decision.reason
 
 
@@ -85,9 +90,9 @@ def test_on_caches_wherever_rows_are_read_again():
     for level, share in ((0, 0.0), (1, 1.0)):
         assert not decide_cache(slow, 2, StoreContents(level, share), 3.0, "auto").use
         forced = decide_cache(slow, 2, StoreContents(level, share), 3.0, "on")
-        assert (forced.use, forced.write, forced.level) == (True, True, 2)
+        assert (forced.way, forced.level) == ("write", 2)
     last = decide_cache(slow, 2, StoreContents(1, 1.0), 1.0, "on")
-    assert (last.use, last.write, last.level) == (True, False, 1)
+    assert (last.way, last.level) == ("keep", 1)
     assert "with 1 epoch left" in last.reason
     assert not decide_cache(slow, 2, StoreContents(0, 0.0), 1.0, "on").use
     assert not decide_cache(slow, 0, StoreContents(0, 0.0), 3.0, "on").use
@@ -134,10 +139,10 @@ def stores(draw):
 
 @given(measured(), stores(), st.floats(1, 20), st.floats(0, 20), shares)
 def test_more_epochs_never_turn_writing_off(costs, store, epochs, more, fits):
-    assume(decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs, "auto").write)
+    assume(decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs, "auto").way == "write")
     later = decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs + more, "auto")
     # With a margin, for where two choices are equal but for rounding.
-    assert later.costs["write"] <= min(later.costs.values()) + 1e-6
+    assert later.seconds["write"] <= min(later.seconds.values()) + 1e-6
 
 
 @given(measured(), stores(), st.floats(0.5, 20), shares)
@@ -150,9 +155,8 @@ def test_a_read_that_is_slower_than_computing_turns_the_use_off(costs, store, ep
 @given(measured(), stores(), st.floats(0, 20), shares)
 def test_the_cheapest_is_taken(costs, store, epochs, fits):
     decision = decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs, "auto")
-    taken = "write" if decision.write else "keep" if decision.use else "compute"
-    assert decision.costs[taken] == min(decision.costs.values())
-    assert epochs > 1 or not decision.write
+    assert decision.seconds[decision.way] == pytest.approx(min(decision.seconds.values()))
+    assert epochs > 1 or decision.way != "write"
 
 
 NUM_SAMPLES = 4
@@ -170,17 +174,18 @@ def simulate(costs, choice, frozen, level, share, epochs, fits):
                 total += costs.input + costs.prefix[frozen]
             else:
                 total += costs.read + costs.prefix[frozen] - costs.prefix[levels[sample]]
-            if choice == "write" and sample < num_fitting and levels[sample] != frozen:
+            stored_at = {"compute": 0, "keep": level, "write": frozen}[choice]
+            if stored_at and sample < num_fitting and levels[sample] != stored_at:
                 total += costs.write
-                levels[sample] = frozen
+                levels[sample] = stored_at
     return total / NUM_SAMPLES
 
 
 @given(measured(), stores(), st.integers(1, 6), shares)
 def test_costs_are_those_of_a_simulation(costs, store, epochs, fits):
     decision = decide_cache(costs, store[0], StoreContents(*store[1:], fits), float(epochs), "auto")
-    assert "compute" in decision.costs
-    for choice, cost in decision.costs.items():
+    assert "compute" in decision.seconds
+    for choice, cost in decision.seconds.items():
         assert cost == pytest.approx(simulate(costs, choice, *store, epochs, fits), rel=1e-9, abs=1e-9)
 
 
@@ -213,7 +218,7 @@ def test_a_record_is_written_while_the_frozen_layers_compute_too():
     """Computing takes 2 x 4. Storing takes 4 once, if the 5 of a record are hidden behind 4 and 1 of computation."""
     costs = CacheCosts((0.0, 4.0), 0.0, read=1.0, write=5.0, is_apart=True).beside(1.0)
     decision = decide_cache(costs, 1, StoreContents(), 2.0, "auto")
-    assert decision.costs == {"compute": 8.0, "write": 4.0} and decision.write
+    assert decision.seconds == {"compute": 8.0, "write": 4.0} and decision.way == "write"
     # Each batch of the first pass occupies the device for 5 s, and writing the last one for as long.
     assert [each.record_seconds for each in passes_ahead(costs, 1, StoreContents(), 20, 10)] == [0.0, 0.0]
 
@@ -223,18 +228,20 @@ def test_stages_share_the_computation_but_one_of_them_reads():
     costs = CacheCosts((0.0, 2.0), 0.0, read=1.0, write=0.0)
     assert decide_cache(costs.beside(4.0), 1, StoreContents(), 10.0, "auto").use
     decision = decide_cache(costs.beside(4.0, 4), 1, StoreContents(), 10.0, "auto")
-    assert decision.costs["compute"] == 10 * 0.5 and not decision.use
+    assert decision.seconds["compute"] == 10 * 0.5 and not decision.use
     apart = replace(costs, is_apart=True)
     assert apart.beside(4.0, 2).reading() == 0.0 and apart.beside(2.0, 4).reading() == 0.5
 
 
 def test_what_is_measured_now_is_not_what_follows():
     """All is stored, a record takes 4 s: nothing beside 5 s of computation now, 2 s beside 2 when more has frozen."""
-    speed, size = StorageSpeed(4.0, 0.0), StoreSize(1.0, 0.0, 2.0)
-    planner = CachePlanner("on", 0.0, lambda: speed, size, 10, lambda *_, **__: None, is_apart=True)
+    planner = planner_of(StorageSpeed(4.0, 0.0), "on", is_apart=True)
     planner.follow(SimpleNamespace(store=SimpleNamespace(dropped=None), stored_share=lambda _: 1.0), [0])
-    _, passes = planner.predict(ComputeTimes([0.0, 1.0, 2.0], 2.0), 2, 1, 0, 40, ComputeTimes([], 5.0))
-    assert passes[-1].record_seconds == 2.0
+    storing = planner.storing(1, 5.0)
+    assert (storing.contents.level, storing.contents.share, storing.now) == (1, 1.0, 0.0)
+    costs = replace(storing.costs, prefix=(0.0, 1.0, 2.0)).beside(2.0)
+    ways = ways_of_storing(costs, 2, storing.contents, 40, 10, now=storing.now)
+    assert ways["write"].passes[-1].record_seconds == 2.0
 
 
 def test_records_of_layers_that_unfreeze_are_not_read_again():
@@ -245,11 +252,26 @@ def test_records_of_layers_that_unfreeze_are_not_read_again():
     )
 
 
+def searched(planner: CachePlanner, forward: float, above: float, steps: int = 40) -> Choice:
+    """What a run with its one layer frozen decides: `forward` for the layer, `above` for everything over it."""
+    nothing = (0.0,) * 4
+    blocks = BlockCosts((0.0, forward, 0.0, above), nothing, nothing, (1,) * 4, activation_bytes=nothing)
+    layout, rules = Layout(1, 0, 1, 1, (0, 4), 1, "1f1b"), PlanRules("throughput", tuple(range(5)), device_bytes=1e9)
+    storing, horizon = planner.storing(), Horizon(steps, 10)
+    choice = search(layout, 1, horizon, PlanInputs(blocks, Overheads(), rules, 1), storing)
+    planner.report(0, choice, horizon, storing, blocks)
+    return choice
+
+
+def planner_of(speed: StorageSpeed, mode: str = "auto", size: StoreSize | None = None, **options) -> CachePlanner:
+    written = options.pop("write", lambda *_, **__: None)
+    return CachePlanner(mode, 0.0, lambda: speed, size or StoreSize(1.0, 0.0, 2.0), 10, written, **options)
+
+
 def test_an_evaluation_takes_one_batch_after_the_other_whatever_a_step_accumulates():
     """A record takes 4 s to read, its layers 2, the forward above 3: 1 s is left, or 3.5 of the eight of a step."""
-    speed, size = StorageSpeed(4.0, 0.0), StoreSize(1.0, 0.0, 2.0)
-    planner = CachePlanner("auto", 0.0, lambda: speed, size, 10, lambda *_, **__: None, is_apart=True, num_at_once=8)
-    assert not planner.decide(ComputeTimes([0.0, 2.0], 9.0), 1, 0, 0, 40).use
+    planner = planner_of(StorageSpeed(4.0, 0.0), is_apart=True, num_at_once=8)
+    assert not searched(planner, 2.0, 9.0).storing.use
     assert planner.pays_for_evaluation(1, passes_left=20, fits_share=1.0)
 
 
@@ -261,26 +283,20 @@ def test_records_that_are_read_while_a_device_computes_are_stored(is_apart, acti
     def write(kind, **fields):
         written.append(fields)
 
-    speed, size = StorageSpeed(4.0, 5.0), StoreSize(1.0, 0.0, 2.0)
-    planner = CachePlanner("auto", 0.0, lambda: speed, size, 10, write, is_apart=is_apart)
-    decision = planner.decide(ComputeTimes([1.0, 2.0], active), 1, 0, 0, 40)
+    planner = planner_of(StorageSpeed(4.0, 5.0), is_apart=is_apart, write=write)
+    decision = searched(planner, 2.0, active).storing
     assert decision.use == bool(level) and decision.level == level
     assert (written[0]["read_s"], written[0]["write_s"]) == (4.0, 5.0), "as measured"
     # Of an evaluation the forward above takes 3 s or less, so that a record takes 1 s of its own or more.
     assert planner.pays_for_evaluation(1, passes_left=20, fits_share=1.0) == bool(level)
-    foreseen, passes = planner.predict(ComputeTimes([1.0, 2.0], active), 1, 0, 0, 40)
-    assert foreseen == level
-    if level:
-        assert [each.record_seconds for each in passes] == [0.0, 0.0]
-        assert planner.going_on(ComputeTimes([1.0, 2.0], active), 1, 0, 40) == passes
 
 
 def told(caplog: pytest.LogCaptureFixture, size: StoreSize, mode: str = "on") -> list[tuple[str, str]]:
     """What a planner logs when it decides twice on caching: level and text."""
-    planner = CachePlanner(mode, 0.0, lambda: StorageSpeed(0.01, 0.02), size, 10, lambda *_, **__: None)
+    planner = planner_of(StorageSpeed(0.01, 0.02), mode, size)
     with caplog.at_level("INFO", "hf_pipetransformer"):
-        for step in (10, 20):
-            planner.decide(ComputeTimes([1.0, 2.0]), 1, 0, step, 100)
+        for steps in (90, 80):
+            searched(planner, 2.0, 1.0, steps=steps)
     return [(record.levelname, record.getMessage()) for record in caplog.records if "every sample" in record.msg]
 
 

@@ -157,8 +157,6 @@ EVENT_FIELDS = (
     "num_wanted",
     "num_wanted_before",
     "gradient_norms",
-    "weight_changes",
-    "activation_similarity",
     "content",
 )
 
@@ -402,18 +400,13 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_stages(
 
 @pytest.mark.usefixtures("elsewhere")
 def test_a_policy_that_remembers_decides_the_same_elsewhere(folder: Path, dying: LaunchResult):
-    """What it saw, and the weights that changes are measured from, come from another stage's files."""
+    """What it saw before the checkpoint counts, on another number of stages."""
     whole, (on_two, _) = _moved(folder, 1, "watched")[0], _moved(folder, 2, "watched")
     ends = ((whole, 0), (on_two, 6))
     freezes = [[event for event in _decisions(*end) if event["event"] == "freeze"] for end in ends]
     (first, expected), (found,) = freezes
     assert [(event["step"], event["num_frozen"]) for event in (first, expected, found)] == [(4, 0), (8, 1), (8, 1)]
-    assert found["weight_changes"] == pytest.approx(expected["weight_changes"], rel=1e-4)
-    assert all(change > 0 for change in expected["weight_changes"])
-    # What is missing to 1 counts: where little has changed that is little.
-    changes = [[1 - value for value in event["activation_similarity"]] for event in (found, expected)]
-    assert changes[0] == pytest.approx(changes[1], rel=1e-2)
-    assert all(1e-5 < change < 1 for change in changes[1])
+    assert found["gradient_norms"] == pytest.approx(expected["gradient_norms"], rel=1e-4)
 
 
 @pytest.mark.usefixtures("elsewhere")

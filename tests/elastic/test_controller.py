@@ -22,9 +22,10 @@ from hf_pipetransformer.elastic.decisions import Decisions, Write
 from hf_pipetransformer.engine import timing
 from hf_pipetransformer.engine.timing import MEASURED_STEPS, PARTS, WARMUP_STEPS, StepMeter
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal
-from hf_pipetransformer.freeze.signals import relative_changes
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.planner import PlanInputs
+from hf_pipetransformer.planning.search import Storing
+from hf_pipetransformer.planning.storing import CacheCosts
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog, read_known_microbatches
 from hf_pipetransformer.schedules.layout import Layout
@@ -140,15 +141,14 @@ def run(
     stage: Any = SimpleNamespace(
         layout=layout, view=SimpleNamespace(structure=structure), settings=settings(1.0 + rank)
     )
-    no_probe: Any = None  # No policy asks for it.
-    watcher = LayoutController(context_of(Heard(rank, told), write), decided, stage, no_probe, None)
+    watcher = LayoutController(context_of(Heard(rank, told), write), decided, stage, None)
     changes = []
     for step in range(steps):
         change = watcher.change_before(step, stage)
         if change is not None:
             changes.append(change)
             stage.layout = change.layout
-        watcher.begin_step(stage)
+        watcher.begin_step()
         watcher.end_step()
     return changes
 
@@ -160,7 +160,7 @@ def test_ranks_that_measure_otherwise_take_rank_0s_layouts_and_never_plan(
     first = run(tmp_path, 0, told, device_bytes=1e12)
     assert len([change for change in first if change.moves]) == 3
     assert len({change.layout.num_microbatches for change in first}) > 2  # M was tried.
-    for module, name in ((decisions, "plan_transition"), (decisions, "calibrate"), (controller, "fitting_candidates")):
+    for module, name in ((decisions, "search"), (decisions, "calibrate"), (controller, "fitting_candidates")):
         monkeypatch.setattr(module, name, forbidden)
     assert run(tmp_path, 1, told, device_bytes=1.0) == first
     assert not told
@@ -198,9 +198,7 @@ NAMES = {f"block{block}": (block,) for block in range(2 * L + 2)}
 
 
 class Watching(FreezePolicy):
-    """Asks for changes of weights, and freezes nothing."""
-
-    needs = frozenset({"weight_changes"})
+    """Freezes nothing."""
 
     def num_wanted(self, signal: FreezeSignal) -> float:
         return signal.num_frozen
@@ -214,8 +212,13 @@ class Cache:
     def __init__(self, mode: str = "on") -> None:
         self.mode = mode
 
-    def decide(self, _prefix: Any, num_frozen: int, *_args: Any) -> Any:
-        return SimpleNamespace(use=self.mode != "off", level=num_frozen, fresh_share=0.0)
+    steps_per_epoch = 5
+
+    def storing(self, *_present: Any) -> Storing:
+        return Storing(CacheCosts((), 1.0, 0.0, 0.0), self.mode)
+
+    def report(self, *_choice: Any) -> None:
+        pass
 
 
 class Stage:
@@ -245,43 +248,7 @@ def controller_of(
     frozen = stage.layout.num_frozen_layers
     decided = Decisions(Watching(), clock, args, inputs, frozen, WORLD_SIZE, {}, ignore, cache)
     this_stage: Any = stage
-    nothing: Any = None
-    return LayoutController(context_of(Heard(stage.rank, told)), decided, this_stage, nothing, replay)
-
-
-@pytest.mark.parametrize("unfit", [0, 1], ids=["to one stage", "to two stages"])
-@pytest.mark.parametrize("cached", [0, 1], ids=["cache begins", "cache is lost"])
-def test_changes_are_measured_from_the_last_decision_whatever_moves_before_the_first_step(
-    tmp_path: Path, unfit: int, cached: int
-) -> None:
-    """A run that goes on elsewhere at step 6 moves first, with its cache or for want of one; then comes step 8."""
-    told: list[Any] = []
-    layout = replace(layout_of(L, 4, WORLD_SIZE), num_frozen_layers=1, cache_level=cached)
-    then = {name: torch.full((3,), 1.0 + block) for name, (block,) in NAMES.items()}
-    now = {name: 1.5 * value for name, value in then.items()}
-    saved = {"num_wanted": 1.0, "num_fruitless": 0, "policy": {}, "gradient_norms": None, "known_microbatches": {}}
-    reports, sizes = [], set()
-    for rank in range(WORLD_SIZE):
-        stage = Stage(rank, layout, now)
-        heard = told if rank == 0 else list(told)
-        watcher = controller_of(tmp_path, stage, heard, None if cached else Cache(), unfit)
-        own = stage
-        recall = lambda: {f"weights|{name}": then[name].clone() for name in own.trained_here()}  # noqa: B023, E731
-        watcher.load_state(saved, recall, is_elsewhere=not cached, is_same_policy=True)
-        moves = [ask(6, stage) for ask in (watcher.change_before, watcher.change_without_cache)]
-        (change,) = [move for move in moves if move is not None and move.moves]
-        assert change.layout.cache_level == 1 - cached
-        sizes.add(change.layout.pipeline_size)
-        own = stage = Stage(rank, change.layout, now)
-        watcher.begin_step(stage)
-        assert watcher.measurements.weights is not None
-        reports.append(watcher.measurements.weights.report(stage.trained_here(), L))
-    (size,) = sizes
-    assert size == 1 + unfit
-    changes = relative_changes(reports[:size])
-    assert changes == pytest.approx((0, *[0.5] * L))
-    for rank, report in enumerate(reports):
-        assert report == reports[rank % size]
+    return LayoutController(context_of(Heard(stage.rank, told)), decided, this_stage, replay)
 
 
 def test_a_layout_whose_activations_cannot_be_stored_stores_none(tmp_path: Path) -> None:
@@ -322,7 +289,7 @@ def test_a_cache_that_is_switched_on_begins_with_the_resumed_run(tmp_path: Path)
     saved = {"num_wanted": 1.0, "num_fruitless": 0, "policy": {}, "gradient_norms": None, "known_microbatches": {}}
     for mode, begins in (("on", True), ("auto", False)):
         watcher = controller_of(tmp_path, stage, [], Cache(mode))
-        watcher.load_state(saved, dict, is_elsewhere=False, is_same_policy=True)
+        watcher.load_state(saved, is_elsewhere=False, is_same_policy=True)
         change = watcher.change_before(6, stage)
         assert (change is not None and change.layout.cache_level == 1) == begins
 
@@ -374,8 +341,7 @@ def test_after_some_steps_the_measured_time_and_what_is_left_are_told(
         settings=settings(seconds),
         view=SimpleNamespace(structure=SimpleNamespace(blocks_of_parameter={})),
     )
-    no_probe: Any = None
-    watcher = LayoutController(context_of(Heard(0, [])), decided, stage, no_probe, None)
+    watcher = LayoutController(context_of(Heard(0, [])), decided, stage, None)
     stage.settings.meter.last_seconds = seconds
     with caplog.at_level("INFO", "hf_pipetransformer"):
         for step in range(3):

@@ -12,22 +12,16 @@ import pytest
 import torch
 
 from examples.policies.gradient_change import GradientChange
-from examples.policies.plasticity import Plasticity
-from examples.policies.saliency import Saliency
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.freeze.policy import MEASUREMENTS, FreezePolicy, FreezeSignal
-from hf_pipetransformer.schedules.layout import Layout
 from tests.models import build_model, collate, make_dataset
 
 
 NUM_STEPS = 8
 POLICIES: dict[str, Callable[[], FreezePolicy]] = {
     "gradient_change": lambda: GradientChange(percentile=10),
-    "plasticity": lambda: Plasticity(tolerance=0.3, patience=2),
-    "saliency": Saliency,
 }
-RESUMES_AT = {"gradient_change": 2, "plasticity": 4, "saliency": 4}
+RESUMES_AT = {"gradient_change": 2}
 """For each policy that remembers something: a step before the decision that freezes."""
 
 
@@ -53,16 +47,8 @@ def what_was_decided(event: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in event.items() if name != "time_s"}
 
 
-def without_a_clock(_decisions: Decisions, layout: Layout, step: int) -> tuple[float, ...]:
-    """Seconds that layers save more of from step to step, so that freezing pays after some."""
-    num_layers, least = layout.num_layers, layout.num_frozen_layers
-    saved = [0.004 * step**2 * (num_layers - frozen) for frozen in range(num_layers)]
-    return (*(1 + seconds if frozen >= least else 0.0 for frozen, seconds in enumerate(saved)), 0.0)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
-def test_it_trains_and_freezes(tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Decisions, "_predicted_seconds", without_a_clock)
+def test_it_trains_and_freezes(tmp_path: Path, policy: str) -> None:
     trainer_of(tmp_path, policy, save_strategy="no").train()
     found = freezes(tmp_path)
     assert found[-1]["num_frozen"] > 0
@@ -76,8 +62,7 @@ def test_its_first_state_begins_anew(policy: str) -> None:
     """A second training of one trainer loads the state that the policy was given with."""
     made = POLICIES[policy]()
     start = json.loads(json.dumps(made.state()))
-    values = {"gradient_norms": (0.5,) * 5, "activation_similarity": (0.5,) * 4, "predicted_seconds": (1.0,) * 5}
-    made.num_wanted(FreezeSignal(10, 100, 4, 0, 0.0, **values, learning_rate=0.1))
+    made.num_wanted(FreezeSignal(10, 100, 4, 0, 0.0, (0.5,) * 5, learning_rate=0.1))
     assert made.state() != start
     made.load_state(start)
     assert made.state() == start
@@ -85,11 +70,7 @@ def test_its_first_state_begins_anew(policy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", RESUMES_AT)
-def test_a_resumed_run_decides_as_one_that_was_never_interrupted(
-    tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what they measure only predicted seconds come from a clock; here they do not."""
-    monkeypatch.setattr(Decisions, "_predicted_seconds", without_a_clock)
+def test_a_resumed_run_decides_as_one_that_was_never_interrupted(tmp_path: Path, policy: str) -> None:
     whole, step = trainer_of(tmp_path / "whole", policy), RESUMES_AT[policy]
     whole.train()
     saved = tmp_path / "resumed" / f"checkpoint-{step}"

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_pipetransformer.freeze.gradient_norms import GradientNormMonitor
 from hf_pipetransformer.freeze.policies import (
     Auto,
     Fixed,
@@ -31,13 +32,6 @@ from hf_pipetransformer.freeze.policy import (
     check_policy,
     decide,
     make_clock,
-)
-from hf_pipetransformer.freeze.signals import (
-    GradientNormMonitor,
-    SimilarityMonitor,
-    WeightMonitor,
-    linear_cka,
-    relative_changes,
 )
 from hf_pipetransformer.options.arguments import FREEZE_POLICIES
 from hf_pipetransformer.options.combinations import POLICIES_READING
@@ -177,8 +171,8 @@ def test_an_answer_that_is_no_number_is_refused(answer: float) -> None:
 
 
 def changed(lowest: float, head: float = 1.0) -> FreezeSignal:
-    """A signal with nothing but changes of weights."""
-    return FreezeSignal(1, 100, 2, 0, 0.0, weight_changes=(lowest, 1.0, head))
+    """A signal of two layers."""
+    return FreezeSignal(1, 100, 2, 0, 0.0, (lowest, 1.0, head))
 
 
 def test_a_policy_that_remembers_goes_on_from_its_state() -> None:
@@ -204,12 +198,12 @@ def test_a_policy_says_before_a_run_what_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"share must be above 0, found -1"):
         check_policy(Settled(share=-1), L, 40, 0)
     wants = Says(1)
-    wants.needs = ["weight_changes", "gradient_norms"]
+    wants.needs = ["gradient_norms"]
     assert check_policy(wants, L, 40, 0) == []
-    wants.needs = "weight_changes"
-    with pytest.raises(ValueError, match=r"Says\.needs is 'weight_changes': expected a collection of names"):
+    wants.needs = "gradient_norms"
+    with pytest.raises(ValueError, match=r"Says\.needs is 'gradient_norms': expected a collection of names"):
         check_policy(wants, L, 40, 0)
-    wants.needs = frozenset({"weight_changes", "the_weather"})
+    wants.needs = frozenset({"gradient_norms", "the_weather"})
     with pytest.raises(ValueError, match=r"Says\.needs has the_weather: expected some of"):
         check_policy(wants, L, 40, 0)
 
@@ -353,79 +347,7 @@ def test_the_state_goes_through_json_to_the_bit() -> None:
     assert other.state() == monitor.state()
 
 
-# ---- changes of weights
-
-
-PLACES = {"a": 0, "b": 1, "c": 1, "head": 2}
-
-
-def weights_of(**values: list[float]) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(value) for name, value in values.items()}
-
-
-def test_changes_are_over_the_weights_of_the_last_decision_by_layer_and_summed_over_stages() -> None:
-    """Layer 1 lies on two stages; the embeddings are no layer's."""
-    lower, upper = WeightMonitor(PLACES), WeightMonitor(PLACES)
-    first = weights_of(embeddings=[7.0], a=[3.0, 4.0], b=[3.0])
-    second = weights_of(c=[4.0], head=[2.0])
-    lower.begin(first)
-    upper.begin(second)
-    first["a"] += torch.tensor([0.0, 5.0])
-    first["b"] += 6.0
-    second["c"] += 8.0
-    reports = [lower.report(first, 2), upper.report(second, 2)]
-    assert relative_changes(json.loads(json.dumps(reports))) == pytest.approx((1.0, 2.0, 0.0))
-    lower.begin(first)
-    assert relative_changes([lower.report(first, 2)]) == (0.0, 0.0, 0.0)
-
-
-def test_what_is_frozen_has_changed_by_nothing() -> None:
-    monitor = WeightMonitor(PLACES)
-    assert not monitor.has_begun
-    monitor.begin(weights_of(b=[1.0], head=[1.0]))
-    moved = weights_of(b=[1.5], head=[1.0])
-    assert monitor.has_begun
-    assert relative_changes([monitor.report(moved, 2)]) == pytest.approx((0.0, 0.5, 0.0))
-    other = WeightMonitor(PLACES)
-    other.load_state({name: value.clone() for name, value in monitor.state().items()})
-    assert other.report(moved, 2) == monitor.report(moved, 2)
-    monitor.forget()
-    assert not monitor.has_begun
-
-
-# ---- similarity of activations
-
-
-def test_the_similarity_is_that_of_kornblith_worked_by_hand() -> None:
-    """Centered, the first features are (1, -1) and the second ones (1, -1, 0) and (0, 1, -1), by columns."""
-    first = torch.tensor([[2.0], [0.0], [1.0]])
-    second = torch.tensor([[3.0, 1.0], [1.0, 2.0], [2.0, 0.0]])
-    # |Y^T X|^2 = 2^2 + (-1)^2; |X^T X| = 2; Y^T Y = [[2, -1], [-1, 2]].
-    assert linear_cka(first, second) == pytest.approx(5 / (2 * math.sqrt(10)))
-    assert linear_cka(second, first) == linear_cka(first, second)
-
-
-@given(st.integers(0, 10**6), st.floats(0.1, 50.0))
-def test_the_similarity_knows_no_rotation_scale_or_shift(seed: int, scale: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    found = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    rotation, _ = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64))
-    assert linear_cka(found, scale * found @ rotation + 3.0) == pytest.approx(1.0)
-    other = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    assert -1e-9 < linear_cka(found, other) < 1.0
-
-
-def test_layers_are_compared_with_what_they_gave_the_last_time() -> None:
-    monitor, other = SimilarityMonitor(), SimilarityMonitor()
-    first = {str(layer): torch.randn(6, 4, generator=torch.Generator().manual_seed(layer)) for layer in range(11)}
-    assert monitor.compare(first) == ()
-    second = {**first, "10": first["2"]}
-    other.load_state(monitor.state())
-    found = monitor.compare(second)
-    assert found == other.compare(second)
-    assert found[:10] == pytest.approx((1.0,) * 10)
-    assert found[10] == pytest.approx(linear_cka(first["10"], first["2"]))
-    assert monitor.compare(second) == pytest.approx((1.0,) * 11)
+# ---- outlook
 
 
 def coming(policy: FreezePolicy, max_steps: int = 40, interval: str = "10", warmup: float = 0.5, most: int = 2):

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from examples.policies.plasticity import Plasticity
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.elastic.transition import check_unfreezing
 from hf_pipetransformer.freeze.policies import Fixed, describe_outlook, make_policy, outlook
@@ -112,30 +111,6 @@ def test_the_outlook_says_what_unfreezes_and_whether_rows_are_read_until_then() 
     assert "gains nothing" in describe_outlook(policy, coming, L, 0, 40, 20)
     assert outlook(policy, clock, L, 1, 0, num_frozen_by_user=1) == [(0, 3), (20, 1)]
     assert "may be unfrozen again" in describe_outlook(policy, [(10, 2)], L, 0, 40, 10)
-
-
-def answers(policy: Plasticity, rates: list[float], num_frozen_by_user: int = 0) -> list[int]:
-    """F by decision, where nothing ever changes."""
-    found, num_frozen = [], num_frozen_by_user
-    for step, rate in enumerate(rates, start=1):
-        given = {"activation_similarity": (1.0,) * L, "learning_rate": rate, "num_frozen_by_user": num_frozen_by_user}
-        num_frozen = decide(policy, FreezeSignal(step, 100, L, num_frozen, 0.0, **given), 1).num_frozen
-        found.append(num_frozen)
-        resumed = Plasticity(0.2, 1, policy.may_unfreeze)
-        resumed.load_state(json.loads(json.dumps(policy.state())))
-        policy = resumed
-    return found
-
-
-def test_plasticity_unfreezes_at_a_tenth_of_the_rate_of_the_first_freeze_and_begins_anew() -> None:
-    rates = [2.0, 1.0, 0.2, 0.11, 0.1, 0.1, 0.1, 0.02, 0.01]
-    assert answers(Plasticity(0.2, 1, unfreezes=True), rates) == [0, 3, 3, 3, 0, 0, 3, 3, 0]
-    assert answers(Plasticity(0.2, 1, unfreezes=True), rates, 2) == [2, 3, 3, 3, 2, 2, 3, 3, 2]
-    assert answers(Plasticity(0.2, 1), rates) == [0] + [3] * 8
-
-
-def test_plasticity_unfreezes_nothing_where_the_rate_is_not_known() -> None:
-    assert answers(Plasticity(0.2, 1, unfreezes=True), [0.0] * 6) == [0] + [3] * 5
 
 
 # ---- planning
@@ -303,17 +278,3 @@ def test_rows_of_before_a_unfreeze_are_never_served(tmp_path: Path) -> None:
     assert [(event["to"]["num_frozen_layers"], event["to"]["cache_level"]) for event in moves] == [
         *((2, 2), (0, 0), (2, 2)),
     ]
-
-
-def test_plasticity_unfreezes_in_a_run_and_its_layers_train_on(tmp_path: Path) -> None:
-    options = {"freeze_interval": "1", "freeze_warmup": 0, "freeze_min_active_layers": 1}
-    options |= {"lr_scheduler_type": "cosine"}
-    watch = Watch()
-    policy = Plasticity(tolerance=0.9, patience=1, unfreezes=True)
-    trainer = trainer_of(tmp_path, None, 12, policy=policy, callbacks=[watch], **options)
-    trainer.train()
-    decided = [event for event in events_of(tmp_path, "freeze") if event["num_frozen"] != event["num_frozen_before"]]
-    assert [event["unfreezes"] for event in decided] == [False] * (len(decided) - 1) + [True]
-    assert decided[-1]["learning_rate"] <= 0.1 * decided[0]["learning_rate"]
-    assert decided[-1]["num_frozen"] == 0
-    assert all(watch.training[decided[-1]["step"]])

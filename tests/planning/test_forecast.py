@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads, Prediction
-from hf_pipetransformer.planning.forecast import Forecast, Span, Storing, likely_cause, spans_of
+from hf_pipetransformer.planning.forecast import Forecast, Span, likely_cause, spans_of
+from hf_pipetransformer.planning.planner import PlanInputs, PlanRules
+from hf_pipetransformer.planning.search import Storing
 from hf_pipetransformer.planning.storing import CacheCosts
 from hf_pipetransformer.schedules.layout import Layout
 
@@ -27,15 +29,16 @@ def costs_of(num_blocks: int) -> BlockCosts:
     )  # fmt: skip
 
 
-def forecast(storing: Storing | None = None, **overheads: float) -> Forecast:
-    def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
-        return replace(current, num_frozen_layers=num_frozen, cache_level=cache_level)
-
-    parts = (costs_of(6), Overheads(**{"per_step": 0.5, **overheads}), 1, 1, PER_EPOCH)
-    return Forecast(LAYOUT, *parts, plan, storing)
+def inputs_of(overheads: Overheads, compression: str = "throughput") -> PlanInputs:
+    rules = PlanRules(compression, tuple(range(7)), device_bytes=1e9, initial_largest_size=1e9)
+    return PlanInputs(costs_of(6), overheads, rules, samples_per_device=1)
 
 
-STORING = Storing(CacheCosts(prefix=(1.0, 3.0, 5.0), input=0.5, read=0.0, write=2.0), "on")
+def forecast(storing: Storing | None = None) -> Forecast:
+    return Forecast(LAYOUT, inputs_of(Overheads(per_step=0.5)), PER_EPOCH, storing)
+
+
+STORING = Storing(CacheCosts((), input=0.5, read=0.0, write=2.0), "on")
 
 
 def test_the_full_run_is_as_long_as_its_steps() -> None:
@@ -57,7 +60,7 @@ def test_rows_are_written_in_the_first_epoch_and_read_after_it() -> None:
 @pytest.mark.parametrize(("read", "more"), [(6.0, 0.0), (8.0, 0.0), (9.5, 1.5)])
 def test_rows_are_read_beside_a_device(read: float, more: float) -> None:
     """Above a layer 3 blocks, the head is one of them, compute 3 forwards and backwards of 1 + 2 + 2: 8 seconds."""
-    costs = CacheCosts(prefix=(1.0, 3.0, 5.0), input=0.5, read=read, write=6.0, is_apart=True)
+    costs = CacheCosts((), input=0.5, read=read, write=6.0, is_apart=True)
     found = forecast(Storing(costs, "on")).seconds([Span(36, 1)])
     # The row is written beside them, too, and the half second of reading samples is saved.
     assert found == 10 * 11.5 + 26 * (8 + more)
@@ -85,11 +88,9 @@ def test_views_are_written_in_as_many_epochs_and_drawn_anew_later() -> None:
 
 
 def test_moves_of_weights_take_time_and_new_numbers_do_not() -> None:
-    def plan(current: Layout, num_frozen: int, cache_level: int) -> Layout:
-        return replace(current, num_stages=1, num_replicas=2, boundaries=(0, 6), num_frozen_layers=num_frozen)
-
     start = replace(LAYOUT, num_stages=2, boundaries=(0, 3, 6))
-    moved = Forecast(start, costs_of(6), Overheads(reduction_per_byte=1.0), 1, 1, PER_EPOCH, plan)
+    # One stage has room for all, so that the rule of the paper takes it.
+    moved = Forecast(start, inputs_of(Overheads(reduction_per_byte=1.0), "memory"), PER_EPOCH)
     # Three blocks with one parameter each and 12 bytes; then 4 bytes of gradient each over two replicas.
     assert moved.seconds([Span(1, 1)]) == 3 * 12 + 11 + 3 * 4
     assert moved.seconds([Span(2, 0)]) == moved.full_seconds(2)

@@ -16,15 +16,16 @@ from hf_pipetransformer.planning.planner import (
     PipelineShape,
     PlanInputs,
     plan_layout,
-    plan_transition,
     reachable_shapes,
 )
+from hf_pipetransformer.planning.search import Storing, search
 from hf_pipetransformer.planning.simulator import Durations, simulate
+from hf_pipetransformer.planning.storing import CacheCosts
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
-from tests.planning.test_planning import costs_of, layout_of, rules_for
+from tests.planning.test_planning import LONG, costs_of, layout_of, rules_for
 
 
 @pytest.mark.parametrize(
@@ -63,9 +64,9 @@ def test_a_run_over_nodes_of_six_never_has_four_stages() -> None:
     nodes = Overheads(node_size=6)
     assert reachable_shapes("1f1b", 1, pipeline_sizes(12, 6), 14) == [(1, 1), (2, 1), (3, 1), (6, 1), (12, 1)]
     inputs = PlanInputs(costs_of(12), nodes, rules_for(12), 8)
-    assert set(plan_transition(layout_of(12, 12, 12), 0, inputs).alternatives) == {1, 2, 3, 6, 12}
+    assert set(search(layout_of(12, 12, 12), 0, LONG, inputs).alternatives) == {1, 2, 3, 6, 12}
     on_one = replace(inputs, overheads=Overheads(node_size=12))
-    assert set(plan_transition(layout_of(12, 12, 12), 0, on_one).alternatives) == {1, 2, 3, 4, 6, 12}
+    assert set(search(layout_of(12, 12, 12), 0, LONG, on_one).alternatives) == {1, 2, 3, 4, 6, 12}
 
 
 # Four stages on two nodes of two; two samples, one by one.
@@ -129,7 +130,7 @@ def cuts_of(costs: BlockCosts, overheads: Overheads, **rules: Any) -> tuple[int,
     """Where eight samples, one by one, are cut on four stages."""
     current = replace(layout_of(12, 4, 4), num_microbatches=8, boundaries=(0, 1, 2, 3, 26))
     fixed = replace(rules_for(12, num_microbatches=8, unfit=frozenset({1, 2})), **rules)
-    return plan_transition(current, 0, PlanInputs(costs, overheads, fixed, 2)).layout.boundaries
+    return search(current, 0, LONG, PlanInputs(costs, overheads, fixed, 2)).layout.boundaries
 
 
 def test_a_slow_boundary_between_nodes_attracts_the_smallest_activation() -> None:
@@ -189,7 +190,7 @@ def test_cuts_between_any_nodes_only_ever_save_time(
 def test_a_slow_network_keeps_a_pipeline_on_its_node() -> None:
     current, rules = layout_of(12, 4, 4), rules_for(12, unfit=frozenset({1}))
     reducing = {"reduction_per_byte": 0.4, "node_size": 2}
-    found = {hop: plan_transition(current, 0, PlanInputs(costs_of(12), Overheads(**reducing, node_hop=hop), rules, 2))
+    found = {hop: search(current, 0, LONG, PlanInputs(costs_of(12), Overheads(**reducing, node_hop=hop), rules, 2))
              for hop in (0.0, 100.0)}  # fmt: skip
     assert {hop: plan.layout.pipeline_size for hop, plan in found.items()} == {0.0: 4, 100.0: 2}
 
@@ -199,7 +200,7 @@ def test_pipelines_over_nodes_store_nothing_and_shorter_ones_do() -> None:
         for current, node_size in ((layout_of(12, 4, 4), 2), (layout_of(12, 2, 4), 2), (layout_of(12, 4, 4), 4)):
             rules = rules_for(12, compression=compression, elastic=is_elastic, initial_largest_size=1e9)
             inputs = PlanInputs(costs_of(12), Overheads(node_size=node_size), rules, 8)
-            found = plan_transition(current, 6, inputs, cache_level=6).layout
+            found = search(current, 6, LONG, inputs, Storing(CacheCosts((), 0.0, 0.0, 0.0), "on")).layout
             assert found.cache_level == (6 if found.pipeline_size <= node_size else 0)
             assert is_elastic or found.pipeline_size == current.pipeline_size
 
@@ -221,9 +222,9 @@ def test_the_first_layout_takes_a_second_node_only_if_one_is_too_small(tmp_path:
     found = {}
     for device_bytes in (1e9, 1500.0, 1000.0):
         planner = RunPlanner(args, TwoNodes(), probe, costs, device_bytes, 0, has_dropout=False, unfit=0)  # type: ignore[arg-type]
-        layout = planner._choose(2, 0)
+        layout = planner._choose(0)
         found[layout.pipeline_size] = layout
-        text = planner.describe(layout, 2, "none", freezes=True)["expectation"]
+        text = planner.describe(layout, "none", freezes=True)["expectation"]
         for words in (
             "Activation cache: off while pipelines span nodes.",
             # Two samples of a byte, at a byte a second.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable
@@ -27,19 +28,17 @@ from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate,
 from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
 from hf_pipetransformer.planning.planner import (
     PipelineShape,
-    Plan,
     PlanInputs,
     PlanRules,
     choose_num_chunks,
     choose_num_microbatches,
-    choose_pipeline_size,
     evaluation_microbatches,
     largest_rank_size,
     plan_layout,
-    plan_transition,
     reachable_shapes,
     stage_boundaries,
 )
+from hf_pipetransformer.planning.search import Choice, Horizon, first_layout, search
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import pipeline_sizes
@@ -92,9 +91,12 @@ def test_boundaries_fall_on_allowed_cuts_only() -> None:
 
 def test_the_smallest_pipeline_that_fits_is_chosen() -> None:
     sizes = {1: 100.0, 2: 55.0, 4: 30.0}
-    assert choose_pipeline_size([4, 2, 1], sizes.__getitem__, device_bytes=200) == 1
-    assert choose_pipeline_size([4, 2, 1], sizes.__getitem__, device_bytes=100) == 2, "10 % stay free"
-    assert choose_pipeline_size([4, 2, 1], sizes.__getitem__, device_bytes=10) == 4, "nothing fits: the longest"
+
+    def found(room: float) -> int:
+        lay_out = functools.partial(layout_of, 12, world_size=4)
+        return first_layout(sizes, lay_out, lambda each: sizes[each.pipeline_size] <= room).pipeline_size
+
+    assert [found(room) for room in (200, 90, 10)] == [1, 2, 4], "where nothing fits, the longest"
 
 
 @pytest.mark.parametrize(
@@ -423,6 +425,10 @@ def layout_of(num_layers: int, num_stages: int, world_size: int) -> Layout:
     return plan_layout(loads, cuts, PipelineShape(num_stages, world_size // num_stages, 4, "1f1b"))
 
 
+LONG = Horizon(1000, 10)
+"""So many steps that moving weights does not count."""
+
+
 def rules_for(num_layers: int, **changes: object) -> PlanRules:
     rules = PlanRules("throughput", tuple(range(2 * num_layers + 3)), device_bytes=1e9)
     return replace(rules, **changes)
@@ -430,9 +436,9 @@ def rules_for(num_layers: int, **changes: object) -> PlanRules:
 
 def plan(
     current: Layout, num_frozen_layers: int, rules: PlanRules, overheads: Overheads | None = None, samples: int = 8
-) -> Plan:
+) -> Choice:
     inputs = PlanInputs(costs_of(current.num_layers), overheads or Overheads(), rules, samples)
-    return plan_transition(current, num_frozen_layers, inputs)
+    return search(current, num_frozen_layers, LONG, inputs)
 
 
 def test_the_fullest_rank_counts_frozen_blocks_by_their_factor() -> None:
@@ -534,7 +540,7 @@ def test_cuts_that_fit_are_not_given_up_for_even_ones_that_do_not(
     costs = replace(costs_of(2), parameters=(0, 0, 0, 50, 50, 0))
     rules = rules_for(2, device_bytes=device_bytes, unfit=frozenset({1}))
     current = Layout(2, 0, 2, 1, (0, 4, 6), 4, "1f1b")
-    assert plan_transition(current, 0, PlanInputs(costs, Overheads(), rules, 8)).layout.boundaries == boundaries
+    assert search(current, 0, LONG, PlanInputs(costs, Overheads(), rules, 8)).layout.boundaries == boundaries
 
 
 def test_the_number_of_micro_batches_is_the_users_then_the_measured_then_a_rule_of_thumb() -> None:
@@ -648,7 +654,7 @@ def test_lengths_are_planned_with_the_stages_that_the_active_blocks_allow(
 ) -> None:
     current = chunked(schedule, 6, 4, 2, 8)
     rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))
-    found = plan_transition(current, num_frozen_layers, PlanInputs(costs_of(6), Overheads(), rules, 8))
+    found = search(current, num_frozen_layers, LONG, PlanInputs(costs_of(6), Overheads(), rules, 8))
     assert sorted(found.alternatives) == sorted(expected)
     layout = found.layout
     assert layout.num_chunks == expected[layout.pipeline_size]
@@ -670,7 +676,7 @@ def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
     rules = replace(rules, num_chunks=num_chunks)
     num_kept = 0
     for num_frozen_layers in range(7):
-        found = plan_transition(current, num_frozen_layers, PlanInputs(costs, Overheads(), rules, 8))
+        found = search(current, num_frozen_layers, LONG, PlanInputs(costs, Overheads(), rules, 8))
         assert max(rank_bytes(found.layout, costs, 8 * found.layout.pipeline_size)) <= budget
         assert found.alternatives[found.layout.pipeline_size] == found.prediction.seconds
         if found.layout.num_stages > current.num_blocks - found.layout.first_active_block:
@@ -695,7 +701,7 @@ def test_every_layout_that_may_follow_is_known_in_advance(
     current = chunked(schedule, 6, 4, min(wanted, 3), 8)
     for num_frozen_layers, unfit in product(range(7), [(), (1,), (1, 2)]):
         rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))
-        found = plan_transition(current, num_frozen_layers, PlanInputs(costs_of(6), Overheads(), rules, 8))
+        found = search(current, num_frozen_layers, LONG, PlanInputs(costs_of(6), Overheads(), rules, 8))
         assert found.layout.shape in expected
 
 
@@ -775,10 +781,10 @@ def layouts_by_clock(folder: Path, slow: slice, has_dropout: bool, **options: An
     planner = RunPlanner(
         *(args, Alone(), probe, MeasuredCosts(timed, overheads, 1), 1e9, 0), has_dropout=has_dropout, unfit=0
     )
-    found = [planner.layout(8)]
-    inputs = planner.inputs(found[0], 8, {})
+    found = [planner.layout()]
+    inputs = planner.inputs(found[0])
     for num_frozen in (2, 4):
-        change = plan_transition(found[-1], num_frozen, inputs)
+        change = search(found[-1], num_frozen, LONG, inputs)
         found.append(change.layout)
     return found
 
@@ -824,7 +830,7 @@ def test_a_stage_with_a_large_embedding_gets_fewer_layers_by_work_too(tmp_path: 
     for elements in (10, 100_000):
         costs = replace(costs_of(4), parameters=(elements, *(10,) * 9))
         planner = RunPlanner(args, Alone(), probe, MeasuredCosts(costs, Overheads(), 1), 1e9, 0, True, 0, num_probed=2)
-        found.append(planner.layout(1).boundaries)
+        found.append(planner.layout().boundaries)
     assert found == [(0, 5, 10), (0, 3, 10)]
 
 
@@ -1058,7 +1064,7 @@ def test_the_first_line_says_what_asynchronous_means(
     )
     planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, 0, has_dropout=True, unfit=0)
     layout = replace(ASYNC, num_stages=4, boundaries=(0, 1, 2, 3, 4), num_frozen_layers=num_frozen_layers)
-    found = planner.describe(layout, 1, "none", freezes=False)["expectation"]
+    found = planner.describe(layout, "none", freezes=False)["expectation"]
     assert "no bubble between drains, for each of 4 stages" in found and "dropout" not in found
     assert re.search(expected, found)
     assert not planner.measures_microbatches
@@ -1080,7 +1086,7 @@ def test_the_first_line_says_what_is_frozen_without_a_policy(
     measured = SimpleNamespace(blocks=SMALL, overheads=Overheads(), num_samples=1)
     planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, num_frozen_by_user, has_dropout=True, unfit=0)
     layout = replace(ASYNC, schedule="1f1b", num_frozen_layers=num_frozen_layers)
-    assert planner.describe(layout, 1, "none", freezes=False)["expectation"].startswith(expected)
+    assert planner.describe(layout, "none", freezes=False)["expectation"].startswith(expected)
 
 
 def test_more_stages_than_the_model_can_be_cut_into_are_refused() -> None:

@@ -183,7 +183,7 @@ def test_sequences_are_not_cut_where_that_gains_nothing() -> None:
 def test_the_first_line_says_how_sequences_are_cut_and_why_not(
     size: int, samples: int, options: dict[str, Any], expected: str | None, tmp_path: Path
 ) -> None:
-    args = arguments(tmp_path, **options)
+    args = arguments(tmp_path, per_device_train_batch_size=samples // size or 1, **options)
     short = replace(COSTS, length=128, context=16 * COSTS.context, token=16 * COSTS.token)
     costs = replace(short, attention=256 * COSTS.attention, launch=2.0 if samples > 1 else COSTS.launch)
     measured = MeasuredCosts(replace(costs_of(12), slices=costs), Overheads(), 1)
@@ -192,7 +192,7 @@ def test_the_first_line_says_how_sequences_are_cut_and_why_not(
     )
     layout = replace(layout_of(12, size, size), schedule=args.pipeline_schedule, num_microbatches=1)
     layout = cut_layout(layout, args.token_slices, costs, samples, args.num_microbatches is None, 0.0)
-    said = plans.describe(layout, samples // size or 1, "none", freezes=False)["expectation"]
+    said = plans.describe(layout, "none", freezes=False)["expectation"]
     if expected is None:
         assert "token" not in said
     else:

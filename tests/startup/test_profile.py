@@ -56,13 +56,13 @@ def test_blocks_are_measured_with_the_runs_own_micro_batch(
         tmp_path, model, per_device_train_batch_size=26, pipeline_parallel_num_microbatches=2, activation_cache="off"
     )
     assert max(sizes) == 13
-    layout = start_up.plans.layout(26)
-    assert start_up.plans.describe(layout, 26, "none", False)["measured_samples"] == 13
+    layout = start_up.plans.layout()
+    assert start_up.plans.describe(layout, "none", False)["measured_samples"] == 13
 
 
 def test_a_small_micro_batch_is_measured_as_it_is(tmp_path: Path) -> None:
     start_up, _ = started(tmp_path, "vit", per_device_train_batch_size=2)
-    assert start_up.plans.describe(start_up.plans.layout(2), 2, "none", False)["measured_samples"] == 2
+    assert start_up.plans.describe(start_up.plans.layout(), "none", False)["measured_samples"] == 2
 
 
 @pytest.mark.parametrize(("most", "sums"), [(None, False), (0.0, False), (1.0, True)])
@@ -74,7 +74,7 @@ def test_norms_are_summed_in_each_step_where_they_are_clipped(tmp_path: Path, mo
 @pytest.mark.parametrize(("freezes", "cache"), [(False, "off"), (True, "auto")])
 def test_a_run_says_whether_activations_may_be_stored(tmp_path: Path, freezes: bool, cache: str) -> None:
     start_up, _ = started(tmp_path, "vit", per_device_train_batch_size=2)
-    described = start_up.plans.describe(start_up.plans.layout(2), 2, "any", freezes)
+    described = start_up.plans.describe(start_up.plans.layout(), "any", freezes)
     assert f"Activation cache: {cache}." in described["expectation"]
 
 
@@ -121,9 +121,7 @@ def test_a_model_too_slow_for_its_micro_batch_is_measured_with_less(
     monkeypatch.setattr(profile, "PROFILE_SECONDS", 1e-6)
     start_up, sizes = started(tmp_path, "vit", per_device_train_batch_size=26)
     assert max(sizes) == NUM_PROBE_SAMPLES
-    assert (
-        start_up.plans.describe(start_up.plans.layout(26), 26, "none", False)["measured_samples"] == NUM_PROBE_SAMPLES
-    )
+    assert start_up.plans.describe(start_up.plans.layout(), "none", False)["measured_samples"] == NUM_PROBE_SAMPLES
 
 
 def test_tied_weights_are_in_the_costs_with_the_blocks_that_use_them(tmp_path: Path) -> None:
@@ -143,8 +141,8 @@ def test_the_first_layout_is_longer_than_what_ran_out_of_memory(
     start_up, _ = started(tmp_path, "bert_sequence", per_device_train_batch_size=2)
     plans, topology = start_up.plans, start_up.plans.topology
     topology.world_size = topology.local_world_size = 4
-    assert plans.layout(2).pipeline_size == expected
-    rules = plans.inputs(plans.layout(2), 2, {}).rules
+    assert plans.layout().pipeline_size == expected
+    rules = plans.inputs(plans.layout()).rules
     assert rules.unfit == set(range(1, unfit + 1))
 
 

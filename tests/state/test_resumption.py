@@ -102,7 +102,7 @@ def gone_on_with(policy: Any, plan: dict[int, Layout] | None, saved_size: int) -
     state = state_of(saved, step=5, first_layout=WHOLE, arguments=before)
     structure = SimpleNamespace(num_layers=L, cut_positions=lambda: range(11))
 
-    def planned(samples: int, num_frozen: int = 0) -> Layout:
+    def planned(num_frozen: int = 0) -> Layout:
         return SHORT if num_frozen else WHOLE
 
     topology = SimpleNamespace(local_world_size=2, pipeline_sizes=[1, 2])

@@ -1,0 +1,287 @@
+"""Search for the next layout: at the start, when layers freeze, on resuming, in a plan and in forecasts.
+
+It looks at each number of stages K with each way to store what is frozen, and compares the seconds until the end of
+the run, those that write records and move weights included. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+from hf_pipetransformer.planning.costs import (
+    BlockCosts,
+    Prediction,
+    active_seconds,
+    predict_step,
+    trained_elements,
+    with_launches,
+)
+from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory
+from hf_pipetransformer.planning.planner import (
+    PipelineShape,
+    PlanInputs,
+    choose_num_chunks,
+    is_worth_moving,
+    largest_rank_size,
+)
+from hf_pipetransformer.planning.storing import (
+    CacheCosts,
+    CacheDecision,
+    Pass,
+    SlotCosts,
+    StoreContents,
+    Way,
+    allowed_ways,
+    explained,
+    fastest,
+    fresh_share,
+    ways_of_storing,
+)
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import attention_of, first_above, num_layers, pipeline_sizes
+
+
+MOVED_BYTES = 12
+"""Bytes per trained parameter that moves to another rank: the weight and two moments of Adam."""
+
+KEEPS_DROPOUT = "frozen layers compute something else in training mode"
+
+
+@dataclass(frozen=True)
+class Storing:
+    """Costs and contents of the activation cache, and the rule that decides on it.
+
+    Args:
+        costs: of a sample; the search fills in `prefix` and `active`.
+        mode: `auto`, `on` or `off`.
+        contents: the present records, and what fits.
+        num_slots: records of a random sample, see `augmentation`; 0 where samples are not random and have one.
+        dropout_from: number of frozen layers from which on storing would change what the script's frozen layers
+            compute. `auto` stores nothing there, because by default no number differs from Trainer's.
+        now: seconds per sample that the measured steps spend on reading; None for those of reading the data set.
+    """
+
+    costs: CacheCosts
+    mode: str
+    contents: StoreContents = StoreContents()
+    num_slots: int = 0
+    dropout_from: float = inf
+    now: float | None = None
+
+    def keeps_dropout(self, num_frozen: int) -> bool:
+        return self.mode == "auto" and num_frozen >= self.dropout_from
+
+    def beside(self, blocks: BlockCosts, num_frozen: int, pipeline_size: int) -> tuple[CacheCosts, SlotCosts]:
+        """Return the costs in a pipeline, beside what it computes, and those of augmentation slots."""
+        costs = replace(self.costs, prefix=prefix_seconds(blocks))
+        costs = costs.beside(active_seconds(blocks, num_frozen), pipeline_size)
+        share = fresh_share(costs, num_frozen) if self.num_slots else 0.0
+        return costs, SlotCosts(max(1, self.num_slots), share)
+
+
+class Horizon(NamedTuple):
+    """Length of what a decision is for, in optimizer steps, and of an epoch."""
+
+    steps_left: int
+    steps_per_epoch: int
+
+    @property
+    def epochs_left(self) -> float:
+        return self.steps_left / self.steps_per_epoch
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Layout to move to, and what speaks for it.
+
+    Attributes:
+        prediction: of a step that reads all its records.
+        seconds: predicted until the end of the horizon, with the move to the layout.
+        moving: the seconds of that move.
+        alternatives: predicted seconds of a step for every K considered.
+        storing: what is stored; None where nothing could be.
+    """
+
+    layout: Layout
+    prediction: Prediction
+    passes: tuple[Pass, ...]
+    seconds: float
+    moving: float
+    alternatives: dict[int, float]
+    storing: CacheDecision | None = None
+
+
+def search(
+    current: Layout, num_frozen: int, horizon: Horizon, inputs: PlanInputs, storing: Storing | None = None
+) -> Choice:
+    """Return the layout to move to when `num_frozen` layers are frozen. Equal inputs give an equal choice.
+
+    Candidates are the divisors K of the current pipeline size (of the initial one when layers unfreeze) that the nodes
+    allow, each with its most even boundaries, and for each the ways to store that `storing` allows. Stages may consist
+    of frozen blocks, but there are at most as many stages as active blocks: V shrinks, or K is not considered. Ranks
+    that a shorter pipeline frees become replicas. If no candidate fits the memory and the current boundaries do, they
+    stay. K follows the rule of the run (`rules.compression`), and where results may not depend on measured times, the
+    work of the blocks.
+    """
+
+    def as_it_is(level: int) -> Layout:
+        stored = inputs.stored(current.pipeline_size, level)
+        return replace(current, num_frozen_layers=num_frozen, cache_level=stored, fresh_share=0.0)
+
+    look = _Look(current, num_frozen, horizon, inputs, storing)
+    if not inputs.rules.elastic:
+        best = look.best(as_it_is)
+        return look.choice(best, [best])
+    found = []
+    for size, num_chunks in _shapes(current, num_frozen, inputs).items():
+        num_replicas = current.pipeline_size * current.num_replicas // size
+        shape = PipelineShape(size, num_replicas, 0, current.schedule, num_chunks)
+        found.append(look.best(lambda level, shape=shape: look.recut(shape, level)))  # type: ignore[misc]
+    if not any(each.fits for each in found) and (kept := look.best(as_it_is)).fits:
+        found.append(kept)
+    return look.choice(_choose(found, inputs), found)
+
+
+def first_layout(sizes: Sequence[int], lay_out: Callable[[int], Layout], fits: Callable[[Layout], bool]) -> Layout:
+    """Return the layout of the shortest pipeline whose fullest rank fits a device; the longest if none does."""
+    layouts = [lay_out(size) for size in sorted(sizes)]
+    return next(filter(fits, layouts), layouts[-1])
+
+
+@dataclass(frozen=True)
+class _Option(Candidate):
+    """Layout with the best way to store under it; `predicted_seconds` are those that K is chosen by."""
+
+    passes: tuple[Pass, ...]
+    seconds: float
+    decision: CacheDecision | None
+
+
+@dataclass(frozen=True)
+class _Look:
+    """The question that a search answers, and the steps to an answer."""
+
+    current: Layout
+    num_frozen: int
+    horizon: Horizon
+    inputs: PlanInputs
+    storing: Storing | None
+
+    def recut(self, shape: PipelineShape, level: int) -> Layout:
+        """Return the layout of a shape, with the present boundaries where new ones save too little."""
+        inputs, current = self.inputs, self.current
+        layout = inputs.lay_out(shape, self.num_frozen, level)
+        if layout.places != current.places:
+            return layout
+        unmoved, cut_by = replace(layout, boundaries=current.boundaries), inputs.cut_by
+        is_better = is_worth_moving(inputs.judge(unmoved, cut_by), inputs.judge(layout, cut_by))
+        return layout if is_better else unmoved
+
+    def best(self, lay_out: Callable[[int], Layout]) -> _Option:
+        """Return the fastest of the allowed ways to store, with the layout that `lay_out` returns for its level."""
+        plain = lay_out(0)
+        ways, slots = self._ways(plain)
+        storing, is_near = self.storing, not self.inputs.overheads.spans_nodes(plain.pipeline_size)
+        mode = "off" if storing is None or storing.keeps_dropout(self.num_frozen) or not is_near else storing.mode
+        options = {name: self._option(lay_out(way.level) if way.level else plain, way) for name, way in ways.items()}
+        seconds = {name: option.seconds for name, option in options.items()}
+        allowed = allowed_ways(list(ways), mode)
+        chosen = fastest(seconds, [name for name in allowed if options[name].fits] or allowed)
+        if storing is None or not is_near:
+            return options[chosen]
+        asked = seconds, chosen, self.num_frozen, self.horizon.epochs_left, storing.mode, slots.num_slots
+        why = explained(ways, *asked, "the rest of the run")
+        if storing.keeps_dropout(self.num_frozen):
+            why = KEEPS_DROPOUT
+        decision = CacheDecision(chosen, ways[chosen].level, seconds, why, ways[chosen].fresh_share)
+        return replace(options[chosen], decision=decision)
+
+    def _ways(self, layout: Layout) -> tuple[Mapping[str, Way], SlotCosts]:
+        storing, (steps, per_epoch) = self.storing, self.horizon
+        if storing is None:
+            return {"compute": Way(0, (Pass(steps),))}, SlotCosts()
+        blocks = with_launches(self.inputs.blocks, layout, self.inputs.samples_per_device)
+        costs, slots = storing.beside(blocks, self.num_frozen, layout.pipeline_size)
+        now = costs.input if storing.now is None else storing.now
+        return ways_of_storing(costs, self.num_frozen, storing.contents, steps, per_epoch, slots, now), slots
+
+    def _option(self, layout: Layout, way: Way) -> _Option:
+        inputs, rules = self.inputs, self.inputs.rules
+        layout = replace(layout, fresh_share=way.fresh_share)
+        seconds = seconds_left(layout, way.passes, inputs) + moving_seconds(self.current, layout, inputs)
+        judged = inputs.judge(layout, inputs.cut_by)
+        score = judged.predicted_seconds if rules.is_timeless else seconds
+        return _Option(layout, score, judged.fits, way.passes, seconds, None)
+
+    def choice(self, option: _Option, others: Iterable[_Option]) -> Choice:
+        layout, predict = option.layout, self.inputs.predict
+        moving = moving_seconds(self.current, layout, self.inputs)
+        alternatives = {each.layout.pipeline_size: predict(each.layout).seconds for each in others}
+        return Choice(layout, predict(layout), option.passes, option.seconds, moving, alternatives, option.decision)
+
+
+def _shapes(current: Layout, num_frozen: int, inputs: PlanInputs) -> dict[int, int]:
+    """Return the K to consider, in increasing order, with their V. The current and the longest K are never unfit."""
+    rules = inputs.rules
+    most = min(current.num_blocks - first_above(num_frozen), len(rules.cut_positions) - 1)
+    is_unfreezing = num_frozen < current.num_frozen_layers
+    longest = max(current.pipeline_size, rules.initial_size if is_unfreezing else 0)
+    sizes = pipeline_sizes(longest, inputs.overheads.node_size or longest)
+    chunks = {k: choose_num_chunks(current.schedule, rules.num_chunks, k, most) for k in sizes}
+    possible = {
+        k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k not in rules.unfit)
+    }
+    return possible or {current.pipeline_size: current.num_chunks}
+
+
+def _choose(options: Sequence[_Option], inputs: PlanInputs) -> _Option:
+    if inputs.rules.compression == "throughput":
+        return choose_by_throughput(options)
+    by_size = {option.layout.pipeline_size: option for option in options}
+
+    def size(k: int) -> float:
+        return largest_rank_size(inputs.blocks.parameters, by_size[k].layout)
+
+    return by_size[compress_by_memory(max(by_size), size, inputs.rules.initial_largest_size, list(by_size))]
+
+
+# ---- seconds ----
+
+
+def seconds_left(layout: Layout, passes: Iterable[Pass], inputs: PlanInputs) -> float:
+    """Return the predicted seconds of all steps of `passes`, without the transition to the layout.
+
+    A step in which a share of the samples has records takes that share of the time of a step that reads all of
+    them, plus the rest of one that computes all. Reading records in place of samples saves at most the step's overhead
+    outside the computation.
+    """
+    samples, overheads = inputs.samples_per_device * layout.pipeline_size, inputs.overheads
+
+    def step_seconds(level: int) -> float:
+        under = replace(layout, cache_level=level)
+        return predict_step(under, inputs.blocks, overheads, samples, inputs.accumulation).seconds
+
+    total = 0.0
+    for each in passes:
+        reads = each.share * step_seconds(each.level) if each.share else 0.0
+        computes = (1 - each.share) * step_seconds(0) if each.share < 1 else 0.0
+        records = max(inputs.accumulation * samples * each.record_seconds, -overheads.per_step)
+        total += each.steps * (reads + computes + records)
+    return total
+
+
+def moving_seconds(old: Layout, new: Layout, inputs: PlanInputs) -> float:
+    """Return the seconds to move weights and optimizer state; 0 if no rank gets other blocks."""
+    if (old.places, old.boundaries) == (new.places, new.boundaries):
+        return 0.0
+    return MOVED_BYTES * inputs.overheads.reduction_per_byte * sum(trained_elements(new, inputs.blocks))
+
+
+def prefix_seconds(blocks: BlockCosts) -> tuple[float, ...]:
+    """Return the forward of the embeddings and the first `f` layers in seconds per sample, for each `f`."""
+    sums = [0.0, *accumulate(blocks.forward)]
+    return tuple(sums[attention_of(level)] for level in range(num_layers(len(blocks.forward)) + 1))
