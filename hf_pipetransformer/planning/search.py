@@ -178,8 +178,13 @@ class _Look:
         if layout.places != current.places:
             return layout
         unmoved, cut_by = replace(layout, boundaries=current.boundaries), inputs.cut_by
-        is_better = is_worth_moving(inputs.judge(unmoved, cut_by), inputs.judge(layout, cut_by))
-        return layout if is_better else unmoved
+        before, after = inputs.judge(unmoved, cut_by), inputs.judge(layout, cut_by)
+        if not is_worth_moving(before, after):
+            return unmoved
+        # Where boundaries follow the blocks' work, no measured time may decide on them.
+        saved = inf if inputs.rules.work else before.predicted_seconds - after.predicted_seconds
+        pays = saved * self.horizon.steps_left > moving_seconds(current, layout, inputs)
+        return layout if pays or not before.fits else unmoved
 
     def best(self, lay_out: Callable[[int], Layout]) -> _Option:
         """Return the fastest of the allowed ways to store, with the layout that `lay_out` returns for its level."""
