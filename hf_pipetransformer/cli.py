@@ -18,7 +18,7 @@ from hf_pipetransformer.schedules import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.planning.forecast import RunSchedule
+    from hf_pipetransformer.planning.course import RunSchedule
     from hf_pipetransformer.startup.planner import RunPlanner
     from hf_pipetransformer.startup.run_plan import Machine
 
@@ -268,7 +268,7 @@ def _course(
     from hf_pipetransformer.cache.opening import cache_base, stored_dtype
     from hf_pipetransformer.cache.records import RecordFormat
     from hf_pipetransformer.freeze.policies import freezing_of, make_policy
-    from hf_pipetransformer.planning.forecast import RunSchedule, length_of_run
+    from hf_pipetransformer.planning.course import RunSchedule, length_of_run
     from hf_pipetransformer.planning.storing import DiskProfile
 
     activation, limit = planner.probe.activation, args.activation_cache_max_gb

@@ -16,7 +16,7 @@ from hf_pipetransformer.freeze.policy import (
     rounded_up,
 )
 from hf_pipetransformer.options.reading import parse_freeze_at
-from hf_pipetransformer.planning.forecast import Freezing, Span, spans_of
+from hf_pipetransformer.planning.course import Freezing, Span, spans_of
 
 
 class Schedule(FreezePolicy):

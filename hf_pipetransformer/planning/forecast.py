@@ -2,69 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hf_pipetransformer.planning.costs import Prediction
+from hf_pipetransformer.planning.course import RunSchedule, Span
 from hf_pipetransformer.planning.planner import PlanInputs
 from hf_pipetransformer.planning.search import Choice, Horizon, Storing, search, seconds_left
-from hf_pipetransformer.planning.storing import CacheDecision, DiskProfile, Pass
+from hf_pipetransformer.planning.storing import CacheDecision, Pass
 from hf_pipetransformer.schedules.layout import Layout
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive optimizer steps with the same number of frozen layers."""
-
-    num_steps: int
-    num_frozen: int
-
-
-@dataclass(frozen=True)
-class Freezing:
-    """Layers that a policy may freeze: `spans` of the run, the most layers in each; exact if `is_certain`."""
-
-    policy: str
-    spans: tuple[Span, ...]
-    is_certain: bool
-
-
-@dataclass(frozen=True)
-class RunSchedule:
-    """Length of a run in optimizer steps and epochs, its samples, and what it freezes and may store.
-
-    Args:
-        num_samples: samples of an epoch; None if unknown.
-        note: what to say of freezing where `freezing` is None.
-        measured: names of what was measured for the plan; `assumed` of what was not, with the value taken.
-        evidence: what was found in runs of this kind.
-    """
-
-    num_steps: int
-    steps_per_epoch: int
-    num_samples: int | None = None
-    freezing: Freezing | None = None
-    storage: DiskProfile | None = None
-    note: str = ""
-    measured: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ()
-    evidence: str = ""
-
-    @property
-    def num_epochs(self) -> float:
-        return self.num_steps / self.steps_per_epoch
-
-
-def length_of_run(args: Any, num_devices: int, num_samples: int | None) -> tuple[int, int]:
-    """Return the optimizer steps of a run and of an epoch by Trainer's rules; 0 steps if the options do not say."""
-    if num_samples is None:
-        return max(0, args.max_steps), max(1, args.max_steps)
-    batches = math.ceil(num_samples / (args.train_samples_per_device * num_devices))
-    steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
-    by_epochs = math.ceil(args.num_train_epochs * steps_per_epoch)
-    return (args.max_steps if args.max_steps > 0 else by_epochs), steps_per_epoch
 
 
 @dataclass(frozen=True)
@@ -180,17 +127,6 @@ _CAUSES = {
     "optimizer": "clipping, which sums norms over the stages, or the optimizer takes longer than measured",
     "other": "time passes outside the model: reading and collating samples (try dataloader_num_workers) or callbacks",
 }
-
-
-def spans_of(coming: Iterable[tuple[int, int]], num_frozen: int, num_steps: int) -> list[Span]:
-    """Split a run into spans. `coming` has optimizer steps, in order, and the layers frozen from then on."""
-    starts = [(0, num_frozen)]
-    for step, frozen in coming:
-        if step < num_steps and frozen > starts[-1][1]:
-            starts.append((step, frozen))
-    ends = [*(step for step, _ in starts[1:]), num_steps]
-    found = [Span(end - step, frozen) for (step, frozen), end in zip(starts, ends, strict=True)]
-    return [span for span in found if span.num_steps]
 
 
 def _first(passes: Iterable[Pass], num_steps: int) -> list[Pass]:

@@ -1,13 +1,9 @@
-"""Partition of a model's blocks into stages, and the rules for shortening a pipeline."""
+"""Partition of a model's blocks into stages, and the paper's rule for shortening a pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
-
-from hf_pipetransformer.schedules.layout import Layout
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -52,19 +48,6 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return result[2]
 
 
-TIE = 0.01
-"""Predicted times within this share of the least are equal; the pipeline with fewer ranks then wins."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Layout that could come next, the seconds it is chosen by, and True if its fullest rank fits a device."""
-
-    layout: Layout
-    predicted_seconds: float
-    fits: bool
-
-
 def compress_by_memory(
     current_size: int,
     largest_rank_size: Callable[[int], float],
@@ -81,24 +64,3 @@ def compress_by_memory(
     while size % 2 == 0 and size // 2 in allowed and largest_rank_size(size // 2) <= initial_largest:
         size //= 2
     return size
-
-
-Choosable = TypeVar("Choosable", bound=Candidate)
-
-
-def choose_by_throughput(candidates: Sequence[Choosable]) -> Choosable:
-    """Return the fitting candidate with the least predicted seconds; among equals (`TIE`) the shortest pipeline.
-
-    If none fits, return the longest pipeline, which needs the least memory.
-
-    Raises:
-        ValueError: no candidates.
-    """
-    if not candidates:
-        raise ValueError("There is no layout to choose from: expected at least one candidate.")
-    fitting = [candidate for candidate in candidates if candidate.fits]
-    if not fitting:
-        return max(candidates, key=lambda candidate: candidate.layout.pipeline_size)
-    limit = (1 + TIE) * min(candidate.predicted_seconds for candidate in fitting)
-    equals = [candidate for candidate in fitting if candidate.predicted_seconds <= limit]
-    return min(equals, key=lambda candidate: (candidate.layout.pipeline_size, candidate.predicted_seconds))

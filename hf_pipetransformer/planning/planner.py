@@ -15,7 +15,7 @@ from hf_pipetransformer.planning.costs import (
     predict_step,
 )
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
-from hf_pipetransformer.planning.partition import Candidate, partition
+from hf_pipetransformer.planning.partition import partition
 from hf_pipetransformer.planning.token_plans import cut_layout
 from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules.layout import Layout
@@ -79,6 +79,15 @@ class PlanRules:
             raise ValueError("K is to follow the work of the blocks: expected `work`, found none.")
         if self.compression not in ("memory", "throughput"):
             raise ValueError(f"Unknown compression {self.compression!r}: expected 'memory' or 'throughput'.")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Layout that could come next, the seconds it is chosen by, and True if its fullest rank fits a device."""
+
+    layout: Layout
+    predicted_seconds: float
+    fits: bool
 
 
 def stage_boundaries(block_costs: Sequence[float], cut_positions: Sequence[int], num_stages: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
@@ -20,8 +20,9 @@ from hf_pipetransformer.planning.costs import (
     trained_elements,
     with_launches,
 )
-from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory
+from hf_pipetransformer.planning.partition import compress_by_memory
 from hf_pipetransformer.planning.planner import (
+    Candidate,
     PipelineShape,
     PlanInputs,
     choose_num_chunks,
@@ -47,6 +48,9 @@ from hf_pipetransformer.schedules.placement import attention_of, first_above, nu
 
 MOVED_BYTES = 12
 """Bytes per trained parameter that moves to another rank: the weight and two moments of Adam."""
+
+TIE = 0.01
+"""Predicted times within this share of the least are equal; the pipeline with fewer ranks then wins."""
 
 KEEPS_DROPOUT = "frozen layers compute something else in training mode"
 
@@ -241,6 +245,27 @@ def _shapes(current: Layout, num_frozen: int, inputs: PlanInputs) -> dict[int, i
         k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k not in rules.unfit)
     }
     return possible or {current.pipeline_size: current.num_chunks}
+
+
+Choosable = TypeVar("Choosable", bound=Candidate)
+
+
+def choose_by_throughput(candidates: Sequence[Choosable]) -> Choosable:
+    """Return the fitting candidate with the least predicted seconds; among equals (`TIE`) the shortest pipeline.
+
+    If none fits, return the longest pipeline, which needs the least memory.
+
+    Raises:
+        ValueError: no candidates.
+    """
+    if not candidates:
+        raise ValueError("There is no layout to choose from: expected at least one candidate.")
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if not fitting:
+        return max(candidates, key=lambda candidate: candidate.layout.pipeline_size)
+    limit = (1 + TIE) * min(candidate.predicted_seconds for candidate in fitting)
+    equals = [candidate for candidate in fitting if candidate.predicted_seconds <= limit]
+    return min(equals, key=lambda candidate: (candidate.layout.pipeline_size, candidate.predicted_seconds))
 
 
 def _choose(options: Sequence[_Option], inputs: PlanInputs) -> _Option:

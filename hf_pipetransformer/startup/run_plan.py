@@ -19,7 +19,8 @@ from hf_pipetransformer.planning.costs import (
     predict_step,
     predict_timeline,
 )
-from hf_pipetransformer.planning.forecast import Duration, Forecast, RunSchedule
+from hf_pipetransformer.planning.course import RunSchedule
+from hf_pipetransformer.planning.forecast import Duration, Forecast
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory
 from hf_pipetransformer.planning.search import Storing
 from hf_pipetransformer.planning.simulator import Timeline

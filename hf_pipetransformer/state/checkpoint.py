@@ -4,7 +4,6 @@ A checkpoint folder holds the model as `from_pretrained` reads it, `trainer_stat
 
     optimizer-stage-<k>.safetensors   by replica 0: "<parameter>|<key>" to tensor; options and numbers in the header
     random-rank-<r>.safetensors       by every rank: its RNG states, and whatever else only it knows
-    decisions-stage-<k>.safetensors   by replica 0, if the freeze policy keeps tensors from its last decision
     state.json                        by rank 0, last: the run's state, and the manifest of all other files
 
 Where one stage trains everything that the user wants trained, the folder also has Trainer's own files (`optimizer.pt`,

@@ -16,7 +16,7 @@ from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.freeze.policies import freezing_of
 from hf_pipetransformer.freeze.policy import check_policy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.planning.forecast import RunSchedule
+from hf_pipetransformer.planning.course import RunSchedule
 from hf_pipetransformer.planning.storing import DiskProfile
 from hf_pipetransformer.report.files import create
 from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches

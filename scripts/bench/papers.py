@@ -22,8 +22,8 @@ from hf_pipetransformer.freeze.policies import Schedule, freezing_of
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads, block_loads, gradient_bytes, predict_step
 from hf_pipetransformer.planning.forecast import MOVED_BYTES, Forecast, Storing, prefix_seconds, seconds_left
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, rank_memory
-from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory
-from hf_pipetransformer.planning.planner import PipelineShape, largest_rank_size, plan_layout
+from hf_pipetransformer.planning.planner import Candidate, PipelineShape, largest_rank_size, plan_layout
+from hf_pipetransformer.planning.search import choose_by_throughput, compress_by_memory
 from hf_pipetransformer.planning.storing import CacheCosts
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import first_above

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads, Prediction
-from hf_pipetransformer.planning.forecast import Forecast, Span, likely_cause, spans_of
+from hf_pipetransformer.planning.course import Span, spans_of
+from hf_pipetransformer.planning.forecast import Forecast, likely_cause
 from hf_pipetransformer.planning.planner import PlanInputs, PlanRules
 from hf_pipetransformer.planning.search import Storing
 from hf_pipetransformer.planning.storing import CacheCosts

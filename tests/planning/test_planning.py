@@ -25,8 +25,9 @@ from hf_pipetransformer.planning.costs import (
 )
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
-from hf_pipetransformer.planning.partition import Candidate, choose_by_throughput, compress_by_memory, partition
+from hf_pipetransformer.planning.partition import compress_by_memory, partition
 from hf_pipetransformer.planning.planner import (
+    Candidate,
     PipelineShape,
     PlanInputs,
     PlanRules,
@@ -38,7 +39,7 @@ from hf_pipetransformer.planning.planner import (
     reachable_shapes,
     stage_boundaries,
 )
-from hf_pipetransformer.planning.search import Choice, Horizon, first_layout, search
+from hf_pipetransformer.planning.search import Choice, Horizon, choose_by_throughput, first_layout, search
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import pipeline_sizes

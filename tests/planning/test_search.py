@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
-from hf_pipetransformer.planning.partition import TIE
 from hf_pipetransformer.planning.planner import WORTH_MOVING, PipelineShape, PlanInputs, PlanRules
-from hf_pipetransformer.planning.search import Choice, Horizon, Storing, moving_seconds, search, seconds_left
+from hf_pipetransformer.planning.search import TIE, Choice, Horizon, Storing, moving_seconds, search, seconds_left
 from hf_pipetransformer.planning.storing import CacheCosts, StoreContents
 from hf_pipetransformer.schedules.layout import Layout
 
@@ -50,7 +49,7 @@ def test_nothing_else_takes_less_time(num_frozen, length, read, write, hop, per_
     choice, others = search(START, num_frozen, horizon, inputs, store), []
     fixed = replace(inputs, rules=replace(inputs.rules, elastic=False))
     for size in (size for size in (1, 2, 4) if size <= START.num_blocks - (1 + 2 * num_frozen)):
-        # Boundaries are even for what is computed, so that of a run which writes nothing only those with a level 0 count.
+        # Boundaries are even for what is computed: a run that writes nothing has those for level 0.
         for mode, level in (("off", 0), ("on", num_frozen if horizon.epochs_left > 1 else 0)):
             layout = inputs.lay_out(PipelineShape(size, 4 // size, 0, "1f1b"), num_frozen, level)
             alone = search(layout, num_frozen, horizon, fixed, replace(store, mode=mode))
