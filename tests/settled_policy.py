@@ -23,7 +23,7 @@ class Settled(FreezePolicy):
         self.num_calm = 0
         self.seen: list[float] = []
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         if not signal.gradient_norms:
             return signal.num_frozen
         lowest, head = signal.gradient_norms[signal.num_frozen], signal.gradient_norms[-1]

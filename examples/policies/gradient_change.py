@@ -28,7 +28,7 @@ class GradientChange(FreezePolicy):
         self._norms: tuple[float, ...] = ()
         self._why = ""
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         before, now = self._norms, signal.gradient_norms
         if not is_usable(now):
             self._why = "no gradient was finite"

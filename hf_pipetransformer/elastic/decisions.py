@@ -58,7 +58,7 @@ class Decisions:
     def __post_init__(self, num_frozen: int) -> None:
         self.known_microbatches = dict(self.inputs.rules.known_microbatches)
         """Number of micro-batches M that trials found best, by K and V."""
-        self._num_wanted = float(num_frozen)
+        self._target_num_frozen = float(num_frozen)
         self._num_frozen_at_start = num_frozen
         self._num_fruitless = 0
         self._calibrated = (self.inputs.blocks, self.inputs.overheads)
@@ -105,13 +105,13 @@ class Decisions:
             self.clock.max_steps,
             layout.num_layers,
             layout.num_frozen_layers,
-            self._num_wanted,
+            self._target_num_frozen,
             gradient_norms,
             learning_rate=learning_rate,
             num_frozen_by_user=self.num_frozen_by_user,
         )
         decision = decide(self.policy, signal, self.args.freeze_min_active_layers)
-        self._num_wanted = decision.num_wanted
+        self._target_num_frozen = decision.target_num_frozen
         change = None
         if decision.freezes or decision.unfreezes:
             if any(reports):
@@ -196,7 +196,7 @@ class Decisions:
     def state(self) -> dict[str, Any]:
         """Return the state that a checkpoint needs to continue with the same decisions."""
         return {
-            "num_wanted": self._num_wanted,
+            "num_wanted": self._target_num_frozen,
             "num_fruitless": self._num_fruitless,
             "policy": dict(self.policy.state()),
         }
@@ -205,7 +205,7 @@ class Decisions:
         """Continue from `state`; another policy ignores it."""
         if not is_same_policy:
             return
-        self._num_wanted = float(state["num_wanted"])
+        self._target_num_frozen = float(state["num_wanted"])
         self._num_fruitless = int(state["num_fruitless"])
         self.policy.load_state(state["policy"])
 

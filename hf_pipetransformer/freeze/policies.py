@@ -29,18 +29,18 @@ class Schedule(FreezePolicy):
     def __init__(self, alpha: float) -> None:
         self.alpha = alpha
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         return self.most_wanted(signal)
 
     def most_wanted(self, signal: FreezeSignal) -> float:
-        return signal.num_wanted + self.alpha * (signal.num_layers - signal.num_wanted)
+        return signal.target_num_frozen + self.alpha * (signal.num_layers - signal.target_num_frozen)
 
     def describe(self) -> str:
         return f"{self.name}, alpha {self.alpha:.3g}"
 
     def explain(self, signal: FreezeSignal) -> str:
         share = {1 / 3: "a third", 1 / 2: "half", 1 / 4: "a quarter"}.get(self.alpha, f"{self.alpha:.3g}")
-        wanted, left = signal.num_wanted, signal.num_layers - signal.num_wanted
+        wanted, left = signal.target_num_frozen, signal.num_layers - signal.target_num_frozen
         part = f"{share} of {left:.3g}" if not wanted else f"{wanted:.3g} and {share} of the other {left:.3g}"
         return f"{self.name}: limit {rounded_up(self.most_wanted(signal))} layers ({part})"
 
@@ -60,9 +60,9 @@ class GradientNorm(Schedule):
         super().__init__(alpha)
         self.rule = rule
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         if not signal.gradient_norms:
-            return signal.num_wanted
+            return signal.target_num_frozen
         smallest = self.smallest(signal)
         limit = smallest if self.rule == "exclusive" else min(smallest + 1, signal.num_layers)
         return min(self.most_wanted(signal), float(limit))
@@ -104,7 +104,7 @@ class Fixed(FreezePolicy):
         self.table = {int(step): int(layers) for step, layers in self._asked.items()} if is_known else {}
         """From steps to numbers of layers; empty until `check` knows what shares are of."""
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         return self.most_wanted(signal)
 
     def most_wanted(self, signal: FreezeSignal) -> float:
@@ -179,7 +179,7 @@ class Auto(FreezePolicy):
     most_steps = 200
     """Optimizer steps of the longest one: the study's gains are those of up to 189, and runs of 400 lose."""
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         return self.most_wanted(signal)
 
     def most_wanted(self, signal: FreezeSignal) -> float:
@@ -216,7 +216,7 @@ class NoFreezing(FreezePolicy):
     needs = frozenset()
     freezes = False
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         return signal.num_frozen
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -29,7 +30,7 @@ class FreezeSignal:
 
     Args:
         step: optimizer steps done.
-        num_wanted: the previous answer, L_frozen of Eq. 1 before rounding; `num_frozen` at the start.
+        target_num_frozen: the previous answer, L_frozen of Eq. 1 before rounding; `num_frozen` at the start.
         gradient_norms: L2 norms of the reduced, unscaled, unclipped gradient of each layer, then of the head,
             averaged over the optimizer steps since the last decision. 0 for frozen layers; empty if no step counted.
         learning_rate: of the optimizer's first parameter group for the next step; 0 if it has none.
@@ -40,10 +41,15 @@ class FreezeSignal:
     max_steps: int
     num_layers: int
     num_frozen: int
-    num_wanted: float
+    target_num_frozen: float
     gradient_norms: tuple[float, ...] = ()
     learning_rate: float = 0.0
     num_frozen_by_user: int = 0
+
+    @property
+    def num_wanted(self) -> float:
+        """Old name of `target_num_frozen`."""
+        return self.target_num_frozen
 
 
 def is_usable(values: Sequence[float]) -> bool:
@@ -94,8 +100,8 @@ MOST_ASKED = 100_000
 class FreezePolicy(ABC):
     """Policy that decides how many leading layers are frozen. Subclass it and pass an instance as `policy=`.
 
-    Only `num_wanted` is required; it is called on rank 0 alone and its answer broadcast. A policy that keeps state
-    between decisions must return it from `state`, or a resumed run will decide differently:
+    Only `target_num_frozen` is required; it is called on rank 0 alone and its answer broadcast. A policy that keeps
+    state between decisions must return it from `state`, or a resumed run will decide differently:
 
         class Settled(FreezePolicy):
             name = "settled"
@@ -103,7 +109,7 @@ class FreezePolicy(ABC):
             def __init__(self):
                 self.num_calm = 0
 
-            def num_wanted(self, signal):
+            def target_num_frozen(self, signal):
                 norms = signal.gradient_norms
                 self.num_calm += bool(norms) and norms[signal.num_frozen] < 0.01 * norms[-1]
                 return self.num_calm
@@ -124,7 +130,7 @@ class FreezePolicy(ABC):
     """Number of decisions at the start of a run that only observe; nothing can freeze before the next one."""
     is_certain = False
     """If True, `most_wanted` is always the answer, so the freezes of a run are known before it starts. A subclass that
-    overrides `num_wanted` must set it again.
+    overrides `target_num_frozen` must set it again.
     """
     freezes = True
     """If False, the policy never freezes, and nothing is prepared for freezing."""
@@ -133,17 +139,25 @@ class FreezePolicy(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A subclass that overrides `num_wanted` below the class that set `is_certain` must not inherit it.
+        if "num_wanted" in vars(cls) and "target_num_frozen" not in vars(cls):
+            warnings.warn(
+                f"{cls.__name__}.num_wanted is called target_num_frozen now, and FreezeSignal.num_wanted likewise: "
+                "rename it, the old name goes with the next release.",
+                FutureWarning,
+                stacklevel=2,
+            )
+            cls.target_num_frozen = vars(cls)["num_wanted"]  # type: ignore[method-assign]
+        # A subclass that overrides `target_num_frozen` below the class that set `is_certain` must not inherit it.
         order = cls.__mro__
         says, answers = (
             next(index for index, base in enumerate(order) if name in vars(base))
-            for name in ("is_certain", "num_wanted")
+            for name in ("is_certain", "target_num_frozen")
         )
         if answers < says:
             cls.is_certain = False
 
     @abstractmethod
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         """Return how many layers to freeze now; fractions are rounded up.
 
         An answer below the current number changes nothing, unless `may_unfreeze`: then the layers above it are
@@ -151,7 +165,7 @@ class FreezePolicy(ABC):
         """
 
     def most_wanted(self, signal: FreezeSignal) -> float:
-        """Return the largest possible answer of `num_wanted`, to predict a run at its start."""
+        """Return the largest possible answer of `target_num_frozen`, to predict a run at its start."""
         return signal.num_layers
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:
@@ -221,11 +235,11 @@ class FreezePolicy(ABC):
 class Decision:
     """Answer of a policy and the resulting number of frozen layers.
 
-    `num_wanted` is the answer before rounding, never below the previous one unless the policy can unfreeze.
+    `target_num_frozen` is the answer before rounding, never below the previous one unless the policy can unfreeze.
     """
 
     signal: FreezeSignal
-    num_wanted: float
+    target_num_frozen: float
     num_frozen: int
 
     @property
@@ -239,15 +253,15 @@ class Decision:
     @property
     def is_held_back(self) -> bool:
         """True if the policy wanted more layers than may freeze."""
-        return rounded_up(self.num_wanted) > self.num_frozen
+        return rounded_up(self.target_num_frozen) > self.num_frozen
 
     def as_event(self) -> dict[str, Any]:
         return {
             "num_frozen_before": self.signal.num_frozen,
             "num_frozen": self.num_frozen,
             "unfreezes": self.unfreezes,
-            "num_wanted_before": self.signal.num_wanted,
-            "num_wanted": self.num_wanted,
+            "num_wanted_before": self.signal.target_num_frozen,
+            "num_wanted": self.target_num_frozen,
             "learning_rate": self.signal.learning_rate,
             **{name: list(getattr(self.signal, name)) for name in MEASUREMENTS},
         }
@@ -259,12 +273,12 @@ def decide(policy: FreezePolicy, signal: FreezeSignal, min_active_layers: int) -
     Raises:
         ValueError: the answer is not finite.
     """
-    answer = float(policy.num_wanted(signal))
+    answer = float(policy.target_num_frozen(signal))
     if not math.isfinite(answer):
-        raise ValueError(f"{type(policy).__name__}.num_wanted returned {answer}: expected a number of layers.")
+        raise ValueError(f"{type(policy).__name__}.target_num_frozen returned {answer}: expected a number of layers.")
     num_frozen = held(policy, answer, signal, min_active_layers)
     # The next decision gets the unrounded answer, because Eq. 1 is a recursion on it.
-    wanted = answer if policy.may_unfreeze else max(answer, signal.num_wanted)
+    wanted = answer if policy.may_unfreeze else max(answer, signal.target_num_frozen)
     return Decision(signal, wanted, num_frozen)
 
 

@@ -131,7 +131,7 @@ class NoFreezing(FreezePolicy):
             self._marks.memory.begin(DISTRIBUTED)
         return False
 
-    def num_wanted(self, signal: Any) -> float:
+    def target_num_frozen(self, signal: Any) -> float:
         return 0.0
 
 

@@ -83,12 +83,12 @@ def fail_in_the_exchange(trainer: Any) -> None:
 class OfThisRank(FreezePolicy):
     """A policy that does not answer alike on all ranks: it looked at a clock, say."""
 
-    def num_wanted(self, signal):
+    def target_num_frozen(self, signal):
         return 2.0 if RANK == 0 and signal.step >= CHANGE_AT else 0.0
 
 
 class OfTheOtherRank(FreezePolicy):
-    def num_wanted(self, signal):
+    def target_num_frozen(self, signal):
         return 2.0 if RANK == 1 and signal.step >= CHANGE_AT else 0.0
 
 

@@ -40,7 +40,7 @@ DROPOUT = 0.3
 class Never(FreezePolicy):
     """A user's policy that freezes nothing, ever."""
 
-    def num_wanted(self, signal):
+    def target_num_frozen(self, signal):
         return 0.0
 
 
@@ -49,7 +49,7 @@ class OneByOne(FreezePolicy):
 
     name = "one by one"
 
-    def num_wanted(self, signal):
+    def target_num_frozen(self, signal):
         return signal.num_frozen + 1
 
 

@@ -106,7 +106,7 @@ class OneMore(FreezePolicy):
     def __init__(self, due: tuple[int, ...]) -> None:
         self.num_asked, self.due = 0, due
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         self.num_asked += 1
         return signal.num_frozen + 1
 
@@ -132,7 +132,7 @@ def run(
     inputs = PlanInputs(costs_of(L), Overheads(), rules_for(L, device_bytes=device_bytes), samples_per_device=16)
     policy = OneMore(due)
     if rank:
-        policy.num_wanted = policy.is_due = policy.explain = forbidden
+        policy.target_num_frozen = policy.is_due = policy.explain = forbidden
     args = PipeTransformerArguments(output_dir=str(folder), use_cpu=True, report_to="none", freeze_min_active_layers=0)
     decided = Decisions(
         policy, DecisionClock(1, 0, steps), args, inputs, 0, WORLD_SIZE, {}, lambda *_, **__: None, None
@@ -200,7 +200,7 @@ NAMES = {f"block{block}": (block,) for block in range(2 * L + 2)}
 class Watching(FreezePolicy):
     """Freezes nothing."""
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         return signal.num_frozen
 
 
@@ -274,7 +274,7 @@ def test_a_store_that_rank_0_finds_lost_while_it_decides_is_lost_on_every_rank(
             cache.mode = "off"  # noqa: B023
             return signal.num_frozen
 
-        monkeypatch.setattr(Watching, "num_wanted", look if rank == 0 else forbidden)
+        monkeypatch.setattr(Watching, "target_num_frozen", look if rank == 0 else forbidden)
         watcher = controller_of(tmp_path, stage, told, cache)
         tried = watcher.change_before(4, stage)
         assert tried is not None and not tried.moves

@@ -78,7 +78,7 @@ class Wants(FreezePolicy):
     def __init__(self, wants: int) -> None:
         self.wants = wants
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         return self.wants
 
 

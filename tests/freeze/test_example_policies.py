@@ -62,7 +62,7 @@ def test_its_first_state_begins_anew(policy: str) -> None:
     """A second training of one trainer loads the state that the policy was given with."""
     made = POLICIES[policy]()
     start = json.loads(json.dumps(made.state()))
-    made.num_wanted(FreezeSignal(10, 100, 4, 0, 0.0, (0.5,) * 5, learning_rate=0.1))
+    made.target_num_frozen(FreezeSignal(10, 100, 4, 0, 0.0, (0.5,) * 5, learning_rate=0.1))
     assert made.state() != start
     made.load_state(start)
     assert made.state() == start

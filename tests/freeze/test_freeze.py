@@ -47,7 +47,7 @@ def run(policy: FreezePolicy, norms: list[tuple[float, ...]], min_active: int = 
     wanted, num_frozen, found = 0.0, 0, []
     for step, means in enumerate(norms, start=1):
         decision = decide(policy, FreezeSignal(step, 10**6, num_layers, num_frozen, wanted, means), min_active)
-        wanted, num_frozen = decision.num_wanted, decision.num_frozen
+        wanted, num_frozen = decision.target_num_frozen, decision.num_frozen
         found.append(num_frozen)
     return found
 
@@ -57,8 +57,8 @@ def with_smallest(index: int, num_layers: int = L) -> tuple[float, ...]:
     return tuple(0.5 if i == index else 1.0 + i for i in range(num_layers + 1))
 
 
-def signal(num_frozen: int, num_wanted: float, norms: tuple[float, ...] = ()) -> FreezeSignal:
-    return FreezeSignal(1, 100, L, num_frozen, num_wanted, norms)
+def signal(num_frozen: int, target_num_frozen: float, norms: tuple[float, ...] = ()) -> FreezeSignal:
+    return FreezeSignal(1, 100, L, num_frozen, target_num_frozen, norms)
 
 
 # ---- Eq. 1 and Eq. 3
@@ -152,8 +152,18 @@ class Says(FreezePolicy):
     def __init__(self, answer: float) -> None:
         self.answer = answer
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         return self.answer
+
+
+def test_the_old_name_of_an_answer_is_taken_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match=r"Old\.num_wanted is called target_num_frozen now"):
+
+        class Old(FreezePolicy):
+            def num_wanted(self, signal: FreezeSignal) -> float:
+                return signal.num_wanted + 1
+
+    assert decide(Old(), signal(5, 5.0), 0).num_frozen == 6
 
 
 @pytest.mark.parametrize(("answer", "expected"), [(2.1, 5), (-3, 5), (5.0, 5), (5.5, 6), (99, 12)])
@@ -166,7 +176,7 @@ def test_an_answer_is_rounded_up_and_never_unfreezes(answer: float, expected: in
 
 @pytest.mark.parametrize("answer", [math.nan, math.inf, -math.inf])
 def test_an_answer_that_is_no_number_is_refused(answer: float) -> None:
-    with pytest.raises(ValueError, match=r"Says\.num_wanted returned (nan|inf|-inf): expected a number"):
+    with pytest.raises(ValueError, match=r"Says\.target_num_frozen returned (nan|inf|-inf): expected a number"):
         decide(Says(answer), signal(5, 5.0), 0)
 
 
@@ -237,7 +247,7 @@ def test_decisions_are_due_between_steps_after_the_warm_up(interval: str, warmup
 def test_no_policy_none_is_ever_asked() -> None:
     policy, clock = make_policy("none", 1 / 3, "inclusive", None), make_clock("1", 0.0, 10, 40)
     assert not any(policy.is_due(step, clock) for step in range(41))
-    assert policy.num_wanted(signal(3, 3.0)) == 3
+    assert policy.target_num_frozen(signal(3, 3.0)) == 3
 
 
 def test_a_fixed_table_is_followed_at_its_steps_only() -> None:
@@ -363,7 +373,7 @@ def test_the_outlook_of_a_bound_is_what_its_decisions_give() -> None:
     signal, frozen = FreezeSignal(20, 40, 6, 0, 0.0), []
     for step, _ in expected:
         decision = decide(Schedule(1 / 3), replace(signal, step=step), 2)
-        signal = replace(signal, num_frozen=decision.num_frozen, num_wanted=decision.num_wanted)
+        signal = replace(signal, num_frozen=decision.num_frozen, target_num_frozen=decision.target_num_frozen)
         frozen.append((step, decision.num_frozen))
     assert frozen == expected
 

@@ -36,7 +36,7 @@ class Says(FreezePolicy):
     def __init__(self, answer: float) -> None:
         self.answer = answer
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         return self.answer
 
 
@@ -49,7 +49,7 @@ def test_an_answer_of_fewer_layers_unfreezes_but_not_what_the_script_froze(answe
     decision = decide(Says(answer), signal(3, num_frozen_by_user=1), 0)
     assert decision.num_frozen == expected
     assert (decision.unfreezes, decision.freezes) == (expected < 3, expected > 3)
-    assert decision.num_wanted == answer
+    assert decision.target_num_frozen == answer
     assert decision.as_event()["unfreezes"] == decision.unfreezes
 
 

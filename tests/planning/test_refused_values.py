@@ -44,10 +44,10 @@ def test_a_plan_by_work_needs_the_work() -> None:
 
 def test_an_answer_of_a_policy_that_is_no_number() -> None:
     class Odd(Settled):
-        def num_wanted(self, signal: FreezeSignal) -> float:
+        def target_num_frozen(self, signal: FreezeSignal) -> float:
             return float("nan")
 
-    with pytest.raises(ValueError, match=r"num_wanted returned .*: expected a number of layers"):
+    with pytest.raises(ValueError, match=r"target_num_frozen returned .*: expected a number of layers"):
         decide(Odd(), cast(FreezeSignal, None), 1)
 
 

@@ -81,9 +81,7 @@ def test_every_function_that_the_map_of_the_papers_names_exists() -> None:
 
 
 def test_a_function_that_is_gone_is_found() -> None:
-    row = (
-        "| Eq. 1 | `freeze/policies.py`: `GradientNorm.num_wanted`, `GradientNorm.gone`; `none.py`: `f` | as `text` |"
-    )
+    row = "| Eq. 1 | `freeze/policies.py`: `GradientNorm.smallest`, `GradientNorm.gone`; `none.py`: `f` | as `text` |"
     assert missing(row) == ["freeze/policies.py: GradientNorm.gone", "none.py", "none.py: f"]
 
 

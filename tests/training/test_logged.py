@@ -37,7 +37,7 @@ class First(FreezePolicy):
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
 
-    def num_wanted(self, signal: FreezeSignal) -> float:
+    def target_num_frozen(self, signal: FreezeSignal) -> float:
         return self.num_layers
 
 
