@@ -21,6 +21,9 @@ MOST_SCHEDULES = 12
 
 HALF = 0.5
 
+SHARDED = "Trainer, FSDP2 or ZeRO-3"
+"""Row of sharded data parallelism, which is counted by formula."""
+
 NO_GAIN = 0.97
 """Share of the full run's time above which freezing is called no gain: predictions err by as much."""
 
@@ -44,7 +47,8 @@ def _layouts(plan: RunPlan) -> str:
     rows = [_row(str(each.layout.pipeline_size), each) for each in plan.options]
     name = "Trainer" if plan.machine.num_devices == 1 else "Trainer, DDP"
     head = ["stages K", "replicas R", "micro-batches M", "fullest rank", "fits", "waiting", "step", "samples/s"]
-    return table(head, [_row(name, plan.trainer), *rows])
+    sharded = [] if plan.sharded is None else [_row(SHARDED, plan.sharded)]
+    return table(head, [_row(name, plan.trainer), *sharded, *rows])
 
 
 def _row(name: str, option: Option) -> list[str]:
@@ -179,7 +183,13 @@ def _sources(plan: RunPlan) -> str:
 
 def verdicts(plan: RunPlan) -> list[str]:
     """Return what to conclude from the plan, a sentence or two each."""
-    found = _whether_it_fits(plan), _whether_to_split(plan), _whether_launches_decide(plan), _whether_to_freeze(plan)
+    found = (
+        _whether_it_fits(plan),
+        _whether_to_shard(plan),
+        _whether_to_split(plan),
+        _whether_launches_decide(plan),
+        _whether_to_freeze(plan),
+    )
     return [*filter(None, found)]
 
 
@@ -197,6 +207,22 @@ def _whether_it_fits(plan: RunPlan) -> str:
         return f"{text}It fits with {changes}, K={option.layout.pipeline_size}: {option.fullest / GB:.1f} GB."
     others = ", ".join(["more or larger devices", *(() if remedy is None else remedy.others)])
     return f"{text}Recomputation and batches of one sample do not help. Take {others} or shorter sequences."
+
+
+def _whether_to_shard(plan: RunPlan) -> str:
+    """Return where sharded data parallelism is the better choice; empty if it is not."""
+    sharded, fastest = plan.sharded, plan.fastest
+    if sharded is None or not sharded.fits:
+        return ""
+    found = (
+        f"{SHARDED} fits with {sharded.fullest / GB:.1f} GB and {sharded.samples_per_second:.3g} samples/s, counted by "
+        "formula"
+    )
+    if not fastest.fits:
+        return f"{found}; no pipeline fits without other options."
+    if sharded.samples_per_second > fastest.samples_per_second:
+        return f"{found}: faster than the {fastest.samples_per_second:.3g} of K={fastest.layout.pipeline_size}."
+    return ""
 
 
 def _whether_to_split(plan: RunPlan) -> str:
@@ -283,7 +309,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
     """Return all of the plan as JSON values."""
-    own = ("options", "trainer", "chosen", "schedules", "timeline", "remedy")
+    own = ("options", "trainer", "sharded", "chosen", "schedules", "timeline", "remedy")
     return {
         **{name: value for name, value in asdict(plan).items() if name not in own},
         "num_epochs": plan.course.num_epochs,
@@ -291,6 +317,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         "trained_by_rank": [each.trained for each in stages(plan)],
         "options": [_option(each) for each in plan.options],
         "trainer": _option(plan.trainer),
+        "sharded": None if plan.sharded is None else _option(plan.sharded),
         "chosen": _option(plan.chosen),
         "schedules": [_option(each) for each in plan.schedules],
         "timeline": spans_as_json(plan.timeline),

@@ -23,13 +23,14 @@ from hf_pipetransformer.planning.course import RunSchedule
 from hf_pipetransformer.planning.forecast import Duration, Forecast
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory
 from hf_pipetransformer.planning.search import Storing
+from hf_pipetransformer.planning.sharded import shard_memory, shard_seconds
 from hf_pipetransformer.planning.simulator import Timeline
 from hf_pipetransformer.planning.storing import CacheCosts, Caching, StoreContents, why_not_over_nodes
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
-from hf_pipetransformer.splitters.quantized import num_bytes
+from hf_pipetransformer.splitters.quantized import is_packed, num_bytes
 from hf_pipetransformer.startup.model import MOST_GRADIENTS, is_causal_lm
 from hf_pipetransformer.startup.planner import RunPlanner
 
@@ -118,10 +119,10 @@ class RunPlan:
     """Possible layouts of a run, shortest pipeline first, and the one that it would begin with.
 
     `blocks` and `overheads` are the costs behind the times. `trainer` is Trainer's own data parallelism beside the
-    options; `schedules` are the layouts of all schedules that the options allow on several stages, fastest first;
-    `refused` says why the others are not among them. `host` has the host memory of the fullest rank by phase.
-    `computing_seconds` are those of the chosen step if launching operations took no time. `remedy` says what to change
-    where nothing fits.
+    options, `sharded` the same with FSDP2 or ZeRO-3, None on one device and for quantized weights. `schedules` are the
+    layouts of all schedules that the options allow on several stages, fastest first; `refused` says why the others are
+    not among them. `host` has the host memory of the fullest rank by phase. `computing_seconds` are those of the chosen
+    step if launching operations took no time. `remedy` says what to change where nothing fits.
     """
 
     model: str
@@ -134,6 +135,7 @@ class RunPlan:
     overheads: Overheads
     options: tuple[Option, ...]
     trainer: Option
+    sharded: Option | None
     chosen: Option
     host: dict[str, float]
     schedules: tuple[Option, ...]
@@ -195,6 +197,7 @@ def plan_run(
         overheads=planner.costs.overheads,
         options=options,
         trainer=_of_trainer(planner, machine),
+        sharded=_sharded(model, planner, machine),
         chosen=chosen,
         host=_host_memory(chosen, planner, machine, weights),
         schedules=schedules,
@@ -293,6 +296,26 @@ def _of_trainer(planner: RunPlanner, machine: Machine) -> Option:
     frozen = planner.num_frozen_by_user
     on_stages = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
     return make_option(on_stages, on_stages.plan(1, frozen), machine, sums=False)
+
+
+def _sharded(model: Any, planner: RunPlanner, machine: Machine) -> Option | None:
+    """Return sharded data parallelism by Trainer; None where there is nothing to shard over, or it cannot."""
+    world_size, args, blocks = machine.num_devices, planner.args, planner.costs.blocks
+    if world_size == 1 or any(map(is_packed, model.parameters())):
+        return None
+    on_one = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
+    layout = on_one.plan(1, planner.num_frozen_by_user)
+    samples, accumulation = args.train_samples_per_device, args.gradient_accumulation_steps
+    rules = planner.memory_rules
+    (alone,) = rank_memory(replace(layout, num_replicas=1), blocks, samples, accumulation, memory=rules)
+    memory = shard_memory(alone, blocks, world_size, rules.casts)
+    memory.communicators = machine.communicator_bytes
+    costs = _costs(planner, layout)
+    step = predict_step(replace(layout, num_replicas=1), *costs, samples, accumulation)
+    seconds = shard_seconds(step, *costs, world_size, accumulation, rules.casts)
+    per_second = samples * world_size * accumulation / seconds if seconds else 0.0
+    fits = memory.total <= machine.device_bytes * (1 - MEMORY_RESERVE)
+    return Option(layout, (memory,), max(0.0, 1 - step.pipeline / seconds), seconds, per_second, fits)
 
 
 def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
