@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ CONTEXT = " ".join(WORDS[:20])
 # Two tokens of a question and three special ones leave eight words for the context; each next window is five further.
 MAX_LENGTH, STRIDE, ROOM, STEP = 13, 3, 8, 5
 WINDOW_STARTS = (0, 5, 10, 15)
+DATA = run_qa.QuestionDataArguments(train_file="x")
 FIRST = 4
 """Position of a window's first word: [CLS] after w1 [SEP] come before it."""
 
@@ -395,29 +397,17 @@ def test_wrong_questions_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     assert "The answers of 3 questions ('q0' first) do not stand at their answer_start" in caplog.text
 
 
-def test_a_local_metric_script_replaces_the_built_in_metrics(tmp_path: Path, tokenizer: Any) -> None:
-    script = tmp_path / "share_of_words.py"
-    script.write_text(
-        "import datasets\n"
-        "import evaluate\n"
-        "class ShareOfWords(evaluate.Metric):\n"
-        "    def _info(self):\n"
-        "        text = datasets.Value('string')\n"
-        "        answers = {'text': datasets.List(text), 'answer_start': datasets.List(datasets.Value('int32'))}\n"
-        "        columns = {'predictions': {'id': text, 'prediction_text': text},\n"
-        "                   'references': {'id': text, 'answers': answers}}\n"
-        "        return evaluate.MetricInfo(description='', citation='', features=datasets.Features(columns))\n"
-        "    def _compute(self, predictions, references):\n"
-        "        pairs = zip(predictions, references)\n"
-        "        return {'share': sum(p['prediction_text'] in r['answers']['text'] for p, r in pairs) / 1}\n"
-    )
+def test_a_metric_of_evaluate_gets_what_squads_take(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     asked = question(text="w0")
     windows = windows_of(asked, tokenizer)
-    data_args = run_qa.QuestionDataArguments(train_file="x")
-    found = run_qa.answers_of(data_args, None)(asked, windows, logits_of(windows), "eval")
+    found = run_qa.answers_of(DATA, None)(asked, windows, logits_of(windows), "eval")
     assert isinstance(found, EvalPrediction)
-    assert run_qa.metric_function(False, str(script), rank=0)(found) == {"share": 1.0}
     assert run_qa.metric_function(False, None, rank=0)(found) == {"exact_match": 100.0, "f1": 100.0}
+    monkeypatch.setattr(script_utils, "load_metric", lambda name, rank: SimpleNamespace(compute=dict))
+    truths = [{"id": "q", "answers": {"text": ["w0"], "answer_start": [0]}}]
+    for allows_no_answer, extra in ((False, {}), (True, {"no_answer_probability": 0.0})):
+        given = run_qa.metric_function(allows_no_answer, "a metric", rank=0)(found)
+        assert given == {"predictions": [{"id": "q", "prediction_text": "w0", **extra}], "references": truths}
 
 
 def test_hidden_answers_are_not_scored(tokenizer: Any) -> None:
@@ -436,7 +426,7 @@ def test_the_mixin_refuses_what_it_cannot_evaluate(tmp_path: Path, tokenizer: An
         model=make_bert(BertForQuestionAnswering, len(tokenizer)),
         args=TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True),
         eval_dataset=windows_of(question(), tokenizer),
-        post_process_function=run_qa.answers_of(run_qa.QuestionDataArguments(train_file="x"), None),
+        post_process_function=run_qa.answers_of(DATA, None),
     )
     with pytest.raises(ValueError, match="Found NoneType as questions and Dataset as their windows"):
         trainer.evaluate()
@@ -521,17 +511,10 @@ def test_run_qa_trains_evaluates_and_predicts_with_two_stages(tmp_path: Path) ->
     assert (results["eval_samples"], results["eval_total"], results["eval_NoAns_total"]) == (7, 7, 2)
     assert results["train_samples"] > 12  # windows
     assert results["predict_samples"] == 5
-    read = {
-        name: json.loads((output / f"{name}.json").read_text()) for name in ("eval_predictions", "predict_predictions")
-    }
-    assert list(read["eval_predictions"]) == asked["id"][:]
+    found = {path.stem: json.loads(path.read_text()) for path in output.glob("*_*.json")}
+    assert list(found["eval_predictions"]) == list(found["eval_null_odds"]) == asked["id"][:]
     # Three spans at most, and no answer.
-    assert {len(best) for best in json.loads((output / "eval_nbest_predictions.json").read_text()).values()} <= {
-        2,
-        3,
-        4,
-    }
-    assert list(json.loads((output / "eval_null_odds.json").read_text())) == asked["id"][:]
+    assert {len(best) for best in found["eval_nbest_predictions"].values()} <= {2, 3, 4}
 
     saved = AutoModelForQuestionAnswering.from_pretrained(output).eval()
     tokenizer = AutoTokenizer.from_pretrained(output)
@@ -544,7 +527,7 @@ def test_run_qa_trains_evaluates_and_predicts_with_two_stages(tmp_path: Path) ->
     outputs = saved(**DataCollatorWithPadding(tokenizer)(inputs.to_list()))
     logits = (outputs.start_logits.detach().numpy(), outputs.end_logits.detach().numpy())
     answers = find_answers(tested, windows, logits, data_args)
-    assert read["predict_predictions"] == {answer.name: answer.text for answer in answers}
+    assert found["predict_predictions"] == {answer.name: answer.text for answer in answers}
 
 
 # --- real questions
