@@ -230,7 +230,8 @@ def squad(data: Path, _models: Path) -> TaskData:
 def cifar10(data: Path, models: Path) -> TaskData:
     """Images that are decoded each time they are read; held out are 4,000 test images. The ViT has no dropout."""
     _, pool, test = cifar10_images(data, models, 20_000, 4_000)
-    pixels, labels = torch.stack(test["pixel_values"][:]), torch.tensor(test["labels"][:])
+    held_out = test[:]
+    pixels, labels = torch.stack(held_out["pixel_values"]), torch.tensor(held_out["labels"])
     model = partial(
         AutoModelForImageClassification.from_pretrained, models / VIT_FOLDER, num_labels=10,
         ignore_mismatched_sizes=True,
