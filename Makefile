@@ -42,7 +42,7 @@ help:
 	@echo "make families   every class of transformers for text, images or sound beside Trainer: on two stages, and with a"
 	@echo "                part frozen; an hour or more"
 	@echo "make quality    ruff and mypy; make style: let ruff repair what it can"
-	@echo "make benchmark  all measurements, resumable, on an idle machine: a day or two; ONLY=name for one"
+	@echo "make benchmark  all measurements, resumable, on an idle machine: seven hours; ONLY=name for one"
 	@echo "make benchmark-quick  what fits of them into 10 minutes, shortened, into runs/bench/quick"
 	@echo "make pipe-suites  the suites of torchgpipe and of PyTorch's Pipe, with the import changed, a few minutes"
 	@echo "make gpu-check  what GPUs can show, within 20 minutes; processes may share one over NCCL"
@@ -139,8 +139,8 @@ style: $(INSTALLED)
 	$(BIN)/ruff check --fix $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
-# Everything measured, on a machine that does nothing else: a day or two. It goes on where it stopped: what is finished
-# with these versions is skipped (`make benchmark ONLY="'cache-*' --force"` measures again).
+# Everything measured, on a machine that does nothing else: seven hours. It goes on where it stopped: what is finished
+# with these versions is skipped (`make benchmark ONLY="'computed-*' --force"` measures again).
 ONLY ?= all
 benchmark: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile gguf

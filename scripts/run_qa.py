@@ -17,9 +17,18 @@ from pathlib import Path
 import numpy as np
 import script_utils
 from datasets import Dataset
-from qa_answers import AnswerOptions, QuestionAnsweringMixin, find_answers, write_answers
-from qa_metrics import squad_metrics, squad_v2_metrics
-from qa_utils import WindowMaker, answer_texts, check_questions, load_questions
+from question_answering import (
+    AnswerOptions,
+    QuestionAnsweringMixin,
+    WindowMaker,
+    answer_texts,
+    check_questions,
+    find_answers,
+    load_questions,
+    squad_metrics,
+    squad_v2_metrics,
+    write_answers,
+)
 from script_utils import ModelArguments, TextDataArguments
 from transformers import (
     AutoModelForQuestionAnswering,
@@ -94,12 +103,10 @@ def metric_function(allows_no_answer: bool, metric_name: str | None, rank: int) 
             extra = {"no_answer_probability": 0.0} if allows_no_answer else {}
             given = [{"id": answer.name, "prediction_text": answer.text, **extra} for answer in answers]
             return dict(loaded.compute(predictions=given, references=truths))
-        texts = {answer.name: answer.text for answer in answers}
         true = {truth["id"]: answer_texts(truth["answers"]) for truth in truths}
-        if not allows_no_answer:
-            return squad_metrics(texts, true)
-        best_texts = {answer.name: answer.best_text for answer in answers}
-        return squad_v2_metrics(texts, true, best_texts, {a.name: a.null_score_difference for a in answers})
+        if allows_no_answer:
+            return squad_v2_metrics(answers, true)
+        return squad_metrics({answer.name: answer.text for answer in answers}, true)
 
     return compute_metrics
 

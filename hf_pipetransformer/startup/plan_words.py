@@ -183,14 +183,8 @@ def _sources(plan: RunPlan) -> str:
 
 def verdicts(plan: RunPlan) -> list[str]:
     """Return what to conclude from the plan, a sentence or two each."""
-    found = (
-        _whether_it_fits(plan),
-        _whether_to_shard(plan),
-        _whether_to_split(plan),
-        _whether_launches_decide(plan),
-        _whether_to_freeze(plan),
-    )
-    return [*filter(None, found)]
+    of_layouts = _whether_it_fits(plan), _whether_to_shard(plan), _whether_to_split(plan)
+    return [*filter(None, (*of_layouts, _whether_launches_decide(plan), _whether_to_freeze(plan)))]
 
 
 def _whether_it_fits(plan: RunPlan) -> str:
@@ -215,8 +209,7 @@ def _whether_to_shard(plan: RunPlan) -> str:
     if sharded is None or not sharded.fits:
         return ""
     found = (
-        f"{SHARDED} fits with {sharded.fullest / GB:.1f} GB and {sharded.samples_per_second:.3g} samples/s, counted by "
-        "formula"
+        f"{SHARDED} fits with {sharded.fullest / GB:.1f} GB and {sharded.samples_per_second:.3g} samples/s, by formula"
     )
     if not fastest.fits:
         return f"{found}; no pipeline fits without other options."

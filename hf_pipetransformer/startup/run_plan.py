@@ -121,8 +121,8 @@ class RunPlan:
     `blocks` and `overheads` are the costs behind the times. `trainer` is Trainer's own data parallelism beside the
     options, `sharded` the same with FSDP2 or ZeRO-3, None on one device and for quantized weights. `schedules` are the
     layouts of all schedules that the options allow on several stages, fastest first; `refused` says why the others are
-    not among them. `host` has the host memory of the fullest rank by phase. `computing_seconds` are those of the chosen
-    step if launching operations took no time. `remedy` says what to change where nothing fits.
+    not among them. `host` has the host memory of the fullest rank by phase. `computing_seconds` are those of the
+    chosen step if launching operations took no time. `remedy` says what to change where nothing fits.
     """
 
     model: str

@@ -2,12 +2,9 @@
 
     python -m scripts.bench                       all names, with minutes and files
     python -m scripts.bench all                   everything that has not been measured with these versions yet
-    python -m scripts.bench 'cache-*' plan --force
+    python -m scripts.bench 'computed-*' head-slices --force
     python -m scripts.bench all --quick --minutes 10
-    python -m scripts.bench front --tasks sst2 squad --seeds 0 1 --contenders 'full*' LoRA
-    python -m scripts.bench front --seeds         no run, only the report of those that are finished
 
-A study is made of runs, which are kept: it goes on where it stopped, and several processes may share the work.
 Figures go to benchmarks/, those of `--quick` to runs/bench/quick/. Measure on a machine that does nothing else.
 """
 
@@ -89,9 +86,8 @@ def run_all(experiments: Sequence[Experiment], settings: Settings, results: Path
             failed.append(each.name)
             continue
         minutes = (time.monotonic() - start) / 60
-        if not settings.is_part:
-            state[each.name] = {"finished": f"{datetime.now():%F %H:%M}", "versions": versions()}
-            write_json(path, state)
+        state[each.name] = {"finished": f"{datetime.now():%F %H:%M}", "versions": versions()}
+        write_json(path, state)
         print(f"=== {each.name}: {minutes:.1f} minutes, in {results / each.result}", flush=True)
     return failed
 
@@ -107,9 +103,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="as many as fit, the shortest first")
     parser.add_argument("--data", type=Path, default=SHARED / "data", help="folder of the data files")
     parser.add_argument("--models", type=Path, default=SHARED / "models", help="folder of the small ViT")
-    parser.add_argument("--tasks", nargs="+", help="of studies: names or patterns; all by default")
-    parser.add_argument("--contenders", nargs="+", help="of studies, likewise")
-    parser.add_argument("--seeds", nargs="*", type=int, help="of studies; none for the report of finished runs")
     options = parser.parse_args()
     load_experiments()
     if not options.names:
@@ -117,12 +110,9 @@ def main() -> None:
         return
     folder = REPOSITORY / "runs" / "bench" / ("quick" if options.quick else "")
     results = folder if options.quick else REPOSITORY / "benchmarks"
-    part = options.tasks, options.seeds, options.contenders
-    settings = Settings(options.data.resolve(), options.models.resolve(), folder, options.quick, *part)
+    settings = Settings(options.data.resolve(), options.models.resolve(), folder, options.quick)
     experiments = within(chosen(options.names), options.minutes, options.quick)
-    if settings.is_part and (others := [each.name for each in experiments if not each.is_study]):
-        sys.exit(f"Found {', '.join(others)}; --tasks, --seeds and --contenders choose among the runs of a study.")
-    failed = run_all(experiments, settings, results, options.force or settings.is_part)
+    failed = run_all(experiments, settings, results, options.force)
     if failed:
         sys.exit(f"{len(failed)} of {len(experiments)} experiments failed: {', '.join(failed)}")
 

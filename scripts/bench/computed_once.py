@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import statistics
 import tempfile
@@ -27,8 +26,10 @@ from transformers import (
     set_seed,
 )
 
+from hf_pipetransformer import PipeTransformerTrainer
+
 from .measure import Settings, alternate, experiment, largest_difference, launch, ratios, report, summary
-from .training import StepClock, Timed, losses_of, make_trainer
+from .training import StepClock, losses_of, make_trainer, without_launch_variables
 
 
 Rows = list[dict[str, Any]]
@@ -152,15 +153,14 @@ def run(name: str, kind: str, folder: str) -> dict[str, Any]:
     given = {"model": task.build(), "train_dataset": task.samples(NUM_STEPS * task.batch)}
     if kind == "ours":
         shutil.rmtree(folder, ignore_errors=True)
-    base = {"Trainer": Trainer, "bound": type("Bound", (Given,), {"part": task.part})}.get(kind, Timed)
+    base = {"Trainer": Trainer, "bound": type("Bound", (Given,), {"part": task.part})}.get(
+        kind, PipeTransformerTrainer
+    )
     options = {
-        "num_train_epochs": 2,
-        "learning_rate": 1e-5,
-        "logging_strategy": "steps",
-        "logging_steps": 1,
+        "num_train_epochs": 2, "learning_rate": 1e-5, "logging_strategy": "steps", "logging_steps": 1,
         "remove_unused_columns": False,
-    }
-    if base is Timed:
+    }  # fmt: skip
+    if base is PipeTransformerTrainer:
         options |= {"pipeline_parallel_size": "1", "activation_cache_dir": folder, "activation_cache_keep": True}
     trainer = make_trainer(given, task.batch, base, **options)
     clock = StepClock()
@@ -178,8 +178,7 @@ def run(name: str, kind: str, folder: str) -> dict[str, Any]:
 
 def compare(name: str, rounds: int) -> dict[str, Any]:
     """Let the contenders take turns."""
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        del os.environ[variable]  # Trainer would wrap the model for processes that are not there.
+    without_launch_variables()
     # The store of a stack is kept only for data with a fingerprint, which a list has not.
     kinds = ("Trainer", "ours", "bound") if name == PROBE else ("Trainer", "ours", "kept", "bound")
     with tempfile.TemporaryDirectory() as folder:
@@ -189,12 +188,9 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
         for kind, runs in found.items()
     }
     trainers = seconds["Trainer"]["later"]
-    kept = seconds.get("kept")
-    again = (
-        {}
-        if kept is None
-        else {"first epoch over a kept store, over a later one": ratios(kept["first"], kept["later"])}
-    )
+    again = {}
+    if kept := seconds.get("kept"):
+        again["first epoch over a kept store, over a later one"] = summary(ratios(kept["first"], kept["later"]))
     return {
         "later epochs, times as fast as Trainer": summary(ratios(trainers, seconds["ours"]["later"])),
         "the bound, times as fast as Trainer": summary(ratios(trainers, seconds["bound"]["later"])),
@@ -202,7 +198,7 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
         "time of the first epoch over Trainer's": summary(
             ratios(seconds["ours"]["first"], seconds["Trainer"]["first"])
         ),
-        **{what: summary(values) for what, values in again.items()},
+        **again,
         "seconds of a step of Trainer": summary(trainers),
         "seconds between two epochs": summary(seconds["ours"]["turn"]),
         "largest relative difference of the losses": max(
@@ -212,31 +208,22 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def measured(name: str, settings: Settings) -> dict[str, Any]:
+def measured(settings: Settings, name: str) -> dict[str, Any]:
     found = launch(compare, 1, name, settings.of(5, 1))
     report(name, found)
     return {name: found}
 
 
-@experiment("computed_once.json", section="probe", minutes=5, quick_minutes=1, processes=1)
-def computed_probe(settings: Settings) -> dict[str, Any]:
-    """Later epochs of a linear probe on ViT-S/16 beside plain Trainer, and beside its features for nothing."""
-    return measured(PROBE, settings)
-
-
-@experiment("computed_once.json", section="whisper", minutes=10, quick_minutes=2, processes=1)
-def computed_whisper(settings: Settings) -> dict[str, Any]:
-    """Later epochs of Whisper-tiny with a frozen encoder beside plain Trainer, and beside its outputs for nothing."""
-    return measured("Whisper-tiny, encoder frozen", settings)
-
-
-@experiment("computed_once.json", section="vision_language", minutes=10, quick_minutes=2, processes=1)
-def computed_vision_language(settings: Settings) -> dict[str, Any]:
-    """Later epochs of shapes of SmolVLM with LoRA beside plain Trainer, and beside the tower's outputs for nothing."""
-    return measured("SmolVLM shapes, LoRA on the language model", settings)
-
-
-@experiment("computed_once.json", section="convolutions", minutes=6, quick_minutes=2, processes=1)
-def computed_convolutions(settings: Settings) -> dict[str, Any]:
-    """Later epochs of wav2vec2-base above frozen convolutions beside plain Trainer, and beside these for nothing."""
-    return measured("wav2vec2-base, convolutions frozen", settings)
+for each_section, (each_name, each_minutes) in {
+    "probe": (PROBE, 5),
+    "whisper": ("Whisper-tiny, encoder frozen", 10),
+    "vision_language": ("SmolVLM shapes, LoRA on the language model", 10),
+    "convolutions": ("wav2vec2-base, convolutions frozen", 6),
+}.items():
+    measure = partial(measured, name=each_name)
+    measure.__name__ = f"computed_{each_section}"  # type: ignore[attr-defined]
+    measure.__doc__ = f"{each_name}: later epochs beside plain Trainer, and beside the frozen part for nothing."
+    register = experiment(
+        "computed_once.json", section=each_section, minutes=each_minutes, quick_minutes=2, processes=1
+    )
+    register(measure)

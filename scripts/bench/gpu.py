@@ -15,8 +15,8 @@ import contextlib
 import gc
 import io
 import json
-import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -28,10 +28,12 @@ import torch
 import transformers
 from transformers import Trainer, TrainerCallback
 
+from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.cli import main as command
+
 from .measure import Settings, alternate, experiment, launch_all, ratios, report, seconds_of, summary
 from .models import NO_DROPOUT, Tensors, rows_of
-from .plan import beside, plan_of
-from .training import Timed, make_trainer
+from .training import make_trainer, without_launch_variables
 
 
 NUM_EPOCHS = 4
@@ -144,7 +146,7 @@ def trainer_of(subject: Subject, contender: str, **options: Any) -> Any:
         "use_cpu": device() == "cpu", "bf16": True, "num_train_epochs": NUM_EPOCHS, "dataloader_pin_memory": True,
         "learning_rate": 1e-5,
     }  # fmt: skip
-    kind = Trainer if contender == "Trainer" else Timed
+    kind = Trainer if contender == "Trainer" else PipeTransformerTrainer
     return make_trainer(subject.task(), subject.batch, kind, **{**common, **CONTENDERS[contender], **options})
 
 
@@ -195,8 +197,7 @@ def rates(subject: Subject) -> dict[str, float]:
 
 def compare(subject: Subject, rounds: int) -> dict[str, Any]:
     """All contenders by turns, and what plans said of ours."""
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        del os.environ[variable]  # Trainer would wrap the model for processes that are not there.
+    without_launch_variables()
     run(subject, "Trainer", num_train_epochs=2)  # Libraries load kernels and allocate once.
     plans = [plan_here(subject)]
     runs = alternate({contender: partial(run, subject, contender) for contender in CONTENDERS}, rounds)
@@ -235,6 +236,26 @@ def stage_bytes(subject: Subject) -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
+def plan_of(model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a model's config by the command line."""
+    model.config.architectures = [type(model).__name__]
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
+        model.config.save_pretrained(folder)
+        with contextlib.suppress(SystemExit):  # It fits nowhere.
+            command(["plan", folder, *words, "--json"])
+    return json.loads(printed.getvalue())["chosen"]  # type: ignore[no-any-return]
+
+
+def beside(predicted: list[float], measured: list[float]) -> dict[str, Any]:
+    """Medians of both, their ratio, and the range of the measured ones."""
+    both = statistics.median(predicted), statistics.median(measured)
+    return {
+        "predicted": both[0], "measured": both[1], "ratio": round(both[0] / both[1], 3),
+        "measured, range": [min(measured), max(measured)],
+    }  # fmt: skip
+
+
 # ---- in the driver
 
 
@@ -261,28 +282,16 @@ def measured(settings: Settings, name: str) -> dict[str, Any]:
     return named_gpu() | found
 
 
-@experiment("gpu.json", section="minilm", minutes=1, quick_minutes=0.5, processes=1, needs_gpu=True)
-def gpu_minilm(settings: Settings) -> dict[str, Any]:
-    """MiniLM (BERT 6 x 384), 32 sentences of 64 tokens, on one GPU."""
-    return measured(settings, "minilm")
-
-
-@experiment("gpu.json", section="bert", minutes=1, quick_minutes=0.5, processes=1, needs_gpu=True)
-def gpu_bert(settings: Settings) -> dict[str, Any]:
-    """BERT-base, 32 sentences of 128 tokens, on one GPU."""
-    return measured(settings, "bert")
-
-
-@experiment("gpu.json", section="vit", minutes=1, quick_minutes=0.5, processes=1, needs_gpu=True)
-def gpu_vit(settings: Settings) -> dict[str, Any]:
-    """ViT-base, 32 images of 224 px, on one GPU."""
-    return measured(settings, "vit")
-
-
-@experiment("gpu.json", section="llama", minutes=1, quick_minutes=0.5, processes=1, needs_gpu=True)
-def gpu_llama(settings: Settings) -> dict[str, Any]:
-    """Llama of 1.3e9 parameters, 8 blocks of 512 tokens, on one GPU."""
-    return measured(settings, "llama")
+for each_model, each_title in {
+    "minilm": "MiniLM (BERT 6 x 384), 32 sentences of 64 tokens",
+    "bert": "BERT-base, 32 sentences of 128 tokens",
+    "vit": "ViT-base, 32 images of 224 px",
+    "llama": "Llama of 1.3e9 parameters, 8 blocks of 512 tokens",
+}.items():
+    measure = partial(measured, name=each_model)
+    measure.__name__ = f"gpu_{each_model}"  # type: ignore[attr-defined]
+    measure.__doc__ = f"{each_title}, on one GPU."
+    experiment("gpu.json", section=each_model, minutes=1, quick_minutes=0.5, processes=1, needs_gpu=True)(measure)
 
 
 @experiment("gpu.json", section="stages", minutes=1, quick_minutes=0.5, needs_gpu=True)

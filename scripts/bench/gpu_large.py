@@ -10,7 +10,6 @@ the lower half that are computed again or read from the store. Steps are timed a
 from __future__ import annotations
 
 import gc
-import os
 from functools import partial
 from typing import Any
 
@@ -19,10 +18,12 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer
 
+from hf_pipetransformer import PipeTransformerTrainer
+
 from .gpu import SUBJECTS, Subject, Watch, device, named_gpu, on_gpu, run
 from .measure import Settings, alternate, experiment, launch_all, ratios, report, summary
 from .models import rows_of
-from .training import Timed, losses_of, make_trainer
+from .training import losses_of, make_trainer, without_launch_variables
 
 
 NUM_TOKENS, NUM_SEQUENCES, NUM_EPOCHS, RANK = 4096, 6, 4, 16
@@ -36,10 +37,11 @@ NARROW = {
 }  # fmt: skip
 CONTENDERS: dict[str, tuple[type[Trainer], bool, dict[str, Any]]] = {
     "Trainer": (Trainer, False, {}),
-    "ours": (Timed, False, {"freeze_policy": "none", "activation_cache": "off"}),
+    "ours": (PipeTransformerTrainer, False, {"freeze_policy": "none", "activation_cache": "off"}),
     "Trainer, adapters in the upper half": (Trainer, True, {}),
     "ours, adapters in the upper half, lower half stored": (
-        Timed, True, {"freeze_policy": "none", "activation_cache": "on", "activation_cache_dir": "cache"},
+        PipeTransformerTrainer, True,
+        {"freeze_policy": "none", "activation_cache": "on", "activation_cache_dir": "cache"},
     ),
 }  # fmt: skip
 """Class, whether only the upper half has adapters, and options."""
@@ -84,8 +86,7 @@ def train_adapters(contender: str, shape: dict[str, int], num_tokens: int) -> di
 
 
 def compare_adapters(shape: dict[str, int], num_tokens: int, rounds: int) -> dict[str, Any]:
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        del os.environ[variable]  # Trainer would wrap the model for processes that are not there.
+    without_launch_variables()
     calls = {name: partial(train_adapters, name, shape, num_tokens) for name in CONTENDERS}
     runs = alternate(calls, rounds)
     whole = [step for each in runs["Trainer"] for step in each["steps"]]
@@ -115,8 +116,7 @@ def gpu_lora(_settings: Settings) -> dict[str, Any]:
 
 def compare_accumulation(subject: Subject, rounds: int) -> dict[str, Any]:
     """Ours with M micro-batches in one process beside Trainer that accumulates them."""
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        del os.environ[variable]
+    without_launch_variables()
     run(subject, "Trainer", num_train_epochs=2)  # Libraries load kernels and allocate once.
     part = max(subject.batch // MICRO_BATCHES, 1)
     parts = {"gradient_accumulation_steps": MICRO_BATCHES, "per_device_train_batch_size": part}

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
 
 from .measure import (
     RETURNS_FREED,
@@ -22,7 +22,6 @@ from .measure import (
     report,
     summary,
 )
-from .memory import StageState
 from .training import StepClock, losses_of, make_trainer
 
 
@@ -49,7 +48,7 @@ def run(words: int, slices: int, num_stages: int) -> dict[str, Any]:
         activation_cache="off", logging_strategy="steps", logging_steps=1,
     )  # fmt: skip
     state.trainer = trainer
-    trainer.add_callback(_Begins(state))
+    trainer.add_callback(state)
     trainer.train()
     memory.end()
     return {
@@ -59,16 +58,22 @@ def run(words: int, slices: int, num_stages: int) -> dict[str, Any]:
     }
 
 
-class _Begins(StepClock):
-    """Takes the stage's parameters for its state at the first step."""
+class StageState(TrainerCallback):
+    """Bytes of the weights, gradients and optimizer state of this rank's stage; none before the first step."""
 
-    def __init__(self, state: StageState) -> None:
-        super().__init__()
-        self._of_stage = state
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self._parameters: list[torch.nn.Parameter] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if not self._of_stage.names:
-            self._of_stage.begin()
+        self._parameters = [p for p in self.trainer.model.parameters() if not p.is_meta]
+
+    def bytes(self) -> int:
+        """Count them."""
+        states = list(self.trainer.optimizer.state.values()) if self._parameters else []
+        tensors = [*self._parameters, *(p.grad for p in self._parameters if p.grad is not None)]
+        tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in tensors)
 
 
 def last_rank(name: str) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 An experiment is a function that takes `Settings` and returns what goes into its JSON file:
 
-    @experiment("pipe.json", section="time", minutes=5, quick_minutes=1)
-    def pipe_time(settings: Settings) -> dict[str, Any]:
-        \"\"\"Time of `Pipe` with one chunk over that of the bare Sequential.\"\"\"
+    @experiment("computed_once.json", section="probe", minutes=5, quick_minutes=1)
+    def computed_probe(settings: Settings) -> dict[str, Any]:
+        \"\"\"Later epochs of a linear probe beside plain Trainer.\"\"\"
         return launch(compare, 1, settings.of(150, 4))
 
 It runs in the driver's process. Whatever trains or is timed belongs into a function of its own that `launch` calls in
@@ -54,26 +54,12 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Settings:
-    """Folders of the data files, of the small ViT and for what an experiment keeps; and if a quick look is enough.
-
-    Args:
-        tasks: names or patterns of those of a study; None for all, as in the next two.
-        seeds: of a study; none for the report of the runs that are finished.
-        contenders: names or patterns of those of a study.
-    """
+    """Folders of the data files, of the small ViT and for what an experiment keeps; and if a quick look is enough."""
 
     data: Path
     models: Path
     folder: Path
     quick: bool = False
-    tasks: Sequence[str] | None = None
-    seeds: Sequence[int] | None = None
-    contenders: Sequence[str] | None = None
-
-    @property
-    def is_part(self) -> bool:
-        """Only some runs of a study."""
-        return (self.tasks, self.seeds, self.contenders) != (None, None, None)
 
     def of(self, full: Found, quick: Found) -> Found:
         """The value for a whole measurement, or the one for a quick look."""
@@ -87,9 +73,8 @@ Measure = Callable[[Settings], dict[str, Any]]
 class Experiment:
     """A function that measures, the file of benchmarks/ and the key there that its figures go to, and what it takes.
 
-    Without a section the file is its own. Minutes are those of the machine of the committed figures (2 cores). A study
-    is made of runs that `Settings` choose among; finished ones are kept. What needs a GPU runs without only for a
-    quick look.
+    Without a section the file is its own. Minutes are those of the machine of the committed figures (2 cores). What
+    needs a GPU runs without only for a quick look.
     """
 
     name: str
@@ -99,7 +84,6 @@ class Experiment:
     minutes: float
     quick_minutes: float
     processes: int
-    is_study: bool = False
     needs_gpu: bool = False
 
     @property
@@ -126,15 +110,14 @@ EXPERIMENTS: dict[str, Experiment] = {}
 
 def experiment(
     result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2,
-    is_study: bool = False, needs_gpu: bool = False,
+    needs_gpu: bool = False,
 ) -> Callable[[Measure], Measure]:  # fmt: skip
     """Register a function under its name with hyphens."""
 
     def register(measure: Measure) -> Measure:
         key = measure.__name__.replace("_", "-")
         assert key not in EXPERIMENTS, f"two experiments are called {key}"
-        more = minutes, quick_minutes, processes, is_study, needs_gpu
-        EXPERIMENTS[key] = Experiment(key, measure, result, section, *more)
+        EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes, needs_gpu)
         return measure
 
     return register

@@ -37,6 +37,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, Trainer
 
+from hf_pipetransformer import PipeTransformerTrainer
+
 from .measure import (
     KEEPS_FREED,
     RETURNS_FREED,
@@ -51,7 +53,7 @@ from .measure import (
     summary,
 )
 from .models import cifar10_images, passages, smollm2, sst2
-from .training import StepClock, Timed, losses_of, make_trainer
+from .training import StepClock, losses_of, make_trainer
 
 
 NUM_STEPS, LEARNING_RATE = 3, 5e-5
@@ -73,10 +75,10 @@ PRELOADED = ("hf_pipetransformer.trainer.mixin", "torch._dynamo", "torch.distrib
 
 def sentences(settings: Settings) -> tuple[Any, Tensor, Tensor]:
     """MiniLM, and beginnings of sentences that have 32 tokens or more."""
-    found = sst2(settings.data, 8000)
-    rows = [row for row in found["train_dataset"] if len(row["input_ids"]) >= 32]
+    model, training = sst2(settings.data, 8000)
+    rows = [row for row in training if len(row["input_ids"]) >= 32]
     labels = torch.tensor([row["label"] for row in rows])
-    return found["model"], torch.tensor([row["input_ids"][:32] for row in rows]), labels
+    return model, torch.tensor([row["input_ids"][:32] for row in rows]), labels
 
 
 def images(settings: Settings) -> tuple[Any, Tensor, Tensor]:
@@ -214,7 +216,7 @@ def with_trainer(run: Run) -> list[float]:
     if run.memory is not None and contender.updates == "exact":
         options |= {"logging_strategy": "steps", "logging_steps": 1}
     trainer = make_trainer(
-        given, subject.batch, Timed if contender.options else Trainer, max_steps=contender.num_steps,
+        given, subject.batch, PipeTransformerTrainer if contender.options else Trainer, max_steps=contender.num_steps,
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", train_sampling_strategy="sequential",
         log_level="error", **options,
     )  # fmt: skip

@@ -24,8 +24,6 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from scripts.bench.front.report import TITLES, as_markdown, points
-
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 END = "<!-- end of table -->\n"
@@ -62,6 +60,16 @@ def difference(found: Any, form: str = ".2f") -> str:
     return f"{shown} [{low}, {high}]" if interval else shown
 
 
+def points(found: Mapping[str, Any] | None) -> str:
+    """Format a mean difference with its sign and its interval, of two values both instead; empty for none."""
+    if found is None or found["mean"] is None:
+        return ""
+    if len(found["points"]) == 2:
+        return ", ".join(f"{value:+.2f}" for value in found["points"])
+    low, high = found.get("interval_95", (None, None))
+    return f"{found['mean']:+.2f}" + ("" if low is None else f" [{low:+.2f}, {high:+.2f}]")
+
+
 MODELS = {
     "bert-6x384": "BERT 6 x 384", "vit-12x192": "ViT 12 x 192", "120M": "134 M", "1B": "1 B", "bert": "BERT",
     "vit": "ViT",
@@ -71,6 +79,24 @@ SETTINGS = {
     "cifar10 adamw": "CIFAR-10, AdamW, 3e-4", "cifar10 momentum": "CIFAR-10, momentum, 2e-3",
 }  # fmt: skip
 """Tasks, optimizers and learning rates of the study of asynchronous schedules."""
+
+
+TITLES = {
+    "sst2": "SST-2, accuracy",
+    "sst2_no_dropout": "SST-2 without dropout, accuracy",
+    "squad": "SQuAD, F1",
+    "squad_no_dropout": "SQuAD without dropout, F1",
+    "answers": "tags of SQuAD's answers, F1",
+    "answers_no_dropout": "tags of SQuAD's answers without dropout, F1",
+    "cifar10": "CIFAR-10, accuracy",
+    "cifar10_augmented": "CIFAR-10 with random crop and flip, accuracy",
+    "entailment": "does a sentence answer a question of SQuAD, accuracy",
+    "digits": "handwritten digits, accuracy",
+    "sst2_middle": "6,400 phrases of SST-2, accuracy",
+    "squad_middle": "3,200 questions of SQuAD, F1",
+    "sst2_long": "20,000 phrases of SST-2, accuracy",
+}
+"""Tasks of accuracy against time."""
 
 
 def matching(found: Mapping[str, Any], pattern: str = "*") -> list[tuple[str, Any]]:
@@ -99,29 +125,12 @@ FILTERS: dict[str, Callable[..., Any]] = {
 # ---- what is derived
 
 
-def _derive_study(found: Any) -> None:
-    """Add rows by number of stages and task, and what prediction leaves of the distance between weights."""
-    table = found["table"] = {}
-    for row in found["rows"]:
-        setting = f"{row['task']} {row['optimizer']}"
-        if row["against"] == "synchronous" and not row["variant"]:
-            # Synchronous runs have one stage, and stand beside the others of both numbers.
-            for stages in (2, 4) if row["num_stages"] == 1 else (row["num_stages"],):
-                table.setdefault(str(stages), {}).setdefault(setting, {})[row["kind"]] = row
-        elif row["against"] == "pipeoptim":
-            table.setdefault("parts", {}).setdefault(setting, {})[row["variant"]] = row
-        if row["kind"] == "pipeoptim" and row.get("errors") and not row["variant"]:
-            stages = [stage for part in row["errors"] if part["until_step"] > 20 for stage in part["stages"] if stage]
-            ratios = [stage["error"] / stage["error_unpredicted"] for stage in stages]
-            of_setting = table.setdefault("errors", {}).setdefault(setting, {})
-            of_setting[f"K={row['num_stages']}"] = [min(ratios), max(ratios)]
-
-
 def _derive_front(found: Any) -> None:
-    """Add the rows of the table: contenders with as many seeds as the curve, task by task."""
+    """Add titles, figures in words, and the rows of the short table: contenders with as many seeds as the curve."""
     rows = found["table"] = {}
     for name, task in found["tasks"].items():
         full = {row["settings"]["num_epochs"]: row for row in task["rows"] if "against_full_at_equal_time" not in row}
+        task["title"] = TITLES[name]
         for row in task["rows"]:
             row |= {"task": TITLES[name], "points": points(row.get("against_full_at_equal_time"))}
             faster = row.get("times_as_fast_at_equal_score")
@@ -133,14 +142,7 @@ def _derive_front(found: Any) -> None:
                 rows[f"{name}, {row['contender']}"] = row
 
 
-def _derive_simulator(found: Any) -> None:
-    """Add the errors of what other files hold."""
-    from .simulator import of_files  # It reads them by this module.
-
-    found["from files"] = {"errors": of_files()}
-
-
-DERIVED = {"async_study.json": _derive_study, "front.json": _derive_front, "simulator.json": _derive_simulator}
+DERIVED = {"front.json": _derive_front}
 
 
 # ---- pages
@@ -217,7 +219,7 @@ def faults() -> list[str]:
         words = rendered(each["words"], each["file"])
         if words not in " ".join(written[each["page"]].split()):
             found.append(f"{each['page']}: it should say {words!r}")
-    return found + (["docs/front.md"] if written["docs/front.md"] != as_markdown(content("front.json")) else [])
+    return found
 
 
 def main() -> None:
@@ -226,7 +228,6 @@ def main() -> None:
             for name in {name for name, _ in BLOCK.findall(text)}.difference(OTHERS):
                 text = with_table(text, name, table(name))
             page.write_text(text, encoding="utf-8")
-        (REPOSITORY / "docs" / "front.md").write_text(as_markdown(content("front.json")), encoding="utf-8")
     if found := faults():
         sys.exit("\n".join(["Not what benchmarks/ says:", *found]))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from qa_answers import PostProcess, QuestionAnsweringMixin
+from question_answering import PostProcess, QuestionAnsweringMixin
 from run_qa import QuestionDataArguments, answers_of, make_windows, metric_function
 from transformers import BertForQuestionAnswering, DataCollatorWithPadding, Trainer, TrainingArguments
 
