@@ -134,7 +134,7 @@ class Space:
         if self._refused == math.inf:
             logger.warning(
                 f"The activation cache in {self._file.path.parent} takes no more records: {reason}. Stored records "
-                "are used, the other samples are computed each time."
+                "are used, the other samples are computed each time. Name a larger disk with activation_cache_dir."
             )
         self._refused = num_bytes
         return False
