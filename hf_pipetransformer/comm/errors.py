@@ -327,6 +327,7 @@ class _Watch(threading.Thread):
             elif self._silence(self._last_sign) > patience:
                 why = f"no heartbeat of rank {self._next} for {patience:g} s"
                 is_found_here = self._board.find_lost(why) is not None
+                # If nobody is lost after all, begin anew rather than look again at every beat.
                 self._last_sign = time.monotonic()
         # A lost rank leaves nobody to wait for.
         if self.cause is not None and not self._ended.wait(0 if is_found_here else _LEAVE_SECONDS):
@@ -340,6 +341,7 @@ class _Watch(threading.Thread):
                 self._store.set(self._key_of(self._board.rank), str(beat))
                 is_posted = self._store.check([self.cause_key])
                 self._look_at_next()
+                # Behind the calls above, so that one which hangs counts as silence of the store.
                 self._last_answer = time.monotonic()
                 if is_posted:
                     self._learn(*self._store.get(self.cause_key).decode().split(_DETAILS, 1))
