@@ -118,6 +118,7 @@ class Space:
         with self._growing() as room:
             if missing > room:
                 return self._refuse(missing, f"the bound of {self._max_bytes} bytes is reached")
+            # More than is missing, because each growth takes the lock that all writers share.
             grown = self._reserved + min(room, max(missing, MIN_GROWTH_BYTES, self._reserved // GROWTH))
             try:
                 self._file.reserve(self._reserved, grown)
