@@ -140,7 +140,6 @@ CASES = tuple(
         r"elastic/test_migration\.py::test_(a_source_has|every_rank_ends|frozen_bundles)",
         r"freeze/test_unfreezing\.py::test_rows_of_before",
         r"project/test_cli\.py::test_(a_plan_counts_master|a_plan_says_before|a_plan_that_fits_nowhere|adapters_train)",
-        r"project/test_messages\.py::test_(every_message_is_produced|the_text_of_every)",
         r"project/test_private_names\.py::test_a_release_that",
         r"report/test_report\.py::test_(names_of_runs|the_page_stands)",
         r"splitters/test_adapters\.py::test_(layers_below_the_first|saved_adapters_load)",

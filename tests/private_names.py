@@ -1,4 +1,5 @@
-"""What the package uses of other libraries that they do not promise: private names, and methods that it overrides.
+"""What the package uses of other libraries that they do not promise: private names, methods that it overrides, names
+of arguments and fields, defaults.
 
 After a new release of one of them `pytest tests/project/test_private_names.py` says what has changed. Look at each
 use, then write here what the new release has.
@@ -7,7 +8,7 @@ use, then write here what the new release has.
 from __future__ import annotations
 
 
-# Private functions and classes: where they are, and the names of their parameters.
+# Private functions and classes: where they are, and their parameters with the defaults.
 CALLED = {
     "numpy:_core.multiarray._reconstruct": None,
     "atexit:_run_exitfuncs": None,
@@ -25,7 +26,7 @@ CALLED = {
     "torch:_foreach_sub": None,
     "torch.autograd.grad_mode:_unsafe_preserve_version_counter": "tensors",
     "torch.distributed.distributed_c10d:_get_default_store": "",
-    "torch.distributed.distributed_c10d:_set_pg_timeout": "timeout, group",
+    "torch.distributed.distributed_c10d:_set_pg_timeout": "timeout, group=None",
     "torch.distributed.distributed_c10d:_world": None,
     "torch.nn.modules.batchnorm:_BatchNorm": None,  # Instances are asked for.
     "torch.nn.modules.dropout:_DropoutNd": None,
@@ -35,20 +36,22 @@ CALLED = {
     "torch.utils:_pytree.tree_leaves": None,
     "torch.utils:_pytree.tree_map_only": None,
     # Not private by name, but nowhere promised.
-    "transformers.conversion_mapping:get_model_conversion_mapping": "model, key_mapping, hf_quantizer, add_legacy",
+    "transformers.conversion_mapping:get_model_conversion_mapping": (
+        "model, key_mapping=None, hf_quantizer=None, add_legacy=True"
+    ),
     "transformers.core_model_loading:WeightConverter": None,
     "transformers.core_model_loading:WeightRenaming": None,
     "transformers.core_model_loading:rename_source_key": (
-        "source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict, reverse"
+        "source_key, weight_renamings, weight_converters, base_model_prefix=None, meta_state_dict=None, reverse=False"
     ),
     "transformers:PreTrainedModel._is_stateful": None,
     "transformers.generation:GenerationMixin._prepare_generation_config": "self, generation_config, kwargs",
-    "transformers:Trainer._get_collator_with_removed_columns": "self, data_collator, description",
+    "transformers:Trainer._get_collator_with_removed_columns": "self, data_collator, description=None",
     "transformers:Trainer._get_eval_sampler": "self, eval_dataset",
     "transformers:Trainer._get_output_dir": "self, trial",
     "transformers:Trainer._move_model_to_device": "self, model, device",
     "transformers:Trainer._prepare_inputs": "self, inputs",
-    "transformers:Trainer._remove_unused_columns": "self, dataset, description",
+    "transformers:Trainer._remove_unused_columns": "self, dataset, description=None",
 }
 
 # Private functions that a later release may lack, and what it has in their place, which is then used.
@@ -74,39 +77,68 @@ ATTRIBUTES = {
     "trl.trainer.sft_trainer:_total_train_tokens": "SFTTrainer",
 }
 
-# What is public, but handled by its name, `|` between those of two releases: parameters of layers, of which splitters
-# take some apart from the rest,
+# What is public, but handled by its name, with `|` between the names of two releases. Layers whose arguments splitters
+# take apart, and outputs that are made here or sent between stages: all that they have.
 TAKEN_APART = {
     "transformers.models.bert.modeling_bert:BertLayer.forward": (
-        "self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, past_key_values|cache, "
-        "kwargs"
+        "self, hidden_states, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None, "
+        "past_key_values|cache=None, kwargs"
     ),
     "transformers.models.beit.modeling_beit:BeitLayer.forward": (
-        "self, hidden_states, attention_mask, interpolate_pos_encoding, resolution, kwargs"
+        "self, hidden_states, attention_mask=None, interpolate_pos_encoding=False, resolution=None, kwargs"
     ),
     "transformers.models.gpt2.modeling_gpt2:GPT2Block.forward": (
-        "self, hidden_states, past_key_values|cache, attention_mask, encoder_hidden_states, encoder_attention_mask, "
-        "use_cache, kwargs"
+        "self, hidden_states, past_key_values|cache=None, attention_mask=None, encoder_hidden_states=None, "
+        "encoder_attention_mask=None, use_cache=False, kwargs"
     ),
     "transformers.models.gpt2.modeling_gpt2:GPT2Attention.forward": (
-        "self, hidden_states, past_key_values|cache, attention_mask, encoder_hidden_states, encoder_attention_mask, "
-        "output_attentions, kwargs"
+        "self, hidden_states, past_key_values|cache=None, attention_mask=None, encoder_hidden_states=None, "
+        "encoder_attention_mask=None, output_attentions=False, kwargs"
     ),
-}
-# fields of outputs,
-FIELDS = {
     "transformers.modeling_outputs:BaseModelOutputWithPast": (
-        "last_hidden_state, past_key_values|cache, hidden_states, attentions"
+        "last_hidden_state=None, past_key_values|cache=None, hidden_states=None, attentions=None"
     ),
     "transformers.modeling_outputs:CausalLMOutputWithPast": (
-        "loss, logits, past_key_values|cache, hidden_states, attentions"
+        "loss=None, logits=None, past_key_values|cache=None, hidden_states=None, attentions=None"
     ),
-    "transformers.modeling_outputs:SequenceClassifierOutput": "loss, logits, hidden_states, attentions",
+    "transformers.modeling_outputs:SequenceClassifierOutput": (
+        "loss=None, logits=None, hidden_states=None, attentions=None"
+    ),
     "transformers.generation:GenerateDecoderOnlyOutput": (
-        "sequences, scores, logits, attentions, hidden_states, past_key_values|cache"
+        "sequences, scores=None, logits=None, attentions=None, hidden_states=None, past_key_values|cache=None"
     ),
 }
-# and what `generate` gives to a decoder's forward.
+# What is called by keywords, and options whose value means something as long as nobody has set them: those alone.
+GIVEN_BY_NAME = {
+    "accelerate:Accelerator.unwrap_model": "keep_torch_compile=True",
+    "accelerate.data_loader:SeedableRandomSampler": "args, kwargs",  # As `RandomSampler` takes them.
+    "accelerate.utils:DistributedDataParallelKwargs": "comm_hook=<DDPCommunicationHookType.NO: 'no'>",
+    "datasets:IterableDataset.from_generator": "gen_kwargs=None",
+    "peft:LoraConfig": "r=8, target_modules=None",
+    "peft:set_peft_model_state_dict": "adapter_name='default'",
+    "transformers:LlamaConfig": (
+        "vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, "
+        "tie_word_embeddings=False"
+    ),
+    "transformers:LlamaForCausalLM.forward": (
+        "input_ids=None, attention_mask=None, position_ids=None, past_key_values|cache=None, labels=None, "
+        "use_cache=None"
+    ),
+    "transformers:PreTrainedConfig.get_text_config": "decoder=None",
+    "transformers:PreTrainedModel.from_pretrained": "config=None, ignore_mismatched_sizes=False",
+    "transformers:PreTrainedModel.get_encoder": "modality=None",
+    "transformers:TrainingArguments": (
+        "optim='adamw_torch_fused', average_tokens_across_devices=True, max_grad_norm=1.0, "
+        "torch_empty_cache_steps=None, auto_find_batch_size=False, logging_nan_inf_filter=True, "
+        "include_num_input_tokens_seen='no', eval_use_gather_object=False, save_on_each_node=False, "
+        "dataloader_in_order=True, train_sampling_strategy='random', ddp_bucket_cap_mb=None, "
+        "ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_timeout=1800"
+    ),
+    "transformers.trainer_pt_utils:AcceleratorConfig": (
+        "split_batches=False, even_batches=True, use_seedable_sampler=True"
+    ),
+}
+# What `generate` gives to a decoder's forward.
 GIVEN_BY_GENERATE = {
     "attention_mask", "input_ids", "logits_to_keep", "past_key_values|cache", "position_ids", "return_dict",
     "use_cache",
@@ -115,19 +147,21 @@ GIVEN_BY_GENERATE = {
 # Attributes of tensors, which no source text of Python shows.
 OF_TENSORS = ("_version",)
 
-# Names of transformers that are replaced for a while, with their parameters.
+# Names of transformers that are replaced for a while, with their parameters and the defaults.
 PATCHED = {
-    "safetensors.torch:save_file": "tensors, filename, metadata",
-    "transformers.modeling_utils:safe_save_file": "tensors, filename, metadata",
+    "safetensors.torch:save_file": "tensors, filename, metadata=None",
+    "transformers.modeling_utils:safe_save_file": "tensors, filename, metadata=None",
     "transformers.trainer:rotate_checkpoints": (
-        "output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix"
+        "output_dir, save_total_limit=None, best_model_checkpoint=None, use_mtime=False, "
+        "checkpoint_prefix='checkpoint'"
     ),
-    "transformers.trainer:skip_first_batches": "dataloader, num_batches",
+    "transformers.trainer:skip_first_batches": "dataloader, num_batches=0",
     "transformers:TrainerState.save_to_json": "self, json_path",
     "accelerate:Accelerator.gather": "self, tensor",
 }
 
-# Methods of `Trainer` and its helpers that the trainer room overrides, with their parameters.
+# Methods of `Trainer` and its helpers that the trainer room overrides, with their parameters. That the overrides have
+# the defaults is tested.
 OVERRIDDEN = {
     "CallbackHandler.__init__": "self, callbacks, model, processing_class, optimizer, lr_scheduler",
     "CallbackHandler.call_event": "self, event, args, state, control, kwargs",

@@ -236,7 +236,7 @@ def check_local(base: str | os.PathLike[str]) -> None:
         raise ValueError(
             f"The activation cache cannot be in {path}: {point} is a network file system ({kind}), where a "
             "process does not reliably see what others write. Set activation_cache_dir to a folder on a disk of each "
-            "node."
+            "node, such as /tmp."
         )
 
 

@@ -366,7 +366,10 @@ def _check_draws(probe: Probe, whole: Batch, token_fields: frozenset[str]) -> No
     what, why, remedy = "tokens or labels", " (random masking in the collator?)", "mask once, in the data set"
     if whole[probe.main_input].is_floating_point() and probe.main_input in changed:
         what, why = "augmentation", ""
-        remedy = "transform the images always alike, or store augmented copies in the data set"
+        remedy = (
+            "transform the images always alike, or store augmented copies in the data set, or some random versions "
+            "of each sample with activation_cache_views"
+        )
     raise RandomInputError(
         f"random {what}: {names} of the same samples change from one reading to the next{why}", remedy
     )

@@ -200,7 +200,8 @@ class CachePlanner:
         else:
             logger.warning(
                 f"{text} The others are computed in every epoch. Raise activation_cache_max_gb, name a larger disk "
-                "with activation_cache_dir, or halve the records with activation_cache_dtype='bfloat16'."
+                "with activation_cache_dir, halve the records with activation_cache_dtype='bfloat16', or delete what "
+                "earlier runs kept: hf-pipetransformer cache prune."
             )
 
     def pays_for_evaluation(self, level: int, passes_left: float, fits_share: float) -> bool:

@@ -118,6 +118,7 @@ class Space:
         with self._growing() as room:
             if missing > room:
                 return self._refuse(missing, f"the bound of {self._max_bytes} bytes is reached")
+            # More than is missing, because each growth takes the lock that all writers share.
             grown = self._reserved + min(room, max(missing, MIN_GROWTH_BYTES, self._reserved // GROWTH))
             try:
                 self._file.reserve(self._reserved, grown)
@@ -134,7 +135,7 @@ class Space:
         if self._refused == math.inf:
             logger.warning(
                 f"The activation cache in {self._file.path.parent} takes no more records: {reason}. Stored records "
-                "are used, the other samples are computed each time."
+                "are used, the other samples are computed each time. Name a larger disk with activation_cache_dir."
             )
         self._refused = num_bytes
         return False

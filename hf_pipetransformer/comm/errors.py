@@ -39,6 +39,12 @@ _STORE_SECONDS = 4.2
 _LEAVE_SECONDS = 4.0
 """Time that a rank has to leave by itself, once the cause is known, before its communicators are aborted."""
 
+_ALL_ALIVE = (
+    " (no process was lost: one runs code that the others do not, such as a callback, or is slower than "
+    "pipeline_timeout, which you may raise)"
+)
+"""Words behind lost contact with a rank whose heartbeat goes on."""
+
 _ENDED = b"ended"
 """Last heartbeat of a rank that left without a fault: others may still be at work."""
 
@@ -58,7 +64,7 @@ class PeerLostError(PipelineError):
 OUT_OF_MEMORY_REMEDY = (
     "This layout does not fit: set a larger pipeline_parallel_size, pipeline_compression='memory' (no stage becomes "
     "larger than at the start), a smaller per_device_train_batch_size or pipeline_checkpoint='layers'. "
-    "Another run in this output_dir plans only longer pipelines."
+    "Another run in this output_dir plans only longer pipelines; `hf-pipetransformer plan` shows what fits."
 )
 
 LAUNCH_HINT = (
@@ -214,6 +220,7 @@ class FaultBoard:
             _wait(lambda: watch.cause is not None or store.check([watch.cause_key]), _FIRST_HAND_SECONDS)
             if not store.check([watch.cause_key]):
                 silent = self._silent_ranks(store)
+                own += "" if silent else _ALL_ALIVE
         return self._post(store, watch, own, silent)
 
     def _post(self, store: Any, watch: _Watch, own: str, silent: list[int]) -> str:
@@ -320,6 +327,7 @@ class _Watch(threading.Thread):
             elif self._silence(self._last_sign) > patience:
                 why = f"no heartbeat of rank {self._next} for {patience:g} s"
                 is_found_here = self._board.find_lost(why) is not None
+                # If nobody is lost after all, begin anew rather than look again at every beat.
                 self._last_sign = time.monotonic()
         # A lost rank leaves nobody to wait for.
         if self.cause is not None and not self._ended.wait(0 if is_found_here else _LEAVE_SECONDS):
@@ -333,6 +341,7 @@ class _Watch(threading.Thread):
                 self._store.set(self._key_of(self._board.rank), str(beat))
                 is_posted = self._store.check([self.cause_key])
                 self._look_at_next()
+                # Behind the calls above, so that one which hangs counts as silence of the store.
                 self._last_answer = time.monotonic()
                 if is_posted:
                     self._learn(*self._store.get(self.cause_key).decode().split(_DETAILS, 1))

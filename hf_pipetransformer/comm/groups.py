@@ -38,6 +38,7 @@ class GroupMaker:
         self.made: list[Any] = []
         if self.is_distributed:
             _allow_open_files(_OPEN_FILES + _OPEN_FILES_OF_A_RANK * dist.get_world_size())
+            # With gloo on GPUs too: control messages are made on the host, and NCCL sends from devices only.
             self.control = dist.new_group(timeout=self.timeout, backend="gloo")
             self.made = [dist.group.WORLD, self.control]
             # Transfers in the world group need its communicator, which only all ranks together can make.
@@ -111,6 +112,7 @@ class GroupMaker:
             lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.control), "counting the groups of all ranks"
         )
         for _ in range(int(most) - num_groups):
+            # A group of this rank alone waits for nobody; it only counts.
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
 
 

@@ -126,11 +126,13 @@ class KnownMask(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             mask = args[0] if args else None
+            # A mask that was written to since is no longer the one that the host knows.
             if not isinstance(mask, cls) or mask._version != mask.known_version:
                 return function(*args, **kwargs)
             if len(args) == 1 and not kwargs:
                 if function is torch.Tensor.all:
                     return mask.on_host.all()
+                # Of an integer mask the sum need not be the number of its entries that are not zero.
                 if function is torch.Tensor.sum and mask.dtype == torch.bool:
                     return mask.on_host.count_nonzero()
             result = function(*args, **kwargs)

@@ -179,8 +179,8 @@ class Topology:
         more = self.why_no_spanning or "Pipelines over several nodes take whole ones and leave no rank idle."
         raise ValueError(
             f"pipeline_parallel_size={pipeline_size} does not divide the {self.local_world_size} processes of a node "
-            f"(world size {self.world_size}). {more} Choose one of {self.pipeline_sizes}, or start another number of "
-            f"processes: {LAUNCH_HINT}."
+            f"(world size {self.world_size}). {more} Choose one of {self.pipeline_sizes}, leave it out (the "
+            f"shortest that fits is taken), or start another number of processes: {LAUNCH_HINT}."
         )
 
     def groups(self, placement: Placement) -> PipelineGroups:
@@ -242,7 +242,8 @@ class Topology:
             if found != expected:
                 raise PipelineError(
                     f"Rank {self.rank} is at {key} {found} while rank 0 is at {expected}: the ranks have lost step "
-                    "with each other, so the run cannot go on."
+                    "with each other, so the run cannot go on. Look for a callback or a loop over a loader that runs "
+                    "on one rank only, or another number of times there."
                 )
         if "refusal" in answer:
             raise refusal or ValueError(answer["refusal"])
@@ -482,5 +483,6 @@ def check_agreement(topology: Topology, what: str, values: dict[str, Any]) -> No
             if found != expected:
                 raise ValueError(
                     f"The {what} differ between ranks: {key} is {found} on rank {rank} and {expected} on rank 0. "
-                    "Every process must run the same script with the same arguments and data."
+                    "Every process must run the same script with the same arguments and data, and make none of them "
+                    "from the time, the host's name or the rank."
                 )

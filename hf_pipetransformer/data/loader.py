@@ -146,6 +146,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
         self.begin()
+        # Where an earlier run had stopped is for one epoch; those after it begin at their first batch.
         start, self._start = self._start, FROM_FIRST
         last = self.reading.begin_epoch(start)
         self.progress = progress = Progress(start, start.first, last)

@@ -103,7 +103,8 @@ def find_loss_rule(
     if not whole[0].isfinite():
         text = (
             f"The loss of {size} samples is {float(whole[0]):.7g} before the first step, so that nothing can be told "
-            "of it. Expected a finite loss: look at the data, the labels and the weights."
+            "of it. Expected a finite loss: look at the data, the labels (all -100, or not below num_labels?) and "
+            "the weights."
         )
         return FoundRule(LossRule.MEAN, ignores_num_items=False, refusal=text, is_finite=False)
     told_more = measure([(dict(inputs), 1.0)], 2 * total)

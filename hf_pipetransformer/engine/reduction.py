@@ -116,12 +116,14 @@ class _Bucket:
         self._num_awaited: int | None = None
         self._sizes = [parameter.numel() for parameter in parameters]
         total = sum(self._sizes)
+        # The flags travel behind the gradients, which saves a second all-reduce.
         self._flat = parameters[0].new_zeros(total + len(parameters), dtype=sums.dtype_of(parameters[0]))
         pieces = self._flat[:total].split(self._sizes)
         self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
         self.flags = self._flat[total:]
         self.is_complete = False
         """True if this rank had all gradients, so that it needs no flags of the others."""
+        # Sums in float32 are added up in the buffer that is sent, and need no memory of their own.
         sums.buffers |= zip(parameters, self.views, strict=True)
 
     @property
@@ -150,6 +152,7 @@ class _Bucket:
         self.work = guarded(lambda: dist.all_reduce(self._flat, group=group, async_op=True), what)
 
     def wait(self, timeout: float, what: str) -> None:
+        # A wait with a timeout would block the host until the device is done.
         wait_for(self.work, timeout if self._flat.is_cpu else None, what)
         self.work, self.num_ready, self._num_awaited = None, 0, None
 

@@ -83,6 +83,7 @@ class ServedPart:
     def use_present_weights(self) -> None:
         """Serve records of the part's present weights."""
         modules = self.part.modules
+        # Version counters of buffers that every forward writes say nothing: their digests are compared instead.
         buffers = [] if self.around.buffers_are_sent else modules.buffers()
         self._watch = PrefixWatch([*modules.parameters(), *buffers])
         self._buffers, self._expected = self._digests_of_buffers(), self._computed()

@@ -96,7 +96,7 @@ STRATEGIES_READING = {
 
 _NO_PIPELINE = (
     "PipeTransformerArguments were given to a Trainer without a pipeline, which ignores pipeline_*, freeze_* and "
-    "activation_cache*. Use PipeTransformerTrainer."
+    "activation_cache*. Use PipeTransformerTrainer, or `class Mine(PipeTransformerMixin, YourTrainer)`."
 )
 
 

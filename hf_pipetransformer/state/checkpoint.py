@@ -241,7 +241,10 @@ def _check_complete(folder: str) -> None:
             )
         by_trainer = any(name.startswith(("optimizer.", "scheduler.", "rng_state")) for name in os.listdir(folder))
         what = "was saved by plain Trainer" if by_trainer else "holds the model only (save_only_model=True)"
-        raise ValueError(f"{folder!r} {what}: expected a folder {STATE_FOLDER!r} with the state of the pipeline.")
+        raise ValueError(
+            f"{folder!r} {what}: expected a folder {STATE_FOLDER!r} with the state of the pipeline. Start a new run "
+            f"from its weights: from_pretrained({folder!r})."
+        )
     if not has_part(folder, STATE_FILE):
         raise ValueError(f"{folder!r} is incomplete: saving it was interrupted ({STATE_FILE} is missing).")
 

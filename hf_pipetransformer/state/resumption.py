@@ -278,7 +278,12 @@ def _find(where: str | bool, description: RunDescription) -> list[Any]:
     else:
         folder = str(where)
         checkpoint.check_readable(folder)
-        read_folder(folder)
+        try:
+            read_folder(folder)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} Name another checkpoint in resume_from_checkpoint, or take the newest whole one with True."
+            ) from error
     state: Progress = read[folder]
     if isinstance(state, RunState):
         warning = check_same_run(folder, state, description.identity, description.data())

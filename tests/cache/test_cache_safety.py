@@ -332,7 +332,7 @@ def test_a_store_under_the_name_of_another_is_not_served(
     assert "is made again" in caplog.text and "store of 'second': expected 'first'" in caplog.text
     folder.remove()
     # The other processes of a node open the store by the same name.
-    with pytest.raises(StoreDamagedError, match="expected 'first'"):
+    with pytest.raises(StoreDamagedError, match="expected 'first'. The folder was copied or renamed"):
         ActivationStore.open(second, 0, "first")
     folder, store = take_store(tmp_path, "second", 4, PLAIN, 10**7)
     assert (store.weights_ids(np.arange(4)) == store.weights_id("weights")).all()

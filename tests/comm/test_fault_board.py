@@ -241,6 +241,14 @@ def test_ranks_without_a_heartbeat_end_the_run_though_nobody_waits_for_them(monk
     boards[0].end()
 
 
+def test_a_rank_that_waited_in_vain_for_one_that_is_alive_says_so(monkeypatch: pytest.MonkeyPatch):
+    boards, _ = boards_with_patience(monkeypatch, [dist.HashStore()] * 2)
+    cause = boards[0].report("Lost contact", is_first_hand=False)
+    assert cause.startswith("rank 0: Lost contact (no process was lost") and "which you may raise" in cause
+    for board in boards:
+        board.end()
+
+
 def test_a_store_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch):
     boards, aborted = boards_with_patience(monkeypatch, [dist.HashStore()] * 2)
     assert boards[0]._watch is not None

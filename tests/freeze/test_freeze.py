@@ -285,7 +285,7 @@ def test_a_table_of_another_form_is_refused(text: str) -> None:
 
 
 def test_a_table_that_names_a_step_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"freeze_at='0:1,0:2' names step 0 twice"):
+    with pytest.raises(ValueError, match=r"freeze_at='0:1,0:2' names step 0 twice: expected each step once"):
         parse_freeze_at("0:1,0:2")
 
 

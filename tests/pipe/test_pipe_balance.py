@@ -321,7 +321,8 @@ def test_skip_connections_are_measured():
 def test_what_cannot_be_cut_is_refused(function):
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     for partitions in (0, -1, 3):
-        with pytest.raises(ValueError, match=f"2 children into {partitions} partitions: expected 1 to 2"):
+        words = f"2 children into {partitions} partitions: expected 1 to 2. A stage has at least one child"
+        with pytest.raises(ValueError, match=words):
             function(partitions, model, torch.rand(1, 1))
     with pytest.raises(TypeError, match="Found a Linear: expected an nn.Sequential"):
         function(1, model[0], torch.rand(1, 1))

@@ -342,7 +342,7 @@ def test_a_configuration_of_accelerate_is_what_its_comments_say(
     main(["config", "--device", "cpu", "--processes", "1", "--output", path])
     assert yaml.safe_load(Path(path).read_text())["distributed_type"] == "NO"
     assert f"accelerate launch --config_file {path} script.py" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="--processes 0: expected a number of processes"):
+    with pytest.raises(SystemExit, match="--processes 0: expected a number of processes, 1 or more"):
         main(["config", "--processes", "0"])
     with pytest.raises(SystemExit, match="No GPU is here: expected a number of processes"):
         main(["config", "--device", "gpu"])

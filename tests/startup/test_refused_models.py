@@ -54,7 +54,7 @@ def test_batches_of_another_shape_than_the_first() -> None:
     assert shape.of({"pixel_values": torch.zeros(2, 3, 8, 8)}) == (2, 5, 4)
     with pytest.raises(ValueError, match="all inputs but text must have one size"):
         shape.of({"pixel_values": torch.zeros(2, 3, 9, 9)})
-    with pytest.raises(ValueError, match="The batch has no tensor 'pixel_values', the model's main input"):
+    with pytest.raises(ValueError, match="The batch has no tensor 'pixel_values', the model's main input; found"):
         shape.of({"labels": torch.zeros(2)})
 
 

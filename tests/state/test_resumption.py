@@ -89,6 +89,15 @@ def test_every_file_of_the_checkpoint_is_read_once(monkeypatch: pytest.MonkeyPat
     assert read == [newest]
 
 
+def test_a_damaged_checkpoint_that_is_named_is_refused_with_what_to_take_instead(tmp_path: Path):
+    topology: Any = SimpleNamespace(decide=lambda call: call())
+    description: Any = SimpleNamespace(run=SimpleNamespace(args=None))
+    (tmp_path / checkpoint.STATE_FOLDER).mkdir()
+    (tmp_path / checkpoint.STATE_FOLDER / checkpoint.STATE_FILE).write_text("{")
+    with pytest.raises(ValueError, match="is damaged: .* or take the newest whole one with True"):
+        find_resumption(str(tmp_path), topology, description)
+
+
 def gone_on_with(policy: Any, plan: dict[int, Layout] | None, saved_size: int) -> tuple[Resumption, Layout]:
     """A run of two processes, saved with three layers frozen; K=1 is enough then, K=2 with none."""
     asked = {"pipeline_parallel_size": None, "pipeline_parallel_num_microbatches": None}
