@@ -30,7 +30,7 @@ from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
-from hf_pipetransformer.splitters.quantized import is_packed, num_bytes
+from hf_pipetransformer.splitters.quantized import num_bytes
 from hf_pipetransformer.startup.model import MOST_GRADIENTS, is_causal_lm
 from hf_pipetransformer.startup.planner import RunPlanner
 
@@ -301,7 +301,8 @@ def _of_trainer(planner: RunPlanner, machine: Machine) -> Option:
 def _sharded(model: Any, planner: RunPlanner, machine: Machine) -> Option | None:
     """Return sharded data parallelism by Trainer; None where there is nothing to shard over, or it cannot."""
     world_size, args, blocks = machine.num_devices, planner.args, planner.costs.blocks
-    if world_size == 1 or any(map(is_packed, model.parameters())):
+    has_scales = any(num_bytes(each) != each.numel() * each.element_size() for each in model.parameters())
+    if world_size == 1 or has_scales:
         return None
     on_one = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
     layout = on_one.plan(1, planner.num_frozen_by_user)

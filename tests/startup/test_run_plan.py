@@ -447,3 +447,19 @@ def test_more_layers_than_the_model_has_are_refused(plan: Planner) -> None:
     CONFIGS["minilm"].save_pretrained(plan.folder)
     with pytest.raises(SystemExit, match="freezes 7 layers: the model has 6"):
         main(["plan", str(plan.folder), *SMALL, "--freeze_policy", "fixed", "--freeze_at", "0:7"])
+
+
+def test_a_plan_names_sharded_data_parallelism_where_it_is_the_better_choice(plan: Planner) -> None:
+    eight = ["--processes", "8", "--per_device_train_batch_size", "1", "--bf16"]
+    # Every rank of a pipeline holds a share of the layers, every one of these a share of each layer.
+    slow = plan.json("llama_7b", *eight, "--device_memory", "40", "--bandwidth", "25")
+    assert slow["sharded"]["fits"] and not slow["trainer"]["fits"]
+    assert not any("ZeRO-3" in each for each in slow["verdicts"]), "messages take longer than computing"
+    options = [*eight, "--device_memory", "40", "--bandwidth", "900", "--pipeline_schedule", "gpipe"]
+    fast = plan.json("llama_7b", *options)
+    (said,) = [each for each in fast["verdicts"] if "ZeRO-3" in each]
+    assert "by formula: faster than the " in said
+    assert fast["sharded"]["fullest"] == slow["sharded"]["fullest"]
+    assert "Trainer, FSDP2 or ZeRO-3" in plan.text("llama_7b", *options)
+    assert plan.json("llama_7b", *eight[2:], "--processes", "1", "--device_memory", "40")["sharded"] is None
+    assert plan.json("llama_7b", *options, "--lora_rank", "16", "--load_in_4bit")["sharded"] is None
