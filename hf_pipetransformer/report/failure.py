@@ -26,8 +26,7 @@ from typing import Any, Protocol
 import psutil
 
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.report.disk import FindCheckpoint, note_space, says_disk_is_full
-from hf_pipetransformer.report.events import EVENTS_FILE
+from hf_pipetransformer.report.files import FindCheckpoint, note_space, says_disk_is_full
 
 
 _FIRST_RANK_IS_LOST = re.compile(r"^(rank 0\b[^(:]* not answer|The launcher, which hosts)")
@@ -61,12 +60,14 @@ class FailureReporter:
     def __init__(
         self,
         output_dir: str,
+        events_file: str,
         is_resumed: bool,
         faults: Faults,
         find_checkpoint: FindCheckpoint,
         handles_sigterm: bool = True,
     ) -> None:
         self._output_dir = output_dir
+        self._events_file = events_file
         self._is_resumed = is_resumed
         self._faults = faults
         self._find_checkpoint = find_checkpoint
@@ -121,9 +122,8 @@ class FailureReporter:
             )
         else:
             says.append(f"The run has saved no whole checkpoint in {self._output_dir}.")
-        events = os.path.join(self._output_dir, EVENTS_FILE)
-        if os.path.isfile(events):  # Rank 0 writes them; each node may have an `output_dir` of its own.
-            says.append(f"Its events: {events}")
+        if os.path.isfile(self._events_file):  # Rank 0 writes them; each node may have an `output_dir` of its own.
+            says.append(f"Its events: {self._events_file}")
         return " ".join(says)
 
     def _end(self, number: int, _frame: Any) -> None:

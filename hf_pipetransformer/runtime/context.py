@@ -17,8 +17,8 @@ from hf_pipetransformer.comm.errors import OUT_OF_MEMORY_REMEDY, FaultBoard, Pip
 from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import failure, logger
-from hf_pipetransformer.report.disk import FindCheckpoint, note_space
 from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.report.files import FindCheckpoint, note_space
 
 
 # Not of a trainer, which may be pickled.

@@ -20,7 +20,7 @@ from hf_pipetransformer.comm.topology import Topology, let_group_threads_finish
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
 from hf_pipetransformer.report.card import write_card
-from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.report.events import EVENTS_FILE, EventLog
 from hf_pipetransformer.report.failure import FailureReporter, recorded
 from hf_pipetransformer.runtime.context import PlanPrinted
 from hf_pipetransformer.schedules.layout import Layout
@@ -223,12 +223,18 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             SystemExit: with `plan_only`, after the plan, with status 0 on every rank.
         """
         timeouts = self.pipeline_run.context.timeouts
-        # Waits of a run that is left to Trainer are not watched, so the main thread may never get to a handler.
-        can_handle = self.args.world_size == 1 or self.pipeline_run.builder.needs_pipeline
-        is_resumed = bool(resume_from_checkpoint)
+        reporter = FailureReporter(
+            self.args.output_dir,
+            os.path.join(self.args.output_dir, EVENTS_FILE),
+            bool(resume_from_checkpoint),
+            timeouts,
+            timeouts.find_checkpoint,
+            # Waits of a run that is left to Trainer are not watched, so the main thread may never get to a handler.
+            handles_sigterm=self.args.world_size == 1 or self.pipeline_run.builder.needs_pipeline,
+        )
         try:
             with (
-                FailureReporter(self.args.output_dir, is_resumed, timeouts, timeouts.find_checkpoint, can_handle),
+                reporter,
                 self.pipeline_run.train_calls.call(resume_from_checkpoint, trial, ignore_keys_for_eval) as folder,
             ):
                 return super().train(folder, trial, ignore_keys_for_eval)

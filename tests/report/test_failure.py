@@ -33,7 +33,8 @@ class Faults:
     cause, details = None, ""
     def find_cause(self): return self.cause
 find = lambda folder: (checkpoint, 2_000_000)
-training = lambda is_resumed=False: failure.FailureReporter(sys.argv[1], is_resumed, Faults(), find)
+events = sys.argv[1] + "/pipetransformer_events.jsonl"
+training = lambda is_resumed=False: failure.FailureReporter(sys.argv[1], events, is_resumed, Faults(), find)
 """
 REFUSED = "choice(('a', 'b'))('letter', 'c')"
 REFUSAL = "ValueError: letter must be one of ('a', 'b'), found 'c'."
@@ -61,7 +62,7 @@ def way_on(folder: Path) -> str:
 
 def reporter(folder: Path) -> failure.FailureReporter:
     faults = SimpleNamespace(details="", find_cause=lambda: None)
-    return failure.FailureReporter(str(folder), False, faults, lambda _folder: None)
+    return failure.FailureReporter(str(folder), str(folder / EVENTS_FILE), False, faults, lambda _folder: None)
 
 
 def box_of(error_file: Path, status: int) -> str:
@@ -307,7 +308,7 @@ def test_a_second_signal_ends_the_search_for_the_cause(tmp_path: Path) -> None:
 
 
 def test_where_the_main_thread_may_wait_without_end_there_is_no_handler(tmp_path: Path) -> None:
-    before = "training = lambda: failure.FailureReporter(sys.argv[1], False, Faults(), find, handles_sigterm=False)\n"
+    before = "training = lambda: failure.FailureReporter(sys.argv[1], events, False, Faults(), find, False)\n"
     assert run(tmp_path, TERMINATED, before=before) == (-signal.SIGTERM, [])
 
 
