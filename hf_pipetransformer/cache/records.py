@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from hf_pipetransformer.cache.files import Array, PrivateFolder, StoreDamagedError, StoreFile
-from hf_pipetransformer.report.failure import FULL_DISK
+from hf_pipetransformer.report.files import FULL_DISK
 
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

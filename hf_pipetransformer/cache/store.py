@@ -28,7 +28,7 @@ from hf_pipetransformer.cache.records import (
     hash_of,
 )
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.report.failure import FULL_DISK
+from hf_pipetransformer.report.files import FULL_DISK
 
 
 DROPPED_FILE = "dropped"

@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -279,7 +280,8 @@ class _Watch(threading.Thread):
     """Thread that waits for the first cause, and looks for one where heartbeats or the store's answers fail to come.
 
     Heartbeats have a thread of their own, because a call of the store may hang. Each rank watches the next one that
-    has not ended; of lost ranks at least one is the next of a rank that is not.
+    has not ended; of lost ranks at least one is the next of a rank that is not. A heartbeat names its process: on one
+    machine a killed rank is found at once, and a launcher which ends the others leaves them time to say so.
     """
 
     def __init__(
@@ -303,6 +305,8 @@ class _Watch(threading.Thread):
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="pipetransformer-heartbeat", daemon=True)
         self._last_answer = self._last_sign = time.monotonic()
+        self._namespace = _pid_namespace()
+        self._process = f"{os.getpid()} {self._namespace}"
         self._next, self._sign = board.rank, b""
         self._watch_next()
 
@@ -329,6 +333,8 @@ class _Watch(threading.Thread):
                 is_found_here = self._board.find_lost(why) is not None
                 # If nobody is lost after all, begin anew rather than look again at every beat.
                 self._last_sign = time.monotonic()
+            elif self._is_next_gone():
+                self._board.find_lost(f"the process of rank {self._next} has ended")
         # A lost rank leaves nobody to wait for.
         if self.cause is not None and not self._ended.wait(0 if is_found_here else _LEAVE_SECONDS):
             self._abort()
@@ -338,7 +344,7 @@ class _Watch(threading.Thread):
         with suppress(RuntimeError):  # The store is gone, and gives no answer from now on.
             while self.cause is None and not self._ended.wait(_BEAT_SECONDS):
                 beat += 1
-                self._store.set(self._key_of(self._board.rank), str(beat))
+                self._store.set(self._key_of(self._board.rank), f"{beat} {self._process}")
                 is_posted = self._store.check([self.cause_key])
                 self._look_at_next()
                 # Behind the calls above, so that one which hangs counts as silence of the store.
@@ -360,6 +366,12 @@ class _Watch(threading.Thread):
         elif sign != self._sign or not sign:  # A rank that has not begun may be preparing its data.
             self._sign, self._last_sign = sign, time.monotonic()
 
+    def _is_next_gone(self) -> bool:
+        """Return True if the process of the watched rank has ended; False if it cannot be seen from here."""
+        _beat, _, process = self._sign.decode().partition(" ")
+        pid, _, namespace = process.partition(" ")
+        return bool(namespace) and namespace == self._namespace and not is_alive(int(pid))
+
     def _watch_next(self) -> None:
         self._next = (self._next + 1) % self._board.world_size
         self._sign, self._last_sign = b"", time.monotonic()
@@ -377,6 +389,25 @@ class _Watch(threading.Thread):
         self._ended.set()
         for thread in (self, self._heart):
             thread.join(timeout=_BEAT_SECONDS)
+
+
+def _pid_namespace() -> str:
+    """Return what tells this process's PID namespace from all others, on any machine; empty if that is not known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    """Return True if a process of this PID namespace is there, and has not ended without its parent having noticed."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True  # Another user's process, about which nothing more is known.
 
 
 def store_is_lost(own: str) -> str:

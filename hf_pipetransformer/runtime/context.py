@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import failure, logger
 from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.report.files import FindCheckpoint, note_space
 
 
 # Not of a trainer, which may be pickled.
@@ -108,7 +108,7 @@ class CollectiveTimeouts:
     """Timeouts of waits for other ranks, and the report of the first fault. Construct it on every rank.
 
     `step_seconds` is the timeout inside training steps, `rest_seconds` the one elsewhere; a rank without a heartbeat
-    for `silent_seconds` ends the run in either.
+    for `silent_seconds` ends the run in either. `find_checkpoint` tells how much space a checkpoint takes.
     """
 
     def __init__(
@@ -118,18 +118,24 @@ class CollectiveTimeouts:
         step_seconds: float,
         rest_seconds: float,
         silent_seconds: float = math.inf,
+        find_checkpoint: FindCheckpoint = lambda _folder: None,
     ) -> None:
         self.topology = topology
         self.journal = journal
+        self.find_checkpoint = find_checkpoint
         self.step_seconds = step_seconds
         self.rest_seconds = rest_seconds
         self.is_resting = True
         self._board = FaultBoard(topology.rank, topology.world_size, self._record, topology.abort, silent_seconds)
-        # The process outlives this run, whose model the board leads to.
-        asking = weakref.WeakMethod(self._board.find_lost)
-        failure.begin(journal.run.args.output_dir, lambda: find() if (find := asking()) else None)
         self._depth = 0
         self._is_recorded = False
+        self._cause: str | None = None
+        self.details = ""
+        """Traceback of the rank where the first cause lies."""
+
+    def find_cause(self) -> str | None:
+        """Return the first cause, after a look for ranks that are gone; None if there is no fault."""
+        return self._cause or self._board.find_lost()
 
     def rest(self) -> None:
         """Switch to the long timeout before saving, evaluating, a callback or compilation. Call on every rank."""
@@ -154,7 +160,7 @@ class CollectiveTimeouts:
         self._depth += 1
         if self._depth == 1:
             self._is_recorded = False
-            failure.forget_cause()
+            self._cause, self.details = None, ""
             self._board.begin(together)
             self.rest()
         try:
@@ -178,8 +184,7 @@ class CollectiveTimeouts:
         is_short = isinstance(error, torch.OutOfMemoryError)
         if is_short:
             error.add_note(OUT_OF_MEMORY_REMEDY)
-        if (where := failure.space_left(error)) is not None:
-            error.add_note(where)
+        note_space(error, self.journal.run.args.output_dir, self.find_checkpoint)
         first_line = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]
         text = " ".join([first_line, *getattr(error, "__notes__", [])])
         second_hand = is_second_hand(error)
@@ -191,7 +196,7 @@ class CollectiveTimeouts:
 
     def _record(self, cause: str, details: str, is_short: bool = False) -> None:
         """Write the fault event, once: this thread or the board's, which goes on while this one waits for a device."""
-        failure.note_cause(cause, details)
+        self._cause, self.details = cause, details
         with _RECORDING:
             if self._is_recorded:
                 return

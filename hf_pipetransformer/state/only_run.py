@@ -1,19 +1,21 @@
-"""Lock that admits one run at a time to an `output_dir`: two would mix their checkpoints and events."""
+"""Lock that admits one run at a time to an `output_dir`: two would mix their checkpoints and events.
+
+The kernel holds it (`flock`), and drops it with its process, however that ends. On file systems that have no such
+locks, or whose locks other machines do not see, only the user can keep two runs apart.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import json
 import os
-import time
-import uuid
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypedDict
 
-import psutil
+from filelock import FileLock, Timeout
 
 from hf_pipetransformer.comm.topology import Topology, host_name
 from hf_pipetransformer.report import logger
@@ -24,165 +26,109 @@ from hf_pipetransformer.state.run_state import Positive, read_as
 LOCK_FILE = "_pipetransformer_run.json"
 """Name with a leading underscore: such files are never pushed to the hub."""
 
-_ATTEMPTS, _ATTEMPT_SECONDS = 50, 0.05
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Error numbers of a file system that has no such locks."""
+
+_WAIT_SECONDS = 1.0
+"""Time in which a run that is ending leaves its lock."""
+
 _MOST_BYTES = 2**16
 
 
 class _Owner(TypedDict):
-    """Process that has the lock. Process IDs are unique on a `host`: one machine, or a PID namespace on it."""
+    """Process that has the lock."""
 
     host: str
     pid: Positive
-    started: float
-    run: str
 
 
 @contextmanager
 def only_run(output_dir: str, topology: Topology) -> Iterator[None]:
     """Lock a folder with a file that names rank 0's process. Collective: call on every rank.
 
-    The lock of a dead process is taken over.
-
     Raises:
-        ValueError: on every rank: another run has the lock, or its process cannot be checked from this host.
+        ValueError: on every rank: another run has the lock, or something else lies in the place of its file.
     """
-    own = _describe_process()
+    lock = _RunLock(output_dir)
     try:
-        topology.decide(lambda: _take(output_dir, own))
+        topology.decide(lock.take)
         yield
     finally:
-        path = Path(output_dir, LOCK_FILE)
-        # Also where the other ranks never heard of it: the file itself says whose it is.
-        if topology.rank == 0:
-            with contextlib.suppress(OSError):
-                if _owner_of(_read(path)) == own:
-                    path.unlink()
+        lock.release()
 
 
-def _describe_process() -> _Owner:
-    return {"host": _here(), "pid": os.getpid(), "started": _start_of(os.getpid()), "run": uuid.uuid4().hex}
+class _RunLock:
+    """Lock of a folder, which has a file while it is held."""
 
+    def __init__(self, output_dir: str) -> None:
+        self.path = os.path.join(os.path.abspath(output_dir), LOCK_FILE)
+        self._lock = FileLock(self.path, timeout=_WAIT_SECONDS, thread_local=False, on_acquired=self._sign)
+        self._file: os.stat_result | None = None
 
-def _here() -> str:
-    with contextlib.suppress(OSError):
-        return f"{host_name()} {os.readlink('/proc/self/ns/pid')}"
-    return host_name()
-
-
-def _start_of(pid: int) -> float:
-    """Return the start time of a process, on Linux in clock ticks since boot, which clock changes do not affect."""
-    with contextlib.suppress(OSError):
-        return float(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-    return psutil.Process(pid).create_time()
-
-
-def _is_alive(owner: _Owner) -> bool:
-    try:
-        process = psutil.Process(owner["pid"])
-        return process.status() != psutil.STATUS_ZOMBIE and _start_of(owner["pid"]) == owner["started"]
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return True  # Another user's process, about which nothing more is known.
-
-
-def _take(output_dir: str, own: _Owner) -> bool:
-    """Take the lock; return False, with a warning, if no file can be created."""
-    path = os.path.join(output_dir, LOCK_FILE)
-    draft = f"{path}.{own['run']}"
-    try:
-        os.makedirs(output_dir, exist_ok=True)
+    def take(self) -> bool:
+        """Take the lock; return False, with a warning, if there can be none."""
         try:
-            # A complete file is linked to its final place, so that nobody reads a part of it.
-            _write(draft, own)
-            for _ in range(_ATTEMPTS):
-                if _create(path, draft, own) or _take_over(path, draft):
-                    return True
-        finally:
-            with contextlib.suppress(OSError):
-                os.remove(draft)
-    except OSError as error:
-        logger.warning(f"{path} cannot be written ({error}): make sure that no other run uses this output_dir.")
-        return False
-    raise ValueError(f"{path} comes and goes, or stays locked: other runs begin in this output_dir. Set another one.")
-
-
-def _read(path: Path) -> bytes:
-    with os.fdopen(open_regular(path), "rb") as file:
-        return file.read(_MOST_BYTES)
-
-
-def _write(path: str, owner: _Owner) -> None:
-    with open(path, "x", encoding="utf-8") as file:
-        json.dump(owner, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _create(path: str, draft: str, own: _Owner) -> bool:
-    """Create the lock file atomically; return False if one exists."""
-    try:
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            raise
-        except OSError:  # File system without hard links.
-            _write(path, own)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _take_over(path: str, draft: str) -> bool:
-    """Replace the lock of a dead process by the draft; return False if the lock has changed meanwhile.
-
-    Raises:
-        ValueError: the lock's process may be alive.
-    """
-    try:
-        file = os.fdopen(open_regular(path), "rb")
-    except FileNotFoundError:
-        return False
-    except PermissionError:
-        _check_gone(path, None)
-        raise
-    with file:
-        try:
-            # Several runs may find the same stale lock. Only one replaces it, and at no moment is there none.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_ATTEMPT_SECONDS)
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            self._lock.acquire()
+        except Timeout:
+            owner = _owner_of(self._read())
+            of = "" if owner is None else f" (process {owner['pid']} on {_machine(owner)})"
+            raise ValueError(
+                f"{self.path}: another run{of} is training in this output_dir; two would overwrite each other's "
+                "checkpoints. Wait for its end, or set another output_dir."
+            ) from None
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                with contextlib.suppress(OSError):
+                    os.remove(self.path)
+            elif os.path.lexists(self.path):
+                raise ValueError(
+                    f"{self.path} cannot be read: expected the lock of a run. Remove this file if no other run trains "
+                    "in this output_dir, or set another one."
+                ) from error
+            logger.warning(
+                f"{self.path} cannot be locked ({error}): make sure that no other run uses this output_dir."
+            )
             return False
-        except OSError:
-            pass  # File system without such locks.
-        try:
-            is_same = os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
-        except FileNotFoundError:
-            return False
-        if is_same:
-            _check_gone(path, _owner_of(file.read(_MOST_BYTES)))
-            os.replace(draft, path)
-        return is_same
+        return True
+
+    def release(self) -> None:
+        """Remove the file, and drop the lock if this process has it."""
+        if self._lock.is_locked:
+            with contextlib.suppress(OSError):
+                # Before the lock is dropped: whoever gets a lock of a file that is gone knows it, and locks anew.
+                if self._file is not None and os.path.samestat(os.lstat(self.path), self._file):
+                    os.remove(self.path)
+            self._lock.release()
+
+    def _sign(self, descriptor: int) -> None:
+        """Write this process into the locked file; called with the lock held.
+
+        Raises:
+            PermissionError: it is no regular file.
+        """
+        self._file = os.fstat(descriptor)
+        if not stat.S_ISREG(self._file.st_mode):
+            raise PermissionError(errno.EPERM, "no regular file", self.path)
+        last = _owner_of(os.pread(descriptor, _MOST_BYTES, 0))
+        if last is not None and last["host"] != host_name():
+            logger.warning(
+                f"{self.path}: a run on {_machine(last)} (process {last['pid']}) did not end in order. Make sure that "
+                "it is over: on some file systems, a lock holds on one machine only."
+            )
+        own: _Owner = {"host": host_name(), "pid": os.getpid()}
+        with contextlib.suppress(OSError):  # The lock holds also where a full disk leaves the file empty.
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(own).encode(), 0)
+
+    def _read(self) -> bytes:
+        with contextlib.suppress(OSError), os.fdopen(open_regular(self.path), "rb") as file:
+            return file.read(_MOST_BYTES)
+        return b""
 
 
-def _check_gone(path: str, owner: _Owner | None) -> None:
-    """Raise ValueError unless the process that a lock names is gone."""
-    if owner is None:
-        raise ValueError(
-            f"{path} cannot be read: expected the lock of a run. Remove this file if no other run trains in this "
-            "output_dir, or set another one."
-        )
-    name = owner["host"].split(" ", 1)[0]
-    if owner["host"] != _here():
-        raise ValueError(
-            f"{path}: a run on {name} (process {owner['pid']}) began to train in this output_dir, and it cannot be "
-            "seen from here whether it still does. Remove this file if that run is over, or set another output_dir."
-        )
-    if _is_alive(owner):
-        raise ValueError(
-            f"{path}: another run (process {owner['pid']} on {name}) is training in this output_dir; two would "
-            "overwrite each other's checkpoints. Wait for its end, or set another output_dir."
-        )
+def _machine(owner: _Owner) -> str:
+    return owner["host"].split(" ", 1)[0]
 
 
 def _owner_of(content: bytes) -> _Owner | None:

@@ -19,20 +19,16 @@ from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.topology import Topology, let_group_threads_finish
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
-from hf_pipetransformer.report import failure
 from hf_pipetransformer.report.card import write_card
-from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.report.events import EVENTS_FILE, EventLog
+from hf_pipetransformer.report.failure import FailureReporter, recorded
 from hf_pipetransformer.runtime.context import PlanPrinted
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
-from hf_pipetransformer.state.checkpoint import newest_whole
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
 from hf_pipetransformer.training.progress import shorten_console
 from hf_pipetransformer.training.run import PipelineSession
 from hf_pipetransformer.training.starting import RunOptions, check_constructor_arguments
-
-
-failure.find_checkpoints_with(newest_whole)
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         ValueError: an option, model or data set does not work with a pipeline; the message says what to change.
     """
 
-    @failure.recorded()
+    @recorded()
     def __init__(
         self,
         *positional: Any,
@@ -226,9 +222,19 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             PipelineError: another rank failed; the message names the first cause.
             SystemExit: with `plan_only`, after the plan, with status 0 on every rank.
         """
+        timeouts = self.pipeline_run.context.timeouts
+        reporter = FailureReporter(
+            self.args.output_dir,
+            os.path.join(self.args.output_dir, EVENTS_FILE),
+            bool(resume_from_checkpoint),
+            timeouts,
+            timeouts.find_checkpoint,
+            # Waits of a run that is left to Trainer are not watched, so the main thread may never get to a handler.
+            handles_sigterm=self.args.world_size == 1 or self.pipeline_run.builder.needs_pipeline,
+        )
         try:
             with (
-                failure.Training(self.args.output_dir, bool(resume_from_checkpoint)),
+                reporter,
                 self.pipeline_run.train_calls.call(resume_from_checkpoint, trial, ignore_keys_for_eval) as folder,
             ):
                 return super().train(folder, trial, ignore_keys_for_eval)

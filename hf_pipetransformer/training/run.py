@@ -30,6 +30,7 @@ from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.adapters import has_adapters
+from hf_pipetransformer.state.checkpoint import newest_whole
 from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder
 from hf_pipetransformer.state.only_run import only_run
@@ -506,7 +507,9 @@ def _make_context(trainer: Trainer, args: PipeTransformerArguments) -> TrainingC
     journal = Journal(run, EventLog(args.output_dir if trainer.is_world_process_zero() else None))
     # A batch of a new shape recompiles, so with torch_compile any step may take as long as the first one.
     step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
-    timeouts = CollectiveTimeouts(topology, journal, step_seconds, rest_seconds, args.pipeline_timeout)
+    timeouts = CollectiveTimeouts(
+        topology, journal, step_seconds, rest_seconds, args.pipeline_timeout, find_checkpoint=newest_whole
+    )
     seeds, gains = Seeds(topology, args.seed), LossGains(trainer, topology)
     return TrainingContext(run, topology, journal, timeouts, seeds, trainer, gains)
 

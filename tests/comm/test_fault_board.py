@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -160,6 +163,30 @@ def test_the_failed_rank_waits_until_the_event_is_written(monkeypatch: pytest.Mo
     assert recorded == [("rank 1: no memory", "where it was")]
     for board in boards:
         board.end()
+
+
+@pytest.mark.parametrize("is_reaped", [True, False])
+def test_a_killed_process_of_this_machine_is_found_at_once(monkeypatch: pytest.MonkeyPatch, is_reaped: bool):
+    """Also where no wait fails, as on a device: the launcher ends this rank next, which has to know why."""
+    monkeypatch.setattr(errors, "_LEAVE_SECONDS", 0.2)
+    store, recorded, aborted = dist.HashStore(), [], threading.Event()
+    board = board_over(store, 0, lambda cause, _details: recorded.append(cause), aborted.set)
+    board._stores.append(store)
+    board.world_size = 2
+    board.begin(together=True)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]) as other:
+        alive = f"{board._keys}/alive/1"
+        store.set(alive, f"7 {other.pid} {errors._pid_namespace()}")
+        assert not aborted.wait(1)
+        store.set(alive, f"8 {other.pid} another machine")
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | (0 if is_reaped else os.WNOWAIT))
+        assert not aborted.wait(1)
+        store.set(alive, f"9 {other.pid} {errors._pid_namespace()}")
+        assert aborted.wait(10)
+    said = "killed, as when memory runs out, hanging, or cut off from the network"
+    assert recorded == [f"rank 1 does not answer: {said} (rank 0: the process of rank 1 has ended)"]
+    board.end()
 
 
 def test_details_are_of_the_first_cause(monkeypatch: pytest.MonkeyPatch):

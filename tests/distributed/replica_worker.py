@@ -5,17 +5,16 @@ A usage that begins with "defaults: " runs with the options that ours has by its
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from transformers import Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.state.only_run import LOCK_FILE, _here, _start_of
+from hf_pipetransformer.state.only_run import LOCK_FILE
 from tests.distributed.scenarios import scenario
 from tests.state.test_trainers_checkpoints import TRAINERS, losses, make
 from tests.usages import USAGES, Line, Usage, assert_same, outcome, points, with_prompts
@@ -76,8 +75,8 @@ def guard_the_folder(folder: Path) -> None:
     trainer.train(resume_from_checkpoint=True)
     assert trainer.pipeline_run.is_left_to_trainer and steps == [3]
     if torch.distributed.get_rank() == 0:
-        owner = {"host": _here(), "pid": os.getppid(), "started": _start_of(os.getppid()), "run": "other"}
-        (folder / LOCK_FILE).write_text(json.dumps(owner))
+        other = FileLock(folder / LOCK_FILE)
+        other.acquire()
     torch.distributed.barrier()
     with pytest.raises(ValueError, match="another run .*is training in this output_dir"):
         trainer_of().train()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,17 +20,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.report import failure
+from hf_pipetransformer.report.events import EVENTS_FILE
 
 
 BEGIN = """
 import os, signal, sys, time
 from hf_pipetransformer.report import failure
 from hf_pipetransformer.options.reading import choice
-failure._PATIENCE = 0.3
 checkpoint = sys.argv[1] + "/checkpoint-4"
 os.makedirs(checkpoint, exist_ok=True); os.utime(checkpoint)
-failure.find_checkpoints_with(lambda folder: (checkpoint, 2_000_000))
-training = lambda: failure.Training(sys.argv[1], is_resumed=False)
+class Faults:
+    cause, details = None, ""
+    def find_cause(self): return self.cause
+find = lambda folder: (checkpoint, 2_000_000)
+events = sys.argv[1] + "/pipetransformer_events.jsonl"
+training = lambda is_resumed=False: failure.FailureReporter(sys.argv[1], events, is_resumed, Faults(), find)
 """
 REFUSED = "choice(('a', 'b'))('letter', 'c')"
 REFUSAL = "ValueError: letter must be one of ('a', 'b'), found 'c'."
@@ -48,12 +53,16 @@ def run(folder: Path, end: str, before: str = "", **environment: str) -> tuple[i
     return process.returncode, [line for line in process.stderr.splitlines() if line]
 
 
-def ways_on(folder: Path) -> list[str]:
-    return [
-        f"Newest whole checkpoint: {folder}/checkpoint-4",
-        f"Resume: trainer.train(resume_from_checkpoint='{folder}/checkpoint-4'), or the same command with "
-        f"--resume_from_checkpoint {folder}/checkpoint-4 if the script reads it.",
-    ]
+def way_on(folder: Path) -> str:
+    return (
+        f"Resume from the newest whole checkpoint by trainer.train(resume_from_checkpoint='{folder}/checkpoint-4'), "
+        f"or by --resume_from_checkpoint {folder}/checkpoint-4 if the script reads it."
+    )
+
+
+def reporter(folder: Path) -> failure.FailureReporter:
+    faults = SimpleNamespace(details="", find_cause=lambda: None)
+    return failure.FailureReporter(str(folder), str(folder / EVENTS_FILE), False, faults, lambda _folder: None)
 
 
 def box_of(error_file: Path, status: int) -> str:
@@ -83,13 +92,13 @@ def test_nothing_of_the_process_is_changed_but_in_a_training(tmp_path: Path, mon
     with pytest.raises(ValueError, match="freeze_policy must be"):
         PipeTransformerArguments(output_dir=str(tmp_path), freeze_policy="gradnorm")
     assert state_of_the_process() == before
-    with failure.Training(str(tmp_path), is_resumed=False):
+    with reporter(tmp_path):
         inside = state_of_the_process()
         assert inside["SIGTERM"] != before["SIGTERM"] and inside["exception hooks"] == before["exception hooks"]
-        with failure.Training(str(tmp_path), is_resumed=False):
+        with reporter(tmp_path):
             assert state_of_the_process() == inside
     assert state_of_the_process() == before
-    with pytest.raises(RuntimeError), failure.Training(str(tmp_path), is_resumed=False):
+    with pytest.raises(RuntimeError), reporter(tmp_path):
         raise RuntimeError("planted")
     assert state_of_the_process() == before
     assert not forks and not list(tmp_path.iterdir())
@@ -101,22 +110,27 @@ def test_below_an_error_stands_where_to_go_on(tmp_path: Path) -> None:
         assert code == 1
         error = REFUSAL if end == REFUSED else "ZeroDivisionError: division by zero"
         assert lines[0] == "Traceback (most recent call last):"
-        assert lines[-3:] == [error, *ways_on(tmp_path)]
+        assert lines[-2:] == [error, way_on(tmp_path)]
 
 
 def test_a_checkpoint_of_an_earlier_run_is_not_named_unless_this_one_resumes(tmp_path: Path) -> None:
     for is_resumed in (False, True):
-        training = f"with failure.Training(sys.argv[1], {is_resumed}): {REFUSED}"
-        _, lines = run(tmp_path, f"os.utime(checkpoint, (1, 1))\n{training}")
-        ways = ways_on(tmp_path) if is_resumed else [f"The run has saved no whole checkpoint in {tmp_path}."]
-        assert lines[-1 - len(ways) :] == [REFUSAL, *ways]
+        _, lines = run(tmp_path, f"os.utime(checkpoint, (1, 1))\nwith training({is_resumed}): {REFUSED}")
+        way = way_on(tmp_path) if is_resumed else f"The run has saved no whole checkpoint in {tmp_path}."
+        assert lines[-2:] == [REFUSAL, way]
+
+
+def test_the_events_file_is_named_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / EVENTS_FILE).touch()
+    _, lines = run(tmp_path, f"with training(): {REFUSED}")
+    assert lines[-2:] == [REFUSAL, f"{way_on(tmp_path)} Its events: {tmp_path / EVENTS_FILE}"]
 
 
 def test_of_several_ranks_none_shows_a_traceback_that_says_no_more(tmp_path: Path) -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "2"}
     refused = f"with training():\n    try: 1 / 0\n    except ZeroDivisionError: {REFUSED}"
     _, lines = run(tmp_path, refused, **rank)
-    assert lines[-3:] == [REFUSAL, *ways_on(tmp_path)]
+    assert lines[-2:] == [REFUSAL, way_on(tmp_path)]
     assert "reading.py" not in "".join(lines) and "ZeroDivisionError" not in "".join(lines)
     _, lines = run(tmp_path, refused, before="failure.logger.setLevel('DEBUG')\n", **rank)
     assert "reading.py" in "".join(lines)
@@ -126,12 +140,12 @@ def test_of_several_ranks_none_shows_a_traceback_that_says_no_more(tmp_path: Pat
 
 def test_another_rank_leaves_the_first_one_to_speak_unless_that_is_lost(tmp_path: Path) -> None:
     raised = "with training(): raise RuntimeError('The run ended on rank {}. First cause: rank {} does not answer')"
-    details = f"failure.note_cause('planted', {'Traceback: of the other rank'!r})\n"
+    details = "Faults.details = 'Traceback: of the other rank'\n"
     for rank, local_rank, lost, speaks in ((0, 0, 1, 1), (1, 1, 2, 0), (1, 1, 0, 1), (2, 2, 0, 0), (4, 0, 0, 1)):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
         _, lines = run(tmp_path, details + raised.format(rank, lost), **environment)
         error = f"RuntimeError: The run ended on rank {rank}. First cause: rank {lost} does not answer"
-        assert lines[lines.index(error) + 1 :] == ["Traceback: of the other rank", *ways_on(tmp_path)] * speaks
+        assert lines[lines.index(error) + 1 :] == ["Traceback: of the other rank", way_on(tmp_path)] * speaks
 
 
 @pytest.mark.parametrize(
@@ -167,7 +181,7 @@ def test_an_error_that_is_handled_keeps_nothing_alive(tmp_path: Path) -> None:
 def test_ctrl_c_is_told_by_the_status_still(tmp_path: Path) -> None:
     code, lines = run(tmp_path, "with training(): os.kill(os.getpid(), signal.SIGINT); time.sleep(30)")
     assert code == -signal.SIGINT
-    assert lines[-3:] == ["KeyboardInterrupt", *ways_on(tmp_path)]
+    assert lines[-2:] == ["KeyboardInterrupt", way_on(tmp_path)]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +201,7 @@ def test_hooks_of_the_users_get_the_error(tmp_path: Path) -> None:
         "sys.excepthook = lambda kind, error, _: print(kind.__name__, *error.__notes__, sep='\\n', file=sys.stderr)\n"
     )
     _, lines = run(tmp_path, f"with training(): {REFUSED}", before=hook)
-    assert lines == ["ValueError", *ways_on(tmp_path)]
+    assert lines == ["ValueError", way_on(tmp_path)]
 
 
 def test_no_file_is_written_without_an_agent(tmp_path: Path) -> None:
@@ -212,7 +226,7 @@ def test_the_agent_shows_the_cause(tmp_path: Path) -> None:
         cause = REFUSAL if end != TERMINATED else "The run failed: rank 0 was ended by SIGTERM"
         box = box_of(error_file, status)
         assert f"traceback : {cause}" in box and f"error_file: {error_file}" in box
-        assert all(line in box for line in ways_on(tmp_path))
+        assert way_on(tmp_path) in box
         assert "secret" not in error_file.read_text() and error_file.stat().st_mode & 0o777 == 0o600
 
 
@@ -220,7 +234,7 @@ def test_the_agent_shows_the_traceback_of_an_error_of_the_users_code(tmp_path: P
     error_file = tmp_path / "error.json"
     run(tmp_path, "def users(): 1 / 0\nwith training(): users()", TORCHELASTIC_ERROR_FILE=str(error_file))
     box = box_of(error_file, 1)
-    assert "in users" in box and "ZeroDivisionError: division by zero" in box and ways_on(tmp_path)[0] in box
+    assert "in users" in box and "ZeroDivisionError: division by zero" in box and way_on(tmp_path) in box
 
 
 def test_the_agent_shows_a_refused_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +244,7 @@ def test_the_agent_shows_a_refused_option(tmp_path: Path, monkeypatch: pytest.Mo
         PipeTransformerArguments(output_dir=str(tmp_path), freeze_policy="gradnorm")
     assert "traceback : ValueError: freeze_policy must be one of" in box_of(error_file, 1)
     # The script has handled the error.
-    with failure.Training(str(tmp_path), is_resumed=False):
+    with reporter(tmp_path):
         assert not error_file.exists()
 
 
@@ -252,8 +266,8 @@ def test_the_agents_file_follows_no_link_and_is_no_device(tmp_path: Path, monkey
 def test_a_full_disk_is_named_with_its_folder(tmp_path: Path) -> None:
     error = "OSError(28, 'No space left on device', sys.argv[1] + '/checkpoint-6/model')"
     _, lines = run(tmp_path, f"with training(): raise {error}")
-    assert lines[-3].startswith(f"(no space in {tmp_path}: ") and lines[-2:] == ways_on(tmp_path)
-    assert "free, a checkpoint takes 2.0 MB; make space" in lines[-3]
+    assert lines[-2].startswith(f"(no space in {tmp_path}: ") and lines[-1] == way_on(tmp_path)
+    assert "free, a checkpoint takes 2.0 MB; make space" in lines[-2]
 
 
 def test_a_disk_is_full_where_torch_cannot_write_and_little_is_left(tmp_path: Path) -> None:
@@ -261,7 +275,7 @@ def test_a_disk_is_full_where_torch_cannot_write_and_little_is_left(tmp_path: Pa
     left = "import shutil; found = shutil._ntuple_diskusage(3_000_000, 0, {}); shutil.disk_usage = lambda _: found\n"
     end = "with training(): raise RuntimeError('basic_ios::clear: iostream error')"
     _, lines = run(tmp_path, end, before=left.format(100_000))
-    assert "100 kB of 3.0 MB free, a checkpoint takes 2.0 MB; make space, lower save_total_limit or set" in lines[-3]
+    assert "100 kB of 3.0 MB free, a checkpoint takes 2.0 MB; make space, lower save_total_limit or set" in lines[-2]
     _, lines = run(tmp_path, end, before=left.format(2_500_000))
     assert "no space" not in "".join(lines)
 
@@ -271,7 +285,7 @@ def test_a_disk_is_full_where_torch_cannot_write_and_little_is_left(tmp_path: Pa
 
 def test_a_training_that_is_told_to_end_says_so_and_ends_by_the_signal(tmp_path: Path) -> None:
     cause = "The run failed: rank 0 was ended by SIGTERM, which launchers, schedulers and users send."
-    assert run(tmp_path, TERMINATED) == (-signal.SIGTERM, [cause, *ways_on(tmp_path)])
+    assert run(tmp_path, TERMINATED) == (-signal.SIGTERM, [cause, way_on(tmp_path)])
 
 
 def test_a_training_that_fails_when_it_is_told_to_end_says_so_once(tmp_path: Path) -> None:
@@ -279,13 +293,23 @@ def test_a_training_that_fails_when_it_is_told_to_end_says_so_once(tmp_path: Pat
     end = "with training(): os.kill(os.getpid(), signal.SIGTERM); 1 / 0"
     code, lines = run(tmp_path, end)
     assert code == -signal.SIGTERM
-    assert lines[1:] == ways_on(tmp_path) and lines[0].startswith("The run failed: rank 0 was ended by SIGTERM")
+    assert lines[1:] == [way_on(tmp_path)] and lines[0].startswith("The run failed: rank 0 was ended by SIGTERM")
 
 
 def test_outside_of_a_training_the_signal_does_what_it_does_by_default(tmp_path: Path) -> None:
     end = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(30)"
     assert run(tmp_path, end) == (-signal.SIGTERM, [])
     assert run(tmp_path, f"with training(): pass\n{end}") == (-signal.SIGTERM, [])
+
+
+def test_a_second_signal_ends_the_search_for_the_cause(tmp_path: Path) -> None:
+    before = "Faults.find_cause = lambda self: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(30)\n"
+    assert run(tmp_path, TERMINATED, before=before) == (-signal.SIGTERM, [])
+
+
+def test_where_the_main_thread_may_wait_without_end_there_is_no_handler(tmp_path: Path) -> None:
+    before = "training = lambda: failure.FailureReporter(sys.argv[1], events, False, Faults(), find, False)\n"
+    assert run(tmp_path, TERMINATED, before=before) == (-signal.SIGTERM, [])
 
 
 def test_a_handler_of_the_users_stays(tmp_path: Path) -> None:
@@ -328,7 +352,7 @@ with training():
 
 
 def test_the_cause_is_asked_for_where_the_process_is_told_to_end_with_others(tmp_path: Path) -> None:
-    end = "failure.begin(sys.argv[1], lambda: 'rank 1 does not answer')\n" + TERMINATED
-    message = ["The run failed: rank 1 does not answer", *ways_on(tmp_path)]
+    end = "Faults.cause = 'rank 1 does not answer'\n" + TERMINATED
+    message = ["The run failed: rank 1 does not answer", way_on(tmp_path)]
     assert run(tmp_path, end, RANK="0", WORLD_SIZE="2") == (-signal.SIGTERM, message)
     assert run(tmp_path, end, RANK="1", WORLD_SIZE="2") == (-signal.SIGTERM, [])

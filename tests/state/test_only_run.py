@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.comm.topology import host_name
 from hf_pipetransformer.report.events import EVENTS_FILE
 from hf_pipetransformer.state import only_run as module
 from hf_pipetransformer.state.only_run import LOCK_FILE
@@ -52,40 +58,65 @@ def make(folder: Path, look: Looks | None = None, **options: Any) -> PipeTransfo
 FREEZES = {"freeze_policy": "fixed", "freeze_at": "0:1", "activation_cache": "off"}
 
 
-@pytest.fixture
-def other() -> Iterator[subprocess.Popen[bytes]]:
-    """Another process."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]) as process:
-        yield process
-        process.kill()
+HOLD = """
+import os, sys, time
+from filelock import FileLock
+lock = FileLock(sys.argv[1])
+lock.acquire()
+print(flush=True)
+time.sleep(300)
+"""
+FORKED = HOLD.replace("print(flush=True)", "worker = os.fork()\nif worker: print(f'\\n{worker}', flush=True)")
 
 
-def lock_of(folder: Path, **changes: Any) -> Path:
+@contextmanager
+def held(folder: Path, script: str = HOLD) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process, which has the lock of a folder, and has written nothing into its file."""
+    command = [sys.executable, "-c", script, str(folder / LOCK_FILE)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+def name_owner(folder: Path, pid: int, host: str = "elsewhere 1-2") -> Path:
     path = folder / LOCK_FILE
-    path.write_text(json.dumps({**module._describe_process(), **changes}))
+    path.write_text(json.dumps({"host": host, "pid": pid}))
     return path
 
 
 @pytest.mark.parametrize("options", [{}, FREEZES], ids=["left to Trainer", "freezing"])
-def test_a_second_run_is_refused_until_the_first_is_gone(
-    tmp_path: Path, other: subprocess.Popen[bytes], options: dict[str, Any]
-) -> None:
-    path = lock_of(tmp_path, pid=other.pid, started=module._start_of(other.pid))
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path, options: dict[str, Any]) -> None:
     trainer = make(tmp_path, **options)
-    with pytest.raises(ValueError, match=f"{LOCK_FILE}: another run .process {other.pid} on .*set another output_dir"):
+    with held(tmp_path) as other:
+        path = name_owner(tmp_path, other.pid)
+        said = f"another run .process {other.pid} on elsewhere. .*set another output_dir"
+        with pytest.raises(ValueError, match=said):
+            trainer.train()
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE], "the events are the other run's"
+        assert json.loads(path.read_text())["pid"] == other.pid
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # It is gone, and nobody has asked yet how it ended.
         trainer.train()
-    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE], "the events are the other run's"
-    other.kill()
-    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # It is gone, and nobody has asked yet how it ended.
-    trainer.train()
     assert not path.exists() and list(tmp_path.glob("checkpoint-*"))
 
 
-def test_a_number_that_another_process_has_now_is_nobodys(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
-    lock_of(tmp_path, pid=other.pid, started=module._start_of(other.pid) - 5)
-    look = Looks()
-    make(tmp_path, look).train()
-    assert look.seen[0]["pid"] != other.pid
+def test_workers_that_outlive_their_run_do_not_keep_its_lock(tmp_path: Path) -> None:
+    with held(tmp_path, FORKED) as other:
+        worker = int(other.stdout.readline())  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="another run is training"):
+            module._RunLock(str(tmp_path)).take()
+        other.kill()
+        other.wait()
+        lock = module._RunLock(str(tmp_path))
+        assert lock.take()
+        os.kill(worker, signal.SIGKILL)
+    with pytest.raises(ValueError, match=f"another run .process {os.getpid()} on {platform.node()}. is training"):
+        module._RunLock(str(tmp_path)).take()
+    lock.release()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("options", [{}, FREEZES], ids=["left to Trainer", "freezing"])
@@ -99,59 +130,52 @@ def test_trainings_that_follow_each_other_may_share_a_folder(tmp_path: Path, opt
         else:
             trainer.train()
         trainer.evaluate(trainer.train_dataset)
-        assert [owner["pid"] for owner in look.seen] == [module._describe_process()["pid"]]
+        assert [owner["pid"] for owner in look.seen] == [os.getpid()]
         assert not list(tmp_path.glob("_pipetransformer_run*"))
 
 
-def test_who_saves_nothing_needs_no_lock(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
-    lock_of(tmp_path, pid=other.pid, started=module._start_of(other.pid))
+def test_who_saves_nothing_needs_no_lock(tmp_path: Path) -> None:
     look = Looks()
     trainer = make(tmp_path, look, save_strategy="no")
-    trainer.evaluate(trainer.train_dataset)
-    trainer.train()
-    assert [owner["pid"] for owner in look.seen] == [other.pid]  # The other's stays.
+    with held(tmp_path) as other:
+        name_owner(tmp_path, other.pid)
+        trainer.evaluate(trainer.train_dataset)
+        trainer.train()
+        assert [owner["pid"] for owner in look.seen] == [other.pid]  # The other's stays.
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ({"host": "elsewhere pid:[1]"}, "a run on elsewhere .* cannot be seen from here.*Remove this file"),
-        ("", "cannot be read: expected the lock of a run. Remove this file"),
-        ("[[", "cannot be read: expected the lock of a run. Remove this file"),
-        ({"pid": "x"}, "cannot be read: expected the lock of a run. Remove this file"),
-    ],
-)
-def test_a_lock_of_which_nothing_can_be_known_is_refused(tmp_path: Path, content: Any, said: str) -> None:
-    path = lock_of(tmp_path, **(content if isinstance(content, dict) else {}))
-    if isinstance(content, str):
-        path.write_text(content)
-    with pytest.raises(ValueError, match=f"{path}.*{said}"):
-        make(tmp_path).train()
-    assert path.exists()
+@pytest.mark.parametrize("content", ["", "[[", '{"pid": "x"}', "\0" * 100, '{"host": "h", "pid": 5, "run": "older"}'])
+def test_what_nobody_holds_is_no_lock_whatever_it_says(tmp_path: Path, content: str) -> None:
+    (tmp_path / LOCK_FILE).write_text(content)
+    look = Looks()
+    make(tmp_path, look).train()
+    assert [owner["pid"] for owner in look.seen] == [os.getpid()]
 
 
-def test_a_lock_of_another_machine_of_the_same_name_is_not_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("boot", ["of-another-boot", None])
+def test_what_a_run_of_another_machine_left_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, boot: str | None
 ) -> None:
-    """Its process ID, which nobody has here, says nothing: initial PID namespaces have one number on all machines."""
-    monkeypatch.setattr(module, "host_name", lambda: f"{platform.node()} of-another-boot")
-    lock_of(tmp_path, pid=2**22 + 1)
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match=f"a run on {platform.node()} .* cannot be seen from here"):
-        module._take(str(tmp_path), module._describe_process())
+    """A lock of one machine alone, as some file systems have, would not show that it trains."""
+    name_owner(tmp_path, 12, host_name() if boot is None else f"{platform.node()} {boot}")
+    lock = module._RunLock(str(tmp_path))
+    assert lock.take()
+    said = f"a run on {platform.node()} (process 12) did not end in order. Make sure that it is over"
+    assert (said in caplog.text) == (boot is not None)
+    lock.release()
 
 
-def test_of_many_that_find_the_lock_of_a_dead_run_one_gets_it(tmp_path: Path) -> None:
-    for _ in range(60):
-        lock_of(tmp_path, pid=2**22 + 1)  # Linux has no such process.
+def test_of_many_that_begin_at_once_one_gets_the_lock(tmp_path: Path) -> None:
+    for _ in range(5):
+        (tmp_path / LOCK_FILE).touch()
         begin, taken, refused = threading.Barrier(8), [], []
 
-        def take(begin: Any = begin, taken: list[str] = taken, refused: list[str] = refused) -> None:
-            own = module._describe_process()
+        def take(begin: Any = begin, taken: list[Any] = taken, refused: list[str] = refused) -> None:
+            lock = module._RunLock(str(tmp_path))
             begin.wait()
             try:
-                assert module._take(str(tmp_path), own)
-                taken.append(own["run"])
+                assert lock.take()
+                taken.append(lock)
             except ValueError as error:
                 refused.append(str(error))
 
@@ -161,23 +185,75 @@ def test_of_many_that_find_the_lock_of_a_dead_run_one_gets_it(tmp_path: Path) ->
         for thread in threads:
             thread.join()
         assert (len(taken), len(refused)) == (1, 7)
-        assert json.loads((tmp_path / LOCK_FILE).read_text())["run"] == taken[0]
         assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
+        taken[0].release()
+        assert not list(tmp_path.iterdir())
+
+
+def test_runs_that_follow_each_other_closely_never_hold_it_together(tmp_path: Path) -> None:
+    """Each removes the file, which another one may have opened just before."""
+    holders, most, failed = [0], [0], []
+
+    def take() -> None:
+        for _ in range(40):
+            lock = module._RunLock(str(tmp_path))
+            try:
+                assert lock.take()
+            except ValueError:
+                continue  # A whole second without luck.
+            holders[0] += 1
+            most[0] = max(most[0], holders[0])
+            if not (tmp_path / LOCK_FILE).exists():
+                failed.append("the file is gone")
+            time.sleep(0.001)
+            holders[0] -= 1
+            lock.release()
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] and not failed and not list(tmp_path.iterdir())
+
+
+def test_a_file_that_took_the_place_of_the_locked_one_stays(tmp_path: Path) -> None:
+    lock = module._RunLock(str(tmp_path))
+    assert lock.take()
+    (tmp_path / LOCK_FILE).unlink()
+    (tmp_path / LOCK_FILE).write_text("of another run")
+    lock.release()
+    assert (tmp_path / LOCK_FILE).read_text() == "of another run"
 
 
 def test_a_folder_in_which_nothing_can_be_made_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def create(path: str, draft: str, own: Any) -> bool:
-        raise PermissionError("planted")
+    def acquire(_lock: FileLock) -> None:
+        raise PermissionError(errno.EACCES, "planted")
 
-    monkeypatch.setattr(module, "_create", create)
-    assert not module._take(str(tmp_path), module._describe_process())
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    assert not module._RunLock(str(tmp_path)).take()
     assert "make sure that no other run uses this output_dir" in caplog.text
 
 
-def test_a_lock_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = lock_of(tmp_path)
+@pytest.mark.parametrize("number", module._NO_LOCKS)
+def test_a_file_system_without_locks_is_told_of_and_keeps_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    look = Looks()
+    make(tmp_path, look).train()
+    assert look.seen == [None] and list(tmp_path.glob("checkpoint-*")) and not list(tmp_path.glob("_pipe*"))
+    assert f"{LOCK_FILE} cannot be locked ([Errno {number}]" in caplog.text
+    assert "make sure that no other run uses this output_dir" in caplog.text
+
+
+def test_a_lock_that_may_not_be_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = name_owner(tmp_path, 12)
     original = os.open
 
     def refuse(name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +263,7 @@ def test_a_lock_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("os.open", refuse)
     with pytest.raises(ValueError, match=f"{path} cannot be read: expected the lock of a run"):
-        module._take(str(tmp_path), module._describe_process())
+        module._RunLock(str(tmp_path)).take()
 
 
 @pytest.mark.timeout(60)
@@ -203,17 +279,20 @@ def test_what_is_no_file_is_no_lock(tmp_path: Path, what: str) -> None:
 
 def test_a_lock_without_end_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / LOCK_FILE
-    path.touch()
-    os.truncate(path, 2**40)
-    with pytest.raises(ValueError, match=f"{path} cannot be read: expected the lock of a run"):
-        module._take(str(tmp_path), module._describe_process())
+    with held(tmp_path):
+        os.truncate(path, 2**40)
+        with pytest.raises(ValueError, match=f"{path}: another run is training in this output_dir"):
+            module._RunLock(str(tmp_path)).take()
+    lock = module._RunLock(str(tmp_path))
+    assert lock.take() and path.stat().st_size < 1000
+    lock.release()
 
 
 def test_a_lock_that_a_stopped_process_holds_is_not_waited_for(tmp_path: Path) -> None:
-    with lock_of(tmp_path, pid=2**22 + 1).open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="comes and goes, or stays locked: other runs begin in this output_dir"):
-            module._take(str(tmp_path), module._describe_process())
+    with held(tmp_path) as other:
+        os.kill(other.pid, signal.SIGSTOP)
+        with pytest.raises(ValueError, match="another run is training in this output_dir"):
+            module._RunLock(str(tmp_path)).take()
 
 
 @pytest.mark.timeout(60)

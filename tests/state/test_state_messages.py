@@ -17,7 +17,7 @@ from hf_pipetransformer.elastic.migration import keep_parameters
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.runtime.context import CollectiveTimeouts
 from hf_pipetransformer.schedules import json_values
-from hf_pipetransformer.state import checkpoint, only_run, plain_checkpoint, restore
+from hf_pipetransformer.state import checkpoint, plain_checkpoint, restore
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_optimizer, read_state
 from hf_pipetransformer.state.description import _describe_changes
 from hf_pipetransformer.state.plain_checkpoint import check_trainers
@@ -71,13 +71,6 @@ def test_values_that_are_nested_too_deep() -> None:
         deep = [deep]
     with pytest.raises(ValueError, match="The values are nested too deep for a JSON file"):
         checksum_of({"decisions": deep})
-
-
-def test_a_lock_that_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(only_run, "_create", lambda *_: False)
-    monkeypatch.setattr(only_run, "_take_over", lambda *_: False)
-    with pytest.raises(ValueError, match="comes and goes, or stays locked: other runs begin in this output_dir"):
-        only_run._take(str(tmp_path), {"run": "1"})  # type: ignore[arg-type,typeddict-item]
 
 
 def test_an_optimizer_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
