@@ -18,6 +18,7 @@ from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_dataset
+from hf_pipetransformer.report.origin import outcome_of
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.training.evaluation import UsersEvaluation
 from hf_pipetransformer.training.run import PipelineSession
@@ -181,7 +182,10 @@ class TrainingOverrides(_Trainer):
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
         self.pipeline_run.train_calls.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        self.pipeline_run.context.journal.write("end", train_loss=output.training_loss, metrics=output.metrics)
+        outcome = outcome_of(self, self.pipeline_run.train_calls.results)
+        self.pipeline_run.context.journal.write(
+            "end", train_loss=output.training_loss, metrics=output.metrics, **outcome
+        )
         return output
 
 

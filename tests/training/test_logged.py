@@ -150,7 +150,8 @@ def test_a_resumed_run_counts_the_steps_from_where_it_began() -> None:
     summary.add_reads(3, 1, 1000)
     summary.add_reads(4, 0, 2000)
     assert summary.as_results(last_step=10, num_frozen=3) == {
-        "step_seconds": 0.875, "frozen_layers": 3, "cache_hit_rate": 0.875, "cache_bytes": 2000,
+        "step_seconds": 0.875, "saved_seconds": 0.375, "frozen_layers": 3, "cache_hit_rate": 0.875,
+        "cache_bytes": 2000,
         "layouts": [
             {
                 "step": 7, "num_steps": 2, "seconds": 0.75, "pipeline_stages": 2, "pipeline_replicas": 1,

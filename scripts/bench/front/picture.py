@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_pipetransformer.report.charts import Row, Spec, save_chart
+from hf_pipetransformer.report.drawing import Row, Spec, save_chart
 
 from .contenders import FULL
 from .report import TITLES, Curve, at_equal_time
