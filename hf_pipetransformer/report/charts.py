@@ -18,7 +18,8 @@ from hf_pipetransformer.report.recorded import Entry, RecordedRun, is_finite, pi
 WIDTH = 640
 """Width of the plots of a picture; the page sets its own."""
 
-_Panel = alt.Chart | alt.LayerChart
+_Panel = Any
+"""One plot: `alt.Chart` or `alt.LayerChart`."""
 
 _ZOOM = "wheel![event.ctrlKey || event.metaKey]"
 """Event that zooms: the wheel alone scrolls the page."""

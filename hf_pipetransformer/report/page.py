@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import permutations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _LIBRARIES = ("altair", "jinja2")
+
 
 def write_report(folders: Sequence[str], page: str | None, pictures: str | None) -> list[str]:
     """Write the report of the runs in output folders; return the paths written.
@@ -129,12 +130,12 @@ def _final(run: RecordedRun, name: str) -> str:
     found = run.final_value(name)
     if found is None:
         return ""
-    best = run.best
-    if best is None or name == "loss":
-        return _number(found)
-    if best.is_loaded:
-        return f"{_number(found)} (best, step {best.step})" if name == best.name else f"{_number(found)} (step {best.step})"
-    return f"{_number(found)} (best: {_number(best.value)}, step {best.step})" if name == best.name else _number(found)
+    best, note = run.best, ""
+    if best is not None and best.is_loaded and name != "loss":
+        note = f" (best, step {best.step})" if name == best.name else f" (step {best.step})"
+    elif best is not None and name == best.name:
+        note = f" (best: {_number(best.value)}, step {best.step})"
+    return _number(found) + note
 
 
 def _number(value: float) -> str:
@@ -185,7 +186,7 @@ def headline(run: RecordedRun) -> Headline:
 
 def _verdict(run: RecordedRun) -> str:
     """Return the seconds that later layouts saved against the first; empty where the layout never changed."""
-    saved, taken = run.end.get("saved_seconds"), run.end.get("step_seconds")
+    saved, taken = (run.end.get(name) for name in ("saved_seconds", "step_seconds"))
     if not is_finite(saved) or not is_finite(taken):
         return ""
     what = "saved against" if saved >= 0 else "more than with"
@@ -232,7 +233,7 @@ def _model(found: dict[str, Any]) -> str:
 def _data(found: dict[str, Any]) -> str:
     counts = [("train_samples", "to train"), ("eval_samples", "to evaluate")]
     words = [f"{found[name]:,} samples {of}" for name, of in counts if is_finite(found.get(name))]
-    return ", ".join([str(found["name"])] * bool(found.get("name")) + words)
+    return ", ".join([str(found["name"]), *words] if found.get("name") else words)
 
 
 def _option(origin: dict[str, Any], name: str) -> str:

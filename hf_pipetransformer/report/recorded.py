@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
@@ -146,7 +146,7 @@ class RecordedRun:
         return found
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> TypeGuard[float]:
     """Return True for a number that can be drawn."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 

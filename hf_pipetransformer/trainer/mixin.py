@@ -210,6 +210,12 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     def events(self) -> EventLog:
         return self.pipeline_run.context.journal.log
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as Trainer does, and write the entry to the events file, also where Trainer evaluates by itself."""
+        super().log(logs, start_time)
+        if not self.pipeline_run.is_inside_stage:
+            self.pipeline_run.train_calls.note_log(logs)
+
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,

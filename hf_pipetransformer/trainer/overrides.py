@@ -175,7 +175,6 @@ class TrainingOverrides(_Trainer):
             return
         self.pipeline_run.train_calls.add_scalars(logs)
         super().log(logs, start_time)
-        self.pipeline_run.train_calls.note_log(logs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
