@@ -198,6 +198,38 @@ def test_nothing_is_wider_than_a_phone(folder: Path, tmp_path: Path) -> None:
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
 
 
+ZOOM = """
+<script type="module">
+const wait = setInterval(async () => {
+  if (document.querySelectorAll("div.chart:not([data-state])").length) return;
+  clearInterval(wait);
+  const svg = document.querySelector("div.chart svg");
+  svg.scrollIntoView();
+  const {x, y, width} = svg.getBoundingClientRect();
+  const place = {clientX: x + width / 2, clientY: y + 90};
+  const plot = document.elementFromPoint(place.clientX, place.clientY);
+  for (const ctrlKey of [false, true]) {
+    const turned = {deltaY: -500, ctrlKey, ...place, bubbles: true, cancelable: true};
+    plot.dispatchEvent(new WheelEvent("wheel", turned));
+    await new Promise((done) => setTimeout(done, 300));
+    const labels = [...svg.querySelectorAll("g.role-axis-label text")].map((each) => each.textContent);
+    document.body.dataset[ctrlKey ? "zoomed" : "scrolled"] = labels.filter((label) => label === "0").length;
+  }
+}, 100);
+</script>
+"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="looks at the page in Chromium, which is not installed")
+def test_the_wheel_zooms_all_panels_of_a_chart_with_ctrl_alone(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    main(["report", str(folder), "--html", str(page)])
+    page.write_text(page.read_text(encoding="utf-8") + ZOOM, encoding="utf-8")
+    found = look(page, tmp_path).stdout
+    # The axes of loss and evaluation loss begin at step 0, until both are zoomed.
+    assert 'data-scrolled="2"' in found and 'data-zoomed="0"' in found
+
+
 # ---- what came out, and of what ----
 
 
@@ -211,8 +243,8 @@ def test_the_headline_is_the_model_that_was_loaded_and_what_the_layouts_saved(
     args = PipeTransformerArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1,
         num_train_epochs=4, per_device_train_batch_size=4, freeze_policy="fixed", freeze_at="6:2",
-        save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="score", learning_rate=1e-3,
-        greater_is_better=True, hub_token="hf_secret",
+        save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True, learning_rate=1e-3,
+        metric_for_best_model="score", greater_is_better=True, hub_token="hf_secret",
     )  # fmt: skip
     data = make_dataset("bert_sequence", 12)
     trainer = PipeTransformerTrainer(
