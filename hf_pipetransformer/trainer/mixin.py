@@ -21,13 +21,13 @@ from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
 from hf_pipetransformer.report import failure
 from hf_pipetransformer.report.card import write_card
+from hf_pipetransformer.report.console import shorten_console
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import PlanPrinted
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.state.checkpoint import newest_whole
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
-from hf_pipetransformer.training.progress import shorten_console
 from hf_pipetransformer.training.run import PipelineSession
 from hf_pipetransformer.training.starting import RunOptions, check_constructor_arguments
 

@@ -79,7 +79,9 @@ class TrainingSetup:
         self.context.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
         if self.context.topology.rank == 0:
             one_stage = start_up.plans.one_stage_in_words(layout, samples)
-            announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}{one_stage}")
+            announce(
+                f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}{one_stage}", is_decision=True
+            )
 
     def training(self, given: Any, max_steps: int) -> Training:
         """Build the training around Trainer's optimizer. Collective: call on every rank.

@@ -37,9 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "tensorboard"))
         args = PipeTransformerArguments(
             output_dir=str(folder), use_cpu=True, report_to=["tensorboard", "wandb"], disable_tqdm=True,
-            logging_steps=2, max_steps=NUM_STEPS, per_device_train_batch_size=4, freeze_policy="fixed", freeze_at="3:2",
-            activation_cache="on", activation_cache_dir=str(folder / "cache"), save_strategy="no",
-            eval_strategy="epoch",
+            logging_steps=2, max_steps=NUM_STEPS, per_device_train_batch_size=4,
+            freeze_policy="fixed", freeze_at="3:2", activation_cache="on",
+            activation_cache_dir=str(folder / "cache"), save_strategy="no", eval_strategy="epoch",
         )  # fmt: skip
         data = make_dataset("bert_sequence", 12)
         model = build_model("bert_sequence")

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.freeze.policy import GRADIENT_NORMS, FreezePolicy, FreezeSignal
+from hf_pipetransformer.report.console import WIDTH
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.training.metrics import Summary
 from hf_pipetransformer.training.progress import named_norms
@@ -182,7 +183,8 @@ def test_norms_of_layers_are_logged_and_not_printed(tmp_path: Path, capsys: pyte
             self.entries.append(dict(logs))
 
     trainer, _, _ = train(tmp_path, callbacks=[Other()])
-    printed = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
-    assert len(printed) == NUM_STEPS and not any(NORM in line for line in printed)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len([line for line in printed if "  loss " in line and "  norm " in line]) == NUM_STEPS
+    assert not any(NORM in line for line in printed) and max(map(len, printed)) <= WIDTH
     for entries in (trainer.state.log_history, Other.entries):
         assert sum(f"{NORM}layer_3" in entry for entry in entries) == NUM_STEPS - FREEZES_AT
