@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 
 SECRETS = ("token", "password", "secret", "api_key")
@@ -27,7 +27,7 @@ _NOT_OF_A_TRAINING = (
 _LONGEST_VALUE = 200
 
 
-def origin_of(trainer: Trainer) -> dict[str, Any]:
+def origin_of(trainer: Any) -> dict[str, Any]:
     """Return as JSON values what a training starts from: model, data, options, revision of the code, machine."""
     config = getattr(trainer.model, "config", None)
     name = getattr(config, "name_or_path", None)
@@ -45,7 +45,7 @@ def origin_of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def outcome_of(trainer: Trainer, results: dict[str, Any]) -> dict[str, Any]:
+def outcome_of(trainer: Any, results: dict[str, Any]) -> dict[str, Any]:
     """Return as JSON values what came out of a training: the best value of its metric, and the seconds saved.
 
     Args:
