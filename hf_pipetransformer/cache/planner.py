@@ -169,7 +169,7 @@ class CachePlanner:
             if self.num_slots > 1:
                 slots = f"{self.num_slots} augmentation slots of each sample, which as many epochs fill"
             does += f", {slots}; later ones augment {decision.fresh_share:.1%} of the samples again"
-        announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).")
+        announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).", is_decision=True)
         if decision.use:
             self._announce_size()
 

@@ -146,7 +146,9 @@ class Transitions:
         if (old.places, old.boundaries) != (new.places, new.boundaries):
             shapes = " -> ".join(dict.fromkeys((old.shape_in_words, new.shape_in_words)))
             moved = f" {shapes}, moved {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s."
-        announce(f"Step {self.context.run.state.global_step}: {frozen}; {change.reason}.{moved}{gain}")
+        announce(
+            f"Step {self.context.run.state.global_step}: {frozen}; {change.reason}.{moved}{gain}", is_decision=True
+        )
 
 
 def change_layout(stage: Stage, layout: Layout, optimizer: OptimizerState) -> tuple[Stage, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 from tqdm.auto import tqdm
 
@@ -16,20 +17,39 @@ class _AboveProgressBar(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record), file=sys.stderr)
+            style = getattr(record, "style", "yellow" if record.levelno >= logging.WARNING else "")
+            tqdm.write(styled(self.format(record), style, sys.stderr), file=sys.stderr)
         except Exception:
             self.handleError(record)
 
 
-def announce(text: str) -> None:
-    """Log one line for the user, unless this logger's level was set above INFO."""
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """Return a text in a style of rich where `stream` is a terminal and rich is installed; else as it is."""
+    if not style or not stream.isatty():
+        return text
+    try:
+        from rich.console import Console  # Only a terminal needs it.
+        from rich.text import Text
+    except ImportError:
+        return text
+    console = Console(file=stream)
+    with console.capture() as captured:
+        console.print(Text(text, style), soft_wrap=True, end="")
+    return captured.get()
+
+
+def announce(text: str, is_decision: bool = False) -> None:
+    """Log one line for the user, unless this logger's level was set above INFO.
+
+    A decision, on what freezes or on the layout, stands out on a terminal.
+    """
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         handler = _AboveProgressBar()
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
-    logger.info(text)
+    logger.info(text, extra={"style": "bold cyan"} if is_decision else None)
 
 
 def progress_bar(what: str, total: int, is_shown: bool) -> tqdm:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import html
 import json
 import os
-import platform
 import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from transformers import TrainingArguments
 
 from hf_pipetransformer.report import printable
 from hf_pipetransformer.report.files import create
+from hf_pipetransformer.report.origin import SECRETS, length_of, plain, relative, versions
 from hf_pipetransformer.report.recorded import NO_METRICS, RecordedRun, is_finite, pipeline_size, read_run
 
 
@@ -27,13 +26,10 @@ CARD_FILE = "README.md"
 FACTS_FILE = "model_card.json"
 COMPARED_FILES = (FACTS_FILE, "all_results.json")
 
-_PACKAGES = ("transformers", "torch", "accelerate", "datasets", "peft", "trl")
 _TRAINERS_OPTIONS = (
     *("num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim"),
     *("max_grad_norm", "gradient_accumulation_steps", "seed"),
 )
-_SECRETS = ("token", "password", "secret", "api_key")
-
 _LONGEST_LINE = 108
 _CITATIONS = re.compile(r"^## Citations?\b.*", re.MULTILINE | re.DOTALL)
 
@@ -84,10 +80,10 @@ def facts_of(trainer: Any, data: str | None) -> Facts:
         run = RecordedRun(folder.name, folder)  # Left to Trainer, whose state was not saved
     base = getattr(trainer.model.config, "name_or_path", None)
     return {
-        "base_model": _relative(base) if base else None,
+        "base_model": relative(base) if base else None,
         "data": data,
-        "train_samples": _length(trainer.train_dataset),
-        "eval_samples": _length(trainer.eval_dataset),
+        "train_samples": length_of(trainer.train_dataset),
+        "eval_samples": length_of(trainer.eval_dataset),
         "metrics": _metrics(trainer.state.log_history, run.results),
         "evaluations": _evaluations(trainer.state.log_history),
         "steps": trainer.state.global_step,
@@ -95,27 +91,14 @@ def facts_of(trainer: Any, data: str | None) -> Facts:
         "processes": args.world_size,
         "samples_per_step": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps,
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        "options": {name: _plain(getattr(args, name)) for name in _TRAINERS_OPTIONS},
+        "options": {name: plain(getattr(args, name)) for name in _TRAINERS_OPTIONS},
         "pipeline_options": _changed_options(args),
         "layouts": _layouts(run),
         "bytes_moved": sum(event["bytes_moved"] for event in run.of_kind("transition")),
         "cache": _cache(run),
-        "versions": _versions(),
+        "versions": versions(),
         "command": command(),
     }
-
-
-def _length(dataset: Any) -> int | None:
-    if isinstance(dataset, dict):  # Several sets to evaluate on
-        counts = [_length(each) for each in dataset.values()]
-        return None if None in counts else sum(count or 0 for count in counts)
-    return len(dataset) if hasattr(dataset, "__len__") else None
-
-
-def _plain(value: Any) -> Any:
-    """Return an option as a JSON value."""
-    value = getattr(value, "value", value)
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
 def _changed_options(args: TrainingArguments) -> Facts:
@@ -124,7 +107,7 @@ def _changed_options(args: TrainingArguments) -> Facts:
     pipeline = next((kind for kind in type(args).__mro__ if kind.__name__ == "PipeTransformerArguments"), None)
     known = [] if pipeline is None else [each for each in fields(pipeline) if each.name not in inherited]
     return {
-        each.name: _plain(getattr(args, each.name))
+        each.name: plain(getattr(args, each.name))
         for each in known
         if each.init
         and each.default is not MISSING
@@ -193,16 +176,6 @@ def _cache(run: RecordedRun) -> Facts:
 _CACHE_COUNTS = ("hits", "misses", "bytes_stored")
 
 
-def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
-    for name in ("hf-pipetransformer", *_PACKAGES):
-        try:
-            found |= {name: version(name)} if name == "hf-pipetransformer" or name in sys.modules else {}
-        except PackageNotFoundError:
-            continue  # A checkout that is not installed
-    return found
-
-
 def command() -> list[str]:
     """Return the command that started this process: that of its launcher if it names the same script and arguments.
 
@@ -222,27 +195,16 @@ def command() -> list[str]:
         words = [os.path.basename(launcher[0]), *launcher[1:], *own]
     else:
         words = ["python", *own]
-    return _without_secrets([_relative(word) for word in words])
-
-
-def _relative(word: str) -> str:
-    """Return an absolute path relative to the working directory, or its last part if it lies outside."""
-    name, equals, value = word.partition("=")
-    if equals and os.path.isabs(value):
-        return f"{name}={_relative(value)}"
-    if not os.path.isabs(word):
-        return word
-    path = os.path.relpath(word)
-    return os.path.basename(word.rstrip(os.sep)) if path.startswith(os.pardir) else path
+    return _without_secrets([relative(word) for word in words])
 
 
 def _without_secrets(words: Iterable[str]) -> list[str]:
     found: list[str] = []
     for word in words:
         name, _, value = word.partition("=")
-        if name.startswith("--") and value and any(secret in name for secret in _SECRETS):
+        if name.startswith("--") and value and any(secret in name for secret in SECRETS):
             word = f"{name}=..."
-        elif found and found[-1].startswith("--") and any(secret in found[-1] for secret in _SECRETS):
+        elif found and found[-1].startswith("--") and any(secret in found[-1] for secret in SECRETS):
             word = word if word.startswith("--") else "..."
         found.append(word)
     return found

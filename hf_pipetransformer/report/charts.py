@@ -1,36 +1,28 @@
-"""Charts of recorded runs, as specifications of Vega-Lite; a chart without data says what was not recorded."""
+"""Charts of recorded runs, made with Altair; a chart without data says what was not recorded.
+
+Axes are named as trackers name the same figures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from hf_pipetransformer.report import printable
-from hf_pipetransformer.report.recorded import RecordedRun, is_finite, pipeline_size
+import altair as alt
 
+from hf_pipetransformer.report.drawing import Row, Spec
+from hf_pipetransformer.report.recorded import Entry, RecordedRun, is_finite, pipeline_size
 
-Row = dict[str, Any]
-Spec = dict[str, Any]
 
 WIDTH = 640
-COLORS = ["#2563a8", "#d5672a", "#2f8f5b", "#8457a6", "#b8323f", "#5f6b76", "#a8851f", "#1a8fa3"]
-CONFIG: Spec = {
-    "background": "white",
-    "font": "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif",
-    "view": {"stroke": "#d0d5da"},
-    "axis": {"gridColor": "#eceff1", "labelColor": "#4a545e", "titleColor": "#2b333b", "titleFontWeight": 500},
-    "legend": {"labelColor": "#2b333b", "titleColor": "#2b333b", "labelLimit": 260},
-    "range": {"category": COLORS},
-}
-"""Look of every chart."""
+"""Width of the plots of a picture; the page sets its own."""
 
-MISSING_LIBRARY = (
-    "Charts are drawn with vl-convert-python, which is not installed: pip install vl-convert-python, or "
-    "'hf-pipetransformer[report]'."
-)
+_Panel = Any
+"""One plot: `alt.Chart` or `alt.LayerChart`."""
+
+_ZOOM = "wheel![event.ctrlKey || event.metaKey]"
+"""Event that zooms: the wheel alone scrolls the page."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Chart:
     Args:
         name: of its PNG file and its place in the page.
         text: what to see in it, in a sentence.
-        spec: its specification; None if no run recorded what it shows.
+        spec: its specification of Vega-Lite; None if no run recorded what it shows.
         missing: what was not recorded, and what records it.
     """
 
@@ -56,106 +48,67 @@ def all_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     return [make(runs) for make in _CHARTS]
 
 
-def converter() -> ModuleType:
-    """Return the library that draws.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        import vl_convert  # Only what draws needs it.
-    except ImportError:
-        raise ValueError(MISSING_LIBRARY) from None
-    return vl_convert
-
-
-def finished(spec: Spec) -> Spec:
-    """Return a specification as it is drawn, with the look of every chart and names that the library can read."""
-    drawn: Spec = _printable({**spec, "config": CONFIG})
-    return drawn
-
-
-def _printable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _printable(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_printable(each) for each in value]
-    return printable(value) if isinstance(value, str) else value
-
-
-def save_chart(spec: Spec, path: Path) -> None:
-    """Draw a chart in a file whose ending names the format: .svg, or else PNG.
-
-    Raises:
-        ValueError: the library that draws is not installed, or the file cannot be written.
-    """
-    library, chart = converter(), finished(spec)
-    try:
-        if path.suffix == ".svg":
-            path.write_text(library.vegalite_to_svg(chart), encoding="utf-8")
-        else:
-            path.write_bytes(library.vegalite_to_png(chart, scale=1.25))
-    except OSError as error:
-        raise ValueError(f"The picture cannot be written to {path}: {error}.") from error
-
-
-def rows_of(spec: Any) -> list[Row]:
-    """Return the rows of all data in a specification."""
-    if isinstance(spec, dict):
-        own = spec.get("data", {}).get("values", []) if isinstance(spec.get("data"), dict) else []
-        return [*own, *(row for key, part in spec.items() if key != "data" for row in rows_of(part))]
-    return [row for part in spec for row in rows_of(part)] if isinstance(spec, list) else []
-
-
 # ---- what the charts are made of ----
 
 
-def _y(title: str, zero: bool = False, **more: Any) -> Spec:
-    return {"field": "value", "type": "quantitative", "title": title, "scale": {"zero": zero}, **more}
+def _y(title: str, zero: bool = False, **more: Any) -> alt.Y:
+    return alt.Y(field="value", type="quantitative", title=title, **{"scale": alt.Scale(zero=zero), **more})
 
 
-def _x(field: str = "step", last: float | None = None) -> Spec:
-    title = {"step": "optimizer step", "seconds": "seconds of training"}[field]
-    scale = {"nice": False} if last is None else {"nice": False, "domain": [0, last]}
-    return {"field": field, "type": "quantitative", "title": title, "scale": scale}
+def _x(field: str = "step", last: float | None = None) -> alt.X:
+    title = "seconds of training" if field == "seconds" else "optimizer step"
+    scale = alt.Scale(nice=False) if last is None else alt.Scale(nice=False, domain=[0, last])
+    return alt.X(field=field, type="quantitative", title=title, scale=scale)
 
 
-def _by_run(runs: Sequence[RecordedRun]) -> Spec:
+def _by_run(runs: Sequence[RecordedRun]) -> alt.Color:
     """Color by run; one run needs no legend."""
-    names = [run.name for run in runs]
-    color = {"field": "run", "type": "nominal", "title": "run", "scale": {"domain": names, "range": COLORS}}
-    return color if len(runs) > 1 else {**color, "legend": None}
+    legend: Any = alt.Undefined if len(runs) > 1 else None
+    scale = alt.Scale(domain=[run.name for run in runs])
+    return alt.Color(field="run", type="nominal", title="run", scale=scale, legend=legend)
 
 
-def _line(rows: list[Row], x: Spec, y: Spec, color: Spec, **mark: Any) -> Spec:
-    dots = {"filled": True, "size": 18} if len(rows) <= 400 and "interpolate" not in mark else False
-    tooltip = [{"field": name, "type": "nominal"} for name in rows[0]]
-    return {
-        "data": {"values": rows},
-        "mark": {"type": "line", "strokeWidth": 1.8, "point": dots, **mark},
-        "encoding": {"x": x, "y": y, "color": color, "tooltip": tooltip},
-    }
+def _tooltip(rows: Sequence[Row]) -> list[alt.Tooltip]:
+    return [alt.Tooltip(field=name, type="nominal") for name in rows[0]]
 
 
-def _marked(runs: Sequence[RecordedRun], line: Spec, x: str = "step", height: int = 170) -> Spec:
-    """Put a line over marks of the transitions of all runs."""
+def _chart_of(rows: list[Row]) -> alt.Chart:
+    return alt.Chart(alt.InlineData(values=rows))
+
+
+def _line(rows: list[Row], x: alt.X, y: alt.Y, color: alt.Color, **mark: Any) -> alt.Chart:
+    dots: Any = alt.OverlayMarkDef(filled=True, size=18) if len(rows) <= 400 and "interpolate" not in mark else False
+    line = _chart_of(rows).mark_line(**{"strokeWidth": 1.8, "point": dots, **mark})
+    return line.encode(x=x, y=y, color=color, tooltip=_tooltip(rows))
+
+
+def _marked(runs: Sequence[RecordedRun], lines: Sequence[alt.Chart], x: str = "step", height: int = 170) -> _Panel:
+    """Put lines over marks of the transitions of all runs."""
     key = {"step": "step", "seconds": "at_s"}[x]
     found = [{"run": run.name, x: event[key]} for run in runs for event in run.of_kind("transition")]
-    layers = [line]
+    layers = list(lines)
     if found:
-        marks = {
-            "data": {"values": found},
-            "mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.55},
-            "encoding": {"x": {"field": x, "type": "quantitative"}, "color": line["encoding"]["color"]},
-        }
-        if len(runs) == 1:
-            marks["encoding"] = {"x": {"field": x, "type": "quantitative"}, "color": {"value": "#8a949e"}}
-        layers = [marks, line]
-    return {"width": WIDTH, "height": height, "layer": layers}
+        color: Any = _by_run(runs) if len(runs) > 1 else alt.value("#8a949e")
+        rules = _chart_of(found).mark_rule(strokeDash=[3, 3], opacity=0.55)
+        layers.insert(0, rules.encode(x=alt.X(field=x, type="quantitative"), color=color))
+    return alt.layer(*layers).properties(width=WIDTH, height=height)
 
 
-def _stacked(panels: Sequence[Spec]) -> Spec:
-    return {"vconcat": list(panels), "spacing": 14}
+def _stacked(panels: Sequence[_Panel]) -> Spec | None:
+    """Return charts below each other, zoomed and moved together along x; None if there are none."""
+    if not panels:
+        return None
+    for at, panel in enumerate(panels):
+        (panel.layer[0] if isinstance(panel, alt.LayerChart) else panel).name = f"panel_{at}"
+    zoom = alt.TopLevelSelectionParameter(
+        name="zoom",
+        select=alt.IntervalSelectionConfig(type="interval", encodings=["x"], zoom=_ZOOM),
+        bind="scales",
+        views=[f"panel_{at}" for at in range(len(panels))],
+    )
+    stacked = alt.vconcat(*panels, spacing=14, params=[zoom])
+    # Its version is that of the page's own library, and no address need be in the page.
+    return {name: value for name, value in stacked.to_dict().items() if name not in ("$schema", "config")}
 
 
 def _last(runs: Sequence[RecordedRun]) -> int:
@@ -168,6 +121,12 @@ def _progress(run: RecordedRun, value: Callable[[dict[str, Any]], Any]) -> list[
     return [row for row in rows if is_finite(row["value"])]
 
 
+def _over_steps(runs: Sequence[RecordedRun], rows: list[Row], y: alt.Y, height: int = 170) -> Spec | None:
+    """Return one line of each run over its steps; None without any."""
+    line = [_line(rows, _x(last=_last(runs)), y, _by_run(runs))] if rows else []
+    return _stacked([_marked(runs, line, height=height)]) if line else None
+
+
 def _steps(run: RecordedRun, points: Iterable[tuple[int, float]]) -> list[Row]:
     """Return a line of values that last until the next, or the end of the run."""
     rows: list[Row] = [{"run": run.name, "step": step, "value": value} for step, value in points]
@@ -177,19 +136,24 @@ def _steps(run: RecordedRun, points: Iterable[tuple[int, float]]) -> list[Row]:
 # ---- the charts ----
 
 
-def _metric_panels(runs: Sequence[RecordedRun], x: str, last: float | None) -> list[Spec]:
+def _metric_panels(runs: Sequence[RecordedRun], x: str, last: float | None) -> list[_Panel]:
     panels = []
     for name in dict.fromkeys(name for run in runs for name in run.metric_names()):
-        rows = [
-            {"run": run.name, "step": entry.step, "seconds": entry.seconds, "value": value}
-            for run in runs
-            for entry, value in run.values_of(name)
-            if x == "step" or entry.seconds is not None
-        ]
-        if rows:
-            title = "training loss" if name == "loss" else name
-            panels.append(_marked(runs, _line(rows, _x(x, last), _y(title), _by_run(runs)), x))
+        points = [(run, entry, value) for run in runs for entry, value in run.values_of(name)]
+        points = [each for each in points if x == "step" or each[1].seconds is not None]
+        if not points:
+            continue
+        lines = [_line([_row(*each) for each in points], _x(x, last), _y(name), _by_run(runs))]
+        best = [_row(run, entry, value) for run, entry, value in points if run.is_best(name, entry)]
+        if best:
+            ring = _chart_of(best).mark_point(size=150, strokeWidth=2.2)
+            lines.append(ring.encode(x=_x(x, last), y=_y(name), color=_by_run(runs), tooltip=_tooltip(best)))
+        panels.append(_marked(runs, lines, x))
     return panels
+
+
+def _row(run: RecordedRun, entry: Entry, value: float) -> Row:
+    return {"run": run.name, "step": entry.step, "seconds": entry.seconds, "value": value}
 
 
 def _metrics(runs: Sequence[RecordedRun]) -> Chart:
@@ -197,8 +161,8 @@ def _metrics(runs: Sequence[RecordedRun]) -> Chart:
     return Chart(
         "metrics",
         "Loss and metrics",
-        "What Trainer logged, by optimizer step. Dashed lines mark transitions.",
-        _stacked(panels) if panels else None,
+        "What Trainer logged, by optimizer step. Dashed lines mark transitions, a ring the best value.",
+        _stacked(panels),
         "no loss or metric was logged: set logging_steps to less than the length of the run",
     )
 
@@ -211,32 +175,35 @@ def _metrics_by_time(runs: Sequence[RecordedRun]) -> Chart:
         "metrics_by_time",
         "Loss and metrics against time",
         f"The same by seconds of training, evaluations and transitions included.{more}",
-        _stacked(panels) if panels else None,
+        _stacked(panels),
         "no log entry has a time: an events file or a train_runtime in the results is needed",
     )
 
 
 def _layout(runs: Sequence[RecordedRun]) -> Chart:
     quantities: list[tuple[str, Callable[[dict[str, Any]], int]]] = [
-        ("frozen layers F", lambda layout: int(layout["num_frozen_layers"])),
-        ("cached layers", lambda layout: int(layout.get("cache_level", 0))),
-        ("stages K", pipeline_size),
-        ("replicas R", lambda layout: int(layout["num_replicas"])),
+        ("frozen_layers", lambda layout: int(layout["num_frozen_layers"])),
+        ("cached_layers", lambda layout: int(layout.get("cache_level", 0))),
+        ("pipeline_stages", pipeline_size),
+        ("pipeline_replicas", lambda layout: int(layout["num_replicas"])),
     ]
     panels = []
     for title, of in quantities:
         rows = [row for run in runs for row in _steps(run, [(step, of(layout)) for step, layout in run.layouts()])]
         if rows:
             top = max(row["value"] for row in rows)
-            axis = {"tickMinStep": 1, "format": "d"}
-            y = {**_y(title, axis=axis), "scale": {"domain": [0, max(1, top) * 1.08], "nice": False}}
+            y = _y(
+                title,
+                axis=alt.Axis(tickMinStep=1, format="d"),
+                scale=alt.Scale(domain=[0, max(1, top) * 1.08], nice=False),
+            )
             line = _line(rows, _x(last=_last(runs)), y, _by_run(runs), interpolate="step-after", strokeWidth=2.2)
-            panels.append(_marked(runs, line, height=80))
+            panels.append(_marked(runs, [line], height=96))
     return Chart(
         "layout",
         "Frozen layers and layout",
         "Layers that are frozen and cached, and the K x R that the run had.",
-        _stacked(panels) if panels else None,
+        _stacked(panels),
         "there is no events file: the runs had no pipeline, and nothing froze",
     )
 
@@ -246,12 +213,11 @@ _ASK = "the run wrote no progress: it was left to Trainer, or by an earlier vers
 
 def _throughput(runs: Sequence[RecordedRun]) -> Chart:
     rows = [row for run in runs for row in _progress(run, lambda event: event["samples_per_second"])]
-    line = _line(rows, _x(last=_last(runs)), _y("samples per second", zero=True), _by_run(runs)) if rows else None
     return Chart(
         "throughput",
         "Throughput",
         "Samples per second of optimizer steps between two log entries, without evaluations and checkpoints.",
-        _marked(runs, line) if line else None,
+        _over_steps(runs, rows, _y("samples_per_second", zero=True)),
         _ASK,
     )
 
@@ -268,8 +234,8 @@ def _step_time(runs: Sequence[RecordedRun]) -> Chart:
         x, y = _x(last=_last(runs)), _y("milliseconds per step", zero=True)
         measured = _line(rows, x, y, _by_run(runs))
         plan = _line(predicted, x, y, _by_run(runs), interpolate="step-after", strokeWidth=2.2, strokeDash=[4, 2])
-        plan["encoding"]["detail"] = {"field": "part", "type": "nominal"}
-        spec = {"width": WIDTH, "height": 190, "layer": [plan, measured]}
+        plan = plan.encode(detail=alt.Detail(field="part", type="nominal"))
+        spec = _stacked([alt.layer(plan, measured).properties(width=WIDTH, height=190)])
     return Chart(
         "step_time",
         "Predicted and measured step time",
@@ -293,14 +259,13 @@ def _predicted(run: RecordedRun) -> list[Row]:
 
 def _bubble(runs: Sequence[RecordedRun]) -> Chart:
     rows = [row for run in runs for row in _progress(run, lambda event: event["bubble_share"])]
-    y = {**_y("share of time", zero=True), "axis": {"format": "%"}, "scale": {"domain": [0, 1]}}
-    line = _line(rows, _x(last=_last(runs)), y, _by_run(runs)) if rows else None
+    y = _y("bubble_share", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1]))
     return Chart(
         "bubble",
         "Bubble share",
         "Share of the devices' time in forwards and backwards during which they wait for each other: the medians of "
         "the first steps of a layout, after its warm-up.",
-        _marked(runs, line, height=130) if line else None,
+        _over_steps(runs, rows, y, height=130),
         f"no layout lasted long enough to be measured, or {_ASK}",
     )
 
@@ -314,9 +279,9 @@ def _cache(runs: Sequence[RecordedRun]) -> Chart:
                 hits.append({"run": run.name, "step": event["step"], "value": event["hits"] / reads})
                 stored.append({"run": run.name, "step": event["step"], "value": event["bytes_stored"] / 1e6})
     x, color = _x(last=_last(runs)), _by_run(runs)
-    share = {**_y("cache hits"), "axis": {"format": "%"}, "scale": {"domain": [0, 1]}}
+    share = _y("cache_hit_rate", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1]))
     panels = [
-        _marked(runs, _line(rows, x, y, color), height=110)
+        _marked(runs, [_line(rows, x, y, color)], height=110)
         for rows, y in ((hits, share), (stored, _y("MB stored", zero=True)))
         if rows
     ]
@@ -324,7 +289,7 @@ def _cache(runs: Sequence[RecordedRun]) -> Chart:
         "cache",
         "Activation cache",
         "Share of the samples of an epoch whose activations were read from the cache, and what the cache stores.",
-        _stacked(panels) if panels else None,
+        _stacked(panels),
         "no epoch read the activation cache: nothing froze, the cache was off, or too few epochs were left",
     )
 
@@ -336,29 +301,27 @@ def _gradients(runs: Sequence[RecordedRun]) -> Chart:
         if not rows:
             continue
         order = list(dict.fromkeys(row["layer"] for row in sorted(rows, key=lambda row: -row["place"])))
-        color = {
-            **{"field": "norm", "type": "quantitative", "title": "L2 norm"},
-            "scale": {"type": "log", "scheme": "viridis"},
-            "legend": {"format": ".1~g"},
-        }
-        tooltip = [{"field": name, "type": "nominal"} for name in ("step", "layer", "norm")]
-        encoding = {
-            "x": {**_x(last=_last(runs)), "field": "begin"},
-            "x2": {"field": "step"},
-            "y": {
-                **{"field": "layer", "type": "nominal", "sort": order},
-                "title": run.name if len(runs) > 1 else None,
-            },
-            "color": color,
-            "tooltip": tooltip,
-        }
-        look = {"width": WIDTH, "height": {"step": max(11, min(22, 300 // len(order)))}, "view": {"fill": "#e3e6e9"}}
-        panels.append({**look, "data": {"values": rows}, "mark": "rect", "encoding": encoding})
+        chart = alt.Chart(alt.InlineData(values=rows), view=alt.ViewBackground(fill="#80889038")).mark_rect()
+        chart = chart.encode(
+            x=_x("begin", _last(runs)),
+            x2=alt.X2(field="step"),
+            y=alt.Y(field="layer", type="nominal", sort=order, title=run.name if len(runs) > 1 else None),
+            color=alt.Color(
+                field="norm",
+                type="quantitative",
+                title="gradient_norm",
+                scale=alt.Scale(type="log", scheme="viridis"),
+                legend=alt.Legend(format=".1~g"),
+            ),
+            tooltip=[alt.Tooltip(field=name, type="nominal") for name in ("step", "layer", "norm")],
+        )
+        height = alt.Step(max(11, min(22, 300 // len(order))))
+        panels.append(chart.properties(width=WIDTH, height=height))
     return Chart(
         "gradients",
         "Gradient norms by layer",
         "L2 norm of the gradients of each layer at the log entries, logarithmic; gray where a layer is frozen.",
-        _stacked(panels) if panels else None,
+        _stacked(panels),
         _ASK,
     )
 
@@ -371,7 +334,7 @@ def _gradient_events(run: RecordedRun) -> Iterator[tuple[int, int, dict[str, flo
         for event in run.of_kind(kind):
             norms = event.get("gradient_norms")
             if norms and event["step"] > begin:
-                layers = [f"layer {number + 1}" for number in range(len(norms) - num_others)]
+                layers = [f"layer_{number + 1}" for number in range(len(norms) - num_others)]
                 yield begin, event["step"], dict(zip([*layers, "head", "embeddings"], norms, strict=False))
                 begin = event["step"]
         if begin:
@@ -398,13 +361,11 @@ def _memory(runs: Sequence[RecordedRun]) -> Chart:
                 rows.append({**row, "value": rank["memory_bytes"] / 1e9})
     spec = None
     if rows:
-        y = _y("GB", zero=True)
-        if len(runs) == 1:
-            spec = _line(rows, _x(last=_last(runs)), y, {"field": "rank", "type": "nominal", "title": "rank"})
-        else:
-            spec = _line(rows, _x(last=_last(runs)), y, _by_run(runs))
-            spec["encoding"]["strokeDash"] = {"field": "rank", "type": "nominal", "title": "rank"}
-        spec = _marked(runs, spec)
+        rank = {"field": "rank", "type": "nominal", "title": "rank"}
+        color = alt.Color(**rank) if len(runs) == 1 else _by_run(runs)
+        line = _line(rows, _x(last=_last(runs)), _y("memory_gb", zero=True), color)
+        line = line if len(runs) == 1 else line.encode(strokeDash=alt.StrokeDash(**rank))
+        spec = _stacked([_marked(runs, [line])])
     what = {"device": "Most device memory that torch allocated so far", "host": "Host memory of the process"}
     return Chart(
         "memory",
@@ -430,21 +391,20 @@ def _trace(runs: Sequence[RecordedRun]) -> Chart:
         if not rows:
             continue
         order = [f"rank {pid} {name}" for (pid, _), name in sorted(names.items())]
-        lane = {"field": "lane", "type": "nominal", "sort": order, "title": run.name if len(runs) > 1 else None}
-        encoding = {
-            "x": {"field": "begin", "type": "quantitative", "title": "milliseconds"},
-            "x2": {"field": "end"},
-            "y": {**lane, "axis": {"labelLimit": 260}},
-            "color": {"field": "kind", "type": "nominal", "title": None},
-            "tooltip": [{"field": name, "type": "nominal"} for name in rows[0]],
-        }
-        mark = {"type": "bar", "stroke": "white", "strokeWidth": 0.5}
-        panels.append({"width": WIDTH, "data": {"values": rows}, "mark": mark, "encoding": encoding})
+        chart = _chart_of(rows).mark_bar(stroke="white", strokeWidth=0.5)
+        chart = chart.encode(
+            x=alt.X(field="begin", type="quantitative", title="milliseconds"),
+            x2=alt.X2(field="end"),
+            y=alt.Y(field="lane", type="nominal", sort=order, title=run.name if len(runs) > 1 else None),
+            color=alt.Color(field="kind", type="nominal", title=None),
+            tooltip=_tooltip(rows),
+        )
+        panels.append(chart.properties(width=WIDTH))
     return Chart(
         "trace",
         "One step",
         "Computations, transfers and waits of every rank in the traced step; hover for the action.",
-        _stacked(panels) if panels else None,
+        _stacked(panels),
         "no step was traced: set pipeline_trace_step",
     )
 

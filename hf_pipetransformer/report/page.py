@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import html
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.report import printable
-from hf_pipetransformer.report.charts import Chart, all_charts, converter, finished, save_chart
+from hf_pipetransformer.report.drawing import DARK, LIGHT, converter, readable, save_chart
 from hf_pipetransformer.report.recorded import RecordedRun, is_finite, pipeline_size, read_runs
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.report.charts import Chart
+
+
+_LIBRARIES = ("altair", "jinja2")
 
 
 def write_report(folders: Sequence[str], page: str | None, pictures: str | None) -> list[str]:
@@ -23,14 +29,22 @@ def write_report(folders: Sequence[str], page: str | None, pictures: str | None)
         pictures: folder for a PNG of each chart; None for none.
 
     Raises:
-        ValueError: a folder has no run in it, or the library that draws is not installed.
+        ValueError: a folder has no run in it, or a library that the report is made with is not installed.
     """
-    library = converter()
+    converter()
+    for name in _LIBRARIES:
+        if find_spec(name) is None:
+            raise ValueError(
+                f"The report is made with {name}, which is not installed: pip install {name}, or "
+                "'hf-pipetransformer[report]'."
+            )
+    from hf_pipetransformer.report.charts import all_charts  # Only the report needs Altair.
+
     runs = read_runs(folders)
     written = []
     try:
         charts = all_charts(runs)
-        text = render(runs, charts, library)
+        text = render(runs, charts)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"An event of {', '.join(folders)} is not what this version writes ({type(error).__name__}: {error}): "
@@ -100,100 +114,169 @@ def _layout_in_words(layout: dict[str, Any]) -> str:
 
 
 def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
-    """Return the rows of the table of runs: name, steps, time, layouts, last value of each metric."""
-    names = list(dict.fromkeys(name for run in runs for name in run.metric_names()))
+    """Return the rows of the table of runs: name, steps, time, layouts, each metric of the model at the end."""
+    names = list(dict.fromkeys(name for run in runs for name in run.final_names()))
     rows = []
     for run in runs:
         layouts = [f"{pipeline_size(layout)} x {layout['num_replicas']}" for _, layout in run.layouts()]
         shapes = " → ".join(shape for at, shape in enumerate(layouts) if at == 0 or shape != layouts[at - 1])
         seconds = "not recorded" if run.seconds is None else f"{run.seconds:.1f} s"
-        rows.append([run.name, str(run.num_steps), seconds, shapes or "no pipeline", *_last_values(run, names)])
+        values = [_final(run, name) for name in names]
+        rows.append([run.name, str(run.num_steps), seconds, shapes or "no pipeline", *values])
     return [["run", "steps", "time", "K x R", *names], *rows]
 
 
-def _last_values(run: RecordedRun, names: Iterable[str]) -> list[str]:
-    found = []
-    for name in names:
-        values = run.values_of(name)
-        last = run.results.get(name) if is_finite(run.results.get(name)) else values[-1][1] if values else None
-        found.append("" if last is None else f"{last:.4g}")
-    return found
+def _final(run: RecordedRun, name: str) -> str:
+    found = run.final_value(name)
+    if found is None:
+        return ""
+    best, note = run.best, ""
+    if best is not None and best.is_loaded and name != "loss":
+        note = f" (best, step {best.step})" if name == best.name else f" (step {best.step})"
+    elif best is not None and name == best.name:
+        note = f" (best: {_number(best.value)}, step {best.step})"
+    return _number(found) + note
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+# ---- the headlines ----
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What came out of a run: a metric of its model, what to know of it, and the time that its layouts saved."""
+
+    name: str
+    metric: str
+    value: str
+    mark: str
+    lines: list[str]
+    verdict: str
+
+
+def headline(run: RecordedRun) -> Headline:
+    """Return the headline of a run: the model that the trainer has at its end, which is the best if it was loaded."""
+    best, names = run.best, run.final_names()
+    metric = best.name if best is not None else next((name for name in names if name != "loss"), "loss")
+    found, values = run.final_value(metric), run.values_of(metric)
+    lines, mark = [], "last"
+    if best is not None and best.is_loaded:
+        mark = f"best, step {best.step}"
+        lines.append("This model was loaded at the end: it is the one that the trainer saves.")
+        if values and values[-1][0].step != best.step:
+            lines.append(f"The last one, of step {values[-1][0].step}, had {_number(values[-1][1])}.")
+    elif values:
+        mark = f"last, step {values[-1][0].step}"
+        if best is not None and best.step == values[-1][0].step:
+            mark += ", and best"
+        elif best is not None:
+            lines.append(
+                f"The best, {_number(best.value)} of step {best.step}, is in its checkpoint only: "
+                "load_best_model_at_end loads it."
+            )
+    if evaluated := [f"{name} {_number(run.after[name])}" for name in run.final_names() if name in run.after]:
+        lines.append(f"Evaluated after the training: {', '.join(evaluated)}.")
+    if any(run.of_kind("run")) and not run.end:
+        lines.append("No end was recorded: it still runs, or was stopped.")
+    return Headline(run.name, metric, "" if found is None else _number(found), mark, lines, _verdict(run))
+
+
+def _verdict(run: RecordedRun) -> str:
+    """Return the seconds that later layouts saved against the first; empty where the layout never changed."""
+    saved, taken = (run.end.get(name) for name in ("saved_seconds", "step_seconds"))
+    if not is_finite(saved) or not is_finite(taken):
+        return ""
+    what = "saved against" if saved >= 0 else "more than with"
+    return f"{abs(saved):.1f} s {what} the first layout: {taken:.1f} s of steps instead of {taken + saved:.1f} s."
+
+
+# ---- what was run ----
+
+
+@dataclass(frozen=True)
+class OriginRow:
+    """One fact of every run; `differs` is True if it is not the same in all."""
+
+    name: str
+    cells: list[str]
+
+    @property
+    def differs(self) -> bool:
+        return len(set(self.cells)) > 1
+
+
+def origins(runs: Sequence[RecordedRun]) -> list[OriginRow]:
+    """Return model, data, options that are no defaults, revision, machine and versions; empty if none are recorded."""
+    found = [run.origin for run in runs]
+    if not any(found):
+        return []
+    options = dict.fromkeys(name for each in found for name in each.get("options", {}))
+    rows = [
+        OriginRow("model", [_model(each.get("model") or {}) for each in found]),
+        OriginRow("data", [_data(each.get("data") or {}) for each in found]),
+        *(OriginRow(name, [_option(each, name) for each in found]) for name in options),
+        OriginRow("commit", [str(each.get("commit") or "") for each in found]),
+        OriginRow("machine", [str(each.get("machine") or "") for each in found]),
+        OriginRow("versions", [_versions(each.get("versions") or {}) for each in found]),
+    ]
+    return [row for row in rows if any(row.cells)]
+
+
+def _model(found: dict[str, Any]) -> str:
+    name, kind = found.get("name"), found.get("class")
+    return f"{name} ({kind})" if name else str(kind or "")
+
+
+def _data(found: dict[str, Any]) -> str:
+    counts = [("train_samples", "to train"), ("eval_samples", "to evaluate")]
+    words = [f"{found[name]:,} samples {of}" for name, of in counts if is_finite(found.get(name))]
+    return ", ".join([str(found["name"]), *words] if found.get("name") else words)
+
+
+def _option(origin: dict[str, Any], name: str) -> str:
+    if not origin:
+        return ""
+    return str(origin["options"][name]) if name in origin.get("options", {}) else "default"
+
+
+def _versions(found: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in found.items())
 
 
 # ---- the page ----
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: #1f262d;
-       max-width: 960px; margin: 32px auto; padding: 0 20px; }
-h1 { font-size: 24px; margin-bottom: 4px; } h2 { font-size: 18px; margin: 34px 0 2px; }
-p { margin: 2px 0 10px; color: #4a545e; }
-table { border-collapse: collapse; font-size: 13px; margin: 8px 0 12px; }
-th, td { text-align: left; vertical-align: top; padding: 4px 14px 4px 0; border-bottom: 1px solid #e3e6e9; }
-th, .short { white-space: nowrap; } th { font-weight: 600; } .scroll { overflow-x: auto; }
-ul { color: #4a545e; font-size: 14px; padding-left: 20px; }
-"""
 
-_SCRIPT = """
-for (const place of document.querySelectorAll("div.chart")) {
-  const spec = JSON.parse(document.getElementById("spec-" + place.dataset.chart).textContent);
-  vegaEmbed(place, spec, {mode: "vega-lite", renderer: "svg", actions: false})
-    .then(() => { place.dataset.state = "drawn"; })
-    .catch((error) => { place.dataset.state = "failed"; place.textContent = String(error); });
-}
-"""
-
-
-def render(runs: Sequence[RecordedRun], charts: Sequence[Chart], library: ModuleType) -> str:
+def render(runs: Sequence[RecordedRun], charts: Sequence[Chart]) -> str:
     """Return the page; the scripts that draw its charts are in it."""
-    title = "Training report: " + ", ".join(run.name for run in runs)
-    head, *rows = summary(runs)
-    parts = [f"<h1>{_text(title)}</h1>", _table(head, rows)]
-    if compared := time_matched(runs):
-        parts += ["<h2>At equal time</h2>", "<p>Each run at the time at which the other had ended.</p>"]
-        parts.append(_table(["metric", "run", "at the end of", "it had", "run then", "difference"], compared))
-    for chart in charts:
-        if chart.spec is not None:
-            parts.append(f"<h2>{_text(chart.title)}</h2><p>{_text(chart.text)}</p>")
-            parts.append(f'<div class="chart" data-chart="{chart.name}"></div>')
-        if chart.name == "layout" and (moved := transitions(runs)):
-            head = ["run", "step", "time", "K x R, layers", "why", "moved", "took"]
-            parts += ["<h2>Transitions</h2>", _table(head, moved)]
-    if absent := [chart for chart in charts if chart.spec is None]:
-        items = "".join(f"<li>{_text(f'{chart.title}: {chart.missing}.')}</li>" for chart in absent)
-        parts.append(f"<h2>Not recorded</h2><ul>{items}</ul>")
-    specs = [
-        f'<script type="application/json" id="spec-{chart.name}">{_json(finished(chart.spec))}</script>'
-        for chart in charts
-        if chart.spec is not None
-    ]
-    scripts = library.javascript_bundle().replace("</script", "<\\/script")
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-            *parts,
-            *specs,
-            f'<script id="library" type="module">{scripts}\n{_SCRIPT}</script>',
-            "</body>\n</html>\n",
-        ]
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def shown(value: Any) -> Any:
+        return printable(value) if type(value) is str else value  # Not what is markup already.
+
+    environment = Environment(
+        loader=PackageLoader("hf_pipetransformer", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=shown,
+        trim_blocks=True,
     )
-
-
-def _json(value: Any) -> str:
-    # Not only "</": "<!--" and "<script" change how a page reads the rest of a script.
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
-
-
-def _text(text: str) -> str:
-    return html.escape(printable(text))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    titles = "".join(f"<th>{_text(title)}</th>" for title in head)
-    lines = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{titles}</tr>{lines}</table></div>'
-
-
-def _cell(text: str) -> str:
-    kind = ' class="short"' if len(text) <= 16 else ""
-    return f"<td{kind}>{_text(text)}</td>"
+    environment.filters["readable"] = readable
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    # The end of the script's element in a string of the library would end it there.
+    library = converter().javascript_bundle().replace("</script", "<\\/script")
+    page: str = environment.get_template("page.html.jinja").render(
+        title="Training report: " + ", ".join(run.name for run in runs),
+        headlines=[headline(run) for run in runs],
+        summary=summary(runs),
+        compared=time_matched(runs),
+        origins=origins(runs),
+        charts=charts,
+        transitions=transitions(runs),
+        looks={"light": LIGHT, "dark": DARK},
+        library=Markup(library),
+    )
+    return page

@@ -9,14 +9,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 
 
 STATE_FILE = "trainer_state.json"
 RESULTS_FILES = ("all_results.json", "train_results.json", "eval_results.json")
-NO_METRICS = re.compile(r"(^epoch|^step|^total_flos|_num_tokens|_runtime|_per_second|_samples)$")
+NO_METRICS = re.compile(r"(^epoch|^step|_preparation_time|^total_flos|_num_tokens|_runtime|_per_second|_samples)$")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,19 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Best:
+    """Best value of the metric that checkpoints are compared by, and the step of its evaluation.
+
+    `is_loaded` is True if the model of that step was loaded at the end, and so is the one that the trainer has.
+    """
+
+    name: str
+    value: float
+    step: int
+    is_loaded: bool
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """One training.
 
@@ -37,6 +50,8 @@ class RecordedRun:
         entries: log entries in order.
         results: values of the results files.
         trace: events of the newest trace of a step, see `engine.trace`.
+        best: None if no metric was followed.
+        after: values that were logged after the training, such as those of `evaluate()`.
         estimates_time: seconds are `train_runtime` spread evenly over the steps.
     """
 
@@ -47,6 +62,8 @@ class RecordedRun:
     results: dict[str, Any] = field(default_factory=dict)
     estimates_time: bool = False
     trace: list[dict[str, Any]] = field(default_factory=list)
+    best: Best | None = None
+    after: dict[str, Any] = field(default_factory=dict)
 
     def of_kind(self, kind: str, **values: Any) -> Iterator[dict[str, Any]]:
         """Yield the events of a kind with these values."""
@@ -78,6 +95,11 @@ class RecordedRun:
         }
         return sorted(found, key=lambda name: (name != "loss", name))
 
+    def final_names(self) -> list[str]:
+        """Return the names of the metrics that were logged in the training or after it, training loss first."""
+        later = [name for name, value in self.after.items() if is_finite(value) and not NO_METRICS.search(name)]
+        return list(dict.fromkeys([*self.metric_names(), *later]))
+
     def values_of(self, name: str) -> list[tuple[Entry, float]]:
         """Return the log entries with a finite value of this name."""
         return [(entry, entry.values[name]) for entry in self.entries if is_finite(entry.values.get(name))]
@@ -87,6 +109,31 @@ class RecordedRun:
         known = [found for found in self.values_of(name) if found[0].seconds is not None]
         earlier = [found for found in known if (found[0].seconds or 0.0) <= seconds]
         return earlier[-1] if earlier else None
+
+    def is_best(self, name: str, entry: Entry) -> bool:
+        """Return True for the entry that has the best value of the metric that checkpoints are compared by."""
+        return self.best is not None and (self.best.name, self.best.step) == (name, entry.step)
+
+    def final_value(self, name: str) -> float | None:
+        """Return a metric of the model that the trainer has at the end, which is the best one if it was loaded."""
+        values = self.values_of(name)
+        if is_finite(self.after.get(name)):
+            return float(self.after[name])
+        if self.best is not None and self.best.is_loaded and name != "loss":
+            values = [(entry, value) for entry, value in values if entry.step == self.best.step]
+        elif is_finite(self.results.get(name)):
+            return float(self.results[name])
+        return values[-1][1] if values else None
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Model, data, options, revision, machine and versions of the run; empty where they were not recorded."""
+        return next((dict(event["origin"]) for event in self.of_kind("run") if event.get("origin")), {})
+
+    @property
+    def end(self) -> dict[str, Any]:
+        """Event of the end; empty for a run that has not ended."""
+        return next(self.of_kind("end"), {})
 
     def layouts(self) -> list[tuple[int, dict[str, Any]]]:
         """Return each layout with the step from which it applied."""
@@ -99,7 +146,7 @@ class RecordedRun:
         return found
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> TypeGuard[float]:
     """Return True for a number that can be drawn."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -126,7 +173,7 @@ def read_run(folder: Path, name: str) -> RecordedRun:
         ValueError: no run is in it, or a file is not what it should be.
     """
     events_file = folder / EVENTS_FILE
-    events = _joined(read_events(str(events_file))) if events_file.is_file() else []
+    events, after = _joined(read_events(str(events_file))) if events_file.is_file() else ([], {})
     results: dict[str, Any] = {}
     for each in reversed(RESULTS_FILES):
         if (folder / each).is_file():
@@ -134,14 +181,15 @@ def read_run(folder: Path, name: str) -> RecordedRun:
     entries = [Entry(event["step"], event["at_s"], event["values"]) for event in events if event["event"] == "log"]
     estimates = False
     if not entries:
-        entries, estimates = _logged_by_trainer(folder, events, results)
+        entries, after, estimates = _logged_by_trainer(folder, events, results)
     if not events and not entries:
         raise ValueError(
             f"{folder} has neither {EVENTS_FILE} nor {STATE_FILE}: expected the output_dir of a run, which has the "
             f"first if PipeTransformerTrainer trained there, and the second after `trainer.save_state()` or in a "
             "checkpoint."
         )
-    return RecordedRun(name, folder, events, entries, results, estimates, _trace(folder))
+    best = _best(folder, events, entries)
+    return RecordedRun(name, folder, events, entries, results, estimates, _trace(folder), best, after)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -163,12 +211,15 @@ def _object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _joined(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events of the last run in a file with `at_s`, seconds since its start; a resumed run continues it.
+def _joined(events: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the events of the last run in a file, and the values that were logged after its end.
 
-    Steps that were trained again after a kill are left out, but their time counts.
+    The events get `at_s`, seconds since the start; a resumed run continues the one before. Steps that were trained
+    again after a kill are left out, but their time counts.
     """
     joined: list[dict[str, Any]] = []
+    after: dict[str, Any] = {}
+    has_ended = False
     begin = passed = 0.0
     for event in events:
         at = float(event.get("time_s") or 0.0)
@@ -177,25 +228,35 @@ def _joined(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 joined, passed = [], 0.0
             else:
                 passed = max(each["at_s"] for each in joined)
-                joined = [each for each in joined if each["step"] <= event["step"]]
-            begin = at
+                joined = [each for each in joined if each["step"] <= event["step"] and each["event"] != "end"]
+            begin, after, has_ended = at, {}, False
+        elif event["event"] == "end":
+            has_ended = True
+        elif event["event"] == "log" and has_ended:
+            after |= event["values"]
+            continue
         # What belongs to no run, such as the inspection before the first, has no time.
         joined.append({**event, "at_s": max(0.0, passed + at - begin)})
-    return joined
+    return joined, after
 
 
 def _logged_by_trainer(
     folder: Path, events: Sequence[dict[str, Any]], results: dict[str, Any]
-) -> tuple[list[Entry], bool]:
-    """Return the entries of Trainer's own log, which have no time, and True if time was estimated."""
+) -> tuple[list[Entry], dict[str, Any], bool]:
+    """Return the entries of Trainer's own log, which have no time, values logged later, and True for estimated times.
+
+    The entry with `train_runtime` ends a training.
+    """
     path = _state_file(folder)
     if path is None:
-        return [], False
+        return [], {}, False
     history = _object(path).get("log_history")
     if not isinstance(history, list) or not all(isinstance(each, dict) and "step" in each for each in history):
         raise ValueError(f"{path} has no log_history of entries with a step: expected the state of a Trainer.")
-    runtimes = [each["train_runtime"] for each in history if is_finite(each.get("train_runtime"))]
-    runtime = results.get("train_runtime", runtimes[-1] if runtimes else None)
+    ends = [at for at, each in enumerate(history) if is_finite(each.get("train_runtime"))]
+    runtime = results.get("train_runtime", history[ends[-1]]["train_runtime"] if ends else None)
+    after = {name: value for each in (history[ends[-1] + 1 :] if ends else ()) for name, value in each.items()}
+    history = history[: ends[-1] + 1] if ends else history
     last = max((each["step"] for each in history), default=0)
     steps, seconds = [event["step"] for event in events], [event["at_s"] for event in events]
     entries = []
@@ -206,7 +267,24 @@ def _logged_by_trainer(
         elif is_finite(runtime) and last:
             at = runtime * each["step"] / last
         entries.append(Entry(each["step"], at, each))
-    return entries, not steps and is_finite(runtime)
+    return entries, after, not steps and is_finite(runtime)
+
+
+def _best(folder: Path, events: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> Best | None:
+    """Return the best value that the run's end records, else that of the newest state of a Trainer."""
+    for event in reversed(events):
+        if event["event"] == "end" and "best" in event:
+            found = event["best"]
+            return None if found is None else Best(found["name"], found["value"], found["step"], found["is_loaded"])
+    path = _state_file(folder)
+    state = {} if path is None else _object(path)
+    value, step = state.get("best_metric"), state.get("best_global_step")
+    # A state does not name the metric, nor say whether that model was loaded.
+    for entry in entries if is_finite(value) else ():
+        for name, logged in entry.values.items():
+            if entry.step == step and logged == value and name.startswith("eval_"):
+                return Best(name, value, entry.step, is_loaded=False)
+    return None
 
 
 def _trace(folder: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_pipetransformer.planning.simulator import Timeline, draw, equal_durations, simulate, steady_seconds
-from hf_pipetransformer.report.charts import save_chart
+from hf_pipetransformer.report.drawing import save_chart
 from hf_pipetransformer.schedules import Op, find_schedule, schedules_that
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import Placement

@@ -20,13 +20,13 @@ from hf_pipetransformer.comm.topology import Topology, let_group_threads_finish
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
 from hf_pipetransformer.report.card import write_card
+from hf_pipetransformer.report.console import shorten_console
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog
 from hf_pipetransformer.report.failure import FailureReporter, recorded
 from hf_pipetransformer.runtime.context import PlanPrinted
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
-from hf_pipetransformer.training.progress import shorten_console
 from hf_pipetransformer.training.run import PipelineSession
 from hf_pipetransformer.training.starting import RunOptions, check_constructor_arguments
 
@@ -205,6 +205,12 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     @property
     def events(self) -> EventLog:
         return self.pipeline_run.context.journal.log
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as Trainer does, and write the entry to the events file, also where Trainer evaluates by itself."""
+        super().log(logs, start_time)
+        if not self.pipeline_run.is_inside_stage:
+            self.pipeline_run.train_calls.note_log(logs)
 
     def train(
         self,

@@ -18,6 +18,7 @@ from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_dataset
+from hf_pipetransformer.report.origin import outcome_of
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.training.evaluation import UsersEvaluation
 from hf_pipetransformer.training.run import PipelineSession
@@ -174,14 +175,16 @@ class TrainingOverrides(_Trainer):
             return
         self.pipeline_run.train_calls.add_scalars(logs)
         super().log(logs, start_time)
-        self.pipeline_run.train_calls.note_log(logs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
         self.pipeline_run.train_calls.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        self.pipeline_run.context.journal.write("end", train_loss=output.training_loss, metrics=output.metrics)
+        outcome = outcome_of(self, self.pipeline_run.train_calls.results)
+        self.pipeline_run.context.journal.write(
+            "end", train_loss=output.training_loss, metrics=output.metrics, **outcome
+        )
         return output
 
 

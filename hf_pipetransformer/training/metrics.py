@@ -282,6 +282,7 @@ class Summary:
             step += num_steps
         return {
             "step_seconds": self.seconds,
+            "saved_seconds": self.saved_seconds(),
             "layouts": layouts,
             "frozen_layers": num_frozen,
             "cache_hit_rate": self.hit_rate,

@@ -7,24 +7,19 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import psutil
 import torch
-from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.engine.trace import StepTrace
 from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.report.console import NORM_OF
 from hf_pipetransformer.report.files import create
 from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.splitters.base import main_input_of
 from hf_pipetransformer.training.context import TrainingContext
-
-
-NORM_OF = "gradient_norm/"
-"""Begin of the names of a layer's gradient norm in log entries."""
 
 
 @dataclass
@@ -123,23 +118,6 @@ class Progress:
         if norms is not None and self.controller.norms is not None:
             scalars |= named_norms(norms)
         return scalars
-
-
-def shorten_console(handler: CallbackHandler) -> None:
-    """Let what prints log entries leave out the gradient norms of layers, a number for each. Trackers get them."""
-    for callback in handler.callbacks:
-        if type(callback) in (PrinterCallback, ProgressCallback):
-            callback.on_log = partial(_print_without_norms, callback.on_log)
-
-
-def _print_without_norms(
-    own: Callable[..., None], args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any
-) -> None:
-    shown = {name: value for name, value in logs.items() if not name.startswith(NORM_OF)}
-    own(args, state, control, logs=shown, **kwargs)
-    # As far as it takes entries out, it does so for the callbacks behind it.
-    for name in [name for name in logs if name not in shown and not name.startswith(NORM_OF)]:
-        del logs[name]
 
 
 def named_norms(norms: Sequence[float]) -> dict[str, float]:

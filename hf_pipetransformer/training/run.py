@@ -365,8 +365,8 @@ class TrainCalls:
             logs.update(self.present.take_scalars())
 
     def note_log(self, logs: dict[str, float]) -> None:
-        """Write a log entry of a training to the events file, where entries have a time."""
-        if self.present is not None:
+        """Write a log entry of a training, or of an evaluation after it, to the events file, with its time."""
+        if self.present is not None or self.results:
             values = {name: value for name, value in logs.items() if isinstance(value, (int, float, str))}
             self.context.journal.write("log", values=values)
 

@@ -23,6 +23,7 @@ from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, check_
 from hf_pipetransformer.planning.planner import reachable_shapes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import read_known_microbatches
+from hf_pipetransformer.report.origin import origin_of
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
@@ -66,11 +67,14 @@ class TrainingSetup:
         fields["nodes"] = list(map(len, self.context.topology.nodes))
         if saved is not None:
             fields["resumed_from"] = saved.folder
+        fields["origin"] = origin_of(self.context.trainer) if self.context.topology.rank == 0 else None
         step, epoch = (0, 0.0) if saved is None else (saved.progress.step, saved.progress.epoch)
         self.context.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
         if self.context.topology.rank == 0:
             one_stage = start_up.plans.one_stage_in_words(layout)
-            announce(f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}{one_stage}")
+            announce(
+                f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}{one_stage}", is_decision=True
+            )
 
     def training(self, given: Any, max_steps: int) -> Training:
         """Build the training around Trainer's optimizer. Collective: call on every rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -15,10 +16,12 @@ import pytest
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cli import main
-from hf_pipetransformer.report.charts import all_charts, converter, rows_of, save_chart
+from hf_pipetransformer.report import printable
+from hf_pipetransformer.report.charts import all_charts
+from hf_pipetransformer.report.drawing import save_chart
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog, read_events
-from hf_pipetransformer.report.page import render, summary, time_matched, transitions
-from hf_pipetransformer.report.recorded import Entry, RecordedRun, read_run, read_runs
+from hf_pipetransformer.report.page import headline, origins, render, summary, time_matched, transitions
+from hf_pipetransformer.report.recorded import Best, Entry, RecordedRun, read_run, read_runs
 from hf_pipetransformer.training.progress import bubble_share
 from tests.models import build_model, collate, make_dataset
 from tests.report.test_events import LAYOUT
@@ -59,7 +62,7 @@ def test_every_chart_of_a_run_has_data(folder: Path) -> None:
     assert {chart.name for chart in charts} == CHARTS
     for chart in charts:
         assert chart.spec is not None, f"{chart.name}: {chart.missing}"
-        assert len(rows_of(chart.spec)) > 1, chart.name
+        assert sum(map(len, chart.spec["datasets"].values())) > 1, chart.name
 
 
 def test_the_page_stands_alone_and_every_chart_has_a_picture(folder: Path, tmp_path: Path) -> None:
@@ -122,10 +125,20 @@ def test_names_of_runs_and_metrics_break_no_chart_and_no_page(folder: Path, tmp_
     for run in runs:
         for entry in run.entries:
             entry.values.update({f"eval_{name}": 1.0 for name in HOSTILE})
-    charts, library = all_charts(runs), converter()
+    told = dict.fromkeys(("model", "data", "commit", "machine", "versions", "options"))
+    for run, name in zip(runs, HOSTILE, strict=True):
+        told |= {"model": {"name": name, "class": name}, "data": {"name": name}, "commit": name, "machine": name}
+        next(run.of_kind("run"))["origin"] = told | {"versions": {name: name}, "options": {name: name}}
+    runs[0] = replace(runs[0], best=Best(f"eval_{HOSTILE[0]}", 1.0, 3, is_loaded=True), after={HOSTILE[1]: 1.0})
+    charts = all_charts(runs)
     page = tmp_path / "run.html"
-    page.write_text(render(runs, charts, library), encoding="utf-8")
-    assert visible(page.read_text(encoding="utf-8")).count("<script") == len(CHARTS)
+    page.write_text(render(runs, charts), encoding="utf-8")
+    shown = visible(page.read_text(encoding="utf-8"))
+    # Beside those of the charts, one script has their looks.
+    assert shown.count("<script") == shown.count("</script") == len(CHARTS) + 1 and "<!--" not in shown
+    words = html.unescape(re.sub(r"<script.*?</script>|<[^>]*>", "", shown, flags=re.DOTALL))
+    for name in map(printable, HOSTILE):
+        assert words.count(name) >= 7, name  # title, headline, model, data, commit, machine, versions
     specs = re.findall(r'id="spec-(\w+)">(.*?)</script>', page.read_text(encoding="utf-8"))
     assert {name for name, spec in specs if json.loads(spec) and "<" not in spec} == CHARTS
     for chart in charts:
@@ -154,6 +167,156 @@ def test_a_browser_draws_every_chart_without_an_error(folder: Path, tmp_path: Pa
     assert "CONSOLE" not in found.stderr
     drawn = found.stdout.split('<div class="chart')[1:]
     assert all("<path" in chart.split("</svg>")[0] for chart in drawn)
+
+
+PHONE = """
+<script type="module">
+const wait = setInterval(() => {
+  if (document.querySelectorAll("div.chart:not([data-state])").length) return;
+  clearInterval(wait);
+  const wide = [...document.body.querySelectorAll("*")].filter((each) => !each.closest(".scroll"));
+  const ends = wide.map((each) => [each.getBoundingClientRect().right, each.outerHTML.slice(0, 80)]);
+  const [right, widest] = ends.reduce((most, each) => (each[0] > most[0] ? each : most));
+  Object.assign(document.body.dataset, {right, widest});
+}, 100);
+</script>
+"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="looks at the page in Chromium, which is not installed")
+def test_nothing_is_wider_than_a_phone(folder: Path, tmp_path: Path) -> None:
+    """Tables scroll by themselves."""
+    page = tmp_path / "run.html"
+    main(["report", str(folder), str(folder), "--html", str(page)])
+    text = page.read_text(encoding="utf-8")
+    narrow = text.replace("\n<body>\n", '\n<body style="width: 390px; margin: 0">\n', 1)
+    page.write_text(narrow + PHONE, encoding="utf-8")
+    found = look(page, tmp_path)
+    assert len(re.findall('data-state="drawn"', found.stdout)) == len(CHARTS)
+    (right,) = re.findall('data-right="(.*?)"', found.stdout)
+    assert 300 < float(right) <= 390
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+
+
+ZOOM = """
+<script type="module">
+const wait = setInterval(async () => {
+  if (document.querySelectorAll("div.chart:not([data-state])").length) return;
+  clearInterval(wait);
+  const svg = document.querySelector("div.chart svg");
+  svg.scrollIntoView();
+  const {x, y, width} = svg.getBoundingClientRect();
+  const place = {clientX: x + width / 2, clientY: y + 90};
+  const plot = document.elementFromPoint(place.clientX, place.clientY);
+  for (const ctrlKey of [false, true]) {
+    const turned = {deltaY: -500, ctrlKey, ...place, bubbles: true, cancelable: true};
+    plot.dispatchEvent(new WheelEvent("wheel", turned));
+    await new Promise((done) => setTimeout(done, 300));
+    const labels = [...svg.querySelectorAll("g.role-axis-label text")].map((each) => each.textContent);
+    document.body.dataset[ctrlKey ? "zoomed" : "scrolled"] = labels.filter((label) => label === "0").length;
+  }
+}, 100);
+</script>
+"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="looks at the page in Chromium, which is not installed")
+def test_the_wheel_zooms_all_panels_of_a_chart_with_ctrl_alone(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    main(["report", str(folder), "--html", str(page)])
+    page.write_text(page.read_text(encoding="utf-8") + ZOOM, encoding="utf-8")
+    found = look(page, tmp_path).stdout
+    # The axes of loss and evaluation loss begin at step 0, until both are zoomed.
+    assert 'data-scrolled="2"' in found and 'data-zoomed="0"' in found
+
+
+# ---- what came out, and of what ----
+
+
+SCORES = (0.25, 0.75, 0.5, 0.5)
+
+
+def test_the_headline_is_the_model_that_was_loaded_and_what_the_layouts_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scores = iter([*SCORES, SCORES[1]])
+    args = PipeTransformerArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1,
+        num_train_epochs=4, per_device_train_batch_size=4, freeze_policy="fixed", freeze_at="6:2",
+        save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True, learning_rate=1e-3,
+        metric_for_best_model="score", greater_is_better=True, hub_token="hf_secret",
+    )  # fmt: skip
+    data = make_dataset("bert_sequence", 12)
+    trainer = PipeTransformerTrainer(
+        build_model("bert_sequence"), args, train_dataset=data, eval_dataset=data, data_collator=collate,
+        compute_metrics=lambda prediction: {"score": next(scores)},
+    )  # fmt: skip
+    with caplog.at_level("INFO", logger="hf_pipetransformer"):
+        trainer.train()
+    metrics = trainer.evaluate()
+    run = read_run(tmp_path, "run")
+    assert run.best == Best("eval_score", 0.75, 6, is_loaded=True)
+    assert trainer.state.best_global_step == 6
+    # An evaluation after the training is no point of its curve.
+    assert [value for _, value in run.values_of("eval_score")] == list(SCORES)
+    assert run.after["eval_loss"] == metrics["eval_loss"]
+    found = headline(run)
+    assert (found.metric, found.value, found.mark) == ("eval_score", "0.75", "best, step 6")
+    assert found.lines[1] == "The last one, of step 12, had 0.5."
+    assert found.lines[2].startswith("Evaluated after the training: eval_")
+    assert summary([run])[1][-1] == "0.75 (best, step 6)"
+    # The same seconds as on the console.
+    (said,) = re.findall(r"([\d.]+ s (?:less|more)) than \d+ steps", caplog.text)
+    assert said.replace("less", "saved") in found.verdict.replace("more than with", "more")
+    rows = {row.name: row.cells[0] for row in origins([run])}
+    assert rows["model"] == "BertForSequenceClassification"
+    assert rows["data"] == "12 samples to train, 12 samples to evaluate"
+    assert (rows["learning_rate"], rows["freeze_at"]) == ("0.001", "6:2")
+    assert rows["machine"].startswith("1 process, ") and "transformers 5." in rows["versions"]
+    assert "seed" not in rows and "hf_secret" not in (tmp_path / EVENTS_FILE).read_text()
+
+
+def test_a_best_model_that_was_not_loaded_is_told_apart(tmp_path: Path) -> None:
+    history = [{"step": step, "eval_score": score} for step, score in enumerate(SCORES)]
+    history += [{"step": 3, "train_runtime": 8.0}, {"step": 3, "eval_score": 0.5, "eval_loss": 1.5}]
+    state = {"log_history": history, "best_metric": 0.75, "best_global_step": 1}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    run = read_run(tmp_path, "run")
+    assert run.best == Best("eval_score", 0.75, 1, is_loaded=False)
+    assert len(run.entries) == 5 and run.after == history[-1]
+    found = headline(run)
+    assert (found.value, found.mark, found.verdict) == ("0.5", "last, step 3", "")
+    assert found.lines[0].startswith("The best, 0.75 of step 1, is in its checkpoint only")
+    assert summary([run])[1][-2:] == ["0.5 (best: 0.75, step 1)", "1.5"]
+
+
+def test_a_run_that_goes_on_forgets_what_was_evaluated_at_its_earlier_end(tmp_path: Path) -> None:
+    a_log(tmp_path, {1: 2.0, 2: 1.5}, 1.0)
+    log = EventLog(str(tmp_path))
+    log.write("end", 2, None, best=None, saved_seconds=-2.0, step_seconds=5.0)
+    log.write("log", 2, None, values={"eval_loss": 1.0})
+    run = read_run(tmp_path, "run")
+    assert (run.after, run.final_names()) == ({"eval_loss": 1.0}, ["loss", "eval_loss"])
+    assert headline(run).verdict == "2.0 s more than with the first layout: 5.0 s of steps instead of 3.0 s."
+    log.write("run", 2, None, layout=LAYOUT.as_event(), resumed_from="checkpoint-2")
+    run = read_run(tmp_path, "run")
+    assert (run.after, run.end, headline(run).verdict) == ({}, {}, "")
+    assert headline(run).lines == ["No end was recorded: it still runs, or was stopped."]
+
+
+def test_options_in_which_runs_differ_are_marked() -> None:
+    events = [
+        [{"event": "run", "step": 0, "at_s": 0.0, "origin": {"options": options, "commit": "c0ffee"}}]
+        for options in ({"learning_rate": 0.1, "seed": 1}, {"seed": 1})
+    ]
+    runs = [RecordedRun(name, Path(), events=found) for name, found in zip("ab", events, strict=True)]
+    found = [(row.name, row.cells, row.differs) for row in origins([*runs])]
+    assert found == [
+        ("learning_rate", ["0.1", "default"], True),
+        ("seed", ["1", "1"], False),
+        ("commit", ["c0ffee", "c0ffee"], False),
+    ]
+    assert origins([RecordedRun("c", Path())]) == []
 
 
 # ---- what counts as a metric ----
@@ -265,6 +428,11 @@ def test_a_folder_without_a_run_and_a_missing_library_are_said_in_a_sentence(
     (tmp_path / "trace_step_1.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"has no list of traceEvents"):
         main(["report", str(tmp_path)])
+    for name in ("altair", "jinja2"):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, name, None)
+            with pytest.raises(SystemExit, match=f"The report is made with {name}, which is not installed"):
+                main(["report", str(tmp_path)])
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(SystemExit, match="Charts are drawn with vl-convert-python, which is not installed"):
         main(["report", str(tmp_path)])

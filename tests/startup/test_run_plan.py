@@ -13,7 +13,7 @@ from transformers import BertConfig, LlamaConfig, PreTrainedConfig, ViTConfig
 from hf_pipetransformer.cli import main
 from hf_pipetransformer.freeze.policies import MEASURED
 from hf_pipetransformer.planning.course import length_of_run
-from hf_pipetransformer.report.charts import MISSING_LIBRARY
+from hf_pipetransformer.report.drawing import MISSING_LIBRARY
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.startup.costs import _LiveBytes

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.freeze.policy import GRADIENT_NORMS, FreezePolicy, FreezeSignal
+from hf_pipetransformer.report.console import WIDTH
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.training.metrics import Summary
 from hf_pipetransformer.training.progress import named_norms
@@ -150,7 +151,8 @@ def test_a_resumed_run_counts_the_steps_from_where_it_began() -> None:
     summary.add_reads(3, 1, 1000)
     summary.add_reads(4, 0, 2000)
     assert summary.as_results(last_step=10, num_frozen=3) == {
-        "step_seconds": 0.875, "frozen_layers": 3, "cache_hit_rate": 0.875, "cache_bytes": 2000,
+        "step_seconds": 0.875, "saved_seconds": 0.375, "frozen_layers": 3, "cache_hit_rate": 0.875,
+        "cache_bytes": 2000,
         "layouts": [
             {
                 "step": 7, "num_steps": 2, "seconds": 0.75, "pipeline_stages": 2, "pipeline_replicas": 1,
@@ -181,7 +183,8 @@ def test_norms_of_layers_are_logged_and_not_printed(tmp_path: Path, capsys: pyte
             self.entries.append(dict(logs))
 
     trainer, _, _ = train(tmp_path, callbacks=[Other()])
-    printed = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
-    assert len(printed) == NUM_STEPS and not any(NORM in line for line in printed)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len([line for line in printed if "  loss " in line and "  norm " in line]) == NUM_STEPS
+    assert not any(NORM in line for line in printed) and max(map(len, printed)) <= WIDTH
     for entries in (trainer.state.log_history, Other.entries):
         assert sum(f"{NORM}layer_3" in entry for entry in entries) == NUM_STEPS - FREEZES_AT

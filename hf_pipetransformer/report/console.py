@@ -1,0 +1,67 @@
+"""Log entries on the console: one short line each, in place of Trainer's dicts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
+
+from hf_pipetransformer.report import duration, printable, styled
+
+
+NORM_OF = "gradient_norm/"
+"""Begin of the names of a layer's gradient norm in log entries."""
+
+WIDTH = 100
+"""Most characters of a line."""
+
+_FIRST = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}
+_SPEED = ("samples_per_second", "train_samples_per_second")
+# What the lines on decisions say already, or only trackers and the events file have.
+_LEFT_OUT = ("epoch", "total_flos", "frozen_layers", "cached_layers", "memory_gb", "tokens_per_second", "bubble_share")
+_LEFT_OUT_BEGINS, _LEFT_OUT_ENDS = (NORM_OF, "pipeline_"), ("_samples_per_second", "_steps_per_second")
+
+
+def shorten_console(handler: CallbackHandler) -> None:
+    """Let the callbacks of Trainer that print log entries print a short line of each."""
+    for callback in handler.callbacks:
+        if type(callback) in (PrinterCallback, ProgressCallback):
+            callback.on_log = partial(_print_line, callback)
+
+
+def _print_line(callback: Any, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
+    if isinstance(callback, PrinterCallback):
+        logs.pop("total_flos", None)  # As its own method does, for the callbacks behind it too.
+        is_shown = state.is_local_process_zero
+    else:
+        is_shown = state.is_world_process_zero and callback.training_bar is not None
+    if is_shown:
+        style = "" if "loss" in logs else "bold"
+        tqdm.write(styled(log_line(logs, state.global_step, state.max_steps), style, sys.stdout))
+
+
+def log_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str:
+    """Return a log entry in at most `WIDTH` characters: loss, norm, learning rate, speed, and what else there is."""
+    known = [f"{label} {_shown(logs[name])}" for name, label in _FIRST.items() if name in logs]
+    known += [f"{_shown(logs[name])} samples/s" for name in _SPEED if name in logs]
+    others = [
+        f"{name} {duration(value) if name.endswith('_runtime') and isinstance(value, float) else _shown(value)}"
+        for name, value in logs.items()
+        if name not in (*_FIRST, *_SPEED, *_LEFT_OUT)
+        and not name.startswith(_LEFT_OUT_BEGINS)
+        and not name.endswith(_LEFT_OUT_ENDS)
+    ]
+    line = f"step {step}/{max_steps}" if max_steps else f"step {step}"
+    for part in [*known, *others]:
+        if len(line) + len(part) + 2 > WIDTH - 4:
+            return f"{line} ..."
+        line += f"  {part}"
+    return line
+
+
+def _shown(value: Any) -> str:
+    return printable(f"{value:.4g}" if isinstance(value, float) else str(value))
