@@ -6,7 +6,10 @@ What stays of each kind in the tests of every change is named beside it.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+
+TESTS = Path(__file__).parent
 
 FILES = (
     # Whole programs, products over features, families and the self-test: of each kind tests/trainer and
@@ -150,6 +153,11 @@ CASES = tuple(
         r"|trl\.py::test_a_training_goes_on)",
     )
 )
+
+
+def is_nightly_file(path: Path) -> bool:
+    """Return True for a file of which `make test` leaves out every test."""
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix() in FILES
 
 
 def is_nightly(name: str) -> bool:
