@@ -3,9 +3,9 @@
     python -m tests.changed [--since main]      prints the files, one a line
 
 What changed are the files that differ from the merge base with a branch, committed or not. A test file is near to one
-of them if it, or a helper of tests that it imports or starts by name, is that file or imports it. A module that no test
-imports is tested by those of the modules that import it. Whatever else leads there is left to `make test`: the imports
-of the trainer lead to every module, so that any change would choose nearly every test.
+of them if it, or a helper of tests that it imports or starts by name, is that file or imports it. A module that no
+test imports is tested by those of the modules that import it. Whatever else leads there is left to `make test`: the
+imports of the trainer lead to every module, so that any change would choose nearly every test.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _module_of(path: str) -> str:
 
 
 def _imports_and_texts(source: str, path: str) -> tuple[set[tuple[str, str | None]], set[str]]:
-    """The module of each import, also of those inside functions, with the name taken from it; and what may name a file."""
+    """The module of each import, inside functions too, with the name taken from it; and texts that may name a file."""
     package = PurePosixPath(path).parent.parts
     imports: set[tuple[str, str | None]] = set()
     texts = set()

@@ -1,4 +1,4 @@
-"""`make test-changed` runs the test files that are near to a change, also those that start what changed by its name."""
+"""`make test-changed` runs the test files that are near to a change, those too that start what changed by its name."""
 
 from __future__ import annotations
 
