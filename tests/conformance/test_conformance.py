@@ -29,7 +29,7 @@ from tests.conformance.runs import (
     logged,
 )
 from tests.distributed.test_equality import relative_difference, tensor_difference, untimed
-from tests.models import IGNORED, MODELS, has_zero_gradient
+from tests.support.models import IGNORED, MODELS, has_zero_gradient
 
 
 TWO_STAGES, TWO_REPLICAS, BOTH = (2, 1), (1, 2), (2, 2)

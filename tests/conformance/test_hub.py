@@ -7,7 +7,7 @@ import pytest
 from tests.conformance.hub_worker import push_all
 from tests.conformance.runs import TOLERANCE, Launches, Run
 from tests.distributed.test_equality import tensor_difference
-from tests.models import has_zero_gradient
+from tests.support.models import has_zero_gradient
 
 
 RUNS = [Run(strategy, {"strategy": strategy}, (2, 1)) for strategy in ("every_save", "checkpoint", "end")]

@@ -9,7 +9,7 @@ import pytest
 from tests.conformance.runs import TOLERANCE, Launches, Layout, Run, differences, differs, logged
 from tests.conformance.swap_worker import swap_all
 from tests.distributed.test_equality import tensor_difference, untimed
-from tests.models import has_zero_gradient
+from tests.support.models import has_zero_gradient
 
 
 MODEL = "bert_sequence"

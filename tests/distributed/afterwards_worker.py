@@ -17,8 +17,8 @@ from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.runtime import gathering
 from hf_pipetransformer.state import weights
 from tests.distributed.scenarios import RANK, scenario
-from tests.models import build_model, collate, make_dataset
 from tests.state.test_trainers_checkpoints import Told
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL = "bert_sequence"

@@ -18,7 +18,7 @@ from hf_pipetransformer.runtime import execution
 from hf_pipetransformer.runtime.wiring import send_model_from_first_rank
 from tests.distributed.loss_worker import losses
 from tests.distributed.scenarios import RANK, run, scenario
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 SECONDS = 150

@@ -29,7 +29,7 @@ from tests.distributed.cache_worker import (
 )
 from tests.distributed.scenarios import read_notes, run_each
 from tests.distributed.test_equality import relative_difference, tensor_difference
-from tests.models import has_zero_gradient
+from tests.support.models import has_zero_gradient
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

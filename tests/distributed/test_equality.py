@@ -22,7 +22,7 @@ from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, SLOW_CA
 from tests.distributed.equality_worker import EVAL_SEED, run_all
 from tests.distributed.launcher import LaunchError
 from tests.distributed.scenarios import read_notes, run_each
-from tests.models import MODELS, has_zero_gradient, real_positions
+from tests.support.models import MODELS, has_zero_gradient, real_positions
 
 
 # Seconds a launch may take: to start, and for each case.

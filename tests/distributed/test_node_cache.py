@@ -24,7 +24,7 @@ from tests.distributed.node_cache_worker import (
 )
 from tests.distributed.scenarios import start
 from tests.distributed.test_equality import relative_difference, tensor_difference
-from tests.models import has_zero_gradient
+from tests.support.models import has_zero_gradient
 
 
 TOLERANCE = 1e-5

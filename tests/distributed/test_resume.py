@@ -36,7 +36,7 @@ from tests.distributed.resume_worker import (
 )
 from tests.distributed.scenarios import start
 from tests.distributed.test_equality import tensor_difference
-from tests.models import has_zero_gradient
+from tests.support.models import has_zero_gradient
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

@@ -18,8 +18,8 @@ from hf_pipetransformer.planning.forecast import seconds_left
 from hf_pipetransformer.planning.planner import PlanInputs
 from hf_pipetransformer.planning.storing import CacheCosts, Pass, StoreContents, passes_ahead
 from hf_pipetransformer.schedules.layout import Layout
-from tests.models import build_model, collate, make_dataset
 from tests.planning.test_planning import costs_of, layout_of, rules_for
+from tests.support.models import build_model, collate, make_dataset
 
 
 L = 4

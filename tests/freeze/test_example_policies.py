@@ -18,7 +18,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.freeze.policy import MEASUREMENTS, FreezePolicy, FreezeSignal
 from hf_pipetransformer.schedules.layout import Layout
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 NUM_STEPS = 8

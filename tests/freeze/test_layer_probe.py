@@ -21,10 +21,10 @@ from hf_pipetransformer.schedules.schedule import FORWARD_ONLY
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
-from tests.decoders import make_decoder
-from tests.models import NUM_LAYERS, build_model, collate, make_dataset, make_rows
-from tests.one_process import ModelPipeline, together
-from tests.settled_policy import Settled
+from tests.support.decoders import make_decoder
+from tests.support.models import NUM_LAYERS, build_model, collate, make_dataset, make_rows
+from tests.support.one_process import ModelPipeline, together
+from tests.support.settled_policy import Settled
 
 
 @pytest.mark.parametrize("name", ["bert_sequence", "vit"])

@@ -48,7 +48,7 @@ from scripts.bench.front.tasks import (
 )
 from scripts.bench.measure import REPOSITORY, Settings
 from scripts.bench.study import DEFAULTS, are_same, in_force, paired, read_records
-from tests.tiny_bert import make_bert
+from tests.support.tiny_bert import make_bert
 
 
 CURVE = [(10.0, 60.0), (20.0, 80.0), (40.0, 84.0)]

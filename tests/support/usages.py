@@ -34,8 +34,8 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
-from tests.adapted import adapted
-from tests.models import build_model, collate, make_dataset
+from tests.support.adapted import adapted
+from tests.support.models import build_model, collate, make_dataset
 
 
 TIMED = ("runtime", "per_second", "preparation_time")
