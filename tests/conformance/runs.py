@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.scenarios import read_notes, run_each
-from tests.distributed.test_equality import relative_difference, untimed
+from tests.support.comparison import relative_difference, untimed
 
 
 __all__ = ["LAYOUT_SCALARS", "TOLERANCE", "Launches", "Layout", "Outcome", "Run", "differences", "differs", "logged"]

@@ -28,7 +28,7 @@ from tests.conformance.runs import (
     differs,
     logged,
 )
-from tests.distributed.test_equality import relative_difference, tensor_difference, untimed
+from tests.support.comparison import relative_difference, tensor_difference, untimed
 from tests.support.models import IGNORED, MODELS, has_zero_gradient
 
 

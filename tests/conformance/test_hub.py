@@ -6,7 +6,7 @@ import pytest
 
 from tests.conformance.hub_worker import push_all
 from tests.conformance.runs import TOLERANCE, Launches, Run
-from tests.distributed.test_equality import tensor_difference
+from tests.support.comparison import tensor_difference
 from tests.support.models import has_zero_gradient
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conformance.runs import TOLERANCE, Launches, Layout, Run, differences, differs, logged
 from tests.conformance.swap_worker import swap_all
-from tests.distributed.test_equality import tensor_difference, untimed
+from tests.support.comparison import tensor_difference, untimed
 from tests.support.models import has_zero_gradient
 
 

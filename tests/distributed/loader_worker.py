@@ -13,8 +13,8 @@ from transformers import Trainer
 from hf_pipetransformer import PipeTransformerTrainer
 from tests.data.test_loaders import MODEL, close, logs_of, made
 from tests.distributed.scenarios import RANK, scenario
+from tests.support.comparison import untimed
 from tests.support.models import collate, make_dataset
-from tests.support.usages import untimed
 
 
 def with_own_loaders(base: type) -> type:

@@ -22,6 +22,7 @@ from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, SLOW_CA
 from tests.distributed.equality_worker import EVAL_SEED, run_all
 from tests.distributed.launcher import LaunchError
 from tests.distributed.scenarios import read_notes, run_each
+from tests.support.comparison import METRIC_TOLERANCE, relative_difference, tensor_difference, untimed
 from tests.support.models import MODELS, has_zero_gradient, real_positions
 
 
@@ -30,8 +31,6 @@ START_SECONDS = 120
 CASE_SECONDS = 15
 # Transfers alone, and beside a reduction. The double costs time, and CI has 25 minutes.
 UNDER_NCCLS_RULES = ((2, 1), (2, 2))
-
-METRIC_TOLERANCE = 1e-6
 
 Layout = tuple[int, int]
 
@@ -150,28 +149,6 @@ def ours(runs: Runs, run: tuple[Layout, Case]) -> Outcome:
 @pytest.fixture
 def plain(runs: Runs, case: Case) -> Outcome:
     return runs.reference(case)
-
-
-def relative_difference(found: float, expected: float) -> float:
-    """0 where both are not a number."""
-    if math.isnan(expected) or math.isnan(found):
-        return 0.0 if math.isnan(expected) and math.isnan(found) else math.inf
-    return abs(found - expected) / max(abs(expected), 1e-12)
-
-
-def tensor_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over norm; 0 where both are not a number at the same places."""
-    assert found.shape == expected.shape
-    found, expected = found.double(), expected.double()
-    if not torch.equal(found.isnan(), expected.isnan()):
-        return math.inf
-    difference = (found - expected).nan_to_num().norm() / expected.nan_to_num().norm().clamp_min(1e-12)
-    return float(difference)
-
-
-def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics without what a clock says."""
-    return {key: value for key, value in metrics.items() if not key.endswith(("_runtime", "_per_second", "_time"))}
 
 
 def test_losses_and_gradient_norms_follow_trainer(ours: Outcome, plain: Outcome, case: Case):

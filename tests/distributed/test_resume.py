@@ -35,7 +35,7 @@ from tests.distributed.resume_worker import (
     run_all,
 )
 from tests.distributed.scenarios import start
-from tests.distributed.test_equality import tensor_difference
+from tests.support.comparison import tensor_difference
 from tests.support.models import has_zero_gradient
 
 
