@@ -131,7 +131,12 @@ CASES = tuple(
         r"|processes_without_gpus|an_exception_elsewhere\S*callback|an_exception_in_compute_loss\S*first)",
         r"distributed/test_saving\.py::test_(recomputation_keeps_less|\S*\[K=)",
         r"gpu/test_checks\.py::test_(a_launch_leaves_out|freezing_and_the_cache)",
-        # Of what was alike under planted errors one of each kind stays.
+        # Of each kind one stays, and where the answer differs one of each answer.
+        r"training/test_computed_once\.py::test_(classes_that\S*\[(IBert|Beit)|evaluations_read\S*\[(convnext|clip-True)"
+        r"|weights_that\S*\[epoch-True|masks_over\S*\[auto|what_frozen_layers_do\S*\[(Larger|RarelyZero))",
+        r"training/test_flattened_batches\.py::test_rows_of_an_own\S*\[True",
+        r"training/test_head_slices\.py::test_numbers\S*\[(gpt2|llama)",
+        r"training/test_whole_loss\.py::test_(a_step_whose\S*\[2|any_loss_of_a_batch\S*\[(hardest|span|weighted))",
         r"distributed/test_faults\.py::test_a_rank_that_disagrees\S*\[(data|pipeline)",
         r"distributed/test_saving\.py::.*bert_sequence",
         r"data/test_loaders\.py::test_a_run_reads_and_draws\S*\[(drawn|a collator|buckets|fewer|seeded)",
