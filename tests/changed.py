@@ -146,5 +146,9 @@ def _files_named(text: str, path: str, sources: Mapping[str, str]) -> set[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Choose the test files that a change is near to.")
     parser.add_argument("--since", default="main", help="the branch that the change will be merged into")
-    changes = changed_files(REPOSITORY, parser.parse_args().since)
+    since = parser.parse_args().since
+    try:
+        changes = changed_files(REPOSITORY, since)
+    except subprocess.CalledProcessError:
+        parser.error(f"git finds no commit common to HEAD and {since!r}: name another branch, as origin/main")
     print(*nearest(changes, import_graph(read_sources(REPOSITORY))), sep="\n")
