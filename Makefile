@@ -11,6 +11,9 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.23.*
 # The slowest unit of CI is a test with several processes: one thread each keeps two cores from being fought over.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes import torch and transformers: compiling them once halves what that takes. pip is told not to
+# compile what nobody imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 # How often `make test-faults` kills, and what it draws the moments from.
 KILLS ?= 200
@@ -29,13 +32,14 @@ INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.demo_installed
 CHECKED := hf_pipetransformer scripts tests examples
 
-.PHONY: help demo docs tables cards test test-all test-nightly test-lowest test-latest test-faults families gpu-check quality style
-.PHONY: benchmark benchmark-quick pipe-suites clean
+.PHONY: help demo docs tables cards test test-all test-changed test-nightly test-lowest test-latest test-faults families
+.PHONY: gpu-check quality style benchmark benchmark-quick pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
 	@echo "make docs       the site in build/site, without a network; make tables: tables of the pages from benchmarks/"
 	@echo "make test       the tests of every change; make test-nightly: the others, make test-all: all of them"
+	@echo "make test-changed  the test files nearest to what differs from SINCE=main, nightly tests too"
 	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows; test-latest: the newest"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
 	@echo "make cards      the runs of the cards in model_cards/, beside plain Trainer, half an hour"
@@ -68,7 +72,7 @@ demo: $(DEMO_INSTALLED)
 
 # What starts several processes leaves cores half idle: the tests run in two halves, and the other half prints when it is
 # done. Whatever is not named here runs in the other half; the folders are named to make them equally long.
-LAUNCHING := $(wildcard tests/distributed/test_*.py) tests/gpu/test_checks.py tests/cache tests/data
+LAUNCHING := tests/distributed tests/gpu/test_checks.py tests/cache tests/data
 
 test: $(INSTALLED)
 	@log=$$(mktemp); \
@@ -77,6 +81,13 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(LAUNCHING); launching=$$?; \
 	wait $$rest; rest=$$?; cat $$log; rm $$log; \
 	[ $$launching -eq 0 ] && [ $$rest -eq 0 ]
+
+# By who imports whom (tests/changed.py). `make test` has what a change may break further away.
+SINCE ?= main
+test-changed: $(INSTALLED)
+	@files=$$($(BIN)/python -m tests.changed --since $(SINCE)) || exit 1; \
+	if [ -z "$$files" ]; then echo "No test is near to what differs from $(SINCE)."; exit 0; fi; \
+	echo "$$files"; $(BIN)/python -m pytest -m "not gpu" $$files
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu"

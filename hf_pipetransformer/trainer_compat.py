@@ -1,7 +1,7 @@
 """Access to Trainer internals that are not public API, and the list of all patches of other libraries.
 
-Names that are read or overridden are listed in `tests/private_names.py`. What the package sets on objects or modules
-of other libraries is here:
+Names that are read or overridden are listed in `tests/support/private_names.py`. What the package sets on objects or
+modules of other libraries is here:
 
 - `Accelerator.gather` (`local_gather` of `trl_compat.py`): code that only some ranks run would wait for the others.
   Way out: an argument of TRL's and Trainer's metrics to count locally.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.nightly import is_nightly
+from tests.nightly import is_nightly, is_nightly_file
 
+
+# Before torch is imported: threads of several processes that wait for each other take ten times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A machine that does other work, too, is no failure.
 settings.register_profile("patient", deadline=None)
@@ -18,6 +22,15 @@ settings.load_profile("patient")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files whose tests are all left out are not even imported, unless the command names them."""
+    leaves_out = config.option.markexpr.startswith("not slow")
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    if leaves_out and collection_path not in named and is_nightly_file(collection_path):
+        return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

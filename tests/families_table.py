@@ -16,9 +16,9 @@ from typing import Any
 
 from hf_pipetransformer.splitters.families import find_splitter
 from scripts.bench.tables import with_table
-from tests.decoders import DECODERS, make_decoder
-from tests.every_family import every_subject
-from tests.models import MODELS, attention_implementations, build_model
+from tests.support.decoders import DECODERS, make_decoder
+from tests.support.every_family import every_subject
+from tests.support.models import MODELS, attention_implementations, build_model
 
 
 REPOSITORY = Path(__file__).resolve().parents[1]

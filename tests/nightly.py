@@ -6,7 +6,10 @@ What stays of each kind in the tests of every change is named beside it.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+
+TESTS = Path(__file__).parent
 
 FILES = (
     # Whole programs, products over features, families and the self-test: of each kind tests/trainer and
@@ -54,10 +57,7 @@ FILES = (
 )
 
 _EQUALITY_2X1 = "xlm_roberta|distilbert|electra|mpnet|deberta|modernbert|dinov2|beit|siglip|ast-|roberta|deit|SHORT"
-_KEPT_USAGES = (
-    "BERT|several outputs|a frozen parameter|a stream|accumulation|metrics by batches|a loss function"
-    "|a callback that changes the model|dispatched batches"
-)
+_KEPT_USAGES = "BERT|a frozen parameter|a stream|metrics by batches|a callback that changes the model"
 
 CASES = tuple(
     re.compile(pattern)
@@ -131,6 +131,24 @@ CASES = tuple(
         r"|processes_without_gpus|an_exception_elsewhere\S*callback|an_exception_in_compute_loss\S*first)",
         r"distributed/test_saving\.py::test_(recomputation_keeps_less|\S*\[K=)",
         r"gpu/test_checks\.py::test_(a_launch_leaves_out|freezing_and_the_cache)",
+        # Of each kind one stays, and where the answer differs one of each answer.
+        r"training/test_computed_once\.py::test_(classes_that\S*\[(IBert|Beit)|evaluations_read\S*\[(convnext|clip-True)"
+        r"|weights_that\S*\[epoch-True|masks_over\S*\[auto|what_frozen_layers_do\S*\[(Larger|RarelyZero))",
+        r"training/test_flattened_batches\.py::test_rows_of_an_own\S*\[True",
+        r"training/test_head_slices\.py::test_numbers\S*\[(gpt2|llama)",
+        r"training/test_whole_loss\.py::test_(a_step_whose\S*\[2|any_loss_of_a_batch\S*\[(hardest|span|weighted))",
+        r"distributed/test_faults\.py::test_a_rank_that_disagrees\S*\[(data|pipeline)",
+        r"distributed/test_saving\.py::.*bert_sequence",
+        r"data/test_loaders\.py::test_a_run_reads_and_draws\S*\[(drawn|a collator|buckets|fewer|seeded)",
+        r"data/test_loaders\.py::test_no_sample_of_a_stream_is_lost\S*\[(stages-(counting|own|shuffled)|left-of)",
+        r"engine/test_token_slices\.py::test_slices_give\S*\[(qwen2-|gpt2-[12])",
+        r"runtime/test_collecting\.py::test_every_family\S*\[(?!bert_masked|vit|gpt2|llama|mixtral)",
+        r"schedules/test_schedules\.py::test_every_table_with_frozen\S*\[some-[67]-",
+        r"project/test_private_names\.py::test_later_pythons\S*\[12",
+        r"project/test_code_blocks\.py::\S*recipes/(frozen|lora)",
+        # Every launch shows them.
+        r"distributed/test_launcher\.py::test_(a_failing_rank_is_echoed|every_rank_has_its_own|ranks_meet|neighbours_are"
+        r"|one_process_gets)",
         # Long ones: what they look at is looked at by others, too, or changes seldom.
         r"cache/test_store\.py::test_(a_kill_leaves_only_whole_rows|ids_of_weights)",
         r"cache/test_cache_run\.py::test_(a_kept_row_is_served|what_one_process_reads|weights_that_change_while"
@@ -149,6 +167,11 @@ CASES = tuple(
         r"|trl\.py::test_a_training_goes_on)",
     )
 )
+
+
+def is_nightly_file(path: Path) -> bool:
+    """Return True for a file of which `make test` leaves out every test."""
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix() in FILES
 
 
 def is_nightly(name: str) -> bool:

@@ -8,7 +8,7 @@ import torch
 from hf_pipetransformer.cache.chain import PrefixWatch, block_digests, chain_keys
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
-from tests.models import NUM_LAYERS, build_model, collate, make_dataset
+from tests.support.models import NUM_LAYERS, build_model, collate, make_dataset
 
 
 NAMES = ["bert_sequence", "bert_masked", "vit"]

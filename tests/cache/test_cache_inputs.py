@@ -21,7 +21,7 @@ from transformers import (
 
 from hf_pipetransformer.cache.inputs import NUM_DRAWS, NUM_SAMPLES, PaddingRule, examine_inputs
 from hf_pipetransformer.data.batches import real_lengths, sample_digests
-from tests.models import collate, make_dataset
+from tests.support.models import collate, make_dataset
 
 
 TEXT = ("input_ids", frozenset[str]())

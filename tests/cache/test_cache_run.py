@@ -29,7 +29,7 @@ from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.training import setup as beginning
 from tests.cache.test_cache_safety import NUM_SAMPLES, SOURCE
 from tests.cache.test_store import fill
-from tests.models import build_model, collate, make_dataset, make_rows
+from tests.support.models import build_model, collate, make_dataset, make_rows
 
 
 CHANGED_AT = 6

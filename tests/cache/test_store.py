@@ -412,6 +412,16 @@ def test_every_flipped_bit_of_an_entry_is_noticed(store: ActivationStore) -> Non
     assert store.read(np.array([0, 1]), 5).weights_ids.tolist() == [6, 6]
 
 
+def test_an_entry_in_the_place_of_another_sample_is_noticed(store: ActivationStore) -> None:
+    put(store, [0, 1], [5, 5])
+    path, size = store.folder / "index.bin", store._index.dtype.itemsize
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(content[size : 2 * size] + content[:size])
+    with pytest.raises(StoreDamagedError, match=r"entry of sample 0 in .*index\.bin"):
+        store.read(np.array([0]), 5)
+
+
 @pytest.mark.parametrize("name", ["records-0.bin", "index.bin"])
 def test_a_file_that_was_cut_is_noticed(store: ActivationStore, name: str) -> None:
     put(store, [0], [5])

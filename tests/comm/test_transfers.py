@@ -21,7 +21,7 @@ from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.comm.transfers import Parcel, carry
 from hf_pipetransformer.schedules.placement import Placement
 from tests.project.test_imports import MODULES
-from tests.schedule_checker import check_first_uses
+from tests.support.schedule_checker import check_first_uses
 
 
 UNBATCHED = {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"}

@@ -23,7 +23,7 @@ from tests.distributed.equality_worker import (
     digest,
 )
 from tests.distributed.scenarios import RANK, WORLD_SIZE, run_case, scenario
-from tests.models import build_model, collate, make_rows
+from tests.support.models import build_model, collate, make_rows
 
 
 # Neither is a multiple of its batch: the last ones have 5 samples and 1.

@@ -16,7 +16,7 @@ from torch import nn
 from tests.conformance import pieces
 from tests.conformance.covering import Pair, covering_array
 from tests.distributed.cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH
-from tests.models import MODELS, Row
+from tests.support.models import MODELS, Row
 
 
 __all__ = ["FACTORS", "REFUSED", "Feature", "Refusal", "Setup", "all_rows", "exclusions", "features_of"]
@@ -27,7 +27,7 @@ class Setup:
     """A run in the making, which features change.
 
     Args:
-        model: a key of `tests.models.MODELS`.
+        model: a key of `tests.support.models.MODELS`.
         options: of `TrainingArguments`.
         pipeline_options: of `PipeTransformerArguments` alone.
         trainer_arguments: of the trainer, beside those below.

@@ -18,7 +18,7 @@ from tests.conformance.conformance_worker import arguments_of, base_classes, nam
 from tests.conformance.features import Setup
 from tests.distributed.equality_worker import EVAL_SEED, MODEL_SEED
 from tests.distributed.scenarios import scenario
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL = "vit"

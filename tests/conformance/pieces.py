@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tests.distributed.equality_worker import summed_loss, to_classes
-from tests.models import IGNORED, MASK, MODELS, NUM_LAYERS, PAD, VOCABULARY, Row, collate
+from tests.support.models import IGNORED, MASK, MODELS, NUM_LAYERS, PAD, VOCABULARY, Row, collate
 
 
 __all__ = [

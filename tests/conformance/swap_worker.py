@@ -16,7 +16,7 @@ from tests.conformance.pieces import Scores
 from tests.distributed.cases import GLOBAL_EVAL_BATCH
 from tests.distributed.equality_worker import EVAL_SEED, MODEL_SEED
 from tests.distributed.scenarios import WORLD_SIZE, scenario
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL = "bert_sequence"

@@ -21,15 +21,15 @@ from tests.conformance.runs import (
     IN_EVERY_ENTRY,
     LAYOUT_SCALARS,
     TOLERANCE,
-    Launches,
-    Outcome,
     Run,
+    cases_of,
     differences,
     differs,
     logged,
 )
-from tests.distributed.test_equality import relative_difference, tensor_difference, untimed
-from tests.models import IGNORED, MODELS, has_zero_gradient
+from tests.distributed.launches import Launches, Outcome
+from tests.support.comparison import relative_difference, tensor_difference, untimed
+from tests.support.models import IGNORED, MODELS, has_zero_gradient
 
 
 TWO_STAGES, TWO_REPLICAS, BOTH = (2, 1), (1, 2), (2, 2)
@@ -75,17 +75,17 @@ def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             selected[str(run)] = run
             if "plain" in item.fixturenames:
                 selected[str(run.reference)] = run.reference
-    return Launches(run_rows, tmp_path_factory.mktemp("conformance"), list(selected.values()))
+    return Launches(run_rows, tmp_path_factory.mktemp("conformance"), cases_of(list(selected.values())))
 
 
 @pytest.fixture
 def ours(launches: Launches, run: Run) -> Outcome:
-    return launches.outcome(run)
+    return launches.outcome(run.layout, run.name)
 
 
 @pytest.fixture
 def plain(launches: Launches, run: Run) -> Outcome:
-    return launches.outcome(run.reference)
+    return launches.outcome(None, run.name)
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +204,7 @@ def test_the_row_tests_something(plain: Outcome, run: Run):
 
 @pytest.mark.parametrize(("run", "refusal"), list(_refused_runs()))
 def test_what_is_refused_is_refused_before_training(launches: Launches, run: Run, refusal: Refusal):
-    for rank in launches.ranks(run):
+    for rank in launches.ranks(run.layout, run.name, allows_errors=True):
         assert "ValueError" in rank["error"]
         assert re.search(refusal.text, rank["error"])
 

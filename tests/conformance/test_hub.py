@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance.hub_worker import push_all
-from tests.conformance.runs import TOLERANCE, Launches, Run
-from tests.distributed.test_equality import tensor_difference
-from tests.models import has_zero_gradient
+from tests.conformance.runs import TOLERANCE, Run, cases_of
+from tests.distributed.launches import Launches
+from tests.support.comparison import tensor_difference
+from tests.support.models import has_zero_gradient
 
 
 RUNS = [Run(strategy, {"strategy": strategy}, (2, 1)) for strategy in ("every_save", "checkpoint", "end")]
@@ -20,12 +21,12 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    return Launches(push_all, tmp_path_factory.mktemp("hub"), [*RUNS, *(run.reference for run in RUNS)])
+    return Launches(push_all, tmp_path_factory.mktemp("hub"), cases_of([*RUNS, *(run.reference for run in RUNS)]))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_uploads_are_trainers(launches: Launches, run: Run):
-    ours, plain = launches.outcome(run), launches.outcome(run.reference)
+    ours, plain = launches.outcome(run.layout, run.name), launches.outcome(None, run.name)
     expected = plain.ranks[0]["uploads"]
     assert len(expected) == {"every_save": 4, "checkpoint": 7, "end": 1}[run.name]
     found = [

@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from tests.conformance.runs import TOLERANCE, Launches, Layout, Run, differences, differs, logged
+from tests.conformance.runs import TOLERANCE, Run, cases_of, differences, differs, logged
 from tests.conformance.swap_worker import swap_all
-from tests.distributed.test_equality import tensor_difference, untimed
-from tests.models import has_zero_gradient
+from tests.distributed.launches import Launches, Layout
+from tests.support.comparison import tensor_difference, untimed
+from tests.support.models import has_zero_gradient
 
 
 MODEL = "bert_sequence"
@@ -46,12 +47,12 @@ def _marked(run: Run) -> object:
 def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     runs = [item.callspec.params["run"] for item in request.session.items if item.path == request.path]
     selected = {str(run): run for one in runs for run in (one, one.reference)}
-    return Launches(swap_all, tmp_path_factory.mktemp("swap"), list(selected.values()))
+    return Launches(swap_all, tmp_path_factory.mktemp("swap"), cases_of(list(selected.values())))
 
 
 @pytest.mark.parametrize("run", list(map(_marked, WORKING)))
 def test_a_subclass_gives_trainers_numbers(launches: Launches, run: Run):
-    ours, plain = launches.outcome(run), launches.outcome(run.reference)
+    ours, plain = launches.outcome(run.layout, run.name), launches.outcome(None, run.name)
     found, expected = logged(ours), logged(plain)
     assert [list(entry) for entry in found] == [list(entry) for entry in expected]
     assert [wrong for one, other in zip(found, expected, strict=True) if (wrong := differences(one, other))] == []
@@ -71,6 +72,6 @@ def test_a_subclass_gives_trainers_numbers(launches: Launches, run: Run):
 
 @pytest.mark.parametrize("run", list(map(_marked, REFUSED)))
 def test_a_loader_of_ones_own_is_refused_with_more_processes(launches: Launches, run: Run):
-    for rank in launches.ranks(run):
+    for rank in launches.ranks(run.layout, run.name, allows_errors=True):
         assert "ValueError" in rank["error"]
         assert re.search(r"dataloader makes a DataLoader, .*self\._get_dataloader", rank["error"])

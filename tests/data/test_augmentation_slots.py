@@ -25,8 +25,8 @@ from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode, un
 from hf_pipetransformer.data.rng import PlainRows, SeededCollator, SeededGenerators, SeededReading, SeededSamples
 from hf_pipetransformer.planning import storing as decision
 from tests.data.test_loaders import LateGenerator
-from tests.drawing import Augmented, Masked, masking
-from tests.models import build_model, collate, make_dataset
+from tests.support.drawing import Augmented, Masked, masking
+from tests.support.models import build_model, collate, make_dataset
 
 
 NUM_SAMPLES = 10

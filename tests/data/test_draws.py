@@ -20,8 +20,8 @@ from hf_pipetransformer.data.rng import (
     random_state,
     set_random_state,
 )
-from tests.drawing import Augmented, Masked, losses, masking, trainer_of
-from tests.models import collate, make_dataset
+from tests.support.drawing import Augmented, Masked, losses, masking, trainer_of
+from tests.support.models import collate, make_dataset
 
 
 IMAGES, TEXTS = make_dataset("vit", 5), make_dataset("bert_masked", 5)

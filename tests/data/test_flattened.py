@@ -34,7 +34,7 @@ from hf_pipetransformer.data.flattened import (
 )
 from hf_pipetransformer.data.node_shares import replica_slice
 from hf_pipetransformer.planning.partition import partition
-from tests.decoders import make_rows
+from tests.support.decoders import make_rows
 
 
 LENGTHS = (3, 1, 4, 2)

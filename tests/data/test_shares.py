@@ -120,6 +120,9 @@ def test_an_epoch_ends_as_it_was_begun_on_other_nodes_and_in_other_batches(
 ) -> None:
     """And the next one is the present nodes' own; saved and read again in between, as in a checkpoint."""
     first = sampler_over(then, 50, 12)
+    flat(first)
+    first.begin_epoch(FROM_FIRST)
+    # Not the first epoch, which a new generator would draw, too.
     drawn = flat(first)
     begun_as = Arrangement.from_json(first.arrangement.as_json())
     assert begun_as == first.arrangement

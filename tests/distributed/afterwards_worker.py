@@ -17,8 +17,9 @@ from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.runtime import gathering
 from hf_pipetransformer.state import weights
 from tests.distributed.scenarios import RANK, scenario
-from tests.models import build_model, collate, make_dataset
 from tests.state.test_trainers_checkpoints import Told
+from tests.support.comparison import untimed
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL = "bert_sequence"
@@ -193,10 +194,6 @@ def num_held(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if not p.is_meta)
 
 
-def number_of(numbers: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in numbers.items() if not key.endswith(("_runtime", "_per_second"))}
-
-
 class LooksAtTheBest(PipeTransformerTrainer):
     """Looks at the best model in code of the user's, for which the model is put together first."""
 
@@ -264,7 +261,7 @@ def end(folder: Path, gather: str, free: int | None = None) -> dict[str, Any]:
         "own": len(stage.own_names()),
         "held": num_held(trainer.model),
         "whole": sum(p.numel() for p in trainer.model.parameters()),
-        "metrics": number_of(trainer.evaluate()),
+        "metrics": untimed(trainer.evaluate()),
         "predictions": digest_of(torch.from_numpy(trainer.predict(trainer.eval_dataset).predictions)),
         "held_after_evaluation": num_held(trainer.model),
     }

@@ -23,9 +23,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.engine.weights.rows import casting_again
-from tests.async_simulation import SimulatedStage, versions
 from tests.distributed.scenarios import WORLD_SIZE, scenario
-from tests.models import build_model, collate, make_dataset
+from tests.support.async_simulation import SimulatedStage, versions
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL, GLOBAL_BATCH, NUM_EVALUATED = "bert_sequence", 8, 6

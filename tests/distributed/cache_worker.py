@@ -33,7 +33,7 @@ from hf_pipetransformer.cache.folder import StoreFolder
 from hf_pipetransformer.startup import costs
 from tests.distributed.scenarios import RANK, WORLD_SIZE, note, scenario
 from tests.distributed.transition_observer import encoder_parts
-from tests.models import build_model, collate, make_rows
+from tests.support.models import build_model, collate, make_rows
 
 
 # 37 samples are five steps an epoch.
@@ -118,7 +118,7 @@ class Setting:
 
     Args:
         options: changes to the arguments.
-        model: a key of `tests.models.MODELS`.
+        model: a key of `tests.support.models.MODELS`.
         callbacks: of the run.
         prepare: changes the model.
         rows: the data set; None for the usual one.

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tests.models import MODELS
+from tests.support.models import MODELS
 
 
 __all__ = ["CI_CASES", "GLOBAL_BATCH", "GLOBAL_EVAL_BATCH", "LAYOUTS", "SLOW_CASES", "Case"]
@@ -31,7 +31,7 @@ class Case:
 
     Args:
         name: names the case in test ids and files.
-        model: a key of `tests.models.MODELS`.
+        model: a key of `tests.support.models.MODELS`.
         schedule: what `pipeline_schedule` takes.
         num_microbatches: M, or "auto".
         accumulation: gradient accumulation steps.

@@ -11,7 +11,7 @@ from transformers import Trainer
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.frozen import trial
 from tests.distributed.scenarios import Lines, scenario
-from tests.frozen_models import CASES, logged, trainer_of
+from tests.support.frozen_models import CASES, logged, trainer_of
 
 
 class Talks(PipeTransformerTrainer):

@@ -14,8 +14,8 @@ import torch
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from tests.decoders import DECODERS, collate_tokens, make_decoder, make_packed_rows, make_rows, ties_embeddings
 from tests.distributed.scenarios import WORLD_SIZE, scenario
+from tests.support.decoders import DECODERS, collate_tokens, make_decoder, make_packed_rows, make_rows, ties_embeddings
 
 
 STEPS = 8

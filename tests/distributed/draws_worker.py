@@ -9,7 +9,7 @@ from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.planning import storing as decision
 from tests.distributed.resume_worker import write_plan
 from tests.distributed.scenarios import scenario
-from tests.drawing import losses, trainer_of
+from tests.support.drawing import losses, trainer_of
 
 
 # One draw of each sample is stored in the first epoch; there is another level in the middle of the second.

@@ -29,7 +29,7 @@ from transformers import (
 
 from tests.distributed.cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH, NUM_EVAL_SAMPLES, Case
 from tests.distributed.scenarios import WORLD_SIZE, run_case, scenario
-from tests.models import IGNORED, MODELS, QA_LENGTH, build_model, collate, make_dataset, make_rows
+from tests.support.models import IGNORED, MODELS, QA_LENGTH, build_model, collate, make_dataset, make_rows
 
 
 MODEL_SEED = 11

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from tests.distributed.scenarios import RANK, scenario
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL = "bert_sequence"

@@ -1,4 +1,4 @@
-"""Train every class of transformers that `tests.every_family` knows on two stages, and compare with Trainer.
+"""Train every class of transformers that `tests.support.every_family` knows on two stages, and compare with Trainer.
 
     python -m tests.distributed.family_runs --output benchmarks/families.json
 
@@ -39,7 +39,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.family_worker import SECONDS_A_MODEL, train_all
 from tests.distributed.scenarios import noted, start
-from tests.every_family import LEFT_OUT, Subject, every_subject
+from tests.support.every_family import LEFT_OUT, Subject, every_subject
 
 
 BAD = ("crash", "wrong", "barred")

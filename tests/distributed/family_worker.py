@@ -30,7 +30,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from hf_pipetransformer.frozen import trial
 from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, note, noted, scenario
-from tests.every_family import Subject, build, collate, every_subject, rows
+from tests.support.every_family import Subject, build, collate, every_subject, rows
 
 
 NUM_STEPS = 3

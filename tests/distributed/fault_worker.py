@@ -20,7 +20,7 @@ from hf_pipetransformer.comm import topology
 from hf_pipetransformer.comm.groups import GroupMaker
 from hf_pipetransformer.runtime import gathering
 from tests.distributed.scenarios import RANK, scenario
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL = "bert_sequence"

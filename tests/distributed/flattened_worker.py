@@ -20,9 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from tests.adapted import lora
-from tests.decoders import make_decoder, make_rows
 from tests.distributed.scenarios import WORLD_SIZE, scenario
+from tests.support.adapted import lora
+from tests.support.decoders import make_decoder, make_rows
 
 
 # Four batches an epoch; the last one has one sample, so that a second replica has none.

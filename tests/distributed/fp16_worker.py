@@ -12,7 +12,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.training import steps as steps_of_training
 from tests.distributed.scenarios import WORLD_SIZE, run_case, scenario
 from tests.doubles.fp16 import use_fp16
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL = "vit"

@@ -1,4 +1,4 @@
-"""Freeze the largest module of every class of transformers that `tests.every_family` knows, and compare with Trainer.
+"""Freeze the largest module of every class of transformers in `tests.support.every_family`, and compare with Trainer.
 
     python -m tests.distributed.frozen_families --output benchmarks/frozen_families.json
 
@@ -36,7 +36,7 @@ from typing import Any
 
 from tests.distributed.family_runs import A_LAUNCH, difference, launch_all, one_line, short
 from tests.distributed.family_worker import FROZEN
-from tests.every_family import LEFT_OUT, Subject, every_subject
+from tests.support.every_family import LEFT_OUT, Subject, every_subject
 
 
 BAD = ("crash", "wrong")

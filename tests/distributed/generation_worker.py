@@ -12,9 +12,9 @@ from transformers import LogitsProcessor, Seq2SeqTrainer, Seq2SeqTrainingArgumen
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.splitters.quantized import prepare_quantized
-from tests.adapted import adapted
-from tests.decoders import VOCABULARY, collate_tokens, make_decoder, make_rows
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
+from tests.support.adapted import adapted
+from tests.support.decoders import VOCABULARY, collate_tokens, make_decoder, make_rows
 
 
 NUM_NEW = 64

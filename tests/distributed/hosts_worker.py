@@ -15,7 +15,7 @@ from hf_pipetransformer.runtime import gathering
 from tests.distributed.fault_worker import fall_silent
 from tests.distributed.hosts import cut_cable, move_to
 from tests.distributed.scenarios import RANK, scenario
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL = "bert_sequence"

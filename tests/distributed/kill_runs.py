@@ -38,7 +38,7 @@ from torch import nn
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.state.checkpoint import STATE_FOLDER, latest_sound
 from tests.distributed.launcher import free_port
-from tests.models import build_model, collate, has_zero_gradient, make_dataset
+from tests.support.models import build_model, collate, has_zero_gradient, make_dataset
 
 
 MODEL = "bert_sequence"

@@ -13,8 +13,8 @@ from transformers import Trainer
 from hf_pipetransformer import PipeTransformerTrainer
 from tests.data.test_loaders import MODEL, close, logs_of, made
 from tests.distributed.scenarios import RANK, scenario
-from tests.models import collate, make_dataset
-from tests.usages import untimed
+from tests.support.comparison import untimed
+from tests.support.models import collate, make_dataset
 
 
 def with_own_loaders(base: type) -> type:

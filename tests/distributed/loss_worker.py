@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
 from tests.distributed.scenarios import WORLD_SIZE, scenario
-from tests.models import QA_LENGTH, build_model, collate, make_dataset, make_rows
+from tests.support.models import QA_LENGTH, build_model, collate, make_dataset, make_rows
 
 
 NUM_SAMPLES = 53

@@ -28,7 +28,7 @@ from hf_pipetransformer.planning import storing as decision
 from hf_pipetransformer.training import loaders
 from tests.distributed.cache_worker import At, CountedRows, RecordWarnings, RunsWithoutReads, logging
 from tests.distributed.scenarios import RANK, WORLD_SIZE, note, scenario
-from tests.models import build_model, collate, make_rows
+from tests.support.models import build_model, collate, make_rows
 
 
 # Neither batches nor nodes divide them: five batches an epoch, the last one of five.

@@ -14,7 +14,7 @@ from accelerate import notebook_launcher
 from transformers import AutoModelForSequenceClassification
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 # A cell that looks at model and data: torch has its threads already.

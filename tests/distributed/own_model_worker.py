@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from tests import uncommon
 from tests.distributed.scenarios import WORLD_SIZE, scenario
-from tests.models import collate
 from tests.splitters.test_own_models import MODELS, OwnSplitter, Stack, rows
+from tests.support import uncommon
+from tests.support.models import collate
 
 
 ACROSS = ("wav2vec2", "openai_gpt", "longformer", "clip")

@@ -12,9 +12,9 @@ from transformers import AutoModelForMaskedLM, Trainer, TrainerCallback, Trainin
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.runtime import wiring
-from tests.adapted import lora
 from tests.distributed.scenarios import WORLD_SIZE, run_case, scenario
-from tests.models import build_model, collate, make_dataset
+from tests.support.adapted import lora
+from tests.support.models import build_model, collate, make_dataset
 
 
 STEPS, SAVED_AT, GLOBAL_BATCH = 6, 3, 8

@@ -9,10 +9,10 @@ import torch
 from peft import get_peft_model
 from trl import DPOTrainer, RewardTrainer
 
-from tests.adapted import lora
-from tests.decoders import make_decoder
 from tests.distributed.scenarios import WORLD_SIZE, scenario
-from tests.preferences import OURS, logged, make_pairs, make_preference_trainer
+from tests.support.adapted import lora
+from tests.support.decoders import make_decoder
+from tests.support.preferences import OURS, logged, make_pairs, make_preference_trainer
 
 
 REWARD: dict[str, Any] = {"kind": RewardTrainer, "center_rewards_coefficient": 0.01}

@@ -16,7 +16,7 @@ from transformers import BertForQuestionAnswering, DataCollatorWithPadding, Trai
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
-from tests.tiny_bert import make_bert, make_tokenizer
+from tests.support.tiny_bert import make_bert, make_tokenizer
 
 
 GLOBAL_BATCH = 4

@@ -32,7 +32,7 @@ from hf_pipetransformer.freeze.policies import Schedule
 from hf_pipetransformer.freeze.policy import DecisionClock
 from hf_pipetransformer.splitters.families import BertSplitter
 from tests.distributed.scenarios import RANK, note, scenario
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 class CountSteps(TrainerCallback):

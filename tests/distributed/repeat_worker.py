@@ -19,7 +19,7 @@ from hf_pipetransformer.planning.microbatches import MicrobatchTrial
 from hf_pipetransformer.startup import costs
 from tests.distributed.scenarios import RANK, scenario
 from tests.distributed.transition_worker import FreezeByHand
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL = "bert_sequence"

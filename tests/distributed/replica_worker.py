@@ -17,7 +17,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.state.only_run import LOCK_FILE
 from tests.distributed.scenarios import scenario
 from tests.state.test_trainers_checkpoints import TRAINERS, losses, make
-from tests.usages import USAGES, Line, Usage, assert_same, outcome, points, with_prompts
+from tests.support.usages import USAGES, Line, Usage, assert_same, outcome, points, with_prompts
 
 
 OPTIONS = {"freeze_policy": "none", "pipeline_parallel_size": "1"}

@@ -34,8 +34,8 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cli import main as main_of_cli
 from hf_pipetransformer.schedules.layout import Layout
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
-from tests.models import NUM_LAYERS, build_model, collate, make_dataset
-from tests.settled_policy import Settled
+from tests.support.models import NUM_LAYERS, build_model, collate, make_dataset
+from tests.support.settled_policy import Settled
 
 
 # 37 samples make 5 batches of 8 an epoch, the last one of 5 samples.
@@ -54,7 +54,7 @@ class Case:
 
     Args:
         layout: K stages x R replicas at the start.
-        model: a key of `tests.models.MODELS`.
+        model: a key of `tests.support.models.MODELS`.
         resume_at: the steps whose checkpoints are resumed.
         options: changes to the arguments.
         dropout: of every dropout module.

@@ -19,7 +19,7 @@ from hf_pipetransformer.options.arguments import RECOMPUTE_MODES
 from hf_pipetransformer.runtime.ownership import is_whole
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.gpu.runs import SavedBytes
-from tests.models import NUM_LAYERS, build_model, collate, make_dataset, vit_config
+from tests.support.models import NUM_LAYERS, build_model, collate, make_dataset, vit_config
 
 
 MODELS = ["bert_sequence", "bert_masked", "vit"]

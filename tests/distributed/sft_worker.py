@@ -9,9 +9,9 @@ from trl import SFTTrainer
 
 from hf_pipetransformer.splitters.quantized import prepare_quantized
 from hf_pipetransformer.trl import SFTPipelineTrainer
-from tests.adapted import QUANTIZED, base_of, lora
 from tests.distributed.scenarios import WORLD_SIZE, scenario
-from tests.sft import logged, make_sft_trainer
+from tests.support.adapted import QUANTIZED, base_of, lora
+from tests.support.sft import logged, make_sft_trainer
 
 
 FROZEN = {"freeze_policy": "fixed", "freeze_at": "6:1,11:2", "pipeline_compression": "throughput"}

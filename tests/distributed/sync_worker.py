@@ -15,7 +15,7 @@ from transformers import TrainerCallback, set_seed
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.doubles.device import DEVICE, DeviceStandIn, RealDevice
-from tests.models import build_model, collate, make_rows
+from tests.support.models import build_model, collate, make_rows
 
 
 NUM_SAMPLES = 40

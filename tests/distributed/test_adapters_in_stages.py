@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 from hf_pipetransformer.state.plain_checkpoint import export_checkpoint
-from tests.adapted import ADDS, WHY_NOT_ADDED
 from tests.distributed.adapter_worker import (
     CASES,
     ON_EVERY_CHANGE,
@@ -24,6 +23,7 @@ from tests.distributed.adapter_worker import (
     run_all,
 )
 from tests.distributed.scenarios import start
+from tests.support.adapted import ADDS, WHY_NOT_ADDED
 
 
 TOLERANCE = 1e-5

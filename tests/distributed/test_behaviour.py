@@ -18,11 +18,11 @@ from hf_pipetransformer.runtime import execution
 from hf_pipetransformer.runtime.wiring import send_model_from_first_rank
 from tests.distributed.loss_worker import losses
 from tests.distributed.scenarios import RANK, run, scenario
-from tests.models import build_model, collate, make_dataset
+from tests.support.comparison import untimed
+from tests.support.models import build_model, collate, make_dataset
 
 
 SECONDS = 150
-TIMED = ("_runtime", "_per_second", "_model_preparation_time")
 
 pytestmark = pytest.mark.distributed
 
@@ -215,7 +215,7 @@ def measures(
 
     class Hears(TrainerCallback):
         def on_evaluate(self, *args: Any, metrics: Any = None, **kwargs: Any) -> None:
-            heard.append({name: value for name, value in metrics.items() if not name.endswith(TIMED)})
+            heard.append(untimed(metrics))
 
     EvalLoopContainer.add = adding  # type: ignore[method-assign]
     plain = num_stages == "plain"
@@ -229,7 +229,7 @@ def measures(
         build_model("vit", 3), args, eval_dataset=make_dataset("vit", num_samples), data_collator=collate,
         compute_metrics=seen, callbacks=[Hears()],
     )  # fmt: skip
-    found = {name: value for name, value in trainer.evaluate().items() if not name.endswith(TIMED)}
+    found = untimed(trainer.evaluate())
     EvalLoopContainer.add = own  # type: ignore[method-assign]
     seen.sums, seen.num_calls, num_calls = {}, 0, seen.num_calls
     predicted = trainer.predict(trainer.eval_dataset)

@@ -28,8 +28,8 @@ from tests.distributed.cache_worker import (
     act_all,
 )
 from tests.distributed.scenarios import read_notes, run_each
-from tests.distributed.test_equality import relative_difference, tensor_difference
-from tests.models import has_zero_gradient
+from tests.support.comparison import relative_difference, tensor_difference
+from tests.support.models import has_zero_gradient
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.computed_once_worker import train
 from tests.distributed.scenarios import run
-from tests.frozen_models import NUM_SAMPLES
+from tests.support.frozen_models import NUM_SAMPLES
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]

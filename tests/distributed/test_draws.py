@@ -12,7 +12,7 @@ from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.planning import storing as decision
 from tests.distributed.draws_worker import CASES, train
 from tests.distributed.scenarios import run
-from tests.drawing import losses, trainer_of
+from tests.support.drawing import losses, trainer_of
 
 
 WITH_VIEWS = [name for name, (_, runs) in CASES.items() if "activation_cache_views" in runs[0]]

@@ -8,32 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from hf_pipetransformer.schedules import find_schedule
 from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, SLOW_CASES, Case
 from tests.distributed.equality_worker import EVAL_SEED, run_all
-from tests.distributed.launcher import LaunchError
-from tests.distributed.scenarios import read_notes, run_each
-from tests.models import MODELS, has_zero_gradient, real_positions
+from tests.distributed.launches import Launches, Layout, Outcome
+from tests.support.comparison import METRIC_TOLERANCE, relative_difference, tensor_difference, untimed
+from tests.support.models import MODELS, has_zero_gradient, real_positions
 
 
-# Seconds a launch may take: to start, and for each case.
-START_SECONDS = 120
-CASE_SECONDS = 15
-# Transfers alone, and beside a reduction. The double costs time, and CI has 25 minutes.
+# Transfers alone, and beside a reduction: the double costs time.
 UNDER_NCCLS_RULES = ((2, 1), (2, 2))
-
-METRIC_TOLERANCE = 1e-6
-
-Layout = tuple[int, int]
 
 
 pytestmark = [
@@ -52,79 +42,15 @@ def _selectable_runs() -> Iterator[Any]:
             yield pytest.param((layout, case), id=f"{name}-{case.name}", marks=pytest.mark.slow)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What the ranks of one run of one case wrote down."""
-
-    ranks: list[dict[str, Any]]
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def history(self) -> list[dict[str, float]]:
-        return self.ranks[0]["log_history"]
-
-    def steps(self) -> list[dict[str, float]]:
-        return [entry for entry in self.history if "loss" in entry]
-
-    def evaluations(self) -> list[dict[str, float]]:
-        return [entry for entry in self.history if "eval_loss" in entry]
-
-    def named(self, prefix: str) -> dict[str, torch.Tensor]:
-        return {name.removeprefix(prefix): value for name, value in self.tensors.items() if name.startswith(prefix)}
-
-
-class Runs:
-    """Launches the selected cases, all of one layout together, when the first of them is asked for."""
-
-    def __init__(self, folder: Path, selected: Mapping[Layout, Sequence[Case]]) -> None:
-        self.folder = folder
-        self.selected = selected
-        self.launched: dict[Layout | None, str] = {}
-        self.refused: dict[Layout | None, str] = {}
-
-    def pipeline(self, layout: Layout, case: Case) -> Outcome:
-        return self._outcome(layout, case, self.selected[layout])
-
-    def reference(self, case: Case) -> Outcome:
-        references = {case.reference.name: case.reference for cases in self.selected.values() for case in cases}
-        return self._outcome(None, case.reference, list(references.values()))
-
-    def _outcome(self, layout: Layout | None, case: Case, cases: Sequence[Case]) -> Outcome:
-        folder = self.folder / ("reference" if layout is None else f"{layout[0]}x{layout[1]}")
-        if layout not in self.launched:
-            folder.mkdir()
-            try:
-                self.launched[layout] = self._launch_all(layout, cases, folder)
-            except LaunchError as error:
-                self.launched[layout] = self.refused[layout] = str(error)
-        if layout in self.refused:
-            pytest.fail(self.refused[layout], pytrace=False)
-        num_ranks = layout[0] * layout[1] if layout else 1
-        ranks = read_notes(folder, case.name, num_ranks, self.launched[layout])
-        return Outcome(ranks, load_file(folder / f"{case.name}.safetensors"))
-
-    def _launch_all(self, layout: Layout | None, cases: Sequence[Case], folder: Path) -> str:
-        num_stages, num_replicas = layout or (1, 1)
-        return run_each(
-            run_all,
-            folder,
-            {case.name: case.as_json() for case in cases},
-            num_stages * num_replicas,
-            (START_SECONDS, CASE_SECONDS),
-            options={"num_stages": num_stages} if layout else {},
-            strict_nccl=layout in UNDER_NCCLS_RULES,
-        )
-
-
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    selected: dict[Layout, dict[str, Case]] = defaultdict(dict)
+def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    selected: dict[Layout | None, dict[str, Any]] = defaultdict(dict)
     for item in request.session.items:
         if item.path == request.path:
             layout, case = item.callspec.params["run"]
-            selected[layout][case.name] = case
-    cases = {layout: list(named.values()) for layout, named in selected.items()}
-    return Runs(tmp_path_factory.mktemp("equality"), cases)
+            selected[layout][case.name] = case.as_json()
+            selected[None][case.reference.name] = case.reference.as_json()
+    return Launches(run_all, tmp_path_factory.mktemp("equality"), selected, UNDER_NCCLS_RULES)
 
 
 @pytest.fixture(params=list(_selectable_runs()))
@@ -143,39 +69,17 @@ def case(run: tuple[Layout, Case]) -> Case:
 
 
 @pytest.fixture
-def ours(runs: Runs, run: tuple[Layout, Case]) -> Outcome:
-    return runs.pipeline(*run)
+def ours(launches: Launches, layout: Layout, case: Case) -> Outcome:
+    return launches.outcome(layout, case.name)
 
 
 @pytest.fixture
-def plain(runs: Runs, case: Case) -> Outcome:
-    return runs.reference(case)
-
-
-def relative_difference(found: float, expected: float) -> float:
-    """0 where both are not a number."""
-    if math.isnan(expected) or math.isnan(found):
-        return 0.0 if math.isnan(expected) and math.isnan(found) else math.inf
-    return abs(found - expected) / max(abs(expected), 1e-12)
-
-
-def tensor_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over norm; 0 where both are not a number at the same places."""
-    assert found.shape == expected.shape
-    found, expected = found.double(), expected.double()
-    if not torch.equal(found.isnan(), expected.isnan()):
-        return math.inf
-    difference = (found - expected).nan_to_num().norm() / expected.nan_to_num().norm().clamp_min(1e-12)
-    return float(difference)
-
-
-def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics without what a clock says."""
-    return {key: value for key, value in metrics.items() if not key.endswith(("_runtime", "_per_second", "_time"))}
+def plain(launches: Launches, case: Case) -> Outcome:
+    return launches.outcome(None, case.reference.name)
 
 
 def test_losses_and_gradient_norms_follow_trainer(ours: Outcome, plain: Outcome, case: Case):
-    found, expected = ours.steps(), plain.steps()
+    found, expected = ours.logged("loss"), plain.logged("loss")
     assert [entry["step"] for entry in found] == [entry["step"] for entry in expected]
     for key in ("loss", "grad_norm"):
         far = {
@@ -201,7 +105,7 @@ def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: 
     # A layout that is decided on before the first step has an entry of its own, as later transitions have.
     at_start = [entry.keys() - {"epoch", "step"} for entry in ours.history if entry["step"] == 0]
     assert at_start in ([], [layout_scalars])
-    for index, (mine, theirs) in enumerate(zip(ours.steps(), plain.steps(), strict=True)):
+    for index, (mine, theirs) in enumerate(zip(ours.logged("loss"), plain.logged("loss"), strict=True)):
         # The first entry under a layout shows the layout, beside what Trainer logs; one that tries numbers of
         # micro-batches has several.
         more = mine.keys() - theirs.keys()
@@ -218,8 +122,8 @@ def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: 
     summaries = [[entry for entry in outcome.history if "train_runtime" in entry] for outcome in (ours, plain)]
     assert [len(summary) for summary in summaries] == [1, 1]
     assert summaries[0][0].keys() == summaries[1][0].keys()
-    assert [untimed(entry).keys() for entry in ours.evaluations()] == [
-        untimed(entry).keys() for entry in plain.evaluations()
+    assert [untimed(entry).keys() for entry in ours.logged("eval_loss")] == [
+        untimed(entry).keys() for entry in plain.logged("eval_loss")
     ]
     assert ends[0]["step"] == ends[1]["step"]
     for key in ("global_step", "max_steps", "epoch", "best_global_step"):
@@ -241,7 +145,7 @@ def test_weights_follow_trainer(ours: Outcome, plain: Outcome, case: Case):
 def test_evaluation_equals_trainers(ours: Outcome, plain: Outcome, case: Case):
     tolerance = max(METRIC_TOLERANCE, case.tolerance if case.options.get("bf16") else 0)
     pairs = [(ours.ranks[0][key], plain.ranks[0][key]) for key in ("metrics", "test_metrics")]
-    pairs += zip(ours.evaluations(), plain.evaluations(), strict=True)
+    pairs += zip(ours.logged("eval_loss"), plain.logged("eval_loss"), strict=True)
     for mine, theirs in pairs:
         mine, theirs = untimed(mine), untimed(theirs)
         assert mine.keys() == theirs.keys()
@@ -296,7 +200,7 @@ def test_callbacks_see_trainers_events_on_every_rank(ours: Outcome, plain: Outco
 
 def test_the_case_tests_something(plain: Outcome, case: Case):
     """A comparison of two runs that learn nothing, never clip or stop too soon would show nothing."""
-    steps = plain.steps()
+    steps = plain.logged("loss")
     whole_run = case.num_samples > 8 and not case.stop_early and case.epochs > 1 and "max_steps" not in case.options
     if whole_run and "logging_steps" not in case.options:
         assert len(steps) >= 20

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.family_runs import run
-from tests.every_family import LEFT_OUT, every_subject
+from tests.support.every_family import LEFT_OUT, every_subject
 
 
 pytestmark = [

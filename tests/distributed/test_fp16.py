@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.fp16_worker import CASES, SAVED_AT, STEPS, run_all
 from tests.distributed.scenarios import read_notes, start
-from tests.models import has_zero_gradient
+from tests.support.models import has_zero_gradient
 
 
 # One rounding of float16: the micro-batches are the same, but gradients are added in another order.

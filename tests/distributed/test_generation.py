@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers import Trainer, TrainingArguments
 
-from tests.decoders import DECODERS
 from tests.distributed import generation_worker
 from tests.distributed.generation_worker import (
     GENERATING,
@@ -18,6 +17,7 @@ from tests.distributed.generation_worker import (
     GeneratingTrainer,
 )
 from tests.distributed.scenarios import run
+from tests.support.decoders import DECODERS
 
 
 NAMES = ["llama", "gpt2", "qwen2", "gemma2", "lora-llama"]

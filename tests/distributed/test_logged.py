@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from tests.distributed.scenarios import run, scenario
-from tests.models import build_model, collate
+from tests.support.models import build_model, collate
 from tests.training.test_logged import LENGTH, NORM, NUM_EPOCHS, NUM_SAMPLES, First, padded_rows
 
 

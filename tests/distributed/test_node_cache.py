@@ -23,8 +23,8 @@ from tests.distributed.node_cache_worker import (
     train_plainly,
 )
 from tests.distributed.scenarios import start
-from tests.distributed.test_equality import relative_difference, tensor_difference
-from tests.models import has_zero_gradient
+from tests.support.comparison import relative_difference, tensor_difference
+from tests.support.models import has_zero_gradient
 
 
 TOLERANCE = 1e-5

@@ -11,10 +11,10 @@ import pytest
 from tests.distributed import resume_worker, transition_worker
 from tests.distributed.launcher import launch_nodes
 from tests.distributed.scenarios import WORKER, arguments_of, start
-from tests.distributed.test_equality import relative_difference, tensor_difference
 from tests.distributed.transition_cases import NODES, WORLD_SIZE
 from tests.distributed.transition_runs import REFERENCES, read_outcome
-from tests.models import has_zero_gradient
+from tests.support.comparison import relative_difference, tensor_difference
+from tests.support.models import has_zero_gradient
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]

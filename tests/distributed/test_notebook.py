@@ -9,7 +9,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 from tests.distributed.launcher import free_port, launch
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 NOTEBOOK = Path(__file__).with_name("notebook.py")

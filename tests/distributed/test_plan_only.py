@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from tests.distributed.scenarios import run, scenario
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 class Begins(TrainerCallback):

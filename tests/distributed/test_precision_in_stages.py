@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.precision_worker import SAVED_AT, STEPS, run_all, save
 from tests.distributed.scenarios import read_notes, start
-from tests.models import has_zero_gradient
+from tests.support.models import has_zero_gradient
 
 
 TOLERANCE = {"tied": 1e-5, "elastic": 1e-5, "autocast": 2e-2, "adapters": 2e-2, "bfloat16": 1e-5}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.preference_worker import CASES, ON_EVERY_CHANGE, resume, train
 from tests.distributed.scenarios import run
-from tests.preferences import assert_logged_alike
+from tests.support.preferences import assert_logged_alike
 
 
 TOLERANCE = 1e-5

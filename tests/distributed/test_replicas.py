@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapted import ADDS
 from tests.distributed.replica_worker import compare
 from tests.distributed.scenarios import run
+from tests.support.adapted import ADDS
 
 
 USED = (

@@ -35,8 +35,8 @@ from tests.distributed.resume_worker import (
     run_all,
 )
 from tests.distributed.scenarios import start
-from tests.distributed.test_equality import tensor_difference
-from tests.models import has_zero_gradient
+from tests.support.comparison import tensor_difference
+from tests.support.models import has_zero_gradient
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

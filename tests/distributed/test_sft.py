@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.adapted import QUANTIZED
 from tests.distributed.scenarios import run
 from tests.distributed.sft_worker import CASES, train
+from tests.support.adapted import QUANTIZED
 
 
 TOLERANCE = 1e-5

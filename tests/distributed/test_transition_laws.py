@@ -14,7 +14,7 @@ from tests.distributed.test_transitions import selectable
 from tests.distributed.transition_cases import CACHED_CASES, GLOBAL_BATCH, TransitionCase
 from tests.distributed.transition_observer import encoder_parts, frozen_names
 from tests.distributed.transition_runs import Outcome, TransitionRuns
-from tests.models import NUM_LAYERS, build_model
+from tests.support.models import NUM_LAYERS, build_model
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(2000)]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_equality import METRIC_TOLERANCE, relative_difference, tensor_difference, untimed
 from tests.distributed.transition_cases import BROAD, CASES, NUM_EVAL_SAMPLES, SLOW_CASES, TransitionCase
 from tests.distributed.transition_runs import Outcome, TransitionRuns
-from tests.models import has_zero_gradient
+from tests.support.comparison import METRIC_TOLERANCE, relative_difference, tensor_difference, untimed
+from tests.support.models import has_zero_gradient
 
 
 pytestmark = [

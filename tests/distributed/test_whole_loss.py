@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.scenarios import run, scenario
-from tests.whole_losses import INSIDE, LOSSES, train, wrong
+from tests.support.whole_losses import INSIDE, LOSSES, train, wrong
 
 
 pytestmark = pytest.mark.distributed

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hf_pipetransformer.schedules import find_schedule
-from tests.models import NUM_LAYERS
+from tests.support.models import NUM_LAYERS
 
 
 __all__ = [
@@ -124,7 +124,7 @@ class TransitionCase:
 
     Args:
         name: names the case in test ids and files.
-        model: a key of `tests.models.MODELS`.
+        model: a key of `tests.support.models.MODELS`.
         plan: the layouts, replayed; empty leaves them to the library's own decisions.
         freeze_at: option of the references, and of the run itself if there is no plan; None freezes nothing.
         schedule: its name.

@@ -18,7 +18,7 @@ from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.state import resumption as replay
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.distributed.transition_cases import Phase, TransitionCase
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL = "bert_sequence"

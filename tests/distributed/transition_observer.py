@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.engine.engine import Wire
-from tests.models import MODELS, PAD, make_rows
+from tests.support.models import MODELS, PAD, make_rows
 
 
 SAMPLES = "pipetransformer_samples"

@@ -29,7 +29,7 @@ from tests.distributed.equality_worker import digest
 from tests.distributed.scenarios import RANK, WORLD_SIZE, run_case, scenario
 from tests.distributed.transition_cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH, NUM_EVAL_SAMPLES, TransitionCase
 from tests.distributed.transition_observer import Observer, encoder_parts, observe
-from tests.models import MODELS, build_model, collate, make_rows
+from tests.support.models import MODELS, build_model, collate, make_rows
 
 
 MODEL_SEED = 11

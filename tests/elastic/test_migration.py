@@ -27,7 +27,7 @@ from hf_pipetransformer.elastic.migration import (
 )
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import PLACEMENTS
-from tests.wires import Wires
+from tests.support.wires import Wires
 
 
 Bundle = tuple[int, ...]

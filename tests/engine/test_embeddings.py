@@ -12,9 +12,9 @@ from torch import nn
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.placement import Placement
-from tests.decoders import collate_tokens, make_decoder
-from tests.decoders import make_rows as decoder_rows
-from tests.one_process import ModelPipeline, whole_gradients
+from tests.support.decoders import collate_tokens, make_decoder
+from tests.support.decoders import make_rows as decoder_rows
+from tests.support.one_process import ModelPipeline, whole_gradients
 
 
 NUM_ROWS, HIDDEN = 50, 4

@@ -13,7 +13,7 @@ from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.schedules import FORWARD_ONLY, SCHEDULE_NAMES, Action, ActionList, Op, find_schedule
 from hf_pipetransformer.schedules.placement import Placement
-from tests.one_process import CPU, QueueLink, make_engines, run_table, together
+from tests.support.one_process import CPU, QueueLink, make_engines, run_table, together
 
 
 F, B, INPUT, WEIGHT = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.engine.linear_layers import SharedCasts
-from tests.adapted import lora
-from tests.models import build_model, collate, make_dataset
+from tests.support.adapted import lora
+from tests.support.models import build_model, collate, make_dataset
 
 
 NUM_STEPS = 4

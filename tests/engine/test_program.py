@@ -26,10 +26,10 @@ from hf_pipetransformer.schedules import Action, ActionList, Op, find_schedule
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.view import StageView
-from tests.decoders import collate_tokens, make_decoder
-from tests.decoders import make_rows as decoder_rows
-from tests.models import NUM_TOKEN_LABELS, build_model, collate, has_zero_gradient, make_rows
-from tests.one_process import CPU, ModelPipeline, trace, whole_gradients
+from tests.support.decoders import collate_tokens, make_decoder
+from tests.support.decoders import make_rows as decoder_rows
+from tests.support.models import NUM_TOKEN_LABELS, build_model, collate, has_zero_gradient, make_rows
+from tests.support.one_process import CPU, ModelPipeline, trace, whole_gradients
 
 
 MODELS = ["bert_sequence", "bert_masked", "vit", "electra_token"]

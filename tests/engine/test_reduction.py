@@ -94,6 +94,26 @@ def test_the_host_asks_the_device_only_for_gradients_that_are_missing_here(
     assert not stand_in.mixtures
 
 
+def test_a_replica_without_gradients_adds_nothing_to_those_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even what is left in the buffer from the step before."""
+    sent: list[torch.Tensor] = []
+
+    def all_reduce(flat: torch.Tensor, **_: Any) -> Any:
+        sent.append(flat.clone())
+        return SimpleNamespace(wait=lambda *_: None)
+
+    monkeypatch.setattr(reduction.dist, "all_reduce", all_reduce)
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    reducer = GradientReducer(parameters, object(), 1.0, "replicas")
+    for trained in (parameters, parameters[:1]):
+        for parameter in parameters:
+            parameter.grad = None
+        step(reducer, trained)
+        reducer.finish()
+    # The second parameter comes first; a flag each at the end says who has a gradient.
+    assert [flat.tolist() for flat in sent] == [[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 1]]
+
+
 def _backward(parameter: nn.Parameter, times: int) -> None:
     for _ in range(times):
         parameter.sum().backward()

@@ -27,9 +27,9 @@ from hf_pipetransformer.schedules.schedule import TOKEN
 from hf_pipetransformer.splitters.base import CACHE_NAME
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.view import StageView
-from tests.decoders import make_decoder
-from tests.one_process import CPU, make_engines, run_table, trace, whole_gradients
-from tests.schedule_checker import check_table
+from tests.support.decoders import make_decoder
+from tests.support.one_process import CPU, make_engines, run_table, trace, whole_gradients
+from tests.support.schedule_checker import check_table
 
 
 VOCABULARY, HIDDEN, LAYERS, LENGTH, BATCH = 50, 32, 4, 24, 4

@@ -14,8 +14,8 @@ import torch
 from hf_pipetransformer.engine.trace import StepTrace
 from hf_pipetransformer.schedules import Action, Op, find_schedule
 from hf_pipetransformer.schedules.placement import Placement
-from tests.models import build_model, collate, make_dataset
-from tests.one_process import ModelPipeline
+from tests.support.models import build_model, collate, make_dataset
+from tests.support.one_process import ModelPipeline
 from tests.training.test_expectation import trainer_of
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES, find_weights
-from tests.async_driver import drive, driven_stages, warm_up
-from tests.async_simulation import make_stages, micro_batch_of_data, output_gradient, simulate
+from tests.support.async_driver import drive, driven_stages, warm_up
+from tests.support.async_simulation import make_stages, micro_batch_of_data, output_gradient, simulate
 
 
 def groups(make, parameters, rate=0.05, **others):

@@ -14,7 +14,7 @@ import torch
 from examples.policies.gradient_change import GradientChange
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.freeze.policy import MEASUREMENTS, FreezePolicy, FreezeSignal
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 NUM_STEPS = 8

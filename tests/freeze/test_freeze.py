@@ -36,7 +36,7 @@ from hf_pipetransformer.freeze.policy import (
 from hf_pipetransformer.options.arguments import FREEZE_POLICIES
 from hf_pipetransformer.options.combinations import POLICIES_READING
 from hf_pipetransformer.options.reading import parse_freeze_at
-from tests.settled_policy import Settled
+from tests.support.settled_policy import Settled
 
 
 L = 12

@@ -17,8 +17,8 @@ from hf_pipetransformer.elastic.transition import check_unfreezing
 from hf_pipetransformer.freeze.policies import Fixed, describe_outlook, make_policy, outlook
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal, decide
 from hf_pipetransformer.schedules.layout import Layout
-from tests.models import build_model, collate, make_dataset
 from tests.planning.test_planning import layout_of, plan, rules_for
+from tests.support.models import build_model, collate, make_dataset
 
 
 L = 4

@@ -66,7 +66,10 @@ def test_padding_makes_no_other_row_where_it_is_cut() -> None:
     found = digests(ids, attention_mask=mask)
     assert digests(longer[0], attention_mask=longer[1]) == found
     assert digests(ids[1:, :2], attention_mask=mask[1:, :2]) == found[1:]
-    # What is masked inside a text belongs to it.
+    # A text's last token belongs to it,
+    ends = digests(torch.tensor([[5, 6, 4], [8, 4, 0]]), attention_mask=mask)
+    assert [one == other for one, other in zip(ends, found, strict=True)] == [False, False]
+    # and what is masked inside it.
     hole = torch.tensor([[1, 0, 1], [1, 1, 0]])
     assert digests(ids, attention_mask=hole)[0] != found[0]
     whole = Rows.of((ids,), {"attention_mask": mask}, cuts_padding=False)

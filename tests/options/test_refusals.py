@@ -268,7 +268,7 @@ def test_optimizers_that_cannot_be_divided() -> None:
 
 
 def test_policies_that_ask_for_what_is_not_measured() -> None:
-    from tests.settled_policy import Settled
+    from tests.support.settled_policy import Settled
 
     class Wrong(Settled):
         needs = frozenset({"phase_of_the_moon"})

@@ -14,7 +14,7 @@ from hf_pipetransformer.planning.planner import PlanRules
 from hf_pipetransformer.schedules.actions import Action, Op, add_transfers
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
 from tests.schedules.test_layout import layout
-from tests.settled_policy import Settled
+from tests.support.settled_policy import Settled
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import slice_bounds
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
-from tests.decoders import collate_tokens, make_decoder, make_rows
 from tests.planning.test_planning import costs_of, layout_of
-from tests.sft import make_tokenizer
+from tests.support.decoders import collate_tokens, make_decoder, make_rows
+from tests.support.sft import make_tokenizer
 
 
 COSTS = TokenCosts(launch=0.01, sequence=0.0, context=1e-6, token=5e-5, attention=1e-8, length=2048)

@@ -26,8 +26,8 @@ from transformers import LlamaConfig
 import hf_pipetransformer
 from hf_pipetransformer import PipeTransformerMixin, PipeTransformerTrainer, trainer_compat
 from hf_pipetransformer.splitters.base import CACHE_NAME
-from tests.decoders import make_decoder
-from tests.private_names import (
+from tests.support.decoders import make_decoder
+from tests.support.private_names import (
     ATTRIBUTES,
     CALLED,
     GIVEN_BY_GENERATE,

@@ -21,7 +21,7 @@ from hf_pipetransformer.report.events import (
     read_unfit,
 )
 from hf_pipetransformer.schedules.layout import Layout
-from tests.mutations import GONE, NO_FILES, draw_mutations, mutated, refusal_of
+from tests.support.mutations import GONE, NO_FILES, draw_mutations, mutated, refusal_of
 
 
 LAYOUT = Layout(

@@ -23,8 +23,8 @@ from hf_pipetransformer.report.events import EVENTS_FILE, EventLog, read_events
 from hf_pipetransformer.report.page import headline, origins, render, summary, time_matched, transitions
 from hf_pipetransformer.report.recorded import Best, Entry, RecordedRun, read_run, read_runs
 from hf_pipetransformer.training.progress import bubble_share
-from tests.models import build_model, collate, make_dataset
 from tests.report.test_events import LAYOUT
+from tests.support.models import build_model, collate, make_dataset
 
 
 CHARTS = {

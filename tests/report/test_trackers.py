@@ -13,7 +13,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.report.charts import all_charts
 from hf_pipetransformer.report.recorded import RecordedRun, read_run
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 Figures = dict[tuple[str, int], float]

@@ -27,9 +27,9 @@ from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.state import deferred
 from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
 from hf_pipetransformer.state.weights import hash_of_weights
-from tests.decoders import DECODERS, make_decoder
-from tests.models import MODELS, build_model
-from tests.wires import Wires
+from tests.support.decoders import DECODERS, make_decoder
+from tests.support.models import MODELS, build_model
+from tests.support.wires import Wires
 
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from hf_pipetransformer.runtime.execution import OnDevice
 from hf_pipetransformer.runtime.messages import as_message, from_message
 from hf_pipetransformer.schedules import COMPUTATIONS, SENDS, find_schedule
 from hf_pipetransformer.schedules.placement import Placement
-from tests.one_process import CPU, make_links, together
+from tests.support.one_process import CPU, make_links, together
 
 
 class Watching:

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, T5Conf
 
 from hf_pipetransformer.engine.token_program import KVBuffer
 from hf_pipetransformer.runtime.generation import check_generation, join_tokens, settings_of
-from tests.decoders import make_decoder
-from tests.models import build_model
+from tests.support.decoders import make_decoder
+from tests.support.models import build_model
 
 
 def refuse(model: Any, **options: Any) -> None:

@@ -19,7 +19,7 @@ from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.state import weights
 from hf_pipetransformer.training.evaluation import _installed
 from tests.doubles.device import DEVICE, HOST, DeviceStandIn
-from tests.models import MODELS, NUM_LAYERS, build_model, vit_config
+from tests.support.models import MODELS, NUM_LAYERS, build_model, vit_config
 
 
 def test_an_evaluation_before_any_training_leaves_weights_mapped_from_their_file(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from hf_pipetransformer.schedules.asynchronous import (
     window_table,
 )
 from hf_pipetransformer.schedules.placement import Placement
-from tests.schedule_checker import check_on_nccl, check_table
 from tests.schedules.test_schedules import one_communicator_a_pair, parse, some_counts, table_of, text
+from tests.support.schedule_checker import check_on_nccl, check_table
 
 
 IRREGULAR = ((2, 2, 1), (3, 0, 0, 1, 7, 1, 1, 0), (0, 0, 1, 4, 2), (9, 1, 1, 1), (0,))

@@ -8,11 +8,11 @@ from hf_pipetransformer.planning.simulator import Durations, simulate
 from hf_pipetransformer.schedules import FORWARD_ONLY, Schedule, Table, find_schedule
 from hf_pipetransformer.schedules.actions import ScheduleError
 from hf_pipetransformer.schedules.placement import Placement
-from tests.added_schedules import BREADTH_FIRST, GPIPE_IN_ORDER
 from tests.engine.test_engine import make_micro_batches, make_programs
-from tests.one_process import make_engines, run_table
-from tests.schedule_checker import check_on_nccl, check_table
 from tests.schedules.test_schedules import parse, text
+from tests.support.added_schedules import BREADTH_FIRST, GPIPE_IN_ORDER
+from tests.support.one_process import make_engines, run_table
+from tests.support.schedule_checker import check_on_nccl, check_table
 
 
 INTERLEAVED, ZB_H1, ZB_V = map(find_schedule, ("interleaved_1f1b", "zb_h1", "zb_v"))

@@ -8,7 +8,7 @@ import pytest
 
 from hf_pipetransformer.schedules import COMPUTATIONS, FORWARD_ONLY, Action, ActionList, Op, Table, find_schedule
 from hf_pipetransformer.schedules.actions import ScheduleError
-from tests.schedule_checker import LinkKey, check_first_uses, check_on_nccl, check_table
+from tests.support.schedule_checker import LinkKey, check_first_uses, check_on_nccl, check_table
 
 
 ONE_STAGE_A_RANK = ("gpipe", "1f1b")

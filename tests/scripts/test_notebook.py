@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel
 from hf_pipetransformer.report.charts import all_charts
 from hf_pipetransformer.report.recorded import read_runs
 from tests.distributed.launcher import launch
-from tests.tiny_bert import make_tokenizer
+from tests.support.tiny_bert import make_tokenizer
 
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "finetune.ipynb"

@@ -29,7 +29,7 @@ from hf_pipetransformer import PipeTransformerArguments
 from tests.distributed.launcher import REPOSITORY, launch
 from tests.distributed.qa_worker import NUM_EVALUATION, WORDS, answer, make_questions
 from tests.distributed.scenarios import run
-from tests.tiny_bert import make_bert, make_tokenizer, save_tiny_bert
+from tests.support.tiny_bert import make_bert, make_tokenizer, save_tiny_bert
 
 
 SCRIPTS = REPOSITORY / "scripts"

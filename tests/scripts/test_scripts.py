@@ -32,11 +32,11 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.schedules import find_schedule
-from tests.decoders import make_decoder
 from tests.distributed.launcher import accelerate_launch, launch
 from tests.engine.test_trace import actions_of, check_lanes
-from tests.sft import make_texts, make_tokenizer
-from tests.tiny_bert import save_tiny_bert
+from tests.support.decoders import make_decoder
+from tests.support.sft import make_texts, make_tokenizer
+from tests.support.tiny_bert import save_tiny_bert
 
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

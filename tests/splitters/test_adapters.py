@@ -30,11 +30,20 @@ from hf_pipetransformer.startup.costs import middle_layer
 from hf_pipetransformer.startup.twin import WHOLE
 from hf_pipetransformer.state.weights import check_weights, load_weights
 from hf_pipetransformer.training.starting import Need, RunOptions
-from tests.adapted import ADDS, METHODS, OUTSIDE, adapted, base_of, data_of, lora
-from tests.decoders import make_decoder
-from tests.models import build_model, collate, make_dataset, probed_with
 from tests.planning.test_planning import rank_bytes
-from tests.usages import BERT, USAGES, Usage, assert_same, outcome, with_adapters, with_added_adapter, with_prompts
+from tests.support.adapted import ADDS, METHODS, OUTSIDE, adapted, base_of, data_of, lora
+from tests.support.decoders import make_decoder
+from tests.support.models import build_model, collate, make_dataset, probed_with
+from tests.support.usages import (
+    BERT,
+    USAGES,
+    Usage,
+    assert_same,
+    outcome,
+    with_adapters,
+    with_added_adapter,
+    with_prompts,
+)
 
 
 SAID = "without a pipeline or freezing"

@@ -11,9 +11,9 @@ import torch
 from hf_pipetransformer.splitters.base import GenericSplitter, UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
-from tests.decoders import CUT_INSIDE, DECODERS, collate_tokens, make_decoder, make_rows
-from tests.models import probed_with
 from tests.splitters.test_families import broken, inputs_of
+from tests.support.decoders import CUT_INSIDE, DECODERS, collate_tokens, make_decoder, make_rows
+from tests.support.models import probed_with
 
 
 def probed(model: Any, splitter: Any) -> Probe:
@@ -27,7 +27,7 @@ def test_each_family_has_its_splitter_which_gives_what_the_whole_model_gives(nam
     model = make_decoder(name, initializer_range=0.2).eval()
     splitter = find_splitter(model)
     is_cut_inside = splitter.cuts_inside_layers
-    assert is_cut_inside == (name in CUT_INSIDE), "see CUT_INSIDE of tests/decoders.py"
+    assert is_cut_inside == (name in CUT_INSIDE), "see CUT_INSIDE of tests/support/decoders.py"
     assert probed(model, splitter).structure.cut_positions() == [
         *(range(11) if is_cut_inside else (0, 1, 3, 5, 7, 9, 10))
     ]

@@ -14,7 +14,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.startup.model import has_dropout
-from tests.decoders import collate_tokens, make_decoder, make_rows
+from tests.support.decoders import collate_tokens, make_decoder, make_rows
 
 
 BALANCED = {"output_router_logits": True}

@@ -46,7 +46,15 @@ from hf_pipetransformer.startup.rows import check_rows
 from scripts.bench.tables import written_table
 from tests.distributed.cases import CI_CASES, FAMILY_MODELS, LAYOUTS, PRODUCT, SLOW_CASES
 from tests.families_table import PAGE, families_table, frozen_table, record_table
-from tests.models import MODELS, NUM_LAYERS, attention_implementations, build_model, collate, make_rows, probed_with
+from tests.support.models import (
+    MODELS,
+    NUM_LAYERS,
+    attention_implementations,
+    build_model,
+    collate,
+    make_rows,
+    probed_with,
+)
 
 
 SPLITTERS = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.splitters.families import find_splitter
-from tests.models import (
+from tests.support.models import (
     IGNORED,
     MODELS,
     NUM_LAYERS,

@@ -18,8 +18,8 @@ from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
-from tests.models import probed_with
-from tests.one_process import ModelPipeline
+from tests.support.models import probed_with
+from tests.support.one_process import ModelPipeline
 
 
 L, WIDTH, LENGTH = 4, 6, 3

@@ -23,9 +23,9 @@ from hf_pipetransformer.splitters.quantized import (
     why_not_moved,
 )
 from hf_pipetransformer.training.starting import PipelineBuilder
-from tests.adapted import adapted, base_of, data_of
 from tests.cache.test_cache_run import Known, cache_events
 from tests.splitters.test_adapters import arguments
+from tests.support.adapted import adapted, base_of, data_of
 
 
 NAME = "model.layers.1.mlp.up_proj.weight"  # 128 x 64 weights.

@@ -14,8 +14,8 @@ from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.model import in_full_precision, undisturbed
-from tests.models import collate, probed_with
-from tests.uncommon import REFUSED, UNCOMMON, build, rows
+from tests.support.models import collate, probed_with
+from tests.support.uncommon import REFUSED, UNCOMMON, build, rows
 
 
 def trained(base: type, name: str, folder: Path, **options: Any) -> list[float]:

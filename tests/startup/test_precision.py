@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.startup.model import in_float32, in_full_precision, undisturbed
-from tests.models import build_model, collate, make_rows, probed_with
+from tests.support.models import build_model, collate, make_rows, probed_with
 
 
 def snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from hf_pipetransformer.startup.first_samples import NUM_PROBE_SAMPLES, OwnBatch
 from hf_pipetransformer.startup.model import ProbeTarget
 from hf_pipetransformer.startup.planner import StartUp, samples_per_microbatch
 from hf_pipetransformer.startup.start import inspect_model
-from tests.models import build_model, collate, make_rows
+from tests.support.models import build_model, collate, make_rows
 
 
 def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:

@@ -31,7 +31,7 @@ from hf_pipetransformer.training.loaders import check_undivided
 from hf_pipetransformer.training.metrics import _sendable
 from hf_pipetransformer.training.run import TrainCalls
 from hf_pipetransformer.training.starting import PipelineBuilder, check_trained_model
-from tests.models import build_model
+from tests.support.models import build_model
 
 
 def test_a_decoder_that_a_splitter_of_encoders_gets() -> None:

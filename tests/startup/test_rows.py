@@ -15,7 +15,7 @@ from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
 from hf_pipetransformer.startup.model import ProbeTarget
 from hf_pipetransformer.startup.rows import why_mixed
-from tests.decoders import DECODERS, make_decoder, make_rows
+from tests.support.decoders import DECODERS, make_decoder, make_rows
 
 
 def make_encoder() -> BertForMaskedLM:

@@ -22,7 +22,7 @@ from hf_pipetransformer.startup.check import depends_on_padding, probe_model
 from hf_pipetransformer.startup.costs import profile_blocks, trained_as_given
 from hf_pipetransformer.startup.model import MOST_GRADIENTS, ProbeTarget, in_full_precision, undisturbed
 from hf_pipetransformer.startup.twin import WHOLE, ProbeSubmodel, as_twin, moved
-from tests.models import MODELS, build_model, collate, enlarge_weights, make_rows
+from tests.support.models import MODELS, build_model, collate, enlarge_weights, make_rows
 
 
 NUM_LAYERS = 6

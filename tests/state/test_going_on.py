@@ -25,8 +25,8 @@ from hf_pipetransformer.state import resumption
 from hf_pipetransformer.state.checkpoint import read_state
 from hf_pipetransformer.state.weights import check_weights
 from hf_pipetransformer.training import training as training_module
-from tests.models import build_model, collate, make_dataset
-from tests.settled_policy import Settled
+from tests.support.models import build_model, collate, make_dataset
+from tests.support.settled_policy import Settled
 
 
 class FailsOnce(TrainerCallback):

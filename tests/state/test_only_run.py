@@ -26,8 +26,8 @@ from hf_pipetransformer.comm.topology import host_name
 from hf_pipetransformer.report.events import EVENTS_FILE
 from hf_pipetransformer.state import only_run as module
 from hf_pipetransformer.state.only_run import LOCK_FILE
-from tests.models import build_model, collate, make_dataset
-from tests.mutations import NO_FILES
+from tests.support.models import build_model, collate, make_dataset
+from tests.support.mutations import NO_FILES
 
 
 class Looks(TrainerCallback):

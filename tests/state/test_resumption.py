@@ -23,9 +23,9 @@ from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, newest
 from hf_pipetransformer.state.description import TOLD_ARGUMENTS, check_same_run
 from hf_pipetransformer.state.resumption import Resumption, find_resumption, read_plan
 from hf_pipetransformer.state.run_state import RunState, checksum_of
-from tests.models import build_model
-from tests.mutations import DEEP, GONE, draw_mutations, mutated, refusal_of
 from tests.state.test_going_on import trainer_of
+from tests.support.models import build_model
+from tests.support.mutations import DEEP, GONE, draw_mutations, mutated, refusal_of
 
 
 L = 4

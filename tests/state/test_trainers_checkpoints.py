@@ -27,7 +27,7 @@ from hf_pipetransformer.data.node_shares import NodeOrder
 from hf_pipetransformer.state import checkpoint, saving
 from hf_pipetransformer.state.plain_checkpoint import export_checkpoint, read_progress
 from hf_pipetransformer.state.resumption import find_for_trainer
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 TRAINERS = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}

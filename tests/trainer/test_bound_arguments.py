@@ -11,7 +11,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trai
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
 from hf_pipetransformer.trainer.mixin import BoundArguments, bind_arguments
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 MODEL, TEACHER = torch.nn.Linear(1, 1), torch.nn.Linear(1, 2)

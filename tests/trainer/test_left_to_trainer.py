@@ -13,8 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.startup.first_samples import OwnBatches
-from tests.adapted import ADDS
-from tests.usages import USAGES, Line, assert_same, outcome, points
+from tests.support.adapted import ADDS
+from tests.support.usages import USAGES, Line, assert_same, outcome, points
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hf_pipetransformer"

@@ -14,9 +14,9 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, trainer_compat, trl_compat
 from hf_pipetransformer.trl_compat import check_trainer, metric_weights
-from tests.adapted import adapted, lora
-from tests.decoders import make_decoder
-from tests.preferences import CONFIGS, OURS, assert_logged_alike, logged, make_preference_trainer
+from tests.support.adapted import adapted, lora
+from tests.support.decoders import make_decoder
+from tests.support.preferences import CONFIGS, OURS, assert_logged_alike, logged, make_preference_trainer
 
 
 IN_FOUR: dict[str, Any] = {"freeze_policy": "none", "pipeline_parallel_num_microbatches": "4"}

@@ -11,8 +11,8 @@ from trl import SFTConfig, SFTTrainer
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.training.metrics import averages
 from hf_pipetransformer.trl import SFTPipelineConfig, SFTPipelineTrainer
-from tests.decoders import make_decoder
-from tests.sft import logged, make_sft_trainer, make_texts, make_tokenizer
+from tests.support.decoders import make_decoder
+from tests.support.sft import logged, make_sft_trainer, make_texts, make_tokenizer
 
 
 PIPELINE: dict[str, Any] = {"freeze_policy": "none", "pipeline_parallel_num_microbatches": "4"}

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.training.asynchronous import check_stages, next_drain
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 ASYNC = {"pipeline_schedule": "async_1f1b"}

@@ -21,8 +21,8 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, P
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.frozen import trial
 from tests.distributed.family_worker import FROZEN, account
-from tests.every_family import Subject, every_subject
-from tests.frozen_models import (
+from tests.support.every_family import Subject, every_subject
+from tests.support.frozen_models import (
     CASES,
     NUM_SAMPLES,
     PROBES,

@@ -15,8 +15,8 @@ from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.training import expectation, starting
 from hf_pipetransformer.training import setup as beginning
 from hf_pipetransformer.training.expectation import Measured, in_words
-from tests.models import build_model, collate, make_dataset
 from tests.planning.test_forecast import costs_of
+from tests.support.models import build_model, collate, make_dataset
 
 
 def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:

@@ -13,7 +13,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.training.loss_check import LossCheck
-from tests.decoders import make_decoder, make_rows
+from tests.support.decoders import make_decoder, make_rows
 
 
 COMMON: dict[str, Any] = {

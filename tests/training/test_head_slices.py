@@ -15,7 +15,7 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.program import MicroBatch
-from tests.decoders import collate_tokens, make_decoder, make_rows
+from tests.support.decoders import collate_tokens, make_decoder, make_rows
 
 
 SLICES = 3

@@ -18,7 +18,7 @@ from hf_pipetransformer.report.console import WIDTH
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.training.metrics import Summary
 from hf_pipetransformer.training.progress import named_norms
-from tests.models import build_model, collate, make_rows
+from tests.support.models import build_model, collate, make_rows
 from tests.training.test_summary import TWO_REPLICAS, TWO_STAGES, noted
 
 

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer.training.outputs import shape_without_rows
 from tests.distributed.refusal_worker import with_prototypes
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 def ones(*_: Any) -> dict[str, float]:

@@ -21,8 +21,8 @@ from hf_pipetransformer.startup.planner import RunPlanner
 from hf_pipetransformer.training import loss_check
 from hf_pipetransformer.training.gains import LossGains
 from hf_pipetransformer.training.replica_gather import ReplicaGather
-from tests import whole_losses
-from tests.whole_losses import INSIDE, LOSSES, train, wrong
+from tests.support import whole_losses
+from tests.support.whole_losses import INSIDE, LOSSES, train, wrong
 
 
 IN_CI = ("weighted", "span", "contrastive", "hardest", "words_by_length", "dice")

@@ -29,9 +29,9 @@ from safetensors.torch import save_model
 from transformers import BitsAndBytesConfig
 from transformers.integrations import peft as integration
 
-from tests.decoders import collate_tokens, make_decoder
-from tests.decoders import make_rows as make_tokens
-from tests.models import build_model, collate, make_dataset
+from tests.support.decoders import collate_tokens, make_decoder
+from tests.support.decoders import make_rows as make_tokens
+from tests.support.models import build_model, collate, make_dataset
 
 
 WHY_NOT_ADDED = (

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hf_pipetransformer.engine.weights.rates import coming_rates
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.schedules.weight_kinds import find_weights
-from tests.async_simulation import Stage, make_stages, micro_batch_of_data, output_gradient
+from tests.support.async_simulation import Stage, make_stages, micro_batch_of_data, output_gradient
 
 
 def warm_up(step: int) -> float:

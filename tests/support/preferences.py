@@ -15,8 +15,8 @@ from hf_pipetransformer.trl import (
     RewardPipelineConfig,
     RewardPipelineTrainer,
 )
-from tests.decoders import VOCABULARY, make_decoder
-from tests.sft import SPECIAL, WORDS, make_tokenizer
+from tests.support.decoders import VOCABULARY, make_decoder
+from tests.support.sft import SPECIAL, WORDS, make_tokenizer
 
 
 CONFIGS: dict[type, Any] = {

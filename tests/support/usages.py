@@ -34,11 +34,9 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
-from tests.adapted import adapted
-from tests.models import build_model, collate, make_dataset
-
-
-TIMED = ("runtime", "per_second", "preparation_time")
+from tests.support.adapted import adapted
+from tests.support.comparison import untimed
+from tests.support.models import build_model, collate, make_dataset
 
 
 # ---- models that are no Hugging Face encoders ----
@@ -586,12 +584,6 @@ def outcome(usage: Usage, base: type, more: dict[str, Any], folder: Path) -> dic
         "log": [untimed(entry) for entry in trainer.state.log_history],
         "state": {name: value.clone() for name, value in trainer.model.state_dict().items()},
     }
-
-
-def untimed(result: Any) -> Any:
-    if isinstance(result, dict):
-        return {key: value for key, value in result.items() if not key.endswith(TIMED) and key != "total_flos"}
-    return [untimed(item) for item in result] if isinstance(result, list) else result
 
 
 def assert_same(ours: dict[str, Any], plain: dict[str, Any]) -> None:

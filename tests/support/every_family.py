@@ -19,7 +19,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from tests.models import enlarge_weights
+from tests.support.models import enlarge_weights
 
 
 __all__ = ["LEFT_OUT", "Subject", "build", "collate", "every_subject", "rows"]

@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_pipetransformer import PipeTransformerMixin
 from hf_pipetransformer.trl import SFTPipelineConfig
-from tests.decoders import VOCABULARY, make_decoder
+from tests.support.decoders import VOCABULARY, make_decoder
 
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_pipetransformer import PipeTransformerArguments
-from tests.models import build_model, collate, make_dataset
+from tests.support.models import build_model, collate, make_dataset
 
 
 GLOBAL_BATCH = 4

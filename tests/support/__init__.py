@@ -1,0 +1,1 @@
+"""Models, data and helpers that the tests of several rooms use."""
