@@ -31,12 +31,13 @@ CHECKED := hf_pipetransformer scripts tests examples
 # Where `make package` tries what it has built.
 PACKAGE := build/package
 
-.PHONY: help demo docs tables cards test test-all test-nightly test-lowest test-latest test-faults families gpu-check quality style
+.PHONY: help demo docs package tables cards test test-all test-nightly test-lowest test-latest test-faults families gpu-check quality style
 .PHONY: benchmark benchmark-quick pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
 	@echo "make docs       the site in build/site, without a network; make tables: tables of the pages from benchmarks/"
+	@echo "make package    sdist and wheel in dist/, tried in an empty environment"
 	@echo "make test       the tests of every change; make test-nightly: the others, make test-all: all of them"
 	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows; test-latest: the newest"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
@@ -154,7 +155,8 @@ quality: $(INSTALLED) docs
 
 # A broken link, a link to a heading that is not there, and a page that is missing under nav in mkdocs.yml fail it.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/zensical build --clean --strict
+	$(BIN)/python -m scripts.check_site
 
 style: $(INSTALLED)
 	$(BIN)/ruff check --fix $(CHECKED)
