@@ -1,4 +1,4 @@
-"""What is published installs into an empty environment; the Dockerfile and the publishing workflow name what exists."""
+"""The package runs from an empty environment; the Dockerfile and the publishing workflow name what exists."""
 
 from __future__ import annotations
 
@@ -44,6 +44,22 @@ def test_extras_hold_what_their_commands_import() -> None:
     assert "vl-convert-python" in names["report"]
     assert names["demo"] == {"hf-pipetransformer[report]", "pillow", "scikit-learn"}
     assert names["scripts"] >= {"evaluate", "jiwer", "peft", "pillow", "scikit-learn", "soundfile", "trl"}
+
+
+def test_the_table_of_versions_is_that_of_the_bounds() -> None:
+    text = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = {
+        cells[0].split(",")[0].lower(): cells[1:]
+        for cells in re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.M)
+    }
+    extras = PROJECT["project"]["optional-dependencies"]
+    bounds = dict(re.findall(r"([\w-]+)>=([\d.]+)", "\n".join([*PROJECT["project"]["dependencies"], *extras["test"]])))
+    bounds["python"] = PROJECT["project"]["requires-python"].removeprefix(">=")
+    names = ("python", "torch", "transformers", "accelerate", "datasets", "peft", "trl", "bitsandbytes")
+    assert {name: rows[name][0] for name in names} == {name: bounds[name] for name in names}
+    first, last = hf_pipetransformer.TESTED_TRANSFORMERS
+    assert rows["transformers"][0].startswith("{}.{}.".format(*first))
+    assert rows["transformers"][1] == "{}.{}".format(*last)
 
 
 def test_the_workflow_publishes_what_make_package_has_tried() -> None:
