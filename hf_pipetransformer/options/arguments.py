@@ -101,7 +101,7 @@ _NO_PIPELINE = (
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
-    """Declare an option: `text` is its help on the command line and its row in docs/options.md.
+    """Declare an option: `text` is its help on the command line and its entry in docs/options.md.
 
     The reader stands in the annotation, because `HfArgumentParser` passes all metadata on to argparse. In `text`,
     "See docs/PAGE.md, HEADING." becomes a link in the docs.

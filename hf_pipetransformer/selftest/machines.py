@@ -66,6 +66,8 @@ REMEDIES["start"] += f" {REMEDIES['groups']}"
 REMEDIES |= {"bandwidth": REMEDIES["groups"], "transition": REMEDIES["exactness"]}
 OTHER_REMEDY = "Change what the cause names; if it names nothing, report it with these lines and the traceback."
 """For a training that failed before its numbers could be compared, and for the end."""
+TOO_SLOW = "has not ended within"
+MORE_TIME = "If the machine is busy with other work, give each step more time: --timeout 300."
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class Guard:
     def _end_late(self) -> None:
         faulthandler.dump_traceback()  # All of what the verdict shortens to one function.
         where, is_waiting = _place(threading.main_thread())
-        self._fail(f"the step has not ended within {self.seconds:g} s, in {where}", is_first_hand=not is_waiting)
+        self._fail(f"the step {TOO_SLOW} {self.seconds:g} s, in {where}", is_first_hand=not is_waiting)
 
     def _fail(self, cause: str, is_first_hand: bool) -> None:
         """Tell all ranks, say the verdict and end this process: groups of a failed run cannot be left in order."""
@@ -214,6 +216,8 @@ class Guard:
             remedy = REMEDIES.get(self._step.partition(",")[0], OTHER_REMEDY)
             if remedy == REMEDIES["exactness"] and AssertionError.__name__ not in cause:
                 remedy = OTHER_REMEDY
+            if TOO_SLOW in cause:
+                remedy += f" {MORE_TIME}"
             print(f"selftest: FAILED at {self._step}. First cause: {cause}\nWhat to do: {remedy}", flush=True)
 
 

@@ -133,7 +133,7 @@ def test_a_planted_fault_is_found_with_its_first_cause(tmp_path: Path, fault: st
     assert not result.timed_out and result.returncodes[0] == 1
     *_, verdict, remedy = lines_of(result)
     assert verdict.startswith(f"selftest: FAILED at {step}. First cause: ") and cause in verdict
-    assert remedy.startswith("What to do: ")
+    assert remedy.startswith("What to do: ") and ("--timeout 300" in remedy) == (fault == "hang")
     assert not (tmp_path / "found.json").exists()
 
 
