@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import datasets
 import psutil
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -372,6 +371,9 @@ def check_dataset(dataset: Any, what: str) -> None:
     Raises:
         ValueError: it has no length and indices, and is no `IterableDataset` of torch or datasets.
     """
+    # Here alone: the import takes a second, which a plan from a config does not need.
+    import datasets
+
     if dataset is None or isinstance(dataset, (torch.utils.data.IterableDataset, datasets.IterableDataset)):
         return
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):

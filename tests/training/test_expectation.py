@@ -10,11 +10,12 @@ from torch import nn
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.planning.costs import Overheads
+from hf_pipetransformer.planning.forecast import Forecast
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
 from hf_pipetransformer.training import expectation, starting
 from hf_pipetransformer.training import setup as beginning
-from hf_pipetransformer.training.expectation import Measured, in_words
+from hf_pipetransformer.training.expectation import in_words
 from tests.planning.test_forecast import costs_of
 from tests.support.models import build_model, collate, make_dataset
 
@@ -29,8 +30,10 @@ def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
     return PipeTransformerTrainer(build_model("bert_sequence"), args, train_dataset=data, data_collator=collate)
 
 
-def planted(trainer: Any, pipeline: Any, *_: Any) -> Measured:
-    return Measured(costs_of(2 * pipeline.layout.num_layers + 2), Overheads(), None)
+def planted(_trainer: Any, pipeline: Any, _cache: Any, steps_per_epoch: int) -> Forecast:
+    costs = costs_of(2 * pipeline.layout.num_layers + 2)
+    found: Forecast = pipeline.start_up.plans.forecast(pipeline.layout, costs, Overheads(), steps_per_epoch, None)
+    return found
 
 
 def expected(folder: Path, **changes: Any) -> list[dict[str, Any]]:
@@ -52,7 +55,7 @@ def test_a_run_says_what_it_will_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Six steps, of which the last four have two layers frozen."""
-    monkeypatch.setattr(beginning, "measure", planted)
+    monkeypatch.setattr(beginning, "make_forecast", planted)
     (event,) = expected(tmp_path, freeze_at="2:2")
     num_layers = read_events(str(tmp_path / EVENTS_FILE))[0]["layout"]["num_layers"]
     full = 6 * seconds(num_layers, 0)
@@ -66,7 +69,7 @@ def test_a_run_says_what_it_will_take(
 def test_of_a_policy_that_is_not_certain_the_least_time_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(beginning, "measure", planted)
+    monkeypatch.setattr(beginning, "make_forecast", planted)
     (event,) = expected(tmp_path, freeze_policy="gradient_norm", freeze_at=None, freeze_warmup=0.0)
     assert event["seconds"] < event["full_seconds"]
     assert "Predicted training time: at least " in caplog.text
