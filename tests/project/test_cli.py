@@ -193,7 +193,7 @@ def test_a_plan_that_fits_nowhere_finds_what_would_make_it_fit(
 ) -> None:
     """And what it says holds: the same plan with these options fits."""
     plan = ["plan", config_of(tmp_path, **LLAMA_70B | {"num_hidden_layers": 8}), "--processes", "2", "--bf16", "true"]
-    plan += ["--device_memory", "130", "--sequence_length", "4096", "--per_device_train_batch_size", "16"]
+    plan += ["--device_memory", "90", "--sequence_length", "4096", "--per_device_train_batch_size", "16"]
     with pytest.raises(SystemExit):
         main(plan)
     last = capsys.readouterr().out.splitlines()[-1]
