@@ -3,8 +3,6 @@
 Names that are read or overridden are listed in `tests/private_names.py`. What the package sets on objects or modules
 of other libraries is here:
 
-- `Accelerator.gather` (`local_gather` of `trl_compat.py`): code that only some ranks run would wait for the others.
-  Way out: an argument of TRL's and Trainer's metrics to count locally.
 - `DPOTrainer.precompute_ref_logps` (`reading_reference` of `trl_compat.py`): its loss takes from the batch what a pass
   of the reference over the stages has computed. Way out: a method of TRL that its loss asks for them.
 - `is_quantized`, `hf_quantizer` of a model from a GGUF file (`drop_marks_of_gguf`): they stay although its weights are
@@ -247,7 +245,7 @@ _NOT_CALLED_BELOW = (
     "_save_optimizer_and_scheduler",
     "_save_rng_state",
 )
-"""Trainer methods that a pipeline replaces without calling them."""
+"""Trainer methods that a pipeline replaces without calling them, or that it needs as they are."""
 
 _DOES_SOMETHING_UNDER = {
     f"trl.trainer.{name}_trainer.{kind}Trainer.training_step": "activation_offloading"
@@ -265,8 +263,8 @@ def check_taken_over(below: Any, args: TrainingArguments) -> None:
             raise ValueError(f"{option}=True is not supported with a pipeline: use pipeline_checkpoint='layers'.")
         if option is None and method is not getattr(Trainer, name):
             raise ValueError(
-                f"{getattr(below, name).__qualname__} would not run: PipeTransformerMixin stands before it and runs "
-                f"the steps through the pipeline. Override compute_loss, or override {name} in a class that stands "
+                f"{getattr(below, name).__qualname__} would not run as in Trainer: PipeTransformerMixin stands before "
+                f"it and runs the steps on stages. Override compute_loss, or override {name} in a class that stands "
                 "before the mixin and calls super()."
             )
 

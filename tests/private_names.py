@@ -124,7 +124,6 @@ PATCHED = {
     ),
     "transformers.trainer:skip_first_batches": "dataloader, num_batches",
     "transformers:TrainerState.save_to_json": "self, json_path",
-    "accelerate:Accelerator.gather": "self, tensor",
 }
 
 # Methods of `Trainer` and its helpers that the trainer room overrides, with their parameters.
@@ -136,10 +135,8 @@ OVERRIDDEN = {
         "model_init, compute_loss_func, compute_metrics, callbacks, optimizers, "
         "optimizer_cls_and_kwargs, preprocess_logits_for_metrics"
     ),
-    "Trainer._clip_grad_norm": "self, model",
     "Trainer._finalize_training": "self, trial, num_train_samples, start_time",
     "Trainer._get_dataloader": "self, dataset, description, batch_size, sampler_fn, is_training, dataloader_key",
-    "Trainer._get_grad_norm": "self, model, grad_norm",
     "Trainer._get_num_items_in_batch": "self, batch_samples, device",
     "Trainer._init_training_state": (
         "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
@@ -167,7 +164,7 @@ OVERRIDDEN = {
     "Trainer._save_scaler": "self, output_dir",
     "Trainer._track_num_input_tokens": "self, inputs",
     "Trainer._wrap_model": "self, model, training, dataloader",
-    "Trainer.end": "self",
+    "Trainer.create_accelerator_and_postprocess": "self",
     "Trainer.compute_loss": "self, model, inputs, return_outputs, num_items_in_batch",
     "Trainer.create_model_card": (
         "self, language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args"

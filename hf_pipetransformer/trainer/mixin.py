@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter
 from typing import Any, get_args
 
@@ -16,7 +17,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
 from hf_pipetransformer import trainer_compat, trl_compat
-from hf_pipetransformer.comm.topology import Topology, let_group_threads_finish
+from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
 from hf_pipetransformer.report import failure
@@ -26,6 +27,7 @@ from hf_pipetransformer.runtime.context import PlanPrinted
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.state.checkpoint import newest_whole
+from hf_pipetransformer.trainer.accelerator import PipelineAccelerator
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
 from hf_pipetransformer.training.progress import shorten_console
 from hf_pipetransformer.training.run import PipelineSession
@@ -192,10 +194,17 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             trainer_compat.check_loaders(type(self), num_stages)
         super().__init__(*given.positional, **given.named)
         check_handed_on(self)
-        self.pipeline_run = PipelineSession(self, options, needs_pipeline)
+        self.pipeline_run = self.accelerator.session = PipelineSession(self, options, needs_pipeline)
         shorten_console(self.callback_handler)
         if args.places_model and not args.plan_only:
             trl_compat.precompute_reference(self)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make Trainer's accelerator one for stages."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = PipelineAccelerator(self.accelerator)
+        options = getattr(self.gather_function, "keywords", {})
+        self.gather_function = partial(self.accelerator.gather_for_metrics, **options)
 
     @property
     def layout(self) -> Layout | None:
@@ -322,11 +331,6 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             ValueError: ranks have different inputs; or the model, with several stages, cannot generate so.
         """
         return self.pipeline_run.evaluations.generate(inputs, generation_kwargs)
-
-    def end(self) -> None:
-        """Leave the process group; call it as the last line of a script."""
-        let_group_threads_finish()
-        super().end()
 
 
 class PipeTransformerTrainer(PipeTransformerMixin, Trainer):

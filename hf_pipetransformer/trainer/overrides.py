@@ -135,12 +135,6 @@ class TrainingOverrides(_Trainer):
         """Return the samples per optimizer step; the same for every layout."""
         return int(args.global_batch_size(self._train_batch_size) * args.gradient_accumulation_steps)
 
-    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        return self.pipeline_run.training.clip_gradients()
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return self.pipeline_run.training.gradient_norm() if grad_norm is None else grad_norm
-
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate on one rank per pipeline, and 0 on the others."""
         train_calls = self.pipeline_run.train_calls

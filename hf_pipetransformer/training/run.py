@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
-from hf_pipetransformer import trainer_compat, trl_compat
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import check_agreement, get_topology
 from hf_pipetransformer.data.loader import request_of
 from hf_pipetransformer.data.rng import set_random_state
@@ -353,7 +353,7 @@ class TrainCalls:
             yield False
             return
         before = trainer.state.num_input_tokens_seen
-        with trl_compat.local_gather(trainer.accelerator):
+        with trainer.accelerator.gathering_nothing():
             yield self.counts_inputs
         own = trainer.state.num_input_tokens_seen - before
         trainer.state.num_input_tokens_seen = before + sum(self.context.topology.gather(own))

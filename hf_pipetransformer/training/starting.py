@@ -52,7 +52,7 @@ from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loaders import make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
-from hf_pipetransformer.training.outputs import REMEDY, shape_without_rows
+from hf_pipetransformer.training.replica_gather import REMEDY, shape_without_rows
 from hf_pipetransformer.training.traces import leaving_no_trace
 
 

@@ -148,17 +148,16 @@ class Training:
             self._first_loss = loss.detach().clone()
         return loss
 
-    def gradient_norm(self) -> torch.Tensor:
-        """Return the gradients' L2 norm, or the norm to clip by. Collective: call once per step on every rank."""
-        return self.steps.gradient_norm()
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients, and return the scalar norm before: the norm to clip by, which may be of another step.
 
-    def clip_gradients(self) -> torch.Tensor:
-        """Clip the gradients to `max_grad_norm`; return the scalar norm before clipping."""
+        Collective: call once per step on every rank.
+        """
         meter = self.pipeline.settings.meter
         with meter.part("optimizer"), meter.tracing("clip gradients"):
-            norm = self.gradient_norm()
-            parameters = self.pipeline.runner.norms.parameters()
-            clip_grads_with_norm_(parameters, self.context.args.max_grad_norm, norm)
+            norm = self.steps.gradient_norm()
+            if max_norm < math.inf:
+                clip_grads_with_norm_(self.pipeline.runner.norms.parameters(), max_norm, norm)
         return norm
 
     def _before_update(self, *_: Any) -> None:
