@@ -30,11 +30,10 @@ of other libraries is here:
 - attention mask that answers `all` (`KnownMask` of `comm/staging.py`): transformers' mask functions sync the device in
   each forward. Way out: a mask function that takes the answer.
 - `Trainer.callback_handler`, `JITCheckpointCallback.jit_manager` (`training/callbacks.py`): callbacks get the whole
-  model; ranks agree before they save on a signal. Way out: events that all ranks reach together.
+  model, and a step ends after the last of them; ranks agree before they save on a signal. Way out: events that all
+  ranks reach together.
 - `TrainerState.save_to_json` (`state/saving.py`): write the state before Trainer deletes old checkpoints. Way out: a
   method between saving and rotation.
-- `transformers.trainer.skip_first_batches` (`skipping_batches_with`): accelerate would build another loader to skip
-  batches. Way out: a method to override.
 - `transformers.trainer.rotate_checkpoints` (`rotating_with`): delete old checkpoints by their step. Way out: the
   option to sort by step in Trainer.
 - `transformers.modeling_utils.safe_save_file`, `safetensors.torch.save_file` (`writing_tensors_with`): fetch weights
@@ -311,6 +310,11 @@ def learning_rate(trainer: Trainer) -> float:
     return float(torch_optimizer(trainer).param_groups[0].get("lr") or 0.0)
 
 
+def has_unlogged_steps(trainer: Trainer) -> bool:
+    """Return True if Trainer would make a log entry now: it makes none twice for a step."""
+    return bool(trainer.state.global_step > trainer._globalstep_last_logged)
+
+
 def unlogged_loss(trainer: Trainer) -> dict[str, Any]:
     """Return this rank's loss since the last log entry, and the step of that entry."""
     return {"unlogged_loss": trainer._tr_loss.item(), "last_logged_step": trainer._globalstep_last_logged}
@@ -337,26 +341,6 @@ def writing_tensors_with(write: Callable[..., None]) -> Iterator[None]:
     finally:
         for (module, name), original in zip(places, originals, strict=True):
             setattr(module, name, original)
-
-
-@contextmanager
-def skipping_batches_with(skip: Callable[[Any, int], Any]) -> Iterator[None]:
-    """Call `skip` instead of accelerate's function the next time that Trainer skips batches of a loader.
-
-    `skip` returns None for loaders that accelerate's function is meant for.
-    """
-    original = stock.skip_first_batches
-
-    def once(loader: Any, num_batches: int = 0) -> Any:
-        stock.skip_first_batches = original
-        skipped = skip(loader, num_batches)
-        return original(loader, num_batches) if skipped is None else skipped
-
-    stock.skip_first_batches = once
-    try:
-        yield
-    finally:
-        stock.skip_first_batches = original
 
 
 @contextmanager

@@ -122,7 +122,6 @@ PATCHED = {
     "transformers.trainer:rotate_checkpoints": (
         "output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix"
     ),
-    "transformers.trainer:skip_first_batches": "dataloader, num_batches",
     "transformers:TrainerState.save_to_json": "self, json_path",
 }
 
@@ -141,15 +140,8 @@ OVERRIDDEN = {
     "Trainer._init_training_state": (
         "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
     ),
-    "Trainer._inner_training_loop": "self, batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval",
     "Trainer._load_best_model": "self",
     "Trainer._load_from_checkpoint": "self, resume_from_checkpoint, model",
-    "Trainer._load_optimizer_and_scheduler": "self, checkpoint",
-    "Trainer._load_rng_state": "self, checkpoint",
-    "Trainer._load_scaler": "self, checkpoint",
-    "Trainer._maybe_log_save_evaluate": (
-        "self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate"
-    ),
     "Trainer._prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
     "Trainer._prepare_input": "self, data",
     "Trainer._run_epoch": (

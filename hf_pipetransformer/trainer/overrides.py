@@ -62,10 +62,6 @@ class TrainingOverrides(_Trainer):
             "hyperparameter_search is not supported with a pipeline: start one run per setting, or use Trainer."
         )
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.pipeline_run.train_calls.loop():
-            return super()._inner_training_loop(*args, **kwargs)
-
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
         return self.pipeline_run.pipeline.shell
 
@@ -73,7 +69,8 @@ class TrainingOverrides(_Trainer):
         train_calls = self.pipeline_run.train_calls
         # The optimizer must include parameters that are frozen now but may unfreeze.
         with self.pipeline_run.pipeline.stage.store.all_active():
-            prepared = super()._prepare_for_training(max_steps, train_calls.loader, resume_from_checkpoint)
+            # Without a checkpoint: `prepare` restores it, once parameters and their groups are known by name.
+            prepared = super()._prepare_for_training(max_steps, train_calls.loader, None)
         train_calls.prepare(max_steps)
         return prepared
 
@@ -98,6 +95,8 @@ class TrainingOverrides(_Trainer):
         return place if rest is None else (rest.epoch, 0)
 
     def _run_epoch(self, **kwargs: Any) -> None:
+        # Without a checkpoint: Trainer would skip batches in a loader of accelerate's, and set RNG states too late.
+        kwargs["resume_from_checkpoint"] = None
         with self.pipeline_run.training.epoch(kwargs) as goes_on:
             if goes_on:
                 super()._run_epoch(**kwargs)
@@ -153,13 +152,6 @@ class TrainingOverrides(_Trainer):
         with self.pipeline_run.train_calls.counting_tokens() as counts_here:
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
-
-    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        self.pipeline_run.train_calls.signals.after_step()
-        logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        training = self.pipeline_run.training
-        training.end_step(logs, self.control.should_evaluate or self.control.should_save)
-        super()._maybe_log_save_evaluate(tr_loss, training.steps.logged_norm(grad_norm), *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as Trainer does, plus the layout as scalars in the first training entry and after each change."""
@@ -309,12 +301,3 @@ class SavingOverrides(_Trainer):
         if not train_calls.weights.load_best(self.pipeline_run.pipeline.stage):
             super()._load_best_model()
         train_calls.ending.give_back()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Do nothing: `Training.begin` restores both, once parameters and their groups are known by name."""
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Do nothing; see `_load_optimizer_and_scheduler`."""
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        self.pipeline_run.training.set_random_numbers()

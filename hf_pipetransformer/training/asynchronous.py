@@ -218,7 +218,7 @@ class AsynchronousSteps(Steps):
         """Return the norm to clip by, of this stage or of an earlier step."""
         return self._parts.norms.add()
 
-    def logged_norm(self, norm: Any) -> Any:
+    def norm_of_stages(self) -> torch.Tensor | None:
         return self._parts.norms.norm
 
     @contextmanager

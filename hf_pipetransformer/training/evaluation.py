@@ -35,7 +35,7 @@ from hf_pipetransformer.runtime.messages import only_loss
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import main_input_of
-from hf_pipetransformer.training.callbacks import giving_whole_model
+from hf_pipetransformer.training.callbacks import running_callbacks
 from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
@@ -317,7 +317,7 @@ class Evaluations:
                 yield False
                 return
             builder.pipeline.settle()
-            with giving_whole_model(builder.context.trainer, builder.pipeline), _installed(builder.pipeline):
+            with running_callbacks(builder.context.trainer, builder.pipeline), _installed(builder.pipeline):
                 yield True
 
     def reference_of(self, dataset: Any, samples_per_rank: int) -> Any:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerControl
 from transformers.trainer_utils import SaveStrategy
 
 from hf_pipetransformer import trainer_compat
@@ -45,8 +45,7 @@ from hf_pipetransformer.state.saving import check_unlinked, clear, rotating_by_s
 from hf_pipetransformer.training.asynchronous import check_stages
 from hf_pipetransformer.training.callbacks import (
     SavesOnSignal,
-    give_handler_back,
-    give_whole_model,
+    running_callbacks,
 )
 from hf_pipetransformer.training.computed_once import ComputedOnce
 from hf_pipetransformer.training.context import TrainerView, TrainingContext
@@ -88,7 +87,8 @@ class TrainCalls:
         self.weights = WeightLoading(self.context)
         self.ending = Ending(builder)
         self.computed_once = ComputedOnce(self.context)
-        self._in_loop = ExitStack()
+        self._until_left = ExitStack()
+        """What `begin` has entered, for the call in progress."""
         self.operations: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
         """Trainer's estimate of a batch's floating-point operations, by the shapes of its inputs."""
 
@@ -127,7 +127,7 @@ class TrainCalls:
         try:
             timeouts.rest()
             # The lock comes first: reported faults are written to the events file, which may belong to another run.
-            with self._only_run(trial), timeouts.reporting_faults():
+            with self._only_run(trial), timeouts.reporting_faults(), ExitStack() as self._until_left:
                 topology.decide(self.context.journal.log.check)
                 if trainer.model_init is None:
                     self.ending.put_together()
@@ -166,12 +166,6 @@ class TrainCalls:
         args, is_ours = self.context.args, not self.builder.is_left_to_trainer
         writes = is_ours or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
         return only_run(args.output_dir, self.context.topology) if writes and trial is None else nullcontext()
-
-    @contextmanager
-    def loop(self) -> Iterator[None]:
-        """Wrap Trainer's training loop; leaving it undoes what `begin` entered."""
-        with ExitStack() as self._in_loop:
-            yield
 
     def print_plan(self, loader: Any, values: tuple[Any, ...]) -> None:
         """Print the plan instead of training. Collective: call on every rank.
@@ -235,7 +229,6 @@ class TrainCalls:
         self.context.gains.begin()
         pipeline = builder.start(report.adding(sums), layout, longest)
         self.weights.load_expected(pipeline.stage)
-        give_whole_model(trainer, pipeline, longest)
         setup = TrainingSetup(
             self.context, self.policy, pipeline, replay, names, description, resumption, self._has_users_optimizer
         )
@@ -244,9 +237,10 @@ class TrainCalls:
         pipeline.last_seeded = topology.broadcast(torch.initial_seed())
         self.context.seeds.begin(pipeline.stage.groups)
         self._setup = setup
-        self._in_loop.enter_context(pipeline.stage.active())
+        self._until_left.enter_context(running_callbacks(trainer, pipeline, self))
+        self._until_left.enter_context(pipeline.stage.active())
         self.signals = SavesOnSignal(self.context)
-        self._in_loop.callback(self.signals.give_back)
+        self._until_left.callback(self.signals.give_back)
         if request is None:
             self.loader = with_shared_rng(loader, pipeline.shared_rng)
         else:
@@ -321,7 +315,6 @@ class TrainCalls:
         self.weights.forget()
         self._forget_training()
         self.resumption, builder.resumes_own, builder.is_left_to_trainer = None, False, builder.evaluates_alone
-        give_handler_back(self.context.trainer)
         if training is not None:
             training.end()
         if pipeline is not None:
@@ -335,6 +328,16 @@ class TrainCalls:
 
     def _forget_training(self) -> None:
         self.present = self.builder.cache = None
+
+    def before_callbacks(self) -> None:
+        """Correct the epoch that Trainer counts, see `StepEnds`."""
+        self.training.correct_epoch()
+
+    def after_callbacks(self, control: TrainerControl) -> None:
+        """Finish a step, see `StepEnds`. Collective: call on every rank."""
+        self.signals.after_step(control)
+        logs = control.should_log and trainer_compat.has_unlogged_steps(self.context.trainer)
+        self.training.end_step(logs, control.should_evaluate or control.should_save)
 
     @property
     def counts_inputs(self) -> bool:

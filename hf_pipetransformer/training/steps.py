@@ -78,9 +78,9 @@ class Steps(ABC):
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of the gradients to clip by. Collective: call once per step on every rank."""
 
-    def logged_norm(self, norm: Any) -> Any:
-        """Return the whole model's gradient norm to log, from the `norm` that Trainer has."""
-        return norm
+    def norm_of_stages(self) -> torch.Tensor | None:
+        """Return the whole model's gradient norm to log; None if `gradient_norm` has returned it."""
+        return None
 
     def updating(self) -> AbstractContextManager[None]:
         """Wrap the optimizer's step."""
