@@ -7,14 +7,10 @@ of other libraries is here:
   of the reference over the stages has computed. Way out: a method of TRL that its loss asks for them.
 - `is_quantized`, `hf_quantizer` of a model from a GGUF file (`drop_marks_of_gguf`): they stay although its weights are
   plain, and Trainer refuses it. Way out: transformers removing them.
-- `Trainer.gather_function` (`gathering_with`): a gather that knows how many samples each replica has. Way out: a
-  gather method to override.
-- `Trainer.preprocess_logits_for_metrics` (`without_preprocessing`): the last stage calls it, micro-batch by
-  micro-batch. Way out: none needed: it is restored after each evaluation.
-- `Trainer.compute_metrics` (`computing_metrics_with`): rank 0 calls it, and every rank gets its results. Way out: none
-  needed: it is restored after each evaluation.
-- `Trainer.compute_loss` (`computing_loss_with`): in an evaluation a loss that is not the model's own runs inside
-  of each stage. Way out: none needed: it is restored after each evaluation.
+- `Trainer.gather_function`, `preprocess_logits_for_metrics`, `compute_metrics` and `compute_loss` (`with_attributes`):
+  in an evaluation each replica has another number of samples, the last stage preprocesses micro-batch by micro-batch,
+  rank 0 may compute the metrics, and a loss that is not the model's own runs inside of each stage. Way out: none
+  needed: all are restored after each evaluation.
 - `Trainer.model_accepts_loss_kwargs` (`pass_num_items`): the model accepts `num_items_in_batch` and ignores it. Way
   out: transformers#47688.
 - `Trainer.place_model_on_device` (`place_model`): a run is left to Trainer after its constructor. Way out: a public
@@ -65,6 +61,7 @@ import datasets
 import safetensors.torch
 import torch
 import transformers.trainer as stock
+from accelerate.utils import send_to_device
 from transformers import PreTrainedModel, Trainer, TrainingArguments, modeling_utils
 from transformers.trainer import TRAINER_STATE_NAME as TRAINER_STATE_NAME
 from transformers.utils.quantization_config import QuantizationMethod
@@ -110,15 +107,32 @@ def eval_sampler(trainer: Trainer) -> Callable[[Any], Any]:
 
 def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return Trainer's function that moves a batch to the device; the mask takes along what the host knows of it."""
-    prepare, attention = trainer._prepare_inputs, config_value(bare_model(trainer.model), "_attn_implementation")
+    attention = config_value(bare_model(trainer.model), "_attn_implementation")
     # Compiled code reads no mask on the host, and takes plain tensors only; user code may give the batch another mask.
     is_compiled = trainer.args.torch_compile or attention == "flex_attention"
-    is_users = is_overridden(trainer, "_prepare_inputs") or is_overridden(trainer, "_prepare_input")
-    return prepare if is_compiled or is_users else partial(_prepare_with_mask, prepare)
+    prepare = _prepare if is_compiled or _has_users_preparation(trainer) else _prepare_with_mask
+    return partial(prepare, trainer)
 
 
-def _prepare_with_mask(prepare: Callable[[dict[str, Any]], dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
-    moved, mask = prepare(inputs), inputs.get(_MASK)
+def sent(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Copy a batch to the device without blocking, where Trainer's preparation would block for each tensor."""
+    if not is_apart(trainer.args.device) or _has_users_preparation(trainer):
+        return inputs
+    copied: dict[str, Any] = send_to_device(inputs, trainer.args.device, non_blocking=True)
+    return copied
+
+
+def _has_users_preparation(trainer: Trainer) -> bool:
+    return is_overridden(trainer, "_prepare_inputs") or is_overridden(trainer, "_prepare_input")
+
+
+def _prepare(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    prepared: dict[str, Any] = trainer._prepare_inputs(sent(trainer, inputs))
+    return prepared
+
+
+def _prepare_with_mask(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    moved, mask = _prepare(trainer, inputs), inputs.get(_MASK)
     if isinstance(mask, torch.Tensor) and not is_apart(mask.device) and is_apart(moved[_MASK].device):
         return {**moved, _MASK: KnownMask.of(moved[_MASK], mask)}
     return moved
@@ -354,17 +368,6 @@ def rotating_with(rotate: Callable[..., None]) -> Iterator[None]:
         stock.rotate_checkpoints = original
 
 
-@contextmanager
-def gathering_with(trainer: Trainer, gather: Callable[[Any], Any]) -> Iterator[None]:
-    """Make Trainer's evaluation loop gather with another function."""
-    original = trainer.gather_function
-    trainer.gather_function = gather
-    try:
-        yield
-    finally:
-        trainer.gather_function = original
-
-
 def alone_reads_outputs(trainer: Trainer) -> bool:
     """Return True if in an evaluation only Trainer's own code comes between the model's output and the metrics."""
     methods = "prediction_step", "evaluation_loop"
@@ -372,37 +375,17 @@ def alone_reads_outputs(trainer: Trainer) -> bool:
 
 
 @contextmanager
-def computing_metrics_with(trainer: Trainer, compute: Callable[..., Any]) -> Iterator[None]:
-    """Make Trainer's evaluation loop compute metrics with another function."""
-    original, trainer.compute_metrics = trainer.compute_metrics, compute
+def with_attributes(trainer: Trainer, values: dict[str, Any]) -> Iterator[None]:
+    """Set attributes of a trainer inside. A method among them hides that of the class."""
+    own = vars(trainer)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
     try:
         yield
     finally:
-        trainer.compute_metrics = original
-
-
-@contextmanager
-def computing_loss_with(trainer: Trainer, compute: Callable[..., Any]) -> Iterator[None]:
-    """Make Trainer's evaluation loop compute the loss with another function."""
-    given: Any = trainer
-    own = vars(given).get("compute_loss")
-    given.compute_loss = compute
-    try:
-        yield
-    finally:
-        del given.compute_loss
-        if own is not None:
-            given.compute_loss = own
-
-
-@contextmanager
-def without_preprocessing(trainer: Trainer) -> Iterator[None]:
-    """Keep Trainer's evaluation loop from calling `preprocess_logits_for_metrics`."""
-    original, trainer.preprocess_logits_for_metrics = trainer.preprocess_logits_for_metrics, None
-    try:
-        yield
-    finally:
-        trainer.preprocess_logits_for_metrics = original
+        for name in values:
+            del own[name]
+        own.update(before)
 
 
 def preprocessed(

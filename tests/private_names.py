@@ -143,7 +143,6 @@ OVERRIDDEN = {
     "Trainer._load_best_model": "self",
     "Trainer._load_from_checkpoint": "self, resume_from_checkpoint, model",
     "Trainer._prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
-    "Trainer._prepare_input": "self, data",
     "Trainer._run_epoch": (
         "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, "
         "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
@@ -153,11 +152,9 @@ OVERRIDDEN = {
     "Trainer._save_checkpoint": "self, model, trial",
     "Trainer._save_optimizer_and_scheduler": "self, output_dir",
     "Trainer._save_rng_state": "self, output_dir",
-    "Trainer._save_scaler": "self, output_dir",
     "Trainer._track_num_input_tokens": "self, inputs",
     "Trainer._wrap_model": "self, model, training, dataloader",
     "Trainer.create_accelerator_and_postprocess": "self",
-    "Trainer.compute_loss": "self, model, inputs, return_outputs, num_items_in_batch",
     "Trainer.create_model_card": (
         "self, language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args"
     ),

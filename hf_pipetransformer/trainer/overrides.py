@@ -12,8 +12,7 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
 
-from hf_pipetransformer import trainer_compat, trl_compat
-from hf_pipetransformer.comm.staging import is_apart
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
@@ -114,17 +113,6 @@ class TrainingOverrides(_Trainer):
         if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
             return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the trainer's loss, with what a frozen reference has said of the batch before."""
-        with trl_compat.reading_reference(self, inputs):
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def _prepare_input(self, data: Any) -> Any:
-        """Prepare as Trainer does, but copy tensors to the device without blocking."""
-        if isinstance(data, torch.Tensor) and is_apart(self.args.device):
-            return data.to(self.args.device, non_blocking=True)
-        return super()._prepare_input(data)
 
     def get_tp_size(self) -> int:
         """Return the world size: Trainer scales losses by `world_size / tp_size` to undo a mean, and ours is a sum."""
@@ -279,11 +267,6 @@ class SavingOverrides(_Trainer):
         checkpoints.save_optimizer(output_dir)
         if checkpoints.are_trainers_too:
             super()._save_optimizer_and_scheduler(output_dir)
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """Save Trainer's file only where plain Trainer could resume; the pipeline's copy is in `state.json`."""
-        if self.pipeline_run.training.checkpoints.are_trainers_too:
-            super()._save_scaler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
         checkpoints = self.pipeline_run.training.checkpoints

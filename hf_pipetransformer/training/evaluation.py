@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -75,20 +75,16 @@ class Evaluation:
             on_first_rank(self.trainer.compute_metrics, context.topology) if is_for_first_rank else None
         )
 
-    @contextmanager
-    def in_trainers_loop(self) -> Iterator[None]:
+    def in_trainers_loop(self) -> AbstractContextManager[None]:
         """Wrap Trainer's loop: what it gathers, preprocesses and computes from it."""
-        trainer = self.trainer
-        with ExitStack() as stack:
-            stack.enter_context(trainer_compat.gathering_with(trainer, self.gather))
-            if self.preprocess is not None:
-                stack.enter_context(trainer_compat.without_preprocessing(trainer))
-            if self._loss is not None:
-                inside = partial(self._loss_inside_stages, self._loss)
-                stack.enter_context(trainer_compat.computing_loss_with(trainer, inside))
-            if self._compute_metrics is not None:
-                stack.enter_context(trainer_compat.computing_metrics_with(trainer, self._compute_metrics))
-            yield
+        own: dict[str, Any] = {"gather_function": self.gather}
+        if self.preprocess is not None:
+            own["preprocess_logits_for_metrics"] = None
+        if self._loss is not None:
+            own["compute_loss"] = partial(self._loss_inside_stages, self._loss)
+        if self._compute_metrics is not None:
+            own["compute_metrics"] = self._compute_metrics
+        return trainer_compat.with_attributes(self.trainer, own)
 
     @contextmanager
     def running(
@@ -117,8 +113,9 @@ class Evaluation:
             self.gather.begin_batch(batch_size(inputs), rows_per_sample(inputs), num_tokens)
             is_cut = self.loader.progress.size >= self.pipeline.layout.num_replicas
             marked = {**batch, **runner.marks}
-            with self.metrics.record_part(marked), self.pipeline.joining_evaluation(is_cut):
-                yield batch
+            reads = trl_compat.reading_reference(trainer, batch)
+            with self.metrics.record_part(marked), self.pipeline.joining_evaluation(is_cut), reads:
+                yield trainer_compat.sent(trainer, batch)
         finally:
             runner.reduce, runner.is_read_by_first, runner.marks = None, False, {}
 

@@ -528,7 +528,7 @@ def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_it
     device = next(trainer.model.parameters()).device  # A model too large for the device is still on the CPU here.
     passes = "labels" in inputs and trainer_compat.takes_num_items(trainer)
     items = torch.tensor(num_items, device=device) if passes else None
-    with discard_metrics(trainer):
+    with discard_metrics(trainer), trl_compat.reading_reference(trainer, inputs):
         loss: torch.Tensor = trainer.compute_loss(shell, _copied(inputs), num_items_in_batch=items)
     return loss
 

@@ -183,7 +183,8 @@ class Steps(ABC):
         trainer, shell = self.trainer, self.pipeline.shell
 
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
-            with trainer.compute_loss_context_manager(), self.metrics.record_part(micro_batch):
+            reads = trl_compat.reading_reference(trainer, micro_batch)
+            with trainer.compute_loss_context_manager(), self.metrics.record_part(micro_batch), reads:
                 loss: torch.Tensor = trainer.compute_loss(shell, micro_batch, num_items_in_batch=num_items)
             return loss
 
