@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from hf_pipetransformer.data.batches import CacheTags
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.linear_layers import WeightGradients
 from hf_pipetransformer.schedules import ActionList
-from hf_pipetransformer.splitters.view import StageView
+from hf_pipetransformer.splitters.view import Ran, StageView
 
 
 Forward = Callable[[dict[str, Any]], Any]
@@ -168,7 +169,9 @@ class ModelProgram(StageProgram):
         keeps = torch.is_grad_enabled()
         if received is not None:
             received.requires_grad_(keeps and self.sends_gradient)
-        output: torch.Tensor = self.predict(micro_batch, received)
+        with self._running(self.blocks, received) as ran:
+            ran.result = micro_batch.forward(dict(micro_batch.inputs))
+        output = self._leaving(ran, micro_batch)
         if keeps:
             self._held[micro_batch.index] = received, output
         return _weighted(output, micro_batch.weight) if self.has_head else output
@@ -177,14 +180,19 @@ class ModelProgram(StageProgram):
         blocks = self.blocks[:-1] if self.has_head and micro_batch.ends_before_head else self.blocks
         if not blocks:
             return received  # A stage of the head alone has nothing to run before it.
-        result = self.view.run(blocks, received, lambda: self._run(micro_batch))
-        return result if self.has_head else as_sent(result, micro_batch, self.dtype_out)
+        with self._running(blocks, received) as ran:
+            ran.result = micro_batch.forward(dict(micro_batch.inputs))
+        return self._leaving(ran, micro_batch)
 
-    def _run(self, micro_batch: MicroBatch) -> Any:
-        # Called after `StageView.run` has installed its overrides, so that these leave those layers alone.
-        later = self.weight_gradients
-        with later.split_linears(), later.casts.shared(), self.embeddings.keeping():
-            return micro_batch.forward(dict(micro_batch.inputs))
+    @contextmanager
+    def _running(self, blocks: range, received: torch.Tensor | None) -> Iterator[Ran]:
+        view, later = self.view.running(blocks, received), self.weight_gradients
+        # The view comes first: what it installs leaves the layers alone that the others change.
+        with view as ran, later.split_linears(), later.casts.shared(), self.embeddings.keeping():
+            yield ran
+
+    def _leaving(self, ran: Ran, micro_batch: MicroBatch) -> Any:
+        return ran.result if self.has_head else as_sent(ran.result, micro_batch, self.dtype_out)
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         received, output = self._held.pop(micro_batch.index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -30,7 +30,6 @@ from hf_pipetransformer.data.batches import (
     with_rows,
 )
 from hf_pipetransformer.data.flattened import assign_sequences, join_tokens, sequences_of
-from hf_pipetransformer.engine.engine import ActionListRun
 from hf_pipetransformer.engine.head import HeadMode
 from hf_pipetransformer.engine.linear_layers import linear_layers
 from hf_pipetransformer.engine.losses import LossRule, LossScope
@@ -108,8 +107,6 @@ class StageRunner:
         self.norms = GradientNorms(stage)
         self.joins_evaluation = False
         """True while batches are evaluated whose loss sees the samples of all replicas."""
-        self.watches = False
-        """True if the loss of the next batch is to be compared with that of the whole batch."""
         self._copies = CopyStream(stage.settings.device)
         self._actions_seen: ActionList = ()
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
@@ -124,11 +121,15 @@ class StageRunner:
         self.marks: dict[str, Any] = {}
         """What `batches` has noted of the samples of the batch that `predict` is given."""
 
-    def train(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
+    def train(self, batch: LoaderBatch, is_last_batch: bool, watches: bool = False) -> torch.Tensor:
         """Run forward and backward of one loader batch of this replica, and reduce gradients if it ends the step.
 
         Collective: call on every rank. Returns this replica's weighted share of the batch loss on the last stage, zero
-        elsewhere. `is_last_batch` is True if the optimizer steps after this batch.
+        elsewhere.
+
+        Args:
+            is_last_batch: True if the optimizer steps after this batch.
+            watches: True if the loss is to be compared with that of the whole batch.
         """
         stage = self.stage
         bounds = self._token_bounds(batch.inputs)
@@ -138,13 +139,14 @@ class StageRunner:
             if batch.reference is not None:
                 cut = self._with_reference(cut, batch.reference, batch.prepare)
             num_slices, schedule = max(1, len(bounds) - 1), find_schedule(stage.layout.schedule)
-            if self._plan_head(batch, cut):
+            if self._plan_head(batch, cut, watches):
                 schedule = forwards_first(schedule)
             actions = self._actions(schedule, len(cut) // num_slices, num_slices)
             # Each action except a send looks up its micro-batch once.
             uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
             run = stage.engine.begin(actions, OnDevice(cut, uses, batch.prepare, self._copies))
-            self._advance(run, actions, is_last_batch)
+            for stop in self._stops(actions, is_last_batch):
+                run.advance(before=stop)
             shares = run.drain()
             stage.view.widen()
             stage.head.begin(HeadMode.PARTS)
@@ -158,10 +160,10 @@ class StageRunner:
             self._reduce()
         return loss
 
-    def _plan_head(self, batch: LoaderBatch, cut: list[MicroBatch]) -> bool:
+    def _plan_head(self, batch: LoaderBatch, cut: list[MicroBatch], watches: bool) -> bool:
         """Plan the head of a training batch; return True if it runs once for all micro-batches."""
         if self.scope is LossScope.PARTS or (len(cut) == 1 and not self._joins_replicas):
-            self.stage.head.begin(HeadMode.WATCHED if self.watches else HeadMode.PARTS)
+            self.stage.head.begin(HeadMode.WATCHED if watches else HeadMode.PARTS)
             return False
         if self.stage.layout.pipeline_size == 1:
             for part in cut:
@@ -197,13 +199,16 @@ class StageRunner:
             return cut
         return [replace(part, inputs={**part.inputs, **own}) for part, own in zip(cut, found, strict=True)]
 
-    def _advance(self, run: ActionListRun, actions: ActionList, is_last_batch: bool) -> None:
-        """Run an action list. In the last batch of a step, gradients are reduced as soon as they are complete."""
+    def _stops(self, actions: ActionList, is_last_batch: bool) -> Iterator[Action | None]:
+        """Iterate over the actions before which an action list stops, None for its end; it runs on in between.
+
+        In the last batch of a step, gradients are reduced as soon as they are complete.
+        """
         if is_last_batch and self._reducer.buckets:
             for action, parameters in self._last_gradients_of(actions):
-                run.advance(before=action)
+                yield action
                 self._reducer.arm(parameters)
-        run.advance()
+        yield None
         late = self.stage.embeddings
         if is_last_batch:
             self._reducer.arm(late.parameters)
@@ -240,7 +245,8 @@ class StageRunner:
         """Run the next batch of a window, with `num_items` items over all replicas. Result as in `train`."""
         device = self.stage.settings.device
         actions = window.begin_batch()
-        self._advance(window.run, actions, is_last_batch)
+        for stop in self._stops(actions, is_last_batch):
+            window.run.advance(before=stop)
         shares = window.run.take_results()
         if is_last_batch:
             self._reduce()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,13 @@ class StageExit(Exception):
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__("a pipeline stage ended here; this exception is caught by the pipeline engine")
         self.hidden = hidden
+
+
+@dataclass
+class Ran:
+    """Forward of a model that a view has restricted, with its result."""
+
+    result: Any = None
 
 
 class StageView:
@@ -83,25 +91,34 @@ class StageView:
         own.update(self.methods)
 
     def run(self, blocks: range, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
-        """Run `forward` with the model restricted to `blocks`; the restriction stays until `widen`.
+        """Return the result of `forward`, see `running`."""
+        with self.running(blocks, received) as ran:
+            ran.result = forward()
+        return ran.result
+
+    @contextmanager
+    def running(self, blocks: range, received: torch.Tensor | None) -> Iterator[Ran]:
+        """Restrict the model to `blocks` for one forward inside; the restriction stays until `widen`.
+
+        Whoever enters notes the forward's result. If `blocks` do not include the head it is the activation after the
+        last block, at which the forward ends.
 
         Args:
             received: the activation that enters `blocks`, `(batch, seq, hidden)`; None for the embeddings.
-
-        Returns:
-            The result of `forward` if `blocks` include the head, else the activation after the last block.
 
         Raises:
             PipelineError: the model skipped the last of `blocks`.
         """
         self.narrow(blocks)
         self.received, self.is_running = received, True
+        ran = Ran()
         try:
-            result = forward()
+            yield ran
         except StageExit as stage_exit:
             # The traceback references the frames of the whole forward, and with them every activation.
             stage_exit.__traceback__ = None
-            return stage_exit.hidden
+            ran.result = stage_exit.hidden
+            return
         finally:
             self.received, self.is_running = None, False
         if blocks.stop < self.structure.num_blocks:
@@ -109,7 +126,6 @@ class StageView:
                 "The model ran to its end on a stage that does not hold the head: it skipped the stage's last layer. "
                 "Layers that are skipped at random (layerdrop) cannot be stages."
             )
-        return result
 
     @contextmanager
     def backward_of(self, blocks: range, received: torch.Tensor | None) -> Iterator[None]:

@@ -246,13 +246,21 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             raise
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Train on a batch; of a run that is left to Trainer, frozen parts are looked up where they were computed."""
-        if not self.pipeline_run.is_left_to_trainer:
-            return super().training_step(model, inputs, num_items_in_batch)
-        computed_once = self.pipeline_run.train_calls.computed_once
-        computed_once.begin_step(inputs)
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        computed_once.end_step(inputs, loss)
+        """Train on a batch; the last one of an accumulation also reduces the gradients.
+
+        On stages it returns a scalar whose mean over all ranks is the batch's loss; Trainer's loop sums it without
+        reading it. Of a run that is left to Trainer, frozen parts are looked up where they were computed.
+        """
+        run = self.pipeline_run
+        if run.is_left_to_trainer:
+            computed_once = run.train_calls.computed_once
+            computed_once.begin_step(inputs)
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            computed_once.end_step(inputs, loss)
+            return loss
+        loss = run.training.run_batch(inputs, num_items_in_batch)
+        if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
+            return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:

@@ -104,16 +104,6 @@ class TrainingOverrides(_Trainer):
         """Fetch the batches of one optimizer step, and count the items of their losses over all replicas."""
         return self.pipeline_run.training.begin_step(epoch_iterator, num_batches)
 
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of one loader batch; the last one of an accumulation also reduces the gradients.
-
-        Returns a scalar whose mean over all ranks is the batch's loss; Trainer's loop sums it without reading it.
-        """
-        loss = self.pipeline_run.training.run_batch(inputs, num_items_in_batch)
-        if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
-            return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
-        return loss
-
     def get_tp_size(self) -> int:
         """Return the world size: Trainer scales losses by `world_size / tp_size` to undo a mean, and ours is a sum."""
         return self.args.world_size

@@ -71,7 +71,7 @@ class Comparison:
 
 @dataclass
 class LossCheck:
-    """Runs the batches of synchronous steps, and checks their loss."""
+    """Checks the losses of the batches of synchronous steps: `begin` before each, `end` after it."""
 
     context: TrainingContext
     pipeline: Pipeline
@@ -89,19 +89,20 @@ class LossCheck:
     def _runner(self) -> StageRunner:
         return self.pipeline.runner
 
-    def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
-        """Run a batch, and after the last one of a step the check that is due; returns what `StageRunner.train` does.
+    def begin(self) -> bool:
+        """Return True if the next batch is checked."""
+        if not self._ran:
+            self._begin_step()
+        return self._is_due
+
+    def end(self, batch: LoaderBatch, loss: torch.Tensor, is_last_batch: bool) -> torch.Tensor:
+        """Check the batch that has run with `loss`; after the last one of a step, return the loss that counts.
 
         Collective: call on every rank.
 
         Raises:
             LossDoesNotDecomposeError: on every rank, if the loss is no sum over parts and cannot be joined.
         """
-        if not self._ran:
-            self._begin_step()
-        self._runner.watches = self._is_due
-        loss = self._runner.train(batch, is_last_batch)
-        self._runner.watches = False
         if self._is_due:
             self._ran.append((batch, loss))
             self._compare(batch)

@@ -71,8 +71,8 @@ class Steps(ABC):
         """Return the batches of the next step, `num_batches` if the epoch has as many."""
 
     @abstractmethod
-    def _run_batch(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
-        """Run the next batch of the step; see `StageRunner.train`."""
+    def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
+        """Run forward and backward of what `next_batch` gave; see `StageRunner.train`."""
 
     @abstractmethod
     def gradient_norm(self) -> torch.Tensor:
@@ -152,11 +152,10 @@ class Steps(ABC):
         if self.loader is not None:
             self.loader.num_ahead = self.loader.num_under_way = 0
 
-    def run(self, inputs: dict[str, Any], num_items: Any, write: Write | None) -> torch.Tensor:
-        """Run forward and backward of one loader batch; the last one of an accumulation also reduces the gradients.
+    def next_batch(self, inputs: dict[str, Any], num_items: Any, write: Write | None) -> LoaderBatch:
+        """Make everything ready for the next batch of the step, which is returned with the loss that Trainer computes.
 
-        `write` stores the activations that enter the entry block. Returns a scalar whose mean over all ranks is the
-        batch's loss.
+        `write` stores the activations that enter the entry block.
         """
         trainer, args, pipeline = self.trainer, self.trainer.args, self.pipeline
         pipeline.shell.training = True  # A loss may read the shell's flag, and an evaluation has cleared it.
@@ -172,9 +171,12 @@ class Steps(ABC):
         self.metrics.begin_batch(inputs, counts_tokens=pipeline.stage.groups.is_first)
         step, number = self._present, self._num_run
         self._num_run += 1
-        batch = self._loader_batch(inputs, number, step, num_items, write)
-        loss = self._run_batch(batch, trainer.accelerator.sync_gradients)
-        return loss.detach().to(args.device) * (self._share(step) * self.context.topology.world_size)
+        return self._loader_batch(inputs, number, step, num_items, write)
+
+    def loss_of_all(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a scalar whose mean over all ranks is the loss of the batch, from what `run` returned."""
+        share = self._share(self._present) * self.context.topology.world_size
+        return loss.detach().to(self.trainer.args.device) * share
 
     def _loader_batch(
         self, inputs: dict[str, Any], number: int, step: StepBatches, num_items: Any, write: Write | None = None
@@ -210,8 +212,9 @@ class SynchronousSteps(Steps):
     def __post_init__(self) -> None:
         self._check = LossCheck(self.context, self.pipeline, self.metrics)
 
-    def _run_batch(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
-        return self._check.run(batch, is_last_batch)
+    def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
+        loss = self.pipeline.runner.train(batch, is_last_batch, watches=self._check.begin())
+        return self._check.end(batch, loss, is_last_batch)
 
     def gradient_norm(self) -> torch.Tensor:
         scaler = self.trainer.accelerator.scaler

@@ -147,10 +147,15 @@ class Training:
         return batches
 
     def run_batch(self, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
-        write = None
+        """Run forward and backward of one loader batch; the last one of an accumulation also reduces the gradients.
+
+        Returns a scalar whose mean over all ranks is the batch's loss.
+        """
+        write, steps = None, self.steps
         if self.cache is not None:
             inputs, write = self.cache.current(inputs), self.cache.write
-        loss = self.steps.run(inputs, num_items, write)
+        batch = steps.next_batch(inputs, num_items, write)
+        loss = steps.loss_of_all(steps.run(batch, self.context.trainer.accelerator.sync_gradients))
         if self._first_loss is None:
             self._first_loss = loss.detach().clone()
         return loss
