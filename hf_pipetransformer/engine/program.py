@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from hf_pipetransformer.engine.linear_layers import WeightGradients
 from hf_pipetransformer.schedules import ActionList
 from hf_pipetransformer.splitters.view import Ran, StageView
 
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.engine.token_program import TokenSliceContexts
 
 Forward = Callable[[dict[str, Any]], Any]
 Write = Callable[["MicroBatch", torch.Tensor], None]
@@ -137,6 +140,7 @@ class ModelProgram(StageProgram):
     `sends_gradient` is True if a stage below trains anything and so needs the gradient of this stage's input.
     `weight_gradients` is needed only for schedules that split the backward. Forwards share the casts of its `casts`.
     `embeddings` keeps back gradients, which the caller adds after the last backward; not for a stage with the head.
+    `contexts` has what token slices know of earlier ones; without it, micro-batches are whole sequences.
     """
 
     def __init__(
@@ -147,6 +151,7 @@ class ModelProgram(StageProgram):
         sends_gradient: bool,
         weight_gradients: WeightGradients | None = None,
         embeddings: EmbeddingGradients | None = None,
+        contexts: TokenSliceContexts | None = None,
     ) -> None:
         self.view = view
         self.blocks = blocks
@@ -154,6 +159,7 @@ class ModelProgram(StageProgram):
         self.sends_gradient = sends_gradient
         self.weight_gradients = weight_gradients or WeightGradients([])
         self.embeddings = embeddings or EmbeddingGradients()
+        self.contexts = contexts
         self.has_head = blocks.stop == view.structure.num_blocks
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
@@ -161,16 +167,19 @@ class ModelProgram(StageProgram):
         self._held.clear()
         self.weight_gradients.clear()
         self.embeddings.clear()
+        if self.contexts is not None:
+            self.contexts.begin(actions)
 
     def extend(self, actions: ActionList) -> None:
-        pass  # Nothing here depends on the action list.
+        if self.contexts is not None:
+            self.contexts.extend(actions)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         keeps = torch.is_grad_enabled()
         if received is not None:
             received.requires_grad_(keeps and self.sends_gradient)
         with self._running(self.blocks, received) as ran:
-            ran.result = micro_batch.forward(dict(micro_batch.inputs))
+            ran.result = micro_batch.forward(self._inputs_of(micro_batch))
         output = self._leaving(ran, micro_batch)
         if keeps:
             self._held[micro_batch.index] = received, output
@@ -181,8 +190,13 @@ class ModelProgram(StageProgram):
         if not blocks:
             return received  # A stage of the head alone has nothing to run before it.
         with self._running(blocks, received) as ran:
-            ran.result = micro_batch.forward(dict(micro_batch.inputs))
+            ran.result = micro_batch.forward(self._inputs_of(micro_batch))
+        if self.contexts is not None:
+            self.contexts.end_prediction(micro_batch)
         return self._leaving(ran, micro_batch)
+
+    def _inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        return dict(micro_batch.inputs) if self.contexts is None else self.contexts.inputs_of(micro_batch)
 
     @contextmanager
     def _running(self, blocks: range, received: torch.Tensor | None) -> Iterator[Ran]:
@@ -195,6 +209,8 @@ class ModelProgram(StageProgram):
         return ran.result if self.has_head else as_sent(ran.result, micro_batch, self.dtype_out)
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if self.contexts is not None:
+            self.contexts.begin_backward(micro_batch, gradient)
         received, output = self._held.pop(micro_batch.index)
         later = self.weight_gradients
         # Layers may be recomputed inside, also with the model's own checkpointing.
@@ -205,6 +221,8 @@ class ModelProgram(StageProgram):
             elif micro_batch.weight:
                 (output * (micro_batch.weight * micro_batch.loss_scale)).backward()
         self.embeddings.add_if_many()
+        if self.contexts is not None:
+            self.contexts.end_backward(micro_batch)
         if received is None or not self.sends_gradient:
             return None
         # The stage below waits for a gradient even if none reached the input (a micro-batch with weight 0).
