@@ -110,13 +110,18 @@ def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
     attention = config_value(bare_model(trainer.model), "_attn_implementation")
     # Compiled code reads no mask on the host, and takes plain tensors only; user code may give the batch another mask.
     is_compiled = trainer.args.torch_compile or attention == "flex_attention"
-    prepare = _prepare if is_compiled or _has_users_preparation(trainer) else _prepare_with_mask
-    return partial(prepare, trainer)
+    if _has_users_preparation(trainer):
+        return trainer._prepare_inputs
+    return partial(_prepare if is_compiled else _prepare_with_mask, trainer)
 
 
 def sent(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
     """Copy a batch to the device without blocking, where Trainer's preparation would block for each tensor."""
-    if not is_apart(trainer.args.device) or _has_users_preparation(trainer):
+    return inputs if _has_users_preparation(trainer) else _sent(trainer, inputs)
+
+
+def _sent(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    if not is_apart(trainer.args.device):
         return inputs
     copied: dict[str, Any] = send_to_device(inputs, trainer.args.device, non_blocking=True)
     return copied
@@ -127,7 +132,7 @@ def _has_users_preparation(trainer: Trainer) -> bool:
 
 
 def _prepare(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-    prepared: dict[str, Any] = trainer._prepare_inputs(sent(trainer, inputs))
+    prepared: dict[str, Any] = trainer._prepare_inputs(_sent(trainer, inputs))
     return prepared
 
 

@@ -50,6 +50,7 @@ from hf_pipetransformer.schedules import (
     find_schedule,
     forwards_first,
 )
+from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import slice_bounds
 from hf_pipetransformer.splitters.structure import ActivationShape
 
@@ -108,6 +109,8 @@ class StageRunner:
         self.joins_evaluation = False
         """True while batches are evaluated whose loss sees the samples of all replicas."""
         self._copies = CopyStream(stage.settings.device)
+        self._layout_seen: Layout | None = None
+        self._of_training: dict[tuple[int, int, bool], ActionList] = {}
         self._actions_seen: ActionList = ()
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
         self.write: Write | None = None
@@ -138,10 +141,8 @@ class StageRunner:
         if cut:
             if batch.reference is not None:
                 cut = self._with_reference(cut, batch.reference, batch.prepare)
-            num_slices, schedule = max(1, len(bounds) - 1), find_schedule(stage.layout.schedule)
-            if self._plan_head(batch, cut, watches):
-                schedule = forwards_first(schedule)
-            actions = self._actions(schedule, len(cut) // num_slices, num_slices)
+            num_slices, is_joined = max(1, len(bounds) - 1), self._plan_head(batch, cut, watches)
+            actions = self._actions_of_training(len(cut) // num_slices, num_slices, is_joined)
             # Each action except a send looks up its micro-batch once.
             uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
             run = stage.engine.begin(actions, OnDevice(cut, uses, batch.prepare, self._copies))
@@ -361,6 +362,17 @@ class StageRunner:
             sender.flush()
         return recv_object(source, control, "receiving the predictions") if groups.is_first else outline
 
+    def _actions_of_training(self, num_microbatches: int, num_token_slices: int, is_joined: bool) -> ActionList:
+        """Return the action list of a batch, found once for a layout; `is_joined`: its head runs once."""
+        layout, key = self.stage.layout, (num_microbatches, num_token_slices, is_joined)
+        if layout is not self._layout_seen:
+            self._layout_seen, self._of_training = layout, {}
+        if key not in self._of_training:
+            schedule = find_schedule(layout.schedule)
+            schedule = forwards_first(schedule) if is_joined else schedule
+            self._of_training[key] = self._actions(schedule, num_microbatches, num_token_slices)
+        return self._of_training[key]
+
     def _actions(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> ActionList:
         layout = self.stage.layout
         shape = layout.pipeline_size, num_microbatches, layout.num_chunks, layout.first_active_stage
@@ -424,7 +436,7 @@ class StageRunner:
         return bounds if len(bounds) > 2 else ()
 
     def _shapes(self, parts: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
-        if self.stage.layout.pipeline_size == 1:
+        if self.stage.groups.pipeline_size == 1:
             return [()] * len(parts)
         return [self.activation.of(part) for part in parts]
 

@@ -63,6 +63,7 @@ class StageView:
         self.model = model
         self.splitter = splitter
         self.structure = structure
+        self._num_blocks = structure.num_blocks
         self._compiled = compiled
         self._recomputes_layers = recomputes_layers
         self._faster: dict[tuple[int, str], Callable[..., Any]] = {}
@@ -121,7 +122,7 @@ class StageView:
             return
         finally:
             self.received, self.is_running = None, False
-        if blocks.stop < self.structure.num_blocks:
+        if blocks.stop < self._num_blocks:
             raise PipelineError(
                 "The model ran to its end on a stage that does not hold the head: it skipped the stage's last layer. "
                 "Layers that are skipped at random (layerdrop) cannot be stages."

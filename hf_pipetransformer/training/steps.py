@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,6 +62,14 @@ class Steps(ABC):
     @property
     def trainer(self) -> Trainer:
         return self.context.trainer
+
+    @cached_property
+    def _main_input(self) -> str:
+        return main_input_of(self.trainer.model)
+
+    @cached_property
+    def _prepare(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        return trainer_compat.preparation(self.trainer)
 
     @property
     def num_read_ahead(self) -> int:
@@ -160,7 +170,7 @@ class Steps(ABC):
         trainer, args, pipeline = self.trainer, self.trainer.args, self.pipeline
         pipeline.shell.training = True  # A loss may read the shell's flag, and an evaluation has cleared it.
         pipeline.stage.set_modes()
-        value = inputs.get(main_input_of(trainer.model))
+        value = inputs.get(self._main_input)
         num_tokens = value.numel() if isinstance(value, torch.Tensor) else 0
         pipeline.settings.meter.count(batch_size(inputs), num_tokens)
         if callable(getattr(trainer.optimizer, "train", None)):
@@ -194,8 +204,8 @@ class Steps(ABC):
         scale: float | torch.Tensor = share
         if trainer.accelerator.scaler is not None:
             scale = trainer.accelerator.scaler.scale(torch.full((), share, device=trainer.args.device))
-        prepare, reference = trainer_compat.preparation(trainer), trl_compat.reference(trainer, shell)
-        return LoaderBatch(inputs, forward, step.items[number], prepare, scale, write, reference)
+        reference = trl_compat.reference(trainer, shell)
+        return LoaderBatch(inputs, forward, step.items[number], self._prepare, scale, write, reference)
 
     def _share(self, step: StepBatches) -> float:
         """Return the weight of a batch's loss in its step's loss."""
