@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -91,6 +91,25 @@ class LoaderBatch:
     reference: Forward | None = None
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """How batches without a backward are run, and what of their outputs is read.
+
+    Args:
+        write: stores the activations that enter the entry block.
+        reduce: replaces the output of a batch or a part of it, given with its inputs, by what is read.
+        is_read_by_first: outputs are read on the first position only; elsewhere they are tensors of no samples.
+        marks: what `batches` has noted of the samples of the batch.
+        joins_replicas: the loss sees the samples of all replicas.
+    """
+
+    write: Write | None = None
+    reduce: Callable[[Any, dict[str, Any]], Any] | None = None
+    is_read_by_first: bool = False
+    marks: Mapping[str, Any] = field(default_factory=dict)
+    joins_replicas: bool = False
+
+
 class StageRunner:
     """Runner that cuts batches into micro-batches and runs them through this rank's part of the pipeline.
 
@@ -106,23 +125,13 @@ class StageRunner:
         self.scope = scope
         self.shifts_labels = shifts_labels
         self.norms = GradientNorms(stage)
-        self.joins_evaluation = False
-        """True while batches are evaluated whose loss sees the samples of all replicas."""
         self._copies = CopyStream(stage.settings.device)
         self._layout_seen: Layout | None = None
         self._of_training: dict[tuple[int, int, bool], ActionList] = {}
         self._actions_seen: ActionList = ()
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
-        self.write: Write | None = None
-        """Stores the activations that enter the entry block while predicting."""
-        self.reduce: Callable[[Any, dict[str, Any]], Any] | None = None
-        """Replaces the output of a batch or a part of it, given with its inputs, by what is read; for `predict`."""
         self._growth: float | None = None
         """Bytes of the head's output per byte of what enters it; None before the first output that is reduced."""
-        self.is_read_by_first = False
-        """True if `predict` returns outputs on the first position only, and elsewhere tensors of no samples."""
-        self.marks: dict[str, Any] = {}
-        """What `batches` has noted of the samples of the batch that `predict` is given."""
 
     def train(self, batch: LoaderBatch, is_last_batch: bool, watches: bool = False) -> torch.Tensor:
         """Run forward and backward of one loader batch of this replica, and reduce gradients if it ends the step.
@@ -266,28 +275,32 @@ class StageRunner:
         guarded(lambda: dist.all_reduce(sums, group=groups.replica_control), what)
         return sums.tolist()
 
-    def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
+    def predict(self, inputs: dict[str, Any], forward: Forward, how: Prediction) -> Any:
         """Return the model output for one batch on every stage. Collective: call on every rank of the pipeline.
 
-        `forward` runs a micro-batch through the stages, and the head on the whole batch. With `is_read_by_first`,
-        tensors have no rows outside the first position.
+        `forward` runs a micro-batch through the stages, and the head on the whole batch.
         """
-        stage, inputs = self.stage, {**inputs, **self.marks}
+        stage, inputs = self.stage, {**inputs, **how.marks}
         total = count_items(inputs, self.shifts_labels)
         # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch_size(inputs))
-        cut = self._cut(LoaderBatch(inputs, forward, total, write=self.write), rule, count)
+        cut = self._cut(LoaderBatch(inputs, forward, total, write=how.write), rule, count)
         cut = [replace(part, ends_before_head=True) for part in cut]
         actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(cut))
         entering = stage.engine.begin(actions, cut, is_training=False).drain()
-        message = as_message(self._through_head(inputs, cut, entering, count)) if stage.groups.is_last else None
+        message = as_message(self._through_head(inputs, cut, entering, how, count)) if stage.groups.is_last else None
         stage.view.widen()
-        return from_message(self._spread(message), stage.settings.device)
+        return from_message(self._spread(message, how.is_read_by_first), stage.settings.device)
 
     @torch.no_grad()
     def _through_head(
-        self, inputs: dict[str, Any], parts: Sequence[MicroBatch], entering: list[torch.Tensor], count: int
+        self,
+        inputs: dict[str, Any],
+        parts: Sequence[MicroBatch],
+        entering: list[torch.Tensor],
+        how: Prediction,
+        count: int,
     ) -> Any:
         """Return the head's output for a batch that was cut into `count` parts, as it comes out of the last layer.
 
@@ -302,9 +315,9 @@ class StageRunner:
 
         def run(hidden: torch.Tensor, given: dict[str, Any]) -> Any:
             output = head(hidden, given)
-            return mapped(torch.Tensor.cpu, output if self.reduce is None else self.reduce(output, given))
+            return mapped(torch.Tensor.cpu, output if how.reduce is None else how.reduce(output, given))
 
-        if self.reduce is not None and len(parts) > 1 and self.scope is LossScope.PARTS:
+        if how.reduce is not None and len(parts) > 1 and self.scope is LossScope.PARTS:
             if self._growth is None:
                 self._growth = _num_bytes(head(entering[0], parts[0].inputs)) / max(_num_bytes(entering[0]), 1)
             if self._growth * _num_bytes(entering) > JOINED_BYTES:
@@ -313,7 +326,7 @@ class StageRunner:
                 if joined is not None:
                     return joined
         marked, _ = detach_tags(inputs)
-        found = HeadJoin(marked, parts, dict, self._replicas if self.joins_evaluation else None).whole(entering)
+        found = HeadJoin(marked, parts, dict, self._replicas if how.joins_replicas else None).whole(entering)
         output, num_rows = run(found.entering, for_model(found.inputs)), len(found.entering)
         return mapped(lambda each: found.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
 
@@ -345,12 +358,12 @@ class StageRunner:
             cut = [replace(part, place=place) for part, place in zip(cut, places, strict=True)]
         return self._actions(FORWARD_ONLY[self.stage.layout.placement], len(cut)), cut
 
-    def _spread(self, message: dict[str, Any] | None) -> Any:
-        """Send the last stage's message to those who read it; with `is_read_by_first`, the others get its outline."""
+    def _spread(self, message: dict[str, Any] | None, is_read_by_first: bool) -> Any:
+        """Send the last stage's message to those who read it; if that is the first position, others get an outline."""
         groups = self.stage.groups
         source, first, control = groups.last_rank, groups.pipeline_ranks[0], groups.pipeline_control
         rank = groups.pipeline_ranks[groups.position]
-        if not self.is_read_by_first:
+        if not is_read_by_first:
             return broadcast_tree(message, source, control, rank)
         outline = None if message is None else mapped(without_rows, message)
         outline = broadcast_tree(outline, source, control, rank)
