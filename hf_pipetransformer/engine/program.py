@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -13,28 +13,13 @@ from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.data.batches import CacheTags
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.linear_layers import WeightGradients
+from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
 from hf_pipetransformer.schedules import ActionList
 from hf_pipetransformer.splitters.view import Ran, StageView
 
 
-if TYPE_CHECKING:
-    from hf_pipetransformer.engine.token_program import TokenSliceContexts
-
 Forward = Callable[[dict[str, Any]], Any]
 Write = Callable[["MicroBatch", torch.Tensor], None]
-
-
-@dataclass(frozen=True)
-class TokenSpan:
-    """Position of a token slice: tokens `start` to `stop` (exclusive) of the `length` tokens of one batch slice.
-
-    The length is None where it is not known yet: tokens are generated.
-    """
-
-    batch_slice: int
-    start: int
-    stop: int
-    length: int | None
 
 
 @dataclass(frozen=True)
@@ -192,11 +177,12 @@ class ModelProgram(StageProgram):
         with self._running(blocks, received) as ran:
             ran.result = micro_batch.forward(self._inputs_of(micro_batch))
         if self.contexts is not None:
-            self.contexts.end_prediction(micro_batch)
+            self.contexts.end_prediction(micro_batch.place)
         return self._leaving(ran, micro_batch)
 
     def _inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        return dict(micro_batch.inputs) if self.contexts is None else self.contexts.inputs_of(micro_batch)
+        inputs = dict(micro_batch.inputs)
+        return inputs if self.contexts is None else inputs | self.contexts.entries_of(micro_batch.place)
 
     @contextmanager
     def _running(self, blocks: range, received: torch.Tensor | None) -> Iterator[Ran]:
@@ -210,7 +196,7 @@ class ModelProgram(StageProgram):
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if self.contexts is not None:
-            self.contexts.begin_backward(micro_batch, gradient)
+            self.contexts.begin_backward(micro_batch.place, bool(micro_batch.weight), gradient)
         received, output = self._held.pop(micro_batch.index)
         later = self.weight_gradients
         # Layers may be recomputed inside, also with the model's own checkpointing.
@@ -222,7 +208,7 @@ class ModelProgram(StageProgram):
                 (output * (micro_batch.weight * micro_batch.loss_scale)).backward()
         self.embeddings.add_if_many()
         if self.contexts is not None:
-            self.contexts.end_backward(micro_batch)
+            self.contexts.end_backward(micro_batch.place)
         if received is None or not self.sends_gradient:
             return None
         # The stage below waits for a gradient even if none reached the input (a micro-batch with weight 0).

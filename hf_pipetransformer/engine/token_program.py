@@ -8,19 +8,32 @@ earlier slices. The model reads the kept keys and values through its own KV cach
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.schedules import BEGINS_BACKWARD, ActionList
 from hf_pipetransformer.splitters.base import CACHE_NAME
 
 
 _SPARE_TOKENS = 64
 """Number of tokens for which memory is allocated at a time, at least, while tokens are generated."""
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """Position of a token slice: tokens `start` to `stop` (exclusive) of the `length` tokens of one batch slice.
+
+    The length is None where it is not known yet: tokens are generated.
+    """
+
+    batch_slice: int
+    start: int
+    stop: int
+    length: int | None
 
 
 class KVBuffer:
@@ -158,7 +171,7 @@ class _Layer(CacheLayerMixin):
 class TokenSliceContexts:
     """Keys and values of earlier token slices, which a stage program gives to each slice.
 
-    Micro-batches without `place` are whole sequences and get none. `num_layers` is that of the whole model.
+    Micro-batches without a place are whole sequences and get none. `num_layers` is that of the whole model.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -176,34 +189,30 @@ class TokenSliceContexts:
         """Continue the run with another action list."""
         self._is_trained |= any(action.op in BEGINS_BACKWARD for action in actions)
 
-    def inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """Return the inputs of a micro-batch for the model's forward."""
-        place = micro_batch.place
+    def entries_of(self, place: TokenSpan | None) -> dict[str, Any]:
+        """Return what the model's forward is given beside a slice's own inputs."""
         if place is None:
-            return dict(micro_batch.inputs)
+            return {}
         if place.batch_slice not in self._contexts:
             self._contexts[place.batch_slice] = KeptContext(self.num_layers, place.length or 0)
         context = self._contexts[place.batch_slice]
-        inputs = {**micro_batch.inputs, CACHE_NAME: context.from_token(place.start)}
+        entries = {CACHE_NAME: context.from_token(place.start)}
         if place.stop == place.length and not self._is_trained:
             del self._contexts[place.batch_slice]
-        return inputs
+        return entries
 
-    def end_prediction(self, micro_batch: MicroBatch) -> None:
+    def end_prediction(self, place: TokenSpan | None) -> None:
         """Forget what a backward would need, which does not follow."""
-        place = micro_batch.place
         if place is not None and place.batch_slice in self._contexts:
             self._contexts[place.batch_slice].forget(place.start)
 
-    def begin_backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> None:
+    def begin_backward(self, place: TokenSpan | None, has_loss: bool, gradient: torch.Tensor | None) -> None:
         """Run the backward that no loss starts: on the last stage a slice without labels has none."""
-        place = micro_batch.place
-        if place is not None and gradient is None and not micro_batch.weight:
+        if place is not None and gradient is None and not has_loss:
             self._contexts[place.batch_slice].backward_of_context(place.start)
 
-    def end_backward(self, micro_batch: MicroBatch) -> None:
+    def end_backward(self, place: TokenSpan | None) -> None:
         """Forget a slice, and with the first one, whose backward is the last, the sequence."""
-        place = micro_batch.place
         if place is None:
             return
         self._contexts[place.batch_slice].forget(place.start)

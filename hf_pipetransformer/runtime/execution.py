@@ -33,8 +33,9 @@ from hf_pipetransformer.data.flattened import assign_sequences, join_tokens, seq
 from hf_pipetransformer.engine.head import HeadMode
 from hf_pipetransformer.engine.linear_layers import linear_layers
 from hf_pipetransformer.engine.losses import LossRule, LossScope
-from hf_pipetransformer.engine.program import Forward, MicroBatch, TokenSpan, Write
+from hf_pipetransformer.engine.program import Forward, MicroBatch, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
+from hf_pipetransformer.engine.token_program import TokenSpan
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.planning.planner import evaluation_microbatches
 from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin

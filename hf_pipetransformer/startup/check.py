@@ -21,8 +21,8 @@ from hf_pipetransformer.data.batches import IGNORED_LABEL, cut_tokens, num_rows,
 from hf_pipetransformer.data.flattened import first_tokens, sequences_of
 from hf_pipetransformer.engine.head import HeadPlan, HeadProgram, HeadSlices
 from hf_pipetransformer.engine.losses import FoundRule, LossRule, Parts, find_loss_rule
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, TokenSpan
-from hf_pipetransformer.engine.token_program import TokenSliceContexts
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
+from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.schedules import GPIPE
 from hf_pipetransformer.splitters.base import UnsupportedModelError, config_value

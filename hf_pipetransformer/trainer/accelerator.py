@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from hf_pipetransformer.comm.topology import let_group_threads_finish
-from hf_pipetransformer.training.run import PipelineSession
+from hf_pipetransformer.training.session import PipelineSession
 
 
 class PipelineAccelerator(Accelerator):

@@ -29,9 +29,9 @@ from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.state.checkpoint import newest_whole
 from hf_pipetransformer.trainer.accelerator import PipelineAccelerator
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
+from hf_pipetransformer.training.needs import RunOptions, check_constructor_arguments
 from hf_pipetransformer.training.progress import shorten_console
-from hf_pipetransformer.training.run import PipelineSession
-from hf_pipetransformer.training.starting import RunOptions, check_constructor_arguments
+from hf_pipetransformer.training.session import PipelineSession
 
 
 failure.find_checkpoints_with(newest_whole)
@@ -277,7 +277,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.pipeline_run.saving_checkpoint(os.path.join(self._get_output_dir(trial), name)):
+        with self.pipeline_run.saving.checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 
     def create_model_card(

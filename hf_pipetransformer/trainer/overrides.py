@@ -19,7 +19,7 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.training.evaluation import UsersEvaluation
-from hf_pipetransformer.training.run import PipelineSession
+from hf_pipetransformer.training.session import PipelineSession
 
 
 def left_to_trainer(overrides: type) -> type:
@@ -240,11 +240,11 @@ class SavingOverrides(_Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model for `from_pretrained`, on rank 0. Collective: call on every rank."""
-        with self.pipeline_run.saving_model():
+        with self.pipeline_run.saving.model():
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        with self.pipeline_run.saving_weights(state_dict) as state:
+        with self.pipeline_run.saving.weights(state_dict) as state:
             super()._save(output_dir, state)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -36,12 +36,12 @@ from hf_pipetransformer.runtime.messages import only_loss
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import main_input_of
+from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import running_callbacks
 from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
 from hf_pipetransformer.training.replica_gather import ReplicaGather
-from hf_pipetransformer.training.starting import PipelineBuilder
 
 
 class Evaluation:

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, TokenSpan
-from hf_pipetransformer.engine.token_program import TokenSliceContexts
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
+from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
 from hf_pipetransformer.engine.wrappers import RecomputingProgram
 from hf_pipetransformer.planning.slice_costs import pipeline_seconds, plan_slices
 from hf_pipetransformer.schedules import COMPUTATIONS, Op, Table, find_schedule

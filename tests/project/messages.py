@@ -52,7 +52,7 @@ WARNED_FROM_FUNCTIONS = {
     "state/description.py": ("_describe_changes",),
     "state/plain_checkpoint.py": ("_differences",),
     "state/resumption.py": ("_find",),
-    "training/setup.py": ("_steps_per_epoch",),
+    "training/start.py": ("_steps_per_epoch",),
 }
 """The same of messages that others log."""
 
@@ -70,10 +70,10 @@ RELAYS = (
     "selftest/machines.py:run_selftest",
     "startup/start.py:Inspection",
     "startup/start.py:_find_loss_rule",
-    "training/plan_only.py:_plan",
-    "training/run.py:PipelineSession.__init__",
-    "training/setup.py:TrainingSetup._steps_per_epoch",
-    "training/starting.py:check_constructor_arguments",
+    "training/expectation.py:_plan",
+    "training/session.py:PipelineSession.__init__",
+    "training/start.py:TrainingSetup._steps_per_epoch",
+    "training/needs.py:check_constructor_arguments",
 )
 """Places that raise or log a text that they were given: the message is where the text is written."""
 

@@ -14,7 +14,7 @@ from hf_pipetransformer.engine.engine import ActionListRun as EngineRun
 from hf_pipetransformer.runtime import gathering
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.training import expectation, setup, weights
-from hf_pipetransformer.training.run import PipelineSession
+from hf_pipetransformer.training.session import PipelineSession
 from hf_pipetransformer.training.training import Training
 
 
