@@ -3,8 +3,9 @@
 Names that are read or overridden are listed in `tests/private_names.py`. What the package sets on objects or modules
 of other libraries is here:
 
-- `DPOTrainer.precompute_ref_logps` (`reading_reference` of `trl_compat.py`): its loss takes from the batch what a pass
-  of the reference over the stages has computed. Way out: a method of TRL that its loss asks for them.
+- metrics and token counts of TRL's trainers, and `DPOTrainer.precompute_ref_logps` (`trl_compat.py`): parts of a batch
+  overlap and are averaged apart; the loss takes from the batch what a pass of the reference over the stages has
+  computed. Way out: a hook for metrics in TRL, and a method that its loss asks for the reference.
 - `is_quantized`, `hf_quantizer` of a model from a GGUF file (`drop_marks_of_gguf`): they stay although its weights are
   plain, and Trainer refuses it. Way out: transformers removing them.
 - `Trainer.gather_function`, `preprocess_logits_for_metrics`, `compute_metrics` and `compute_loss` (`with_attributes`):
@@ -13,18 +14,8 @@ of other libraries is here:
   needed: all are restored after each evaluation.
 - `Trainer.model_accepts_loss_kwargs` (`pass_num_items`): the model accepts `num_items_in_batch` and ignores it. Way
   out: transformers#47688.
-- `Trainer.place_model_on_device` (`place_model`): a run is left to Trainer after its constructor. Way out: a public
-  method that places the model.
 - `Trainer._tr_loss` and its counts (`restore_loss`, `_finalize_training`): unlogged loss of a resumed run; the mean
   over all ranks. Way out: Trainer saving them in its state.
-- metrics and token counts of TRL (`trl_compat.py`): parts of a batch overlap and are averaged apart.
-  Way out: a hook for metrics in TRL.
-- bytecode names of `get_*_dataloader` (`check_loaders`): refuse a class's own DataLoader before it is built. Way out:
-  none needed: later loaders are refused too.
-- loss that answers `isnan` (`SelfFilteringLoss`): Trainer syncs the device twice a batch. Way out: a filter on the
-  device in Trainer.
-- attention mask that answers `all` (`KnownMask` of `comm/staging.py`): transformers' mask functions sync the device in
-  each forward. Way out: a mask function that takes the answer.
 - `Trainer.callback_handler`, `JITCheckpointCallback.jit_manager` (`training/callbacks.py`): callbacks get the whole
   model, and a step ends after the last of them; ranks agree before they save on a signal. Way out: events that all
   ranks reach together.
@@ -38,14 +29,16 @@ of other libraries is here:
   `PipeTransformerArguments`.
 - `torch.set_autocast_enabled` (`startup/model.py`): the probe runs in float32 whatever the model enables. Way out: a
   context that forbids autocast.
-- `Linear4bit.support_avx512bf16_for_cpu` of bitsandbytes (`prepare_quantized` of `splitters/quantized.py`): in
-  inference some CPUs pack the bytes in another way, and other ranks may not. Way out: packing a copy.
-- `forward`, `state` and `weight.CB` of `Linear8bitLt` of bitsandbytes (the same function): its state refers to the
-  bytes of the weight, and would keep them when a stage releases them. Way out: a layer that reads its weight.
-- `forward` of a model's modules (`splitters/view.py`): run a part of the model as its own forward. Way out: none:
-  removed after every run.
-- `generate` of a causal language model while its stages are installed, and inside of it the model's `forward`
-  (`runtime/generation.py`): run them through all stages. Way out: as above.
+- layers of bitsandbytes (`prepare_quantized` of `splitters/quantized.py`). `Linear4bit.support_avx512bf16_for_cpu`:
+  in inference some CPUs pack the bytes in another way, and other ranks may not. `forward`, `state` and `weight.CB` of
+  `Linear8bitLt`: its state would keep the bytes of the weight when a stage releases them. Way out: packing a copy, and
+  a layer that reads its weight.
+- `forward` of a model's modules (`splitters/view.py`), and `generate` of a causal language model
+  (`runtime/generation.py`): run a part of the model, or all stages, as its own method. Way out: none: removed after
+  every run.
+
+Two tensors of classes of our own answer what would sync the device: a loss for Trainer's check for nan
+(`SelfFilteringLoss`), and an attention mask for transformers' mask functions (`KnownMask` of `comm/staging.py`).
 """
 
 from __future__ import annotations
@@ -315,7 +308,6 @@ def names_in(code: CodeType) -> set[str]:
 
 def place_model(trainer: Trainer) -> None:
     """Move the whole model to this rank's device, as Trainer does without a pipeline."""
-    trainer.place_model_on_device = True
     trainer._move_model_to_device(trainer.model, trainer.args.device)
 
 

@@ -62,9 +62,11 @@ class TrainingOverrides(_Trainer):
         )
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
+        # Not `prepare` of the accelerator: evaluations in a training ask for the bare model, and prepare nothing.
         return self.pipeline_run.pipeline.shell
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        # The one place where the loop takes another loader, between the start of the pipeline and the first epoch.
         train_calls = self.pipeline_run.train_calls
         # The optimizer must include parameters that are frozen now but may unfreeze.
         with self.pipeline_run.pipeline.stage.store.all_active():
@@ -88,12 +90,14 @@ class TrainingOverrides(_Trainer):
         return train_calls.counts(values, dataloader)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        # Trainer finds the place in the data from the number of steps alone, which batches of another size make wrong.
         place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         resumption = self.pipeline_run.train_calls.resumption
         rest = None if resumption is None else resumption.remainder
         return place if rest is None else (rest.epoch, 0)
 
     def _run_epoch(self, **kwargs: Any) -> None:
+        # A resumed epoch is shorter, and one may have nothing left: callbacks can change neither.
         # Without a checkpoint: Trainer would skip batches in a loader of accelerate's, and set RNG states too late.
         kwargs["resume_from_checkpoint"] = None
         with self.pipeline_run.training.epoch(kwargs) as goes_on:
@@ -127,6 +131,7 @@ class TrainingOverrides(_Trainer):
         return known[shapes]
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        # Trainer gathers over all ranks, of which those without samples do not come by, and others have copies.
         with self.pipeline_run.train_calls.counting_tokens() as counts_here:
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
@@ -141,6 +146,7 @@ class TrainingOverrides(_Trainer):
         self.pipeline_run.train_calls.note_log(logs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        # Nothing public is called between the last step and the final log, which needs the mean loss of all ranks.
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
         self.pipeline_run.train_calls.finish()
@@ -220,7 +226,8 @@ class EvaluationOverrides(_Trainer):
         return super()._precompute_ref_logps(dataset, name, batch_size) if found is None else found
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
-        # Trainer's `prediction_step` calls this; training counts over all replicas in `get_batch_samples`.
+        # Trainer's `prediction_step` calls this and would gather over all ranks, stages included; training counts over
+        # all replicas in `get_batch_samples`.
         evaluation = self.pipeline_run.evaluations.present
         evaluation.told_num_items = True
         if isinstance(evaluation, UsersEvaluation):
@@ -244,6 +251,7 @@ class SavingOverrides(_Trainer):
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # `save_model` has no argument for the state to write, of which rank 0 fetches the values as it writes.
         with self.pipeline_run.saving.weights(state_dict) as state:
             super()._save(output_dir, state)
 
@@ -253,12 +261,14 @@ class SavingOverrides(_Trainer):
             super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # Each stage writes its part; Trainer's files only where plain Trainer could resume with them.
         checkpoints = self.pipeline_run.training.checkpoints
         checkpoints.save_optimizer(output_dir)
         if checkpoints.are_trainers_too:
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
+        # The last call on all ranks before rank 0 completes the checkpoint.
         checkpoints = self.pipeline_run.training.checkpoints
         if checkpoints.are_trainers_too and self.args.world_size == 1:
             super()._save_rng_state(output_dir)  # With several processes, RNG states differ from Trainer's.
