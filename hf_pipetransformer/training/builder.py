@@ -35,14 +35,20 @@ from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, m
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.startup.first_samples import FirstBatches, first_batches, most_samples, probe_samples
-from hf_pipetransformer.startup.model import ProbeTarget, is_causal_lm, undisturbed
+from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
 from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loaders import make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
-from hf_pipetransformer.training.needs import Need, RunOptions, check_trained_model, say_left_to_trainer
+from hf_pipetransformer.training.needs import (
+    Need,
+    RunOptions,
+    check_trained_model,
+    may_slice_head,
+    say_left_to_trainer,
+)
 from hf_pipetransformer.training.replica_gather import REMEDY, shape_without_rows
 from hf_pipetransformer.training.traces import leaving_no_trace
 
@@ -364,12 +370,6 @@ class PipelineBuilder:
         if persists:
             pipeline.persistent_loaders[str(request.key)] = loader
         return loader
-
-
-def may_slice_head(trainer: Trainer) -> bool:
-    """Return True if the loss is that of a causal language model of transformers, and nothing else reads logits."""
-    is_models = trainer_compat.has_plain_loss(trainer) and trainer_compat.has_known_loss(trainer)
-    return is_models and trl_compat.metrics(trainer) is None and is_causal_lm(trainer.model)
 
 
 def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:

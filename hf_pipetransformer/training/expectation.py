@@ -41,7 +41,8 @@ from hf_pipetransformer.startup.plan_words import as_json
 from hf_pipetransformer.startup.plan_words import in_words as plan_in_words
 from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, RunPlan, plan_run
-from hf_pipetransformer.training.builder import PipelineBuilder, may_slice_head
+from hf_pipetransformer.training.builder import PipelineBuilder
+from hf_pipetransformer.training.needs import may_slice_head
 
 
 PLAN_FILE = "plan.json"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from transformers import Trainer
+
 from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
@@ -26,6 +28,7 @@ from hf_pipetransformer.report import logger
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_unsplittable
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
 from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.startup.model import is_causal_lm
 
 
 class Need(Enum):
@@ -177,3 +180,9 @@ def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -
         )
     num_stages = 1 if options.args.world_size == 1 else options.args.pipeline_size
     check_model(model, num_stages, options.is_undivided, (users_optimizer, None))
+
+
+def may_slice_head(trainer: Trainer) -> bool:
+    """Return True if the loss is that of a causal language model of transformers, and nothing else reads logits."""
+    is_models = trainer_compat.has_plain_loss(trainer) and trainer_compat.has_known_loss(trainer)
+    return is_models and trl_compat.metrics(trainer) is None and is_causal_lm(trainer.model)

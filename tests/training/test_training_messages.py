@@ -14,7 +14,6 @@ from hf_pipetransformer.engine.engine import ActionListRun as EngineRun
 from hf_pipetransformer.runtime import gathering
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.training import expectation, start, weights
-from hf_pipetransformer.training.session import PipelineSession
 from hf_pipetransformer.training.training import Training
 
 
@@ -39,7 +38,7 @@ def test_a_model_that_must_be_gathered_to_be_saved(
     monkeypatch.setattr(trainer_compat, "why_gathered_to_save", lambda _: "it saves in a way of its own")
     run = SimpleNamespace(context=SimpleNamespace(trainer=SimpleNamespace(model=nn.Linear(1, 1))), _warned=set())
     for _ in range(2):
-        assert PipelineSession._gathered_to_save(cast(Any, run)) is None
+        assert weights.ModelSaving._gathered_to_save(cast(Any, run)) is None
     assert caplog.text.count("Saving gathers the whole model in the memory of rank 0") == 1
 
 
