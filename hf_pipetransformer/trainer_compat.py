@@ -3,40 +3,24 @@
 Names that are read or overridden are listed in `tests/support/private_names.py`. What the package sets on objects or
 modules of other libraries is here:
 
-- `Accelerator.gather` (`local_gather` of `trl_compat.py`): code that only some ranks run would wait for the others.
-  Way out: an argument of TRL's and Trainer's metrics to count locally.
-- `DPOTrainer.precompute_ref_logps` (`reading_reference` of `trl_compat.py`): its loss takes from the batch what a pass
-  of the reference over the stages has computed. Way out: a method of TRL that its loss asks for them.
+- metrics and token counts of TRL's trainers, and `DPOTrainer.precompute_ref_logps` (`trl_compat.py`): parts of a batch
+  overlap and are averaged apart; the loss takes from the batch what a pass of the reference over the stages has
+  computed. Way out: a hook for metrics in TRL, and a method that its loss asks for the reference.
 - `is_quantized`, `hf_quantizer` of a model from a GGUF file (`drop_marks_of_gguf`): they stay although its weights are
   plain, and Trainer refuses it. Way out: transformers removing them.
-- `Trainer.gather_function` (`gathering_with`): a gather that knows how many samples each replica has. Way out: a
-  gather method to override.
-- `Trainer.preprocess_logits_for_metrics` (`without_preprocessing`): the last stage calls it, micro-batch by
-  micro-batch. Way out: none needed: it is restored after each evaluation.
-- `Trainer.compute_metrics` (`computing_metrics_with`): rank 0 calls it, and every rank gets its results. Way out: none
-  needed: it is restored after each evaluation.
-- `Trainer.compute_loss` (`computing_loss_with`): in an evaluation a loss that is not the model's own runs inside
-  of each stage. Way out: none needed: it is restored after each evaluation.
+- `Trainer.gather_function`, `preprocess_logits_for_metrics`, `compute_metrics` and `compute_loss` (`with_attributes`):
+  in an evaluation each replica has another number of samples, the last stage preprocesses micro-batch by micro-batch,
+  rank 0 may compute the metrics, and a loss that is not the model's own runs inside of each stage. Way out: none
+  needed: all are restored after each evaluation.
 - `Trainer.model_accepts_loss_kwargs` (`pass_num_items`): the model accepts `num_items_in_batch` and ignores it. Way
   out: transformers#47688.
-- `Trainer.place_model_on_device` (`place_model`): a run is left to Trainer after its constructor. Way out: a public
-  method that places the model.
 - `Trainer._tr_loss` and its counts (`restore_loss`, `_finalize_training`): unlogged loss of a resumed run; the mean
   over all ranks. Way out: Trainer saving them in its state.
-- metrics and token counts of TRL (`trl_compat.py`): parts of a batch overlap and are averaged apart.
-  Way out: a hook for metrics in TRL.
-- bytecode names of `get_*_dataloader` (`check_loaders`): refuse a class's own DataLoader before it is built. Way out:
-  none needed: later loaders are refused too.
-- loss that answers `isnan` (`SelfFilteringLoss`): Trainer syncs the device twice a batch. Way out: a filter on the
-  device in Trainer.
-- attention mask that answers `all` (`KnownMask` of `comm/staging.py`): transformers' mask functions sync the device in
-  each forward. Way out: a mask function that takes the answer.
 - `Trainer.callback_handler`, `JITCheckpointCallback.jit_manager` (`training/callbacks.py`): callbacks get the whole
-  model; ranks agree before they save on a signal. Way out: events that all ranks reach together.
+  model, and a step ends after the last of them; ranks agree before they save on a signal. Way out: events that all
+  ranks reach together.
 - `TrainerState.save_to_json` (`state/saving.py`): write the state before Trainer deletes old checkpoints. Way out: a
   method between saving and rotation.
-- `transformers.trainer.skip_first_batches` (`skipping_batches_with`): accelerate would build another loader to skip
-  batches. Way out: a method to override.
 - `transformers.trainer.rotate_checkpoints` (`rotating_with`): delete old checkpoints by their step. Way out: the
   option to sort by step in Trainer.
 - `transformers.modeling_utils.safe_save_file`, `safetensors.torch.save_file` (`writing_tensors_with`): fetch weights
@@ -45,14 +29,16 @@ modules of other libraries is here:
   `PipeTransformerArguments`.
 - `torch.set_autocast_enabled` (`startup/model.py`): the probe runs in float32 whatever the model enables. Way out: a
   context that forbids autocast.
-- `Linear4bit.support_avx512bf16_for_cpu` of bitsandbytes (`prepare_quantized` of `splitters/quantized.py`): in
-  inference some CPUs pack the bytes in another way, and other ranks may not. Way out: packing a copy.
-- `forward`, `state` and `weight.CB` of `Linear8bitLt` of bitsandbytes (the same function): its state refers to the
-  bytes of the weight, and would keep them when a stage releases them. Way out: a layer that reads its weight.
-- `forward` of a model's modules (`splitters/view.py`): run a part of the model as its own forward. Way out: none:
-  removed after every run.
-- `generate` of a causal language model while its stages are installed, and inside of it the model's `forward`
-  (`runtime/generation.py`): run them through all stages. Way out: as above.
+- layers of bitsandbytes (`prepare_quantized` of `splitters/quantized.py`). `Linear4bit.support_avx512bf16_for_cpu`:
+  in inference some CPUs pack the bytes in another way, and other ranks may not. `forward`, `state` and `weight.CB` of
+  `Linear8bitLt`: its state would keep the bytes of the weight when a stage releases them. Way out: packing a copy, and
+  a layer that reads its weight.
+- `forward` of a model's modules (`splitters/view.py`), and `generate` of a causal language model
+  (`runtime/generation.py`): run a part of the model, or all stages, as its own method. Way out: none: removed after
+  every run.
+
+Two tensors of classes of our own answer what would sync the device: a loss for Trainer's check for nan
+(`SelfFilteringLoss`), and an attention mask for transformers' mask functions (`KnownMask` of `comm/staging.py`).
 """
 
 from __future__ import annotations
@@ -68,6 +54,7 @@ import datasets
 import safetensors.torch
 import torch
 import transformers.trainer as stock
+from accelerate.utils import send_to_device
 from transformers import PreTrainedModel, Trainer, TrainingArguments, modeling_utils
 from transformers.trainer import TRAINER_STATE_NAME as TRAINER_STATE_NAME
 from transformers.utils.quantization_config import QuantizationMethod
@@ -113,15 +100,37 @@ def eval_sampler(trainer: Trainer) -> Callable[[Any], Any]:
 
 def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return Trainer's function that moves a batch to the device; the mask takes along what the host knows of it."""
-    prepare, attention = trainer._prepare_inputs, config_value(bare_model(trainer.model), "_attn_implementation")
+    attention = config_value(bare_model(trainer.model), "_attn_implementation")
     # Compiled code reads no mask on the host, and takes plain tensors only; user code may give the batch another mask.
     is_compiled = trainer.args.torch_compile or attention == "flex_attention"
-    is_users = is_overridden(trainer, "_prepare_inputs") or is_overridden(trainer, "_prepare_input")
-    return prepare if is_compiled or is_users else partial(_prepare_with_mask, prepare)
+    if _has_users_preparation(trainer):
+        return trainer._prepare_inputs
+    return partial(_prepare if is_compiled else _prepare_with_mask, trainer)
 
 
-def _prepare_with_mask(prepare: Callable[[dict[str, Any]], dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
-    moved, mask = prepare(inputs), inputs.get(_MASK)
+def sent(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Copy a batch to the device without blocking, where Trainer's preparation would block for each tensor."""
+    return inputs if _has_users_preparation(trainer) else _sent(trainer, inputs)
+
+
+def _sent(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    if not is_apart(trainer.args.device):
+        return inputs
+    copied: dict[str, Any] = send_to_device(inputs, trainer.args.device, non_blocking=True)
+    return copied
+
+
+def _has_users_preparation(trainer: Trainer) -> bool:
+    return is_overridden(trainer, "_prepare_inputs") or is_overridden(trainer, "_prepare_input")
+
+
+def _prepare(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    prepared: dict[str, Any] = trainer._prepare_inputs(_sent(trainer, inputs))
+    return prepared
+
+
+def _prepare_with_mask(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    moved, mask = _prepare(trainer, inputs), inputs.get(_MASK)
     if isinstance(mask, torch.Tensor) and not is_apart(mask.device) and is_apart(moved[_MASK].device):
         return {**moved, _MASK: KnownMask.of(moved[_MASK], mask)}
     return moved
@@ -247,7 +256,7 @@ _NOT_CALLED_BELOW = (
     "_save_optimizer_and_scheduler",
     "_save_rng_state",
 )
-"""Trainer methods that a pipeline replaces without calling them."""
+"""Trainer methods that a pipeline replaces without calling them, or that it needs as they are."""
 
 _DOES_SOMETHING_UNDER = {
     f"trl.trainer.{name}_trainer.{kind}Trainer.training_step": "activation_offloading"
@@ -265,8 +274,8 @@ def check_taken_over(below: Any, args: TrainingArguments) -> None:
             raise ValueError(f"{option}=True is not supported with a pipeline: use pipeline_checkpoint='layers'.")
         if option is None and method is not getattr(Trainer, name):
             raise ValueError(
-                f"{getattr(below, name).__qualname__} would not run: PipeTransformerMixin stands before it and runs "
-                f"the steps through the pipeline. Override compute_loss, or override {name} in a class that stands "
+                f"{getattr(below, name).__qualname__} would not run as in Trainer: PipeTransformerMixin stands before "
+                f"it and runs the steps on stages. Override compute_loss, or override {name} in a class that stands "
                 "before the mixin and calls super()."
             )
 
@@ -299,7 +308,6 @@ def names_in(code: CodeType) -> set[str]:
 
 def place_model(trainer: Trainer) -> None:
     """Move the whole model to this rank's device, as Trainer does without a pipeline."""
-    trainer.place_model_on_device = True
     trainer._move_model_to_device(trainer.model, trainer.args.device)
 
 
@@ -311,6 +319,11 @@ def torch_optimizer(trainer: Trainer) -> torch.optim.Optimizer:
 def learning_rate(trainer: Trainer) -> float:
     """Return the first group's learning rate for the next step; 0 if it has none, like Adafactor by default."""
     return float(torch_optimizer(trainer).param_groups[0].get("lr") or 0.0)
+
+
+def has_unlogged_steps(trainer: Trainer) -> bool:
+    """Return True if Trainer would make a log entry now: it makes none twice for a step."""
+    return bool(trainer.state.global_step > trainer._globalstep_last_logged)
 
 
 def unlogged_loss(trainer: Trainer) -> dict[str, Any]:
@@ -342,26 +355,6 @@ def writing_tensors_with(write: Callable[..., None]) -> Iterator[None]:
 
 
 @contextmanager
-def skipping_batches_with(skip: Callable[[Any, int], Any]) -> Iterator[None]:
-    """Call `skip` instead of accelerate's function the next time that Trainer skips batches of a loader.
-
-    `skip` returns None for loaders that accelerate's function is meant for.
-    """
-    original = stock.skip_first_batches
-
-    def once(loader: Any, num_batches: int = 0) -> Any:
-        stock.skip_first_batches = original
-        skipped = skip(loader, num_batches)
-        return original(loader, num_batches) if skipped is None else skipped
-
-    stock.skip_first_batches = once
-    try:
-        yield
-    finally:
-        stock.skip_first_batches = original
-
-
-@contextmanager
 def rotating_with(rotate: Callable[..., None]) -> Iterator[None]:
     """Make Trainer delete old checkpoints with another function, which takes the arguments of its own."""
     original = stock.rotate_checkpoints
@@ -372,17 +365,6 @@ def rotating_with(rotate: Callable[..., None]) -> Iterator[None]:
         stock.rotate_checkpoints = original
 
 
-@contextmanager
-def gathering_with(trainer: Trainer, gather: Callable[[Any], Any]) -> Iterator[None]:
-    """Make Trainer's evaluation loop gather with another function."""
-    original = trainer.gather_function
-    trainer.gather_function = gather
-    try:
-        yield
-    finally:
-        trainer.gather_function = original
-
-
 def alone_reads_outputs(trainer: Trainer) -> bool:
     """Return True if in an evaluation only Trainer's own code comes between the model's output and the metrics."""
     methods = "prediction_step", "evaluation_loop"
@@ -390,37 +372,17 @@ def alone_reads_outputs(trainer: Trainer) -> bool:
 
 
 @contextmanager
-def computing_metrics_with(trainer: Trainer, compute: Callable[..., Any]) -> Iterator[None]:
-    """Make Trainer's evaluation loop compute metrics with another function."""
-    original, trainer.compute_metrics = trainer.compute_metrics, compute
+def with_attributes(trainer: Trainer, values: dict[str, Any]) -> Iterator[None]:
+    """Set attributes of a trainer inside. A method among them hides that of the class."""
+    own = vars(trainer)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
     try:
         yield
     finally:
-        trainer.compute_metrics = original
-
-
-@contextmanager
-def computing_loss_with(trainer: Trainer, compute: Callable[..., Any]) -> Iterator[None]:
-    """Make Trainer's evaluation loop compute the loss with another function."""
-    given: Any = trainer
-    own = vars(given).get("compute_loss")
-    given.compute_loss = compute
-    try:
-        yield
-    finally:
-        del given.compute_loss
-        if own is not None:
-            given.compute_loss = own
-
-
-@contextmanager
-def without_preprocessing(trainer: Trainer) -> Iterator[None]:
-    """Keep Trainer's evaluation loop from calling `preprocess_logits_for_metrics`."""
-    original, trainer.preprocess_logits_for_metrics = trainer.preprocess_logits_for_metrics, None
-    try:
-        yield
-    finally:
-        trainer.preprocess_logits_for_metrics = original
+        for name in values:
+            del own[name]
+        own.update(before)
 
 
 def preprocessed(

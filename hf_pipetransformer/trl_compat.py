@@ -101,19 +101,6 @@ def kept_token_count(trainer: Trainer) -> Iterator[None]:
             trainer._total_train_tokens = count
 
 
-@contextmanager
-def local_gather(accelerator: Any) -> Iterator[None]:
-    """Make `accelerator.gather` return its argument, for code that only some ranks run."""
-    outer = vars(accelerator).get("gather")
-    accelerator.gather = lambda value: value
-    try:
-        yield
-    finally:
-        del accelerator.gather
-        if outer is not None:
-            accelerator.gather = outer
-
-
 # ---- the frozen reference of DPOTrainer ----
 
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -361,13 +362,11 @@ class TrainingCache:
             cache.writer.write(micro_batch, hidden)
             cache.writer.write_pending()  # Weights do not change during an evaluation.
 
-        outer = shell.runner, runner.write
-        # Even with one stage: only the engine can start a forward from stored activations.
-        shell.runner, runner.write = runner, write_now
         try:
-            yield
+            # Even with one stage: only the engine can start a forward from stored activations.
+            with shell.predicting(runner, replace(shell.prediction, write=write_now)):
+                yield
         finally:
-            shell.runner, runner.write = outer
             cache.writer.wait()
 
     # ---- reports, and the end ----

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,25 +13,13 @@ from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.data.batches import CacheTags
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.linear_layers import WeightGradients
+from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
 from hf_pipetransformer.schedules import ActionList
-from hf_pipetransformer.splitters.view import StageView
+from hf_pipetransformer.splitters.view import Ran, StageView
 
 
 Forward = Callable[[dict[str, Any]], Any]
 Write = Callable[["MicroBatch", torch.Tensor], None]
-
-
-@dataclass(frozen=True)
-class TokenSpan:
-    """Position of a token slice: tokens `start` to `stop` (exclusive) of the `length` tokens of one batch slice.
-
-    The length is None where it is not known yet: tokens are generated.
-    """
-
-    batch_slice: int
-    start: int
-    stop: int
-    length: int | None
 
 
 @dataclass(frozen=True)
@@ -136,6 +125,7 @@ class ModelProgram(StageProgram):
     `sends_gradient` is True if a stage below trains anything and so needs the gradient of this stage's input.
     `weight_gradients` is needed only for schedules that split the backward. Forwards share the casts of its `casts`.
     `embeddings` keeps back gradients, which the caller adds after the last backward; not for a stage with the head.
+    `contexts` has what token slices know of earlier ones; without it, micro-batches are whole sequences.
     """
 
     def __init__(
@@ -146,6 +136,7 @@ class ModelProgram(StageProgram):
         sends_gradient: bool,
         weight_gradients: WeightGradients | None = None,
         embeddings: EmbeddingGradients | None = None,
+        contexts: TokenSliceContexts | None = None,
     ) -> None:
         self.view = view
         self.blocks = blocks
@@ -153,6 +144,7 @@ class ModelProgram(StageProgram):
         self.sends_gradient = sends_gradient
         self.weight_gradients = weight_gradients or WeightGradients([])
         self.embeddings = embeddings or EmbeddingGradients()
+        self.contexts = contexts
         self.has_head = blocks.stop == view.structure.num_blocks
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
@@ -160,15 +152,20 @@ class ModelProgram(StageProgram):
         self._held.clear()
         self.weight_gradients.clear()
         self.embeddings.clear()
+        if self.contexts is not None:
+            self.contexts.begin(actions)
 
     def extend(self, actions: ActionList) -> None:
-        pass  # Nothing here depends on the action list.
+        if self.contexts is not None:
+            self.contexts.extend(actions)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         keeps = torch.is_grad_enabled()
         if received is not None:
             received.requires_grad_(keeps and self.sends_gradient)
-        output: torch.Tensor = self.predict(micro_batch, received)
+        with self._running(self.blocks, received) as ran:
+            ran.result = micro_batch.forward(self._inputs_of(micro_batch))
+        output = self._leaving(ran, micro_batch)
         if keeps:
             self._held[micro_batch.index] = received, output
         return _weighted(output, micro_batch.weight) if self.has_head else output
@@ -177,16 +174,29 @@ class ModelProgram(StageProgram):
         blocks = self.blocks[:-1] if self.has_head and micro_batch.ends_before_head else self.blocks
         if not blocks:
             return received  # A stage of the head alone has nothing to run before it.
-        result = self.view.run(blocks, received, lambda: self._run(micro_batch))
-        return result if self.has_head else as_sent(result, micro_batch, self.dtype_out)
+        with self._running(blocks, received) as ran:
+            ran.result = micro_batch.forward(self._inputs_of(micro_batch))
+        if self.contexts is not None:
+            self.contexts.end_prediction(micro_batch.place)
+        return self._leaving(ran, micro_batch)
 
-    def _run(self, micro_batch: MicroBatch) -> Any:
-        # Called after `StageView.run` has installed its overrides, so that these leave those layers alone.
-        later = self.weight_gradients
-        with later.split_linears(), later.casts.shared(), self.embeddings.keeping():
-            return micro_batch.forward(dict(micro_batch.inputs))
+    def _inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        inputs = dict(micro_batch.inputs)
+        return inputs if self.contexts is None else inputs | self.contexts.entries_of(micro_batch.place)
+
+    @contextmanager
+    def _running(self, blocks: range, received: torch.Tensor | None) -> Iterator[Ran]:
+        view, later = self.view.running(blocks, received), self.weight_gradients
+        # The view comes first: what it installs leaves the layers alone that the others change.
+        with view as ran, later.split_linears(), later.casts.shared(), self.embeddings.keeping():
+            yield ran
+
+    def _leaving(self, ran: Ran, micro_batch: MicroBatch) -> Any:
+        return ran.result if self.has_head else as_sent(ran.result, micro_batch, self.dtype_out)
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if self.contexts is not None:
+            self.contexts.begin_backward(micro_batch.place, bool(micro_batch.weight), gradient)
         received, output = self._held.pop(micro_batch.index)
         later = self.weight_gradients
         # Layers may be recomputed inside, also with the model's own checkpointing.
@@ -197,6 +207,8 @@ class ModelProgram(StageProgram):
             elif micro_batch.weight:
                 (output * (micro_batch.weight * micro_batch.loss_scale)).backward()
         self.embeddings.add_if_many()
+        if self.contexts is not None:
+            self.contexts.end_backward(micro_batch.place)
         if received is None or not self.sends_gradient:
             return None
         # The stage below waits for a gradient even if none reached the input (a micro-batch with weight 0).

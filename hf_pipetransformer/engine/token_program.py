@@ -1,4 +1,4 @@
-"""Stage program for token slices: keeps keys and values for later slices, and sums their gradients in the backward.
+"""Context of token slices: keeps keys and values for later slices, and sums their gradients in the backward.
 
 Slices come from training, and from generation, where each new token of a sequence is one.
 
@@ -8,20 +8,32 @@ earlier slices. The model reads the kept keys and values through its own KV cach
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_pipetransformer.engine.program import MicroBatch, ProgramWrapper, StageProgram
 from hf_pipetransformer.schedules import BEGINS_BACKWARD, ActionList
 from hf_pipetransformer.splitters.base import CACHE_NAME
 
 
 _SPARE_TOKENS = 64
 """Number of tokens for which memory is allocated at a time, at least, while tokens are generated."""
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """Position of a token slice: tokens `start` to `stop` (exclusive) of the `length` tokens of one batch slice.
+
+    The length is None where it is not known yet: tokens are generated.
+    """
+
+    batch_slice: int
+    start: int
+    stop: int
+    length: int | None
 
 
 class KVBuffer:
@@ -156,59 +168,53 @@ class _Layer(CacheLayerMixin):
         return self._keys.length or -1  # No maximum.
 
 
-class TokenSliceProgram(ProgramWrapper):
-    """Wrapper of a stage program that gives each token slice the keys and values of earlier slices.
+class TokenSliceContexts:
+    """Keys and values of earlier token slices, which a stage program gives to each slice.
 
-    Whole sequences (micro-batches without `place`) pass through unchanged. `num_layers` is that of the whole model.
+    Micro-batches without a place are whole sequences and get none. `num_layers` is that of the whole model.
     """
 
-    def __init__(self, program: StageProgram, num_layers: int) -> None:
-        super().__init__(program)
+    def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self._contexts: dict[int, KeptContext] = {}
         self._is_trained = False
 
     def begin(self, actions: ActionList) -> None:
-        self.program.begin(actions)
+        """Forget all contexts, for a run of an action list."""
         self._contexts.clear()
-        self._is_trained = any(action.op in BEGINS_BACKWARD for action in actions)
+        self._is_trained = False
+        self.extend(actions)
 
     def extend(self, actions: ActionList) -> None:
-        self.program.extend(actions)
+        """Continue the run with another action list."""
         self._is_trained |= any(action.op in BEGINS_BACKWARD for action in actions)
 
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
-        return self.program.forward(self._in_context(micro_batch), received)
-
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        result = self.program.predict(self._in_context(micro_batch), received)
-        place = micro_batch.place
-        if place is not None and place.batch_slice in self._contexts:
-            self._contexts[place.batch_slice].forget(place.start)  # No backward follows.
-        return result
-
-    def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        place = micro_batch.place
+    def entries_of(self, place: TokenSpan | None) -> dict[str, Any]:
+        """Return what the model's forward is given beside a slice's own inputs."""
         if place is None:
-            return self.program.backward_input(micro_batch, gradient)
-        context = self._contexts[place.batch_slice]
-        # On the last stage a slice without labels has no loss to start a backward from.
-        if gradient is None and not micro_batch.weight:
-            context.backward_of_context(place.start)
-        sent = self.program.backward_input(micro_batch, gradient)
-        context.forget(place.start)
-        if place.start == 0:
-            del self._contexts[place.batch_slice]
-        return sent
-
-    def _in_context(self, micro_batch: MicroBatch) -> MicroBatch:
-        place = micro_batch.place
-        if place is None:
-            return micro_batch
+            return {}
         if place.batch_slice not in self._contexts:
             self._contexts[place.batch_slice] = KeptContext(self.num_layers, place.length or 0)
         context = self._contexts[place.batch_slice]
-        inputs = {**micro_batch.inputs, CACHE_NAME: context.from_token(place.start)}
+        entries = {CACHE_NAME: context.from_token(place.start)}
         if place.stop == place.length and not self._is_trained:
             del self._contexts[place.batch_slice]
-        return replace(micro_batch, inputs=inputs)
+        return entries
+
+    def end_prediction(self, place: TokenSpan | None) -> None:
+        """Forget what a backward would need, which does not follow."""
+        if place is not None and place.batch_slice in self._contexts:
+            self._contexts[place.batch_slice].forget(place.start)
+
+    def begin_backward(self, place: TokenSpan | None, has_loss: bool, gradient: torch.Tensor | None) -> None:
+        """Run the backward that no loss starts: on the last stage a slice without labels has none."""
+        if place is not None and gradient is None and not has_loss:
+            self._contexts[place.batch_slice].backward_of_context(place.start)
+
+    def end_backward(self, place: TokenSpan | None) -> None:
+        """Forget a slice, and with the first one, whose backward is the last, the sequence."""
+        if place is None:
+            return
+        self._contexts[place.batch_slice].forget(place.start)
+        if place.start == 0:
+            del self._contexts[place.batch_slice]

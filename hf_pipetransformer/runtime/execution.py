@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -30,12 +30,12 @@ from hf_pipetransformer.data.batches import (
     with_rows,
 )
 from hf_pipetransformer.data.flattened import assign_sequences, join_tokens, sequences_of
-from hf_pipetransformer.engine.engine import ActionListRun
 from hf_pipetransformer.engine.head import HeadMode
 from hf_pipetransformer.engine.linear_layers import linear_layers
 from hf_pipetransformer.engine.losses import LossRule, LossScope
-from hf_pipetransformer.engine.program import Forward, MicroBatch, TokenSpan, Write
+from hf_pipetransformer.engine.program import Forward, MicroBatch, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
+from hf_pipetransformer.engine.token_program import TokenSpan
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.planning.planner import evaluation_microbatches
 from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin
@@ -51,6 +51,7 @@ from hf_pipetransformer.schedules import (
     find_schedule,
     forwards_first,
 )
+from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import slice_bounds
 from hf_pipetransformer.splitters.structure import ActivationShape
 
@@ -91,6 +92,25 @@ class LoaderBatch:
     reference: Forward | None = None
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """How batches without a backward are run, and what of their outputs is read.
+
+    Args:
+        write: stores the activations that enter the entry block.
+        reduce: replaces the output of a batch or a part of it, given with its inputs, by what is read.
+        is_read_by_first: outputs are read on the first position only; elsewhere they are tensors of no samples.
+        marks: what `batches` has noted of the samples of the batch.
+        joins_replicas: the loss sees the samples of all replicas.
+    """
+
+    write: Write | None = None
+    reduce: Callable[[Any, dict[str, Any]], Any] | None = None
+    is_read_by_first: bool = False
+    marks: Mapping[str, Any] = field(default_factory=dict)
+    joins_replicas: bool = False
+
+
 class StageRunner:
     """Runner that cuts batches into micro-batches and runs them through this rank's part of the pipeline.
 
@@ -106,29 +126,23 @@ class StageRunner:
         self.scope = scope
         self.shifts_labels = shifts_labels
         self.norms = GradientNorms(stage)
-        self.joins_evaluation = False
-        """True while batches are evaluated whose loss sees the samples of all replicas."""
-        self.watches = False
-        """True if the loss of the next batch is to be compared with that of the whole batch."""
         self._copies = CopyStream(stage.settings.device)
+        self._layout_seen: Layout | None = None
+        self._of_training: dict[tuple[int, int, bool], ActionList] = {}
         self._actions_seen: ActionList = ()
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
-        self.write: Write | None = None
-        """Stores the activations that enter the entry block while predicting."""
-        self.reduce: Callable[[Any, dict[str, Any]], Any] | None = None
-        """Replaces the output of a batch or a part of it, given with its inputs, by what is read; for `predict`."""
         self._growth: float | None = None
         """Bytes of the head's output per byte of what enters it; None before the first output that is reduced."""
-        self.is_read_by_first = False
-        """True if `predict` returns outputs on the first position only, and elsewhere tensors of no samples."""
-        self.marks: dict[str, Any] = {}
-        """What `batches` has noted of the samples of the batch that `predict` is given."""
 
-    def train(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
+    def train(self, batch: LoaderBatch, is_last_batch: bool, watches: bool = False) -> torch.Tensor:
         """Run forward and backward of one loader batch of this replica, and reduce gradients if it ends the step.
 
         Collective: call on every rank. Returns this replica's weighted share of the batch loss on the last stage, zero
-        elsewhere. `is_last_batch` is True if the optimizer steps after this batch.
+        elsewhere.
+
+        Args:
+            is_last_batch: True if the optimizer steps after this batch.
+            watches: True if the loss is to be compared with that of the whole batch.
         """
         stage = self.stage
         bounds = self._token_bounds(batch.inputs)
@@ -137,14 +151,13 @@ class StageRunner:
         if cut:
             if batch.reference is not None:
                 cut = self._with_reference(cut, batch.reference, batch.prepare)
-            num_slices, schedule = max(1, len(bounds) - 1), find_schedule(stage.layout.schedule)
-            if self._plan_head(batch, cut):
-                schedule = forwards_first(schedule)
-            actions = self._actions(schedule, len(cut) // num_slices, num_slices)
+            num_slices, is_joined = max(1, len(bounds) - 1), self._plan_head(batch, cut, watches)
+            actions = self._actions_of_training(len(cut) // num_slices, num_slices, is_joined)
             # Each action except a send looks up its micro-batch once.
             uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
             run = stage.engine.begin(actions, OnDevice(cut, uses, batch.prepare, self._copies))
-            self._advance(run, actions, is_last_batch)
+            for stop in self._stops(actions, is_last_batch):
+                run.advance(before=stop)
             shares = run.drain()
             stage.view.widen()
             stage.head.begin(HeadMode.PARTS)
@@ -158,10 +171,10 @@ class StageRunner:
             self._reduce()
         return loss
 
-    def _plan_head(self, batch: LoaderBatch, cut: list[MicroBatch]) -> bool:
+    def _plan_head(self, batch: LoaderBatch, cut: list[MicroBatch], watches: bool) -> bool:
         """Plan the head of a training batch; return True if it runs once for all micro-batches."""
         if self.scope is LossScope.PARTS or (len(cut) == 1 and not self._joins_replicas):
-            self.stage.head.begin(HeadMode.WATCHED if self.watches else HeadMode.PARTS)
+            self.stage.head.begin(HeadMode.WATCHED if watches else HeadMode.PARTS)
             return False
         if self.stage.layout.pipeline_size == 1:
             for part in cut:
@@ -197,13 +210,16 @@ class StageRunner:
             return cut
         return [replace(part, inputs={**part.inputs, **own}) for part, own in zip(cut, found, strict=True)]
 
-    def _advance(self, run: ActionListRun, actions: ActionList, is_last_batch: bool) -> None:
-        """Run an action list. In the last batch of a step, gradients are reduced as soon as they are complete."""
+    def _stops(self, actions: ActionList, is_last_batch: bool) -> Iterator[Action | None]:
+        """Iterate over the actions before which an action list stops, None for its end; it runs on in between.
+
+        In the last batch of a step, gradients are reduced as soon as they are complete.
+        """
         if is_last_batch and self._reducer.buckets:
             for action, parameters in self._last_gradients_of(actions):
-                run.advance(before=action)
+                yield action
                 self._reducer.arm(parameters)
-        run.advance()
+        yield None
         late = self.stage.embeddings
         if is_last_batch:
             self._reducer.arm(late.parameters)
@@ -240,7 +256,8 @@ class StageRunner:
         """Run the next batch of a window, with `num_items` items over all replicas. Result as in `train`."""
         device = self.stage.settings.device
         actions = window.begin_batch()
-        self._advance(window.run, actions, is_last_batch)
+        for stop in self._stops(actions, is_last_batch):
+            window.run.advance(before=stop)
         shares = window.run.take_results()
         if is_last_batch:
             self._reduce()
@@ -259,28 +276,32 @@ class StageRunner:
         guarded(lambda: dist.all_reduce(sums, group=groups.replica_control), what)
         return sums.tolist()
 
-    def predict(self, inputs: dict[str, Any], forward: Forward) -> Any:
+    def predict(self, inputs: dict[str, Any], forward: Forward, how: Prediction) -> Any:
         """Return the model output for one batch on every stage. Collective: call on every rank of the pipeline.
 
-        `forward` runs a micro-batch through the stages, and the head on the whole batch. With `is_read_by_first`,
-        tensors have no rows outside the first position.
+        `forward` runs a micro-batch through the stages, and the head on the whole batch.
         """
-        stage, inputs = self.stage, {**inputs, **self.marks}
+        stage, inputs = self.stage, {**inputs, **how.marks}
         total = count_items(inputs, self.shifts_labels)
         # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch_size(inputs))
-        cut = self._cut(LoaderBatch(inputs, forward, total, write=self.write), rule, count)
+        cut = self._cut(LoaderBatch(inputs, forward, total, write=how.write), rule, count)
         cut = [replace(part, ends_before_head=True) for part in cut]
         actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(cut))
         entering = stage.engine.begin(actions, cut, is_training=False).drain()
-        message = as_message(self._through_head(inputs, cut, entering, count)) if stage.groups.is_last else None
+        message = as_message(self._through_head(inputs, cut, entering, how, count)) if stage.groups.is_last else None
         stage.view.widen()
-        return from_message(self._spread(message), stage.settings.device)
+        return from_message(self._spread(message, how.is_read_by_first), stage.settings.device)
 
     @torch.no_grad()
     def _through_head(
-        self, inputs: dict[str, Any], parts: Sequence[MicroBatch], entering: list[torch.Tensor], count: int
+        self,
+        inputs: dict[str, Any],
+        parts: Sequence[MicroBatch],
+        entering: list[torch.Tensor],
+        how: Prediction,
+        count: int,
     ) -> Any:
         """Return the head's output for a batch that was cut into `count` parts, as it comes out of the last layer.
 
@@ -295,9 +316,9 @@ class StageRunner:
 
         def run(hidden: torch.Tensor, given: dict[str, Any]) -> Any:
             output = head(hidden, given)
-            return mapped(torch.Tensor.cpu, output if self.reduce is None else self.reduce(output, given))
+            return mapped(torch.Tensor.cpu, output if how.reduce is None else how.reduce(output, given))
 
-        if self.reduce is not None and len(parts) > 1 and self.scope is LossScope.PARTS:
+        if how.reduce is not None and len(parts) > 1 and self.scope is LossScope.PARTS:
             if self._growth is None:
                 self._growth = _num_bytes(head(entering[0], parts[0].inputs)) / max(_num_bytes(entering[0]), 1)
             if self._growth * _num_bytes(entering) > JOINED_BYTES:
@@ -306,7 +327,7 @@ class StageRunner:
                 if joined is not None:
                     return joined
         marked, _ = detach_tags(inputs)
-        found = HeadJoin(marked, parts, dict, self._replicas if self.joins_evaluation else None).whole(entering)
+        found = HeadJoin(marked, parts, dict, self._replicas if how.joins_replicas else None).whole(entering)
         output, num_rows = run(found.entering, for_model(found.inputs)), len(found.entering)
         return mapped(lambda each: found.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
 
@@ -338,12 +359,12 @@ class StageRunner:
             cut = [replace(part, place=place) for part, place in zip(cut, places, strict=True)]
         return self._actions(FORWARD_ONLY[self.stage.layout.placement], len(cut)), cut
 
-    def _spread(self, message: dict[str, Any] | None) -> Any:
-        """Send the last stage's message to those who read it; with `is_read_by_first`, the others get its outline."""
+    def _spread(self, message: dict[str, Any] | None, is_read_by_first: bool) -> Any:
+        """Send the last stage's message to those who read it; if that is the first position, others get an outline."""
         groups = self.stage.groups
         source, first, control = groups.last_rank, groups.pipeline_ranks[0], groups.pipeline_control
         rank = groups.pipeline_ranks[groups.position]
-        if not self.is_read_by_first:
+        if not is_read_by_first:
             return broadcast_tree(message, source, control, rank)
         outline = None if message is None else mapped(without_rows, message)
         outline = broadcast_tree(outline, source, control, rank)
@@ -354,6 +375,17 @@ class StageRunner:
             sender.isend(message, [first], control)
             sender.flush()
         return recv_object(source, control, "receiving the predictions") if groups.is_first else outline
+
+    def _actions_of_training(self, num_microbatches: int, num_token_slices: int, is_joined: bool) -> ActionList:
+        """Return the action list of a batch, found once for a layout; `is_joined`: its head runs once."""
+        layout, key = self.stage.layout, (num_microbatches, num_token_slices, is_joined)
+        if layout is not self._layout_seen:
+            self._layout_seen, self._of_training = layout, {}
+        if key not in self._of_training:
+            schedule = find_schedule(layout.schedule)
+            schedule = forwards_first(schedule) if is_joined else schedule
+            self._of_training[key] = self._actions(schedule, num_microbatches, num_token_slices)
+        return self._of_training[key]
 
     def _actions(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> ActionList:
         layout = self.stage.layout
@@ -418,7 +450,7 @@ class StageRunner:
         return bounds if len(bounds) > 2 else ()
 
     def _shapes(self, parts: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
-        if self.stage.layout.pipeline_size == 1:
+        if self.stage.groups.pipeline_size == 1:
             return [()] * len(parts)
         return [self.activation.of(part) for part in parts]
 

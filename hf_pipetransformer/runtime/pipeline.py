@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.rng import SharedRngState
 from hf_pipetransformer.engine.losses import LossScope
-from hf_pipetransformer.runtime.execution import StageRunner
+from hf_pipetransformer.runtime.execution import Prediction, StageRunner
 from hf_pipetransformer.runtime.gathering import HOST, whole_on_every_rank
 from hf_pipetransformer.runtime.ownership import ParameterSlots
 from hf_pipetransformer.runtime.stage import Stage, StageSettings
@@ -37,7 +38,19 @@ class PipelineShell(nn.Module):
         self._is_mixed = is_mixed
         self.runner: StageRunner | None = None
         """Runner of the stages; None if there is only one stage."""
+        self.prediction = Prediction()
+        """How calls from elsewhere are run."""
         self._slots: ParameterSlots | None = None
+
+    @contextmanager
+    def predicting(self, runner: StageRunner | None, prediction: Prediction) -> Iterator[None]:
+        """Run calls from elsewhere inside by `runner`, None for the model's own forward, and as `prediction` says."""
+        outer = self.runner, self.prediction
+        self.runner, self.prediction = runner, prediction
+        try:
+            yield
+        finally:
+            self.runner, self.prediction = outer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, without the walk through the modules that a GPU would wait for after each step."""
@@ -61,7 +74,7 @@ class PipelineShell(nn.Module):
                 "torch.no_grad() only; gradients are computed by trainer.train(). Set pipeline_parallel_size=1 to "
                 "call it freely."
             )
-        return runner.predict(kwargs, self._run_own_part)
+        return runner.predict(kwargs, self._run_own_part, self.prediction)
 
     def _run_own_part(self, inputs: dict[str, Any]) -> Any:
         return self(**inputs)
@@ -130,19 +143,14 @@ class Pipeline:
         self.runner = StageRunner(stage, probe.activation, loss.rule, loss.scope, self.shifts_labels)
         self.shell.runner = self.runner if stage.layout.pipeline_size > 1 else None
 
-    @contextmanager
-    def joining_evaluation(self, is_cut: bool) -> Iterator[None]:
-        """Let the loss of an evaluation batch see the samples of all replicas inside, if each of them has some."""
-        runner, shell = self.runner, self.shell
-        joins = is_cut and runner.scope is LossScope.BATCH and self.layout.num_replicas > 1
-        outer = shell.runner
-        runner.joins_evaluation = joins
-        if joins:
-            shell.runner = runner
-        try:
-            yield
-        finally:
-            runner.joins_evaluation, shell.runner = False, outer
+    def evaluating(self, is_cut: bool, prediction: Prediction) -> AbstractContextManager[None]:
+        """Run the model as `prediction` says inside; the loss sees all replicas' samples if it sees whole batches.
+
+        `is_cut`: each replica has some samples of the batch.
+        """
+        joins = is_cut and self.runner.scope is LossScope.BATCH and self.layout.num_replicas > 1
+        runner = self.runner if joins else self.shell.runner
+        return self.shell.predicting(runner, replace(prediction, joins_replicas=joins))
 
     @property
     def is_in_parts(self) -> bool:

@@ -13,7 +13,7 @@ from hf_pipetransformer.engine.head import HeadPlan, HeadProgram
 from hf_pipetransformer.engine.linear_layers import SharedCasts, WeightGradients, linear_layers
 from hf_pipetransformer.engine.program import ModelProgram, StageProgram
 from hf_pipetransformer.engine.reduction import GradientReducer, GradientSums, SharedParameter
-from hf_pipetransformer.engine.token_program import TokenSliceProgram
+from hf_pipetransformer.engine.token_program import TokenSliceContexts
 from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram
 from hf_pipetransformer.runtime.gathering import check_state_dicts, check_whole
 from hf_pipetransformer.runtime.ownership import ParameterStore, frozen_names
@@ -150,13 +150,13 @@ def _program(
     linears = linear_layers(view.model) if splits else []
     is_above_active, num_blocks = stage > layout.first_active_stage, view.structure.num_blocks
 
-    def bare(own: range, sends_gradient: bool) -> ModelProgram:
+    def bare(own: range, sends_gradient: bool, contexts: TokenSliceContexts | None = None) -> ModelProgram:
         later, kept = WeightGradients(linears, casts), embeddings if 0 in own else None
         dtype = dtypes[min(own[-1], len(dtypes) - 1)]
-        return ModelProgram(view, own, dtype, sends_gradient, later, kept)
+        return ModelProgram(view, own, dtype, sends_gradient, later, kept, contexts)
 
     def plain(own: range) -> StageProgram:
-        in_slices: StageProgram = TokenSliceProgram(bare(own, is_above_active), layout.num_layers)
+        in_slices = bare(own, is_above_active, TokenSliceContexts(layout.num_layers))
         if settings.recompute in ("never", "layers"):
             return in_slices
         return RecomputingProgram(in_slices, settings.recompute, layout.places.chunk_of(stage), settings.device)

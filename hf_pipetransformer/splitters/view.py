@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,13 @@ class StageExit(Exception):
         self.hidden = hidden
 
 
+@dataclass
+class Ran:
+    """Forward of a model that a view has restricted, with its result."""
+
+    result: Any = None
+
+
 class StageView:
     """Restriction of a model to a range of its blocks, by overriding `forward` on module instances.
 
@@ -55,6 +63,7 @@ class StageView:
         self.model = model
         self.splitter = splitter
         self.structure = structure
+        self._num_blocks = structure.num_blocks
         self._compiled = compiled
         self._recomputes_layers = recomputes_layers
         self._faster: dict[tuple[int, str], Callable[..., Any]] = {}
@@ -83,33 +92,41 @@ class StageView:
         own.update(self.methods)
 
     def run(self, blocks: range, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
-        """Run `forward` with the model restricted to `blocks`; the restriction stays until `widen`.
+        """Return the result of `forward`, see `running`."""
+        with self.running(blocks, received) as ran:
+            ran.result = forward()
+        return ran.result
+
+    @contextmanager
+    def running(self, blocks: range, received: torch.Tensor | None) -> Iterator[Ran]:
+        """Restrict the model to `blocks` for one forward inside; the restriction stays until `widen`.
+
+        Whoever enters notes the forward's result. If `blocks` do not include the head it is the activation after the
+        last block, at which the forward ends.
 
         Args:
             received: the activation that enters `blocks`, `(batch, seq, hidden)`; None for the embeddings.
-
-        Returns:
-            The result of `forward` if `blocks` include the head, else the activation after the last block.
 
         Raises:
             PipelineError: the model skipped the last of `blocks`.
         """
         self.narrow(blocks)
         self.received, self.is_running = received, True
+        ran = Ran()
         try:
-            result = forward()
+            yield ran
         except StageExit as stage_exit:
             # The traceback references the frames of the whole forward, and with them every activation.
             stage_exit.__traceback__ = None
-            return stage_exit.hidden
+            ran.result = stage_exit.hidden
+            return
         finally:
             self.received, self.is_running = None, False
-        if blocks.stop < self.structure.num_blocks:
+        if blocks.stop < self._num_blocks:
             raise PipelineError(
                 "The model ran to its end on a stage that does not hold the head: it skipped the stage's last layer. "
                 "Layers that are skipped at random (layerdrop) cannot be stages."
             )
-        return result
 
     @contextmanager
     def backward_of(self, blocks: range, received: torch.Tensor | None) -> Iterator[None]:

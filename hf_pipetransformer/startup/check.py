@@ -21,8 +21,8 @@ from hf_pipetransformer.data.batches import IGNORED_LABEL, cut_tokens, num_rows,
 from hf_pipetransformer.data.flattened import first_tokens, sequences_of
 from hf_pipetransformer.engine.head import HeadPlan, HeadProgram, HeadSlices
 from hf_pipetransformer.engine.losses import FoundRule, LossRule, Parts, find_loss_rule
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, TokenSpan
-from hf_pipetransformer.engine.token_program import TokenSliceProgram
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
+from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.schedules import GPIPE
 from hf_pipetransformer.splitters.base import UnsupportedModelError, config_value
@@ -458,8 +458,10 @@ def run_slices(
     """
     total, slices = target.count(target.inputs), cut_tokens(target.inputs, bounds)
     (actions,) = GPIPE.table(1, len(slices))
-    whole = ModelProgram(target.view(structure), range(structure.num_blocks), torch.float32, sends_gradient=False)
-    program = TokenSliceProgram(whole, structure.num_layers)
+    contexts = TokenSliceContexts(structure.num_layers)
+    program = ModelProgram(
+        target.view(structure), range(structure.num_blocks), torch.float32, sends_gradient=False, contexts=contexts
+    )
 
     def forward(given: dict[str, Any]) -> Any:
         return target.compute(given, total)

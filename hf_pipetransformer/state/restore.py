@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import skip_first_batches
 
-from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import Arrangement
 from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.data.sampler import EpochStart
@@ -153,10 +152,11 @@ class ResumedEpoch:
     resumption: Resumption
     numbers: RankState
     _are_set: bool = field(default=False, init=False)
-    _corrected_epoch: float | None = field(default=None, init=False)
+    _skipped: tuple[int, int] | None = field(default=None, init=False)
+    """Batches of the epoch that were skipped, and all of its batches; None at its beginning, or in a remainder."""
 
     def set_random_numbers(self) -> None:
-        """Restore this rank's RNG state, once: Trainer asks for it in two places."""
+        """Restore this rank's RNG state, once."""
         if self._are_set:
             return
         self._are_set = True
@@ -165,9 +165,8 @@ class ResumedEpoch:
         if shared is not None and self.numbers.shared is not None:
             shared.states = self.numbers.shared
 
-    @contextmanager
-    def running(self, arguments: dict[str, Any]) -> Iterator[bool]:
-        """Wrap Trainer's loop over the epoch, to run if True is yielded; adapts the loop's `arguments` to the rest."""
+    def begin(self, arguments: dict[str, Any]) -> bool:
+        """Adapt the `arguments` of Trainer's loop over the epoch to what is left of it; return False if nothing is."""
         context, numbers, loader = self.checkpoints.context, self.numbers, self.checkpoints.loader
         run = context.run
         run.restore_loss(context.topology, numbers.unlogged_loss, numbers.last_logged_step)
@@ -175,16 +174,17 @@ class ResumedEpoch:
             # Trainer's loop checks for the end only after a step, so it would run one too many.
             self.set_random_numbers()
             run.control.should_training_stop = True
-            yield False
-            return
-        rest = self.resumption.remainder
+            return False
+        num_done, rest = arguments["steps_trained_in_current_epoch"], self.resumption.remainder
+        if rest is None and num_done:
+            self._skip(num_done, arguments)
+            return True
         if rest is not None:
             self._begin_remainder(rest, arguments)
         elif loader is not None:
-            # For a start at the beginning of an epoch; inside one, Trainer calls `skip_first_batches`.
             loader.starting_at(EpochStart(0, order_state=numbers.order))
-        with self._skipping_batches():
-            yield True
+        self.set_random_numbers()
+        return True
 
     def _begin_remainder(self, rest: Remainder, arguments: dict[str, Any]) -> None:
         place, loader = self.resumption.progress.place, self.checkpoints.loader
@@ -195,24 +195,31 @@ class ResumedEpoch:
         loader.starting_at(EpochStart(rest.first, rest.num_done, order, began_as))
         arguments |= {"steps_in_epoch": rest.num_batches, "num_update_steps_per_epoch": rest.num_updates}
 
-    def correct_epoch(self) -> None:
-        """Correct Trainer's epoch fraction after a step in the rest of an epoch."""
-        state, rest = self.checkpoints.context.run.state, self.resumption.remainder
-        if rest is not None and state.epoch != self._corrected_epoch:
-            state.epoch = self._corrected_epoch = rest.epoch_at(state.epoch - rest.epoch)
-
-    @contextmanager
-    def _skipping_batches(self) -> Iterator[None]:
-        """Make Trainer's batch skipping work with `PipelineLoader`: accelerate's would build a new torch loader."""
-        numbers = self.numbers
-
-        def skip(loader: Any, num_batches: int) -> Any:
-            if not isinstance(loader, PipelineLoader):
-                return None
+    def _skip(self, num_done: int, arguments: dict[str, Any]) -> None:
+        """Go on after the first `num_done` batches of the epoch, which has as many batches less for Trainer."""
+        numbers, loader = self.numbers, self.checkpoints.loader
+        if loader is None:
+            arguments["train_dataloader"] = skip_first_batches(arguments["train_dataloader"], num_done)
+        else:
             # Without a known epoch length, Trainer counts from the first step of the run; the saved position is right.
-            position = num_batches if numbers.position is None else numbers.position
+            position = num_done if numbers.position is None else numbers.position
             began_as = Arrangement.from_json(self.resumption.progress.place or {})
-            return loader.starting_at(EpochStart(position, None, numbers.order, began_as, numbers.ahead))
+            loader.starting_at(EpochStart(position, None, numbers.order, began_as, numbers.ahead))
+        num_batches, accumulation = (
+            arguments["steps_in_epoch"],
+            self.checkpoints.context.args.gradient_accumulation_steps,
+        )
+        self._skipped = num_done, num_batches
+        arguments["steps_in_epoch"] = num_batches - num_done
+        arguments["num_update_steps_per_epoch"] -= num_done // accumulation
 
-        with trainer_compat.skipping_batches_with(skip):
-            yield
+    def correct_epoch(self) -> None:
+        """Correct Trainer's epoch fraction after a step: it counts the batches that are left as a whole epoch."""
+        state, rest = self.checkpoints.context.run.state, self.resumption.remainder
+        if rest is not None:
+            state.epoch = rest.epoch_at(state.epoch - rest.epoch)
+        elif self._skipped is not None:
+            num_done, num_batches = self._skipped
+            epoch = self.checkpoints.epoch
+            num_done += round((state.epoch - epoch) * (num_batches - num_done))
+            state.epoch = epoch + num_done / num_batches

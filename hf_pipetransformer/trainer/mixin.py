@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter
 from typing import Any, get_args
 
@@ -16,7 +17,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
 from hf_pipetransformer import trainer_compat, trl_compat
-from hf_pipetransformer.comm.topology import Topology, let_group_threads_finish
+from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
 from hf_pipetransformer.report.card import write_card
@@ -26,9 +27,10 @@ from hf_pipetransformer.report.failure import FailureReporter, recorded
 from hf_pipetransformer.runtime.context import PlanPrinted
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.base import Splitter
+from hf_pipetransformer.trainer.accelerator import PipelineAccelerator
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
-from hf_pipetransformer.training.run import PipelineSession
-from hf_pipetransformer.training.starting import RunOptions, check_constructor_arguments
+from hf_pipetransformer.training.needs import RunOptions, check_constructor_arguments
+from hf_pipetransformer.training.session import PipelineSession
 
 
 @dataclass(frozen=True)
@@ -188,10 +190,17 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             trainer_compat.check_loaders(type(self), num_stages)
         super().__init__(*given.positional, **given.named)
         check_handed_on(self)
-        self.pipeline_run = PipelineSession(self, options, needs_pipeline)
+        self.pipeline_run = self.accelerator.session = PipelineSession(self, options, needs_pipeline)
         shorten_console(self.callback_handler)
         if args.places_model and not args.plan_only:
             trl_compat.precompute_reference(self)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make Trainer's accelerator one for stages."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = PipelineAccelerator(self.accelerator)
+        options = getattr(self.gather_function, "keywords", {})
+        self.gather_function = partial(self.accelerator.gather_for_metrics, **options)
 
     @property
     def layout(self) -> Layout | None:
@@ -249,13 +258,21 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             raise
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Train on a batch; of a run that is left to Trainer, frozen parts are looked up where they were computed."""
-        if not self.pipeline_run.is_left_to_trainer:
-            return super().training_step(model, inputs, num_items_in_batch)
-        computed_once = self.pipeline_run.train_calls.computed_once
-        computed_once.begin_step(inputs)
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        computed_once.end_step(inputs, loss)
+        """Train on a batch; the last one of an accumulation also reduces the gradients.
+
+        On stages it returns a scalar whose mean over all ranks is the batch's loss; Trainer's loop sums it without
+        reading it. Of a run that is left to Trainer, frozen parts are looked up where they were computed.
+        """
+        run = self.pipeline_run
+        if run.is_left_to_trainer:
+            computed_once = run.train_calls.computed_once
+            computed_once.begin_step(inputs)
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            computed_once.end_step(inputs, loss)
+            return loss
+        loss = run.training.run_batch(inputs, num_items_in_batch)
+        if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
+            return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -272,7 +289,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.pipeline_run.saving_checkpoint(os.path.join(self._get_output_dir(trial), name)):
+        with self.pipeline_run.saving.checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 
     def create_model_card(
@@ -334,11 +351,6 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             ValueError: ranks have different inputs; or the model, with several stages, cannot generate so.
         """
         return self.pipeline_run.evaluations.generate(inputs, generation_kwargs)
-
-    def end(self) -> None:
-        """Leave the process group; call it as the last line of a script."""
-        let_group_threads_finish()
-        super().end()
 
 
 class PipeTransformerTrainer(PipeTransformerMixin, Trainer):

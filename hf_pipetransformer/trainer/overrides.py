@@ -12,8 +12,7 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
 
-from hf_pipetransformer import trainer_compat, trl_compat
-from hf_pipetransformer.comm.staging import is_apart
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
@@ -21,7 +20,7 @@ from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.report.origin import outcome_of
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.training.evaluation import UsersEvaluation
-from hf_pipetransformer.training.run import PipelineSession
+from hf_pipetransformer.training.session import PipelineSession
 
 
 def left_to_trainer(overrides: type) -> type:
@@ -63,18 +62,17 @@ class TrainingOverrides(_Trainer):
             "hyperparameter_search is not supported with a pipeline: start one run per setting, or use Trainer."
         )
 
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.pipeline_run.train_calls.loop():
-            return super()._inner_training_loop(*args, **kwargs)
-
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
+        # Not `prepare` of the accelerator: evaluations in a training ask for the bare model, and prepare nothing.
         return self.pipeline_run.pipeline.shell
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        # The one place where the loop takes another loader, between the start of the pipeline and the first epoch.
         train_calls = self.pipeline_run.train_calls
         # The optimizer must include parameters that are frozen now but may unfreeze.
         with self.pipeline_run.pipeline.stage.store.all_active():
-            prepared = super()._prepare_for_training(max_steps, train_calls.loader, resume_from_checkpoint)
+            # Without a checkpoint: `prepare` restores it, once parameters and their groups are known by name.
+            prepared = super()._prepare_for_training(max_steps, train_calls.loader, None)
         train_calls.prepare(max_steps)
         return prepared
 
@@ -93,12 +91,16 @@ class TrainingOverrides(_Trainer):
         return train_calls.counts(values, dataloader)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        # Trainer finds the place in the data from the number of steps alone, which batches of another size make wrong.
         place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         resumption = self.pipeline_run.train_calls.resumption
         rest = None if resumption is None else resumption.remainder
         return place if rest is None else (rest.epoch, 0)
 
     def _run_epoch(self, **kwargs: Any) -> None:
+        # A resumed epoch is shorter, and one may have nothing left: callbacks can change neither.
+        # Without a checkpoint: Trainer would skip batches in a loader of accelerate's, and set RNG states too late.
+        kwargs["resume_from_checkpoint"] = None
         with self.pipeline_run.training.epoch(kwargs) as goes_on:
             if goes_on:
                 super()._run_epoch(**kwargs)
@@ -107,27 +109,6 @@ class TrainingOverrides(_Trainer):
         """Fetch the batches of one optimizer step, and count the items of their losses over all replicas."""
         return self.pipeline_run.training.begin_step(epoch_iterator, num_batches)
 
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of one loader batch; the last one of an accumulation also reduces the gradients.
-
-        Returns a scalar whose mean over all ranks is the batch's loss; Trainer's loop sums it without reading it.
-        """
-        loss = self.pipeline_run.training.run_batch(inputs, num_items_in_batch)
-        if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
-            return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
-        return loss
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the trainer's loss, with what a frozen reference has said of the batch before."""
-        with trl_compat.reading_reference(self, inputs):
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def _prepare_input(self, data: Any) -> Any:
-        """Prepare as Trainer does, but copy tensors to the device without blocking."""
-        if isinstance(data, torch.Tensor) and is_apart(self.args.device):
-            return data.to(self.args.device, non_blocking=True)
-        return super()._prepare_input(data)
-
     def get_tp_size(self) -> int:
         """Return the world size: Trainer scales losses by `world_size / tp_size` to undo a mean, and ours is a sum."""
         return self.args.world_size
@@ -135,12 +116,6 @@ class TrainingOverrides(_Trainer):
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples per optimizer step; the same for every layout."""
         return int(args.global_batch_size(self._train_batch_size) * args.gradient_accumulation_steps)
-
-    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        return self.pipeline_run.training.clip_gradients()
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return self.pipeline_run.training.gradient_norm() if grad_norm is None else grad_norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate on one rank per pipeline, and 0 on the others."""
@@ -157,16 +132,10 @@ class TrainingOverrides(_Trainer):
         return known[shapes]
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        # Trainer gathers over all ranks, of which those without samples do not come by, and others have copies.
         with self.pipeline_run.train_calls.counting_tokens() as counts_here:
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
-
-    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        self.pipeline_run.train_calls.signals.after_step()
-        logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
-        training = self.pipeline_run.training
-        training.end_step(logs, self.control.should_evaluate or self.control.should_save)
-        super()._maybe_log_save_evaluate(tr_loss, training.steps.logged_norm(grad_norm), *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as Trainer does, plus the layout as scalars in the first training entry and after each change."""
@@ -177,6 +146,7 @@ class TrainingOverrides(_Trainer):
         super().log(logs, start_time)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        # Nothing public is called between the last step and the final log, which needs the mean loss of all ranks.
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
         self.pipeline_run.train_calls.finish()
@@ -259,7 +229,8 @@ class EvaluationOverrides(_Trainer):
         return super()._precompute_ref_logps(dataset, name, batch_size) if found is None else found
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
-        # Trainer's `prediction_step` calls this; training counts over all replicas in `get_batch_samples`.
+        # Trainer's `prediction_step` calls this and would gather over all ranks, stages included; training counts over
+        # all replicas in `get_batch_samples`.
         evaluation = self.pipeline_run.evaluations.present
         evaluation.told_num_items = True
         if isinstance(evaluation, UsersEvaluation):
@@ -279,11 +250,12 @@ class SavingOverrides(_Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model for `from_pretrained`, on rank 0. Collective: call on every rank."""
-        with self.pipeline_run.saving_model():
+        with self.pipeline_run.saving.model():
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        with self.pipeline_run.saving_weights(state_dict) as state:
+        # `save_model` has no argument for the state to write, of which rank 0 fetches the values as it writes.
+        with self.pipeline_run.saving.weights(state_dict) as state:
             super()._save(output_dir, state)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -292,17 +264,14 @@ class SavingOverrides(_Trainer):
             super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # Each stage writes its part; Trainer's files only where plain Trainer could resume with them.
         checkpoints = self.pipeline_run.training.checkpoints
         checkpoints.save_optimizer(output_dir)
         if checkpoints.are_trainers_too:
             super()._save_optimizer_and_scheduler(output_dir)
 
-    def _save_scaler(self, output_dir: str) -> None:
-        """Save Trainer's file only where plain Trainer could resume; the pipeline's copy is in `state.json`."""
-        if self.pipeline_run.training.checkpoints.are_trainers_too:
-            super()._save_scaler(output_dir)
-
     def _save_rng_state(self, output_dir: str) -> None:
+        # The last call on all ranks before rank 0 completes the checkpoint.
         checkpoints = self.pipeline_run.training.checkpoints
         if checkpoints.are_trainers_too and self.args.world_size == 1:
             super()._save_rng_state(output_dir)  # With several processes, RNG states differ from Trainer's.
@@ -318,12 +287,3 @@ class SavingOverrides(_Trainer):
         if not train_calls.weights.load_best(self.pipeline_run.pipeline.stage):
             super()._load_best_model()
         train_calls.ending.give_back()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Do nothing: `Training.begin` restores both, once parameters and their groups are known by name."""
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Do nothing; see `_load_optimizer_and_scheduler`."""
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        self.pipeline_run.training.set_random_numbers()

@@ -199,7 +199,7 @@ class AsynchronousSteps(Steps):
 
     # ---- running ----
 
-    def _run_batch(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
+    def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         if self._window is None:
             # The rest of the present step, and the steps read ahead.
             self._window = self.pipeline.runner.open_window(self._parts.weights)
@@ -218,7 +218,7 @@ class AsynchronousSteps(Steps):
         """Return the norm to clip by, of this stage or of an earlier step."""
         return self._parts.norms.add()
 
-    def logged_norm(self, norm: Any) -> Any:
+    def norm_of_stages(self) -> torch.Tensor | None:
         return self._parts.norms.norm
 
     @contextmanager

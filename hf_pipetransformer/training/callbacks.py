@@ -8,10 +8,10 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import Trainer
-from transformers.trainer_callback import CallbackHandler, TrainerCallback
+from transformers.trainer_callback import CallbackHandler, TrainerCallback, TrainerControl
 from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement
@@ -38,7 +38,7 @@ class SavesOnSignal:
         self._saved_at = -1
         self._stops = False
 
-    def after_step(self) -> None:
+    def after_step(self, control: TrainerControl) -> None:
         """Make Trainer save and stop now if any rank got a signal. Collective: call on every rank.
 
         Skips an evaluation, since the process may be killed at any moment, and a second save at the same step, since a
@@ -46,7 +46,7 @@ class SavesOnSignal:
         """
         if not self.context.trainer.args.enable_jit_checkpoint:
             return
-        control, step = self.context.trainer.control, self.context.trainer.state.global_step
+        step = self.context.trainer.state.global_step
         if not self._stops:
             has_come = any(manager.is_checkpoint_requested for _, manager in self._managers)
             self._stops = any(self.context.topology.gather(has_come))
@@ -89,47 +89,58 @@ def check_callbacks(callbacks: list[TrainerCallback], topology: Topology) -> Non
             )
 
 
-def give_whole_model(trainer: Trainer, pipeline: Pipeline, longest: int = 1) -> None:
-    """Give callbacks the whole model also while it is split; `longest` is the largest number of stages K to come."""
-    handler = trainer.callback_handler
-    if max(pipeline.layout.pipeline_size, longest) > 1 and not isinstance(handler, WholeModelCallbacks):
-        trainer.callback_handler = WholeModelCallbacks(handler, pipeline)
+class StepEnds(Protocol):
+    """What runs around the callbacks at the end of a step."""
 
+    def before_callbacks(self) -> None:
+        """Correct what Trainer has just written into its state."""
 
-def give_handler_back(trainer: Trainer) -> None:
-    """Restore Trainer's own callback handler."""
-    if isinstance(trainer.callback_handler, WholeModelCallbacks):
-        trainer.callback_handler = trainer.callback_handler.given_back()
+    def after_callbacks(self, control: TrainerControl) -> None:
+        """Finish the step: Trainer logs, evaluates and saves next, as `control` says. Also at the end of an epoch."""
 
 
 @contextmanager
-def giving_whole_model(trainer: Trainer, pipeline: Pipeline) -> Iterator[None]:
-    """Apply `give_whole_model` inside, unless a training under way has done so."""
+def running_callbacks(trainer: Trainer, pipeline: Pipeline, ends: StepEnds | None = None) -> Iterator[None]:
+    """Run callbacks as `StageCallbacks` inside, unless a training under way does so."""
     own = trainer.callback_handler
-    give_whole_model(trainer, pipeline)
+    if isinstance(own, StageCallbacks):
+        yield
+        return
+    trainer.callback_handler = StageCallbacks(own, pipeline, ends)
     try:
         yield
     finally:
-        if trainer.callback_handler is not own:
-            give_handler_back(trainer)
+        trainer.callback_handler = trainer.callback_handler.given_back()
 
 
-class WholeModelCallbacks(CallbackHandler):
-    """Callback handler that passes callbacks with an argument `model` the whole model, on every rank."""
+class StageCallbacks(CallbackHandler):
+    """Callback handler that passes callbacks with an argument `model` the whole model, on every rank.
 
-    def __init__(self, handler: CallbackHandler, pipeline: Pipeline) -> None:
+    `ends` runs before the first and after the last callback, also of those that are added while a training goes on.
+    """
+
+    def __init__(self, handler: CallbackHandler, pipeline: Pipeline, ends: StepEnds | None = None) -> None:
         self.__dict__.update(handler.__dict__)
         self._handler = handler
         self._pipeline = pipeline
+        self._ends = ends
 
     def given_back(self) -> CallbackHandler:
         """Return Trainer's handler, updated with everything that was set on this one."""
         handler = self._handler
-        own = ("_handler", "_pipeline")
+        own = ("_handler", "_pipeline", "_ends")
         handler.__dict__.update({name: value for name, value in vars(self).items() if name not in own})
         return handler
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if self._ends is not None and event == "on_step_end":
+            self._ends.before_callbacks()
+        control = self._call_users(event, args, state, control, **kwargs)
+        if self._ends is not None and event in ("on_step_end", "on_epoch_end"):
+            self._ends.after_callbacks(control)
+        return control
+
+    def _call_users(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if not self._pipeline.is_in_parts:
             return super().call_event(event, args, state, control, **kwargs)
         readers = [type(callback).__name__ for callback in self.callbacks if takes_model(callback, event)]

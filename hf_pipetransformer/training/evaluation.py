@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,12 +36,12 @@ from hf_pipetransformer.runtime.messages import only_loss
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import main_input_of
-from hf_pipetransformer.training.callbacks import giving_whole_model
+from hf_pipetransformer.training.builder import PipelineBuilder
+from hf_pipetransformer.training.callbacks import running_callbacks
 from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
 from hf_pipetransformer.training.replica_gather import ReplicaGather
-from hf_pipetransformer.training.starting import PipelineBuilder
 
 
 class Evaluation:
@@ -75,20 +76,16 @@ class Evaluation:
             on_first_rank(self.trainer.compute_metrics, context.topology) if is_for_first_rank else None
         )
 
-    @contextmanager
-    def in_trainers_loop(self) -> Iterator[None]:
+    def in_trainers_loop(self) -> AbstractContextManager[None]:
         """Wrap Trainer's loop: what it gathers, preprocesses and computes from it."""
-        trainer = self.trainer
-        with ExitStack() as stack:
-            stack.enter_context(trainer_compat.gathering_with(trainer, self.gather))
-            if self.preprocess is not None:
-                stack.enter_context(trainer_compat.without_preprocessing(trainer))
-            if self._loss is not None:
-                inside = partial(self._loss_inside_stages, self._loss)
-                stack.enter_context(trainer_compat.computing_loss_with(trainer, inside))
-            if self._compute_metrics is not None:
-                stack.enter_context(trainer_compat.computing_metrics_with(trainer, self._compute_metrics))
-            yield
+        own: dict[str, Any] = {"gather_function": self.gather}
+        if self.preprocess is not None:
+            own["preprocess_logits_for_metrics"] = None
+        if self._loss is not None:
+            own["compute_loss"] = partial(self._loss_inside_stages, self._loss)
+        if self._compute_metrics is not None:
+            own["compute_metrics"] = self._compute_metrics
+        return trainer_compat.with_attributes(self.trainer, own)
 
     @contextmanager
     def running(
@@ -98,29 +95,35 @@ class Evaluation:
 
         Yields the batch for the model, with what a frozen reference says of it.
         """
-        trainer, runner = self.trainer, self.pipeline.runner
-        reference = trl_compat.reference(trainer, self.pipeline.shell)
+        trainer, shell, marks, batch = self.trainer, self.pipeline.shell, marks_of(inputs), for_model(inputs)
+        if trl_compat.reference(trainer, shell) is not None:
+            batch |= self.reference_of(batch, marks)
+        self.told_num_items = False
+        self.metrics.begin_batch(inputs)
+        num_tokens = sequence_length(inputs, main_input_of(trainer.model))
+        self.gather.begin_batch(batch_size(inputs), rows_per_sample(inputs), num_tokens)
+        is_cut = self.loader.progress.size >= self.pipeline.layout.num_replicas
+        prediction = replace(
+            shell.prediction,
+            marks=marks,
+            reduce=self._reduction(inputs, loss_only, ignore_keys),
+            is_read_by_first=self._is_sent_to_first,
+        )
+        with ExitStack() as stack:
+            stack.enter_context(self.metrics.record_part({**batch, **marks}))
+            stack.enter_context(self.pipeline.evaluating(is_cut, prediction))
+            stack.enter_context(trl_compat.reading_reference(trainer, batch))
+            yield trainer_compat.sent(trainer, batch)
+
+    def _reduction(self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None) -> Any:
+        """Return what the last stage makes of an output; None to send all of it."""
+        trainer = self.trainer
         has_loss = all(inputs.get(name) is not None for name in trainer.label_names)
-        try:
-            runner.marks = marks_of(inputs)
-            batch = for_model(inputs)
-            if reference is not None:
-                batch |= self.reference_of(batch)
-            if loss_only and has_loss and trainer_compat.has_plain_loss(trainer):
-                runner.reduce = only_loss
-            elif self.preprocess is not None:
-                runner.reduce = partial(trainer_compat.preprocessed, trainer, self.preprocess, ignore_keys)
-            runner.is_read_by_first = self._is_sent_to_first
-            self.told_num_items = False
-            self.metrics.begin_batch(inputs)
-            num_tokens = sequence_length(inputs, main_input_of(trainer.model))
-            self.gather.begin_batch(batch_size(inputs), rows_per_sample(inputs), num_tokens)
-            is_cut = self.loader.progress.size >= self.pipeline.layout.num_replicas
-            marked = {**batch, **runner.marks}
-            with self.metrics.record_part(marked), self.pipeline.joining_evaluation(is_cut):
-                yield batch
-        finally:
-            runner.reduce, runner.is_read_by_first, runner.marks = None, False, {}
+        if loss_only and has_loss and trainer_compat.has_plain_loss(trainer):
+            return only_loss
+        if self.preprocess is not None:
+            return partial(trainer_compat.preprocessed, trainer, self.preprocess, ignore_keys)
+        return None
 
     def _loss_inside_stages(
         self,
@@ -133,32 +136,38 @@ class Evaluation:
     ) -> Any:
         """Compute the loss of a batch as in training: inside of each stage, and on the last one after the head."""
         shell, runner = self.pipeline.shell, self.pipeline.runner
-        is_whole = self.pipeline.layout.pipeline_size == 1 and not runner.joins_evaluation
+        is_whole = self.pipeline.layout.pipeline_size == 1 and not shell.prediction.joins_replicas
         if model is not shell or is_whole or runner.stage.view.is_running or torch.is_grad_enabled():
             return own(model, inputs, return_outputs, *args, **kwargs)
-        loss, outputs = runner.predict(inputs, lambda given: own(shell, given, True, *args, **kwargs))
+
+        def forward(given: dict[str, Any]) -> Any:
+            return own(shell, given, True, *args, **kwargs)
+
+        loss, outputs = runner.predict(inputs, forward, shell.prediction)
         return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()
-    def reference_of(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return what a frozen reference says of a batch. Collective: call on every rank of the pipeline."""
-        prepared = trainer_compat.preparation(self.trainer)(batch)
+    def reference_of(self, batch: dict[str, Any], marks: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return what a frozen reference says of a batch, of which `marks_of` has noted `marks`.
+
+        Collective: call on every rank of the pipeline.
+        """
+        prepared, shell = trainer_compat.preparation(self.trainer)(batch), self.pipeline.shell
         found: dict[str, torch.Tensor] = self.pipeline.runner.predict(
-            prepared, partial(trl_compat.reference_entries, self.trainer, self.pipeline.shell)
+            prepared,
+            partial(trl_compat.reference_entries, self.trainer, shell),
+            replace(shell.prediction, marks=marks),
         )
         return found
 
     def gathered_reference(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return what a frozen reference says of a global batch. Collective: call on every rank."""
-        self.pipeline.runner.marks = marks_of(inputs)
-        try:
-            return {name: self.gather(value).cpu() for name, value in self.reference_of(for_model(inputs)).items()}
-        finally:
-            self.pipeline.runner.marks = {}
+        found = self.reference_of(for_model(inputs), marks_of(inputs))
+        return {name: self.gather(value).cpu() for name, value in found.items()}
 
     def items_of_loss(self, num_items: int) -> int:
         """Return the items of the samples that the loss sees, of which this replica has `num_items`. Collective."""
-        return self.gather.num_items_of_all(num_items) if self.pipeline.runner.joins_evaluation else num_items
+        return self.gather.num_items_of_all(num_items) if self.pipeline.shell.prediction.joins_replicas else num_items
 
     def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
@@ -317,7 +326,7 @@ class Evaluations:
                 yield False
                 return
             builder.pipeline.settle()
-            with giving_whole_model(builder.context.trainer, builder.pipeline), _installed(builder.pipeline):
+            with running_callbacks(builder.context.trainer, builder.pipeline), _installed(builder.pipeline):
                 yield True
 
     def reference_of(self, dataset: Any, samples_per_rank: int) -> Any:

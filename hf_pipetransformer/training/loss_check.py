@@ -71,7 +71,7 @@ class Comparison:
 
 @dataclass
 class LossCheck:
-    """Runs the batches of synchronous steps, and checks their loss."""
+    """Checks the losses of the batches of synchronous steps: `begin` before each, `end` after it."""
 
     context: TrainingContext
     pipeline: Pipeline
@@ -89,19 +89,20 @@ class LossCheck:
     def _runner(self) -> StageRunner:
         return self.pipeline.runner
 
-    def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
-        """Run a batch, and after the last one of a step the check that is due; returns what `StageRunner.train` does.
+    def begin(self) -> bool:
+        """Return True if the next batch is checked."""
+        if not self._ran:
+            self._begin_step()
+        return self._is_due
+
+    def end(self, batch: LoaderBatch, loss: torch.Tensor, is_last_batch: bool) -> torch.Tensor:
+        """Check the batch that has run with `loss`; after the last one of a step, return the loss that counts.
 
         Collective: call on every rank.
 
         Raises:
             LossDoesNotDecomposeError: on every rank, if the loss is no sum over parts and cannot be joined.
         """
-        if not self._ran:
-            self._begin_step()
-        self._runner.watches = self._is_due
-        loss = self._runner.train(batch, is_last_batch)
-        self._runner.watches = False
         if self._is_due:
             self._ran.append((batch, loss))
             self._compare(batch)
@@ -113,19 +114,24 @@ class LossCheck:
 
     def _begin_step(self) -> None:
         # By the step of the run: one that is resumed checks the same steps, and so has the same bits.
-        step, layout = self.context.trainer.state.global_step, self.pipeline.layout
+        step = self.context.trainer.state.global_step
+        self._is_due = (not self._is_known or step < NUM_FIRST or step % INTERVAL == 0) and self._is_watched
+        if self._is_due:
+            kept = Kept(self.context.trainer.model)
+            kept.add_attributes(self.context.trainer, trainer_compat.NOT_OF_A_LOSS)
+            self._start = random_state(self.pipeline.settings.device), kept, self.metrics.mark()
+
+    @property
+    def _is_watched(self) -> bool:
+        """True if the loss is a sum over parts that can be compared with the whole."""
+        layout = self.pipeline.layout
         has_replicas = layout.num_replicas > 1
         is_cut = layout.num_microbatches > 1 or has_replicas
         # Rows that hold several samples are cut between them, but replicas' rows are not joined.
         is_joinable = not (has_replicas and sequences_of(self.pipeline.start_up.samples) is not None)
         is_watched = self._runner.scope is LossScope.PARTS and is_cut and layout.abilities.runs_steps_whole
         # Of a model whose activations follow the tokens in another way, the head runs apart at one length only.
-        is_watched = is_watched and is_joinable and self.pipeline.start_up.probe.activation.multiple != 0
-        self._is_due = is_watched and (not self._is_known or step < NUM_FIRST or step % INTERVAL == 0)
-        if self._is_due:
-            kept = Kept(self.context.trainer.model)
-            kept.add_attributes(self.context.trainer, trainer_compat.NOT_OF_A_LOSS)
-            self._start = random_state(self.pipeline.settings.device), kept, self.metrics.mark()
+        return is_watched and is_joinable and self.pipeline.start_up.probe.activation.multiple != 0
 
     def _compare(self, batch: LoaderBatch) -> None:
         """Compare the parts of the batch that has just run with the whole. Collective over the last stage's ranks."""

@@ -61,7 +61,7 @@ def collect_separately(trainer: Trainer) -> Iterator[trl_compat.Metrics]:
     apart: trl_compat.Metrics = {mode: defaultdict(list) for mode in recorded}
     recorded.update(apart)
     try:
-        with trl_compat.local_gather(trainer.accelerator):
+        with trainer.accelerator.gathering_nothing():
             yield apart
     finally:
         recorded.update(kept)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,6 +63,14 @@ class Steps(ABC):
     def trainer(self) -> Trainer:
         return self.context.trainer
 
+    @cached_property
+    def _main_input(self) -> str:
+        return main_input_of(self.trainer.model)
+
+    @cached_property
+    def _prepare(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        return trainer_compat.preparation(self.trainer)
+
     @property
     def num_read_ahead(self) -> int:
         """Number of steps that were read but have not begun."""
@@ -71,16 +81,16 @@ class Steps(ABC):
         """Return the batches of the next step, `num_batches` if the epoch has as many."""
 
     @abstractmethod
-    def _run_batch(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
-        """Run the next batch of the step; see `StageRunner.train`."""
+    def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
+        """Run forward and backward of what `next_batch` gave; see `StageRunner.train`."""
 
     @abstractmethod
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of the gradients to clip by. Collective: call once per step on every rank."""
 
-    def logged_norm(self, norm: Any) -> Any:
-        """Return the whole model's gradient norm to log, from the `norm` that Trainer has."""
-        return norm
+    def norm_of_stages(self) -> torch.Tensor | None:
+        """Return the whole model's gradient norm to log; None if `gradient_norm` has returned it."""
+        return None
 
     def updating(self) -> AbstractContextManager[None]:
         """Wrap the optimizer's step."""
@@ -152,16 +162,15 @@ class Steps(ABC):
         if self.loader is not None:
             self.loader.num_ahead = self.loader.num_under_way = 0
 
-    def run(self, inputs: dict[str, Any], num_items: Any, write: Write | None) -> torch.Tensor:
-        """Run forward and backward of one loader batch; the last one of an accumulation also reduces the gradients.
+    def next_batch(self, inputs: dict[str, Any], num_items: Any, write: Write | None) -> LoaderBatch:
+        """Make everything ready for the next batch of the step, which is returned with the loss that Trainer computes.
 
-        `write` stores the activations that enter the entry block. Returns a scalar whose mean over all ranks is the
-        batch's loss.
+        `write` stores the activations that enter the entry block.
         """
         trainer, args, pipeline = self.trainer, self.trainer.args, self.pipeline
         pipeline.shell.training = True  # A loss may read the shell's flag, and an evaluation has cleared it.
         pipeline.stage.set_modes()
-        value = inputs.get(main_input_of(trainer.model))
+        value = inputs.get(self._main_input)
         num_tokens = value.numel() if isinstance(value, torch.Tensor) else 0
         pipeline.settings.meter.count(batch_size(inputs), num_tokens)
         if callable(getattr(trainer.optimizer, "train", None)):
@@ -172,9 +181,12 @@ class Steps(ABC):
         self.metrics.begin_batch(inputs, counts_tokens=pipeline.stage.groups.is_first)
         step, number = self._present, self._num_run
         self._num_run += 1
-        batch = self._loader_batch(inputs, number, step, num_items, write)
-        loss = self._run_batch(batch, trainer.accelerator.sync_gradients)
-        return loss.detach().to(args.device) * (self._share(step) * self.context.topology.world_size)
+        return self._loader_batch(inputs, number, step, num_items, write)
+
+    def loss_of_all(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a scalar whose mean over all ranks is the loss of the batch, from what `run` returned."""
+        share = self._share(self._present) * self.context.topology.world_size
+        return loss.detach().to(self.trainer.args.device) * share
 
     def _loader_batch(
         self, inputs: dict[str, Any], number: int, step: StepBatches, num_items: Any, write: Write | None = None
@@ -183,7 +195,8 @@ class Steps(ABC):
         trainer, shell = self.trainer, self.pipeline.shell
 
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
-            with trainer.compute_loss_context_manager(), self.metrics.record_part(micro_batch):
+            reads = trl_compat.reading_reference(trainer, micro_batch)
+            with trainer.compute_loss_context_manager(), self.metrics.record_part(micro_batch), reads:
                 loss: torch.Tensor = trainer.compute_loss(shell, micro_batch, num_items_in_batch=num_items)
             return loss
 
@@ -191,8 +204,8 @@ class Steps(ABC):
         scale: float | torch.Tensor = share
         if trainer.accelerator.scaler is not None:
             scale = trainer.accelerator.scaler.scale(torch.full((), share, device=trainer.args.device))
-        prepare, reference = trainer_compat.preparation(trainer), trl_compat.reference(trainer, shell)
-        return LoaderBatch(inputs, forward, step.items[number], prepare, scale, write, reference)
+        reference = trl_compat.reference(trainer, shell)
+        return LoaderBatch(inputs, forward, step.items[number], self._prepare, scale, write, reference)
 
     def _share(self, step: StepBatches) -> float:
         """Return the weight of a batch's loss in its step's loss."""
@@ -209,8 +222,9 @@ class SynchronousSteps(Steps):
     def __post_init__(self) -> None:
         self._check = LossCheck(self.context, self.pipeline, self.metrics)
 
-    def _run_batch(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
-        return self._check.run(batch, is_last_batch)
+    def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
+        loss = self.pipeline.runner.train(batch, is_last_batch, watches=self._check.begin())
+        return self._check.end(batch, loss, is_last_batch)
 
     def gradient_norm(self) -> torch.Tensor:
         scaler = self.trainer.accelerator.scaler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,8 @@ class Training:
     _first_loss: torch.Tensor | None = field(default=None, init=False)
     _is_first_checked: bool = field(default=False, init=False)
     _reported: dict[str, float] = field(default_factory=dict, init=False)
+    _norm: torch.Tensor | None = field(default=None, init=False)
+    """Norm that Trainer was given for the last step."""
     _update: ExitStack = field(default_factory=ExitStack, init=False)
     """What ends with the optimizer's step while it runs."""
 
@@ -92,24 +94,28 @@ class Training:
     def epoch(self, arguments: dict[str, Any]) -> Iterator[bool]:
         """Wrap Trainer's loop over one epoch, if True is yielded; `arguments` are that loop's."""
         self.checkpoints.epoch = arguments["epoch"]
-        with nullcontext(True) if self.resumed_epoch is None else self.resumed_epoch.running(arguments) as goes_on:
-            if not goes_on:
-                yield False
-                return
-            self.context.timeouts.rest()
+        if self.resumed_epoch is not None and not self.resumed_epoch.begin(arguments):
+            yield False
+            return
+        self.context.timeouts.rest()
+        if self.cache is not None:
+            self.cache.begin_epoch()
+        try:
+            yield True
+            self.pipeline.settle()  # An epoch that was stopped early may have read ahead.
             if self.cache is not None:
-                self.cache.begin_epoch()
-            try:
-                yield True
-                self.pipeline.settle()  # An epoch that was stopped early may have read ahead.
-                if self.cache is not None:
-                    self.cache.check_end()
-            finally:
-                self.steps.end_epoch()
-            self.context.timeouts.rest()
-            if self.cache is not None:
-                self.summary.add_reads(*self.cache.report())
+                self.cache.check_end()
+        finally:
+            self.steps.end_epoch()
+        self.context.timeouts.rest()
+        if self.cache is not None:
+            self.summary.add_reads(*self.cache.report())
         self.resumed_epoch = None
+
+    def correct_epoch(self) -> None:
+        """Correct the epoch that Trainer counts in the rest of an epoch."""
+        if self.resumed_epoch is not None:
+            self.resumed_epoch.correct_epoch()
 
     def set_random_numbers(self) -> None:
         """Restore the checkpoint's RNG states, once."""
@@ -121,8 +127,7 @@ class Training:
         if self.steps.are_over(epoch_iterator):
             return [], None
         if self.loader is not None:
-            # Inside an epoch, Trainer restores RNG states only after fetching the first step's batches, and would undo
-            # what collators drew and a transition seeded.
+            # Before the first batches, so that what collators draw and a transition seeds is not undone.
             self.set_random_numbers()
         moved = self.transitions.before_step()
         if moved is not None:
@@ -136,29 +141,36 @@ class Training:
         self.progress.begin_step()
         self.tracer.begin_step(self.pipeline.stage)
         batches = self.steps.begin(epoch_iterator, num_batches)
+        if self.loader is None:
+            self.set_random_numbers()  # Reading a user's own loader up to here drew what the checkpoint has drawn.
         self.context.timeouts.enter_step()
         return batches
 
     def run_batch(self, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
-        write = None
+        """Run forward and backward of one loader batch; the last one of an accumulation also reduces the gradients.
+
+        Returns a scalar whose mean over all ranks is the batch's loss.
+        """
+        write, steps = None, self.steps
         if self.cache is not None:
             inputs, write = self.cache.current(inputs), self.cache.write
-        loss = self.steps.run(inputs, num_items, write)
+        batch = steps.next_batch(inputs, num_items, write)
+        loss = steps.loss_of_all(steps.run(batch, self.context.trainer.accelerator.sync_gradients))
         if self._first_loss is None:
             self._first_loss = loss.detach().clone()
         return loss
 
-    def gradient_norm(self) -> torch.Tensor:
-        """Return the gradients' L2 norm, or the norm to clip by. Collective: call once per step on every rank."""
-        return self.steps.gradient_norm()
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients, and return the scalar norm before: the norm to clip by, which may be of another step.
 
-    def clip_gradients(self) -> torch.Tensor:
-        """Clip the gradients to `max_grad_norm`; return the scalar norm before clipping."""
+        Collective: call once per step on every rank.
+        """
         meter = self.pipeline.settings.meter
         with meter.part("optimizer"), meter.tracing("clip gradients"):
-            norm = self.gradient_norm()
-            parameters = self.pipeline.runner.norms.parameters()
-            clip_grads_with_norm_(parameters, self.context.args.max_grad_norm, norm)
+            norm = self.steps.gradient_norm()
+            if max_norm < math.inf:
+                clip_grads_with_norm_(self.pipeline.runner.norms.parameters(), max_norm, norm)
+        self._norm = norm
         return norm
 
     def _before_update(self, *_: Any) -> None:
@@ -174,8 +186,6 @@ class Training:
 
     def end_step(self, logs: bool, saves_or_evaluates: bool) -> None:
         """Finish a step, and choose the timeout for what Trainer does next."""
-        if self.resumed_epoch is not None:
-            self.resumed_epoch.correct_epoch()
         self.steps.end_step(is_counted=logs)
         if self.cache is not None and (saves_or_evaluates or self.loader is None or self.loader.is_at_end):
             self.cache.check_end()  # Trainer comes here twice at the end of an epoch.
@@ -185,6 +195,8 @@ class Training:
         self.tracer.end_step(self.pipeline.stage)
         if logs:
             self._check_first_loss()
+            if self._norm is not None and (norm := self.steps.norm_of_stages()) is not None:
+                self._norm.copy_(norm)  # Trainer reads what it was given when it logs.
             self._reported |= self.steps.report() | self.progress.report(self.pipeline.stage)
             self.metrics.publish("train", self.pipeline.stage.groups)
             # Trainer first gathers the loss, under a step's timeout; `log` then switches to the long one.

@@ -1,20 +1,35 @@
-"""Weights of the model before and after a training: each rank reads its stage's from a checkpoint, and after the last
-step the model is put together on every rank or left on its stages.
+"""Weights of the model: each rank reads its stage's from a checkpoint, rank 0 saves those of all stages, and after the
+last step the model is put together on every rank or left on its stages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.elastic.migration import OptimizerState
 from hf_pipetransformer.report import announce, logger
-from hf_pipetransformer.runtime.gathering import check_whole, end_training, least_room, make_whole, num_bytes_of
+from hf_pipetransformer.runtime.gathering import (
+    check_whole,
+    end_training,
+    fetching,
+    least_room,
+    make_whole,
+    num_bytes_of,
+    whole_on_first_rank,
+)
 from hf_pipetransformer.runtime.stage import Stage
+from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.startup.model import cast_masters, master_names
+from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
+from hf_pipetransformer.state.saving import check_unlinked, clear, rotating_by_step
 from hf_pipetransformer.state.weights import find_weights, has_weights, is_of_adapters, load_weights
+from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.context import TrainingContext
-from hf_pipetransformer.training.starting import PipelineBuilder
 
 
 class WeightLoading:
@@ -177,3 +192,77 @@ class Ending:
         if self._users_optimizer is not None:
             held = stage.store.held()
             self._users_optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
+
+
+class ModelSaving:
+    """Saves the model, of which each rank may have one stage."""
+
+    def __init__(self, builder: PipelineBuilder) -> None:
+        self.builder = builder
+        self.context = builder.context
+        self._lends = False
+        """True in a `save_model` in which rank 0 fetches weights from other stages as it writes them."""
+        self._warned: set[str] = set()
+
+    @contextmanager
+    def model(self) -> Iterator[None]:
+        """Wrap `save_model`: inside, `weights` gets them from all stages. In training or split, collective."""
+        pipeline, topology, timeouts = self.builder.in_force, self.context.topology, self.context.timeouts
+        stage = None if pipeline is None else pipeline.stage
+        if pipeline is None or stage is None or not (stage.is_training or stage.is_spread):
+            with timeouts.reporting_faults(together=False):
+                yield
+            return
+        pipeline.settle()
+        names = topology.decide(self._gathered_to_save) if stage.is_spread else None
+        with timeouts.reporting_faults(), whole_on_first_rank(stage, names):
+            before, self._lends = self._lends, names == [] and stage.groups.replica == 0
+            try:
+                yield
+            finally:
+                self._lends = before
+            topology.barrier()
+
+    def _gathered_to_save(self) -> list[str] | None:
+        """Return the parameters that rank 0 must hold before Trainer saves; None for all. Called on rank 0."""
+        trainer = self.context.trainer
+        why = trainer_compat.why_gathered_to_save(trainer)
+        if why is None and has_adapters(trainer.model):
+            return adapters.saved_names(trainer.model) or None
+        why = why or why_not_deferred(trainer.model)
+        if why is not None and why not in self._warned:
+            self._warned.add(why)
+            size = sum(each.numel() * each.element_size() for each in trainer.model.parameters())
+            logger.warning(f"Saving gathers the whole model in the memory of rank 0 ({size / 2**20:.1f} MiB): {why}.")
+        return [] if why is None else None
+
+    @contextmanager
+    def weights(self, state: dict[str, Any] | None) -> Iterator[dict[str, Any] | None]:
+        """Wrap Trainer's writing of the model's files; yields the state dict to write, None for the model's own."""
+        if not self._lends or state is not None:
+            yield state
+            return
+        with fetching(self.builder.pipeline.stage) as fetch:
+            if self.context.topology.rank != 0:
+                yield None
+                return
+            with trainer_compat.writing_tensors_with(partial(write_tensors, fetch=fetch)):
+                yield deferred_state(self.context.trainer.model)
+
+    @contextmanager
+    def checkpoint(self, folder: str) -> Iterator[None]:
+        """Wrap `Trainer._save_checkpoint` into `folder`, including the deletion of old checkpoints.
+
+        Raises:
+            ValueError: something in the folder is a symbolic link.
+        """
+        trainer, topology = self.context.trainer, self.context.topology
+        if not self.builder.is_left_to_trainer:
+            topology.decide(lambda: check_unlinked(folder))
+        else:
+            # Not collective: one of Trainer's own callbacks may save on one process only, and each writes its RNG.
+            check_unlinked(folder)
+            if trainer.args.should_save:
+                clear(folder, num_ranks=topology.world_size if topology.world_size > 1 else 0)
+        with rotating_by_step(trainer.state.global_step):
+            yield

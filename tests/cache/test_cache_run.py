@@ -26,7 +26,7 @@ from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.comm.topology import Topology
-from hf_pipetransformer.training import setup as beginning
+from hf_pipetransformer.training import start as beginning
 from tests.cache.test_cache_safety import NUM_SAMPLES, SOURCE
 from tests.cache.test_store import fill
 from tests.support.models import build_model, collate, make_dataset, make_rows

@@ -467,7 +467,7 @@ def test_no_sample_of_a_stream_is_lost(way: str, name: str, tmp_path: Path, monk
         raise UnsupportedModelError("cannot be split")
 
     if way == "left":
-        monkeypatch.setattr("hf_pipetransformer.training.starting.inspect_model", leave)
+        monkeypatch.setattr("hf_pipetransformer.training.builder.inspect_model", leave)
     logs = []
     for base in (Trainer, PipeTransformerTrainer):
         stream = STREAMS[name]()

@@ -29,7 +29,7 @@ from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.costs import middle_layer
 from hf_pipetransformer.startup.twin import WHOLE
 from hf_pipetransformer.state.weights import check_weights, load_weights
-from hf_pipetransformer.training.starting import Need, RunOptions
+from hf_pipetransformer.training.needs import Need, RunOptions
 from tests.planning.test_planning import rank_bytes
 from tests.support.adapted import ADDS, METHODS, OUTSIDE, adapted, base_of, data_of, lora
 from tests.support.decoders import make_decoder

@@ -22,7 +22,7 @@ from hf_pipetransformer.splitters.quantized import (
     put_in_evaluation_mode,
     why_not_moved,
 )
-from hf_pipetransformer.training.starting import PipelineBuilder
+from hf_pipetransformer.training.builder import PipelineBuilder
 from tests.cache.test_cache_run import Known, cache_events
 from tests.splitters.test_adapters import arguments
 from tests.support.adapted import adapted, base_of, data_of

@@ -25,12 +25,13 @@ from hf_pipetransformer.startup import check
 from hf_pipetransformer.startup.check import probe_model, why_unsliceable
 from hf_pipetransformer.startup.estimate import batch_on_meta
 from hf_pipetransformer.startup.first_samples import _first_of
+from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import SpreadModel
 from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.loaders import check_undivided
 from hf_pipetransformer.training.metrics import _sendable
-from hf_pipetransformer.training.run import TrainCalls
-from hf_pipetransformer.training.starting import PipelineBuilder, check_trained_model
+from hf_pipetransformer.training.needs import check_trained_model
+from hf_pipetransformer.training.session import TrainCalls
 from tests.support.models import build_model
 
 

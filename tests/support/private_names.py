@@ -155,9 +155,7 @@ PATCHED = {
         "output_dir, save_total_limit=None, best_model_checkpoint=None, use_mtime=False, "
         "checkpoint_prefix='checkpoint'"
     ),
-    "transformers.trainer:skip_first_batches": "dataloader, num_batches=0",
     "transformers:TrainerState.save_to_json": "self, json_path",
-    "accelerate:Accelerator.gather": "self, tensor",
 }
 
 # Methods of `Trainer` and its helpers that the trainer room overrides, with their parameters. That the overrides have
@@ -170,25 +168,15 @@ OVERRIDDEN = {
         "model_init, compute_loss_func, compute_metrics, callbacks, optimizers, "
         "optimizer_cls_and_kwargs, preprocess_logits_for_metrics"
     ),
-    "Trainer._clip_grad_norm": "self, model",
     "Trainer._finalize_training": "self, trial, num_train_samples, start_time",
     "Trainer._get_dataloader": "self, dataset, description, batch_size, sampler_fn, is_training, dataloader_key",
-    "Trainer._get_grad_norm": "self, model, grad_norm",
     "Trainer._get_num_items_in_batch": "self, batch_samples, device",
     "Trainer._init_training_state": (
         "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
     ),
-    "Trainer._inner_training_loop": "self, batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval",
     "Trainer._load_best_model": "self",
     "Trainer._load_from_checkpoint": "self, resume_from_checkpoint, model",
-    "Trainer._load_optimizer_and_scheduler": "self, checkpoint",
-    "Trainer._load_rng_state": "self, checkpoint",
-    "Trainer._load_scaler": "self, checkpoint",
-    "Trainer._maybe_log_save_evaluate": (
-        "self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate"
-    ),
     "Trainer._prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
-    "Trainer._prepare_input": "self, data",
     "Trainer._run_epoch": (
         "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, "
         "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
@@ -198,11 +186,9 @@ OVERRIDDEN = {
     "Trainer._save_checkpoint": "self, model, trial",
     "Trainer._save_optimizer_and_scheduler": "self, output_dir",
     "Trainer._save_rng_state": "self, output_dir",
-    "Trainer._save_scaler": "self, output_dir",
     "Trainer._track_num_input_tokens": "self, inputs",
     "Trainer._wrap_model": "self, model, training, dataloader",
-    "Trainer.end": "self",
-    "Trainer.compute_loss": "self, model, inputs, return_outputs, num_items_in_batch",
+    "Trainer.create_accelerator_and_postprocess": "self",
     "Trainer.create_model_card": (
         "self, language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args"
     ),

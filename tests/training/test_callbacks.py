@@ -18,9 +18,8 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 
 from hf_pipetransformer.training.callbacks import (
-    WholeModelCallbacks,
-    give_whole_model,
-    giving_whole_model,
+    StageCallbacks,
+    running_callbacks,
     takes_model,
 )
 
@@ -83,7 +82,7 @@ class Double:
         self.is_inside_step = is_inside_step
         self.num_times_whole = 0
         self.warned_events: set[str] = set()
-        self.handler = WholeModelCallbacks(CallbackHandler(list(callbacks), MODEL, *[None] * 3), self)
+        self.handler = StageCallbacks(CallbackHandler(list(callbacks), MODEL, *[None] * 3), self)
 
     @contextmanager
     def whole_model(self) -> Any:
@@ -175,11 +174,11 @@ def test_trainers_own_handler_comes_back_with_what_was_added_meanwhile() -> None
     own = CallbackHandler([Blind()], MODEL, *[None] * 3)
     trainer, double = SimpleNamespace(callback_handler=own), Double()
     double.layout = SimpleNamespace(pipeline_size=2)
-    with giving_whole_model(trainer, double):
+    with running_callbacks(trainer, double):
         wrapped = trainer.callback_handler
-        with giving_whole_model(trainer, double):
+        with running_callbacks(trainer, double):
             assert trainer.callback_handler is wrapped
-        assert trainer.callback_handler is wrapped and isinstance(wrapped, WholeModelCallbacks)
+        assert trainer.callback_handler is wrapped and isinstance(wrapped, StageCallbacks)
         wrapped.callbacks = [*wrapped.callbacks, Named()]
         wrapped.optimizer = "an optimizer"
     assert trainer.callback_handler is own and own.optimizer == "an optimizer"
@@ -187,12 +186,47 @@ def test_trainers_own_handler_comes_back_with_what_was_added_meanwhile() -> None
     assert double not in vars(own).values()
 
 
-@pytest.mark.parametrize("longest", [1, 2])
-def test_a_model_on_one_stage_that_may_come_to_lie_on_several_is_put_together_then(longest: int) -> None:
+def test_a_model_on_one_stage_that_comes_to_lie_on_several_is_put_together_then() -> None:
     """A pipeline grows where layers are unfrozen, or as it is replayed."""
     named = Named()
-    trainer, double = SimpleNamespace(callback_handler=CallbackHandler([named], MODEL, *[None] * 3)), Double()
-    double.layout = SimpleNamespace(pipeline_size=1)
-    give_whole_model(trainer, double, longest)
-    trainer.callback_handler.call_event("on_step_end", None, TrainerState(), TrainerControl())
-    assert double.num_times_whole == longest - 1
+    double = Double(named, num_stages=1)
+    double.call()
+    assert double.num_times_whole == 0
+    double.is_in_parts = True
+    double.call()
+    assert double.num_times_whole == 1
+
+
+class Ends:
+    """What a training does at the end of a step."""
+
+    def __init__(self, done: list[str]) -> None:
+        self.done = done
+
+    def before_callbacks(self) -> None:
+        self.done.append("before")
+
+    def after_callbacks(self, control: TrainerControl) -> None:
+        self.done.append("after")
+        control.should_save = False
+
+
+class Saving(TrainerCallback):
+    def __init__(self, done: list[str]) -> None:
+        self.done = done
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        self.done.append("callback")
+        return TrainerControl(should_save=True)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_step_ends_after_the_last_callback_and_with_what_it_decided(num_stages: int) -> None:
+    done: list[str] = []
+    handler = StageCallbacks(CallbackHandler([], MODEL, *[None] * 3), Double(num_stages=num_stages), Ends(done))
+    handler.add_callback(Saving(done))
+    control = handler.call_event("on_step_end", None, TrainerState(), TrainerControl())
+    assert done == ["before", "callback", "after"] and not control.should_save
+    handler.call_event("on_step_begin", None, TrainerState(), TrainerControl())
+    handler.call_event("on_epoch_end", None, TrainerState(), TrainerControl())
+    assert done[3:] == ["after"]

@@ -13,8 +13,8 @@ from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.forecast import Forecast
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
-from hf_pipetransformer.training import expectation, starting
-from hf_pipetransformer.training import setup as beginning
+from hf_pipetransformer.training import builder, expectation
+from hf_pipetransformer.training import start as beginning
 from hf_pipetransformer.training.expectation import in_words
 from tests.planning.test_forecast import costs_of
 from tests.support.models import build_model, collate, make_dataset
@@ -154,7 +154,7 @@ def test_the_first_line_comes_before_the_inspection(
     def inspect(*_: Any) -> Any:
         raise ValueError("planted")
 
-    monkeypatch.setattr(starting, "inspect_model", inspect)
+    monkeypatch.setattr(builder, "inspect_model", inspect)
     with pytest.raises(ValueError, match="planted"):
         trainer_of(tmp_path).train()
     assert caplog.messages[0].startswith(

@@ -13,8 +13,7 @@ from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.engine.engine import ActionListRun as EngineRun
 from hf_pipetransformer.runtime import gathering
 from hf_pipetransformer.runtime.pipeline import PipelineShell
-from hf_pipetransformer.training import expectation, setup, weights
-from hf_pipetransformer.training.run import PipelineSession
+from hf_pipetransformer.training import expectation, start, weights
 from hf_pipetransformer.training.training import Training
 
 
@@ -39,7 +38,7 @@ def test_a_model_that_must_be_gathered_to_be_saved(
     monkeypatch.setattr(trainer_compat, "why_gathered_to_save", lambda _: "it saves in a way of its own")
     run = SimpleNamespace(context=SimpleNamespace(trainer=SimpleNamespace(model=nn.Linear(1, 1))), _warned=set())
     for _ in range(2):
-        assert PipelineSession._gathered_to_save(cast(Any, run)) is None
+        assert weights.ModelSaving._gathered_to_save(cast(Any, run)) is None
     assert caplog.text.count("Saving gathers the whole model in the memory of rank 0") == 1
 
 
@@ -66,7 +65,7 @@ def test_parameters_that_freeze_in_use(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_decisions_by_the_epoch_of_a_stream(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(setup, "check_policy", lambda *_: [])
+    monkeypatch.setattr(start, "check_policy", lambda *_: [])
     own = SimpleNamespace(
         context=SimpleNamespace(
             args=SimpleNamespace(freeze_interval="epoch", freeze_min_active_layers=1), topology=SimpleNamespace(rank=0)
@@ -74,7 +73,7 @@ def test_decisions_by_the_epoch_of_a_stream(monkeypatch: pytest.MonkeyPatch, cap
         policy=SimpleNamespace(freezes=True),
         pipeline=SimpleNamespace(layout=SimpleNamespace(num_layers=4)),
     )
-    assert setup.TrainingSetup._steps_per_epoch(cast(Any, own), iter([]), 9) == 9
+    assert start.TrainingSetup._steps_per_epoch(cast(Any, own), iter([]), 9) == 9
     assert "the data set has no length, so no decision comes before the end" in caplog.text
 
 

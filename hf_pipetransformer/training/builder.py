@@ -1,12 +1,9 @@
-"""Starting a pipeline, and deciding whether a run needs one: otherwise it is left to plain Trainer."""
+"""Starting a pipeline: the model is inspected in one piece, and put on its stages or left to plain Trainer."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -23,16 +20,9 @@ from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.freeze.policy import FreezePolicy
-from hf_pipetransformer.frozen.trial import maximal_frozen
-from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
-from hf_pipetransformer.options.combinations import unused_by_trainer
 from hf_pipetransformer.options.refusals import (
-    check_arguments,
     check_communication_hook,
     check_dataset,
-    check_launch,
-    check_model,
-    warn_about_options,
 )
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.generation import check_generation, generate_in_stages, settings_of
@@ -40,120 +30,27 @@ from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 from hf_pipetransformer.runtime.stage import StageSettings
 from hf_pipetransformer.runtime.wiring import start_stage
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_unsplittable
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of, main_input_of
+from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, main_input_of
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.startup.first_samples import FirstBatches, first_batches, most_samples, probe_samples
-from hf_pipetransformer.startup.model import ProbeTarget, is_causal_lm, undisturbed
+from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
 from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loaders import make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
-from hf_pipetransformer.training.outputs import REMEDY, shape_without_rows
+from hf_pipetransformer.training.needs import (
+    Need,
+    RunOptions,
+    check_trained_model,
+    may_slice_head,
+    say_left_to_trainer,
+)
+from hf_pipetransformer.training.replica_gather import REMEDY, shape_without_rows
 from hf_pipetransformer.training.traces import leaving_no_trace
-
-
-class Need(Enum):
-    """Need of a run for features that Trainer does not have."""
-
-    NONE = "none"
-    PREFERRED = "wish"
-    """Trainer is an acceptable fallback. It lacks stored activations, the numbers of one process on several replicas
-    and, for adapters that cannot be split, freezing.
-    """
-    REQUIRED = "must"
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of a run; `policy` and `splitter` are the user's own, if any."""
-
-    args: PipeTransformerArguments
-    policy: FreezePolicy | None = None
-    splitter: Splitter | None = None
-
-    def need(self, model: Any) -> Need:
-        """Return what the options and the model require; `model` is None if it is not built yet."""
-        args = self.args
-        if args.plan_only:
-            return Need.REQUIRED
-        if _leaves_adapters_to_trainer(model) and not self._ask_for_parts:
-            return Need.PREFERRED if self._freeze or args.activation_cache == "on" else Need.NONE
-        is_divided = args.world_size > 1 and args.pipeline_size != 1
-        if is_divided or self._freeze or self._ask_for_parts or args.activation_cache == "on":
-            return Need.REQUIRED
-        if args.world_size > 1 and not has_adapters(model):
-            return Need.PREFERRED
-        return Need.PREFERRED if args.activation_cache == "auto" and _may_store(model) else Need.NONE
-
-    def does_without(self, error: ValueError, model: Any) -> bool:
-        """Return True if `error` may leave the run to Trainer: the user asked for nothing that needs a pipeline.
-
-        Frozen parts of a model that Trainer trains may be stored, see `computed_once`.
-
-        A model that cannot be split is trained without freezing. If another setting or loss would make it splittable,
-        the run is refused when freezing was requested.
-        """
-        has_parts = model is not None and bool(maximal_frozen(bare_model(model)))
-        asks_for_cache = self.args.activation_cache == "on" and not has_parts
-        if self._ask_for_parts or asks_for_cache:
-            return False
-        if self.args.plan_only:
-            return has_parts and isinstance(error, UnsupportedModelError)
-        if has_parts and self.only_store:
-            return True
-        if isinstance(error, (ModelSettingError, LossDoesNotDecomposeError)):
-            return not self._freeze
-        return isinstance(error, UnsupportedModelError)
-
-    @property
-    def only_store(self) -> bool:
-        """True if a pipeline would be of use for nothing but storing what the script froze."""
-        own = self._freeze or self._ask_for_parts or self.args.plan_only or self.args.activation_cache_views
-        return self.is_undivided and not own
-
-    @property
-    def is_undivided(self) -> bool:
-        """True if one process computes each batch as a whole."""
-        return self.args.world_size == 1 and self.args.num_microbatches in (None, 1)
-
-    @property
-    def _freeze(self) -> bool:
-        return self.args.freeze_policy != "none" if self.policy is None else self.policy.freezes
-
-    @property
-    def _ask_for_parts(self) -> bool:
-        args = self.args
-        return (
-            args.pipeline_size not in (None, 1)
-            or args.num_microbatches not in (None, 1)
-            or (args.pipeline_checkpoint != "never" and not args.recomputes_for_trainer)
-            or args.pipeline_token_slices != "auto"
-            or args.pipeline_head_slices > 1
-            or args.layout_plan is not None
-            or args.pipeline_trace_step is not None
-            or self.splitter is not None
-        )
-
-
-def _leaves_adapters_to_trainer(model: Any) -> bool:
-    return has_adapters(model) and (why_unsplittable(model) is not None or bool(getattr(model, "hf_device_map", None)))
-
-
-def _may_store(model: Any) -> bool:
-    """Return True if parameters below the trained ones look frozen, so their activations could be stored."""
-    if model is None:
-        return False
-    if not has_adapters(model):
-        return any(not parameter.requires_grad for parameter in model.parameters())
-    try:
-        first = layers_of(find_splitter(model), bare_model(model))[0]
-    except Exception:  # Any error in finding layers means there are none to store.
-        return False
-    return not any(parameter.requires_grad for parameter in first.parameters())
 
 
 @dataclass(frozen=True)
@@ -193,8 +90,6 @@ class PipelineBuilder:
         self.in_force: Pipeline | None = None
         self.cache: TrainingCache | None = None
         """Activation cache of the training in progress."""
-        self.resumes_own = False
-        """True while a run resumes from a checkpoint that plain Trainer could not continue from."""
         self.is_left_to_trainer = not needs_pipeline or options.is_undivided
         """True while Trainer's own methods run instead of the overrides."""
         self.evaluates_alone = self.is_left_to_trainer
@@ -203,8 +98,6 @@ class PipelineBuilder:
         self._may_do_without = may_do_without and not options.args.plan_only
         self._overrode_loss_kwargs = False
         self._knows_loss = True
-        self.ignored_outputs: list[str] | None = None
-        """`ignore_keys_for_eval` of the training."""
         """False if the model was inspected with samples without labels, of a data set to predict or of prompts."""
 
     @property
@@ -252,22 +145,32 @@ class PipelineBuilder:
 
         return set(trainer.label_names) <= {*self.context.topology.decide(names_in_first)}
 
-    def inspect_or_leave(self, given: Request | Any, is_training: bool) -> ModelReport | None:
+    def inspect_or_leave(
+        self,
+        given: Request | Any,
+        is_training: bool,
+        resumes_own: bool = False,
+        ignored_outputs: list[str] | None = None,
+    ) -> ModelReport | None:
         """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over.
 
         And for one whose script froze something else than layers of its stack, see `computed_once`.
+
+        Args:
+            resumes_own: the run resumes from a checkpoint that plain Trainer could not continue from.
+            ignored_outputs: `ignore_keys_for_eval` of a training.
         """
         try:
-            report = self.inspect(given, is_training)
+            report = self.inspect(given, is_training, ignored_outputs)
             has_layers = report.start_up.plans.num_frozen_by_user > 0
             has_others = any(not each.requires_grad for each in self.context.trainer.model.parameters())
             is_for_parts = is_training and has_others and not has_layers and self.options.only_store
-            if self.resumes_own or not is_for_parts:
+            if resumes_own or not is_for_parts:
                 return report
         except (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError) as error:
             # Trainer can only resume a run from its own kind of checkpoint.
             may_do_without = self._may_do_without or self.options.does_without(error, self.context.trainer.model)
-            if self.resumes_own or not may_do_without:
+            if resumes_own or not may_do_without:
                 raise
             say_left_to_trainer(error)
         self.context.args.leave_recomputing_to_trainer()
@@ -275,7 +178,9 @@ class PipelineBuilder:
         self.is_left_to_trainer = self.evaluates_alone = True
         return None
 
-    def inspect(self, given: Request | Any, is_training: bool) -> ModelReport:
+    def inspect(
+        self, given: Request | Any, is_training: bool, ignored_outputs: list[str] | None = None
+    ) -> ModelReport:
         """Check data set, model and loss, and measure the model. Collective: call on every rank.
 
         `given` is the request made to Trainer's loader, or a loader of the user's own.
@@ -340,7 +245,7 @@ class PipelineBuilder:
                     complete=complete,
                     has_reference=trl_compat.reference(trainer, shell) is not None,
                     scope=scope,
-                    shape_without_rows=partial(_shape_without_rows, trainer, shell, self.ignored_outputs),
+                    shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored_outputs),
                 ),
                 args,
                 topology,
@@ -467,68 +372,11 @@ class PipelineBuilder:
         return loader
 
 
-def check_constructor_arguments(below: Any, options: RunOptions, model: Any, values: Mapping[str, Any]) -> bool:
-    """Check a trainer's arguments before its constructor runs; return False if the run is left to Trainer.
-
-    Refuses what cannot work, and warns about options that mean something else. `below` is the trainer's `super()`,
-    `values` are its arguments by name.
-    """
-    args = options.args
-    check_launch(args)
-    need = options.need(model)
-    if need is Need.NONE:
-        args.leave_recomputing_to_trainer()
-        text = unused_by_trainer(args, READERS)
-        if text is not None and args.process_index == 0:
-            logger.warning(text)
-        return False
-    try:
-        trl_compat.check_trainer(below.__self_class__, args, values)
-        trainer_compat.check_taken_over(below, args)
-        check_arguments(args)
-        if model is not None:
-            check_trained_model(model, options, values.get("optimizers", (None, None))[0])
-        check_dataset(values.get("train_dataset"), "training")
-    except ValueError as error:
-        if need is Need.REQUIRED and not options.does_without(error, model):
-            raise
-        say_left_to_trainer(error)
-        args.leave_recomputing_to_trainer()
-        return False
-    for text in warn_about_options(args) if args.process_index == 0 else ():
-        logger.warning(text)
-    return True
-
-
-def may_slice_head(trainer: Trainer) -> bool:
-    """Return True if the loss is that of a causal language model of transformers, and nothing else reads logits."""
-    is_models = trainer_compat.has_plain_loss(trainer) and trainer_compat.has_known_loss(trainer)
-    return is_models and trl_compat.metrics(trainer) is None and is_causal_lm(trainer.model)
-
-
-def say_left_to_trainer(error: ValueError) -> None:
-    """Warn why a run goes on without a pipeline."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        logger.warning(f"Training without a pipeline or freezing, as plain Trainer does: {error}")
-
-
-def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -> None:
-    """Refuse a model or an optimizer that cannot be put on the stages that the options name."""
-    reason = why_unsplittable(model)
-    if reason is not None:
-        raise UnsupportedModelError(
-            f"{reason}. Use plain LoRA, or ask for no stages, micro-batches or layout_plan: "
-            "the model is then trained as by Trainer."
-        )
-    num_stages = 1 if options.args.world_size == 1 else options.args.pipeline_size
-    check_model(model, num_stages, options.is_undivided, (users_optimizer, None))
-
-
 def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
     device = next(trainer.model.parameters()).device  # A model too large for the device is still on the CPU here.
     passes = "labels" in inputs and trainer_compat.takes_num_items(trainer)
     items = torch.tensor(num_items, device=device) if passes else None
-    with discard_metrics(trainer):
+    with discard_metrics(trainer), trl_compat.reading_reference(trainer, inputs):
         loss: torch.Tensor = trainer.compute_loss(shell, _copied(inputs), num_items_in_batch=items)
     return loss
 

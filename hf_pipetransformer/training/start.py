@@ -1,4 +1,4 @@
-"""Building a `Training` once the pipeline has started and Trainer has made the optimizer."""
+"""Start of a training: the model is inspected, its layout decided, its stages and what runs the steps are built."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.opening import remove_old_stores
 from hf_pipetransformer.cache.training import TrainingCache, begin_cache
 from hf_pipetransformer.comm.topology import check_agreement
-from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.data.loader import PipelineLoader, request_of
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.elastic.migration import OptimizerState, keep_parameters
-from hf_pipetransformer.elastic.transition import Transitions, longest_pipeline
+from hf_pipetransformer.elastic.transition import Transitions, check_unfreezing, longest_pipeline
 from hf_pipetransformer.freeze.policies import coming_spans
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, check_policy, make_clock
 from hf_pipetransformer.planning.planner import reachable_shapes
@@ -28,11 +28,13 @@ from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
 from hf_pipetransformer.state.description import RunDescription
-from hf_pipetransformer.state.resumption import Resumption
+from hf_pipetransformer.state.resumption import Resumption, read_plan
 from hf_pipetransformer.state.saving import Checkpoints
-from hf_pipetransformer.training.asynchronous import AsynchronousSteps
+from hf_pipetransformer.training.asynchronous import AsynchronousSteps, check_stages
+from hf_pipetransformer.training.builder import ModelReport, PipelineBuilder
 from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.expectation import in_words, make_forecast
+from hf_pipetransformer.training.loaders import check_undivided
 from hf_pipetransformer.training.metrics import MetricAccumulator
 from hf_pipetransformer.training.steps import Steps, SynchronousSteps
 from hf_pipetransformer.training.training import Training
@@ -233,3 +235,87 @@ class TrainingSetup:
         if not stage.store.trains_all:
             state.hold(stage.trained_here(), {})  # Trainer made it for the parameters that may unfreeze, too.
         return state
+
+
+def start_training(
+    builder: PipelineBuilder,
+    loader: Any,
+    resumption: Resumption | None,
+    keeps_optimizer: bool,
+    ignored_outputs: list[str] | None,
+) -> TrainingSetup | None:
+    """Inspect the model, decide on its layout, and build this rank's stage; None if the run is left to Trainer.
+
+    Collective: call on every rank.
+
+    Args:
+        loader: Trainer's own loader, or the user's.
+        keeps_optimizer: the optimizer is the user's.
+        ignored_outputs: outputs that evaluations of the training do not gather.
+
+    Raises:
+        ValueError: the loader is the user's own, and there may be more than one stage.
+    """
+    context, policy = builder.context, builder.policy
+    trainer, topology, args = context.trainer, context.topology, context.args
+    request = request_of(loader)
+    if request is None:
+        check_undivided(loader, "get_train_dataloader", args.pipeline_size or 1)
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    description = resumption.description if resumption else RunDescription(context.run, topology, policy)
+    resumes_own = resumption is not None and not resumption.is_plain
+    given = loader if request is None else request
+    report = builder.inspect_or_leave(given, True, resumes_own, ignored_outputs)
+    if report is None:
+        return None
+    replay = read_plan(args, report.start_up.probe.structure, topology)
+    report, layout = _first_layout(builder, report, resumption, replay)
+    start_up, plans = report.start_up, report.start_up.plans
+    longest = longest_pipeline(layout, None if resumption is None else resumption.first_layout, policy, replay)
+    if request is None:
+        check_undivided(loader, "get_train_dataloader", longest)
+    trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    users = start_up.probe.structure.blocks_of_parameter
+    check_stages(layout, {name: users[name] for name in trained}, args)
+    check_unfreezing(args, policy, replay, longest)
+    sums = plans.sums_in_float32(layout) if resumption is None else resumption.sums_in_float32(plans, layout)
+    context.gains.begin()
+    pipeline = builder.start(report.adding(sums), layout, longest)
+    return TrainingSetup(context, policy, pipeline, replay, names, description, resumption, keeps_optimizer)
+
+
+def _first_layout(
+    builder: PipelineBuilder, report: ModelReport, resumption: Resumption | None, replay: Mapping[int, Layout] | None
+) -> tuple[ModelReport, Layout]:
+    """Return the layout that a training begins or goes on with, and the report, changed if losses are to be added."""
+    args, world_size = builder.context.args, builder.context.topology.world_size
+    if resumption is not None:
+        return report, resumption.choose_layout(report.start_up, replay, world_size, builder.policy)
+    if replay is not None:
+        return report, replay[0]
+    layout = report.start_up.plans.layout()
+    if args.asked_schedule and args.pipeline_loss == "auto":
+        return _with_parts_if_too_large(builder.context, report, layout)
+    return report, layout
+
+
+def _with_parts_if_too_large(
+    context: TrainingContext, report: ModelReport, layout: Layout
+) -> tuple[ModelReport, Layout]:
+    """Return the run's start with the losses of micro-batches if it fits in memory only so."""
+    args, plans = context.args, report.start_up.plans
+    if plans.fits(layout):
+        return report, layout
+    joined = args.pipeline_schedule
+    args.run_asked_schedule()
+    other = plans.layout()
+    if not plans.fits(other):
+        args.run_forwards_first()
+        return report, layout
+    if context.topology.rank == 0:
+        logger.warning(
+            f"The loss of the whole batch would be exact, but all forwards before the first backward "
+            f"(pipeline_schedule={joined!r}) do not fit in memory: the losses of micro-batches are added, and "
+            "compared with that of the whole batch in every step."
+        )
+    return report.adding_losses(), other

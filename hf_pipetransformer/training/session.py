@@ -6,18 +6,16 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerControl
 from transformers.trainer_utils import SaveStrategy
 
-from hf_pipetransformer import trainer_compat, trl_compat
+from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import check_agreement, get_topology
 from hf_pipetransformer.data.loader import request_of
 from hf_pipetransformer.data.rng import set_random_state
-from hf_pipetransformer.elastic.transition import check_unfreezing, longest_pipeline
 from hf_pipetransformer.freeze.policies import make_policy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.combinations import unused_freeze_options
@@ -25,13 +23,10 @@ from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal, Seeds
-from hf_pipetransformer.runtime.gathering import check_whole, fetching, whole_on_first_rank
+from hf_pipetransformer.runtime.gathering import check_whole
 from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.splitters import adapters
-from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.state.checkpoint import newest_whole
-from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder
 from hf_pipetransformer.state.only_run import only_run
 from hf_pipetransformer.state.resumption import (
@@ -39,30 +34,26 @@ from hf_pipetransformer.state.resumption import (
     find_for_trainer,
     find_resumption,
     is_of_pipeline,
-    read_plan,
 )
-from hf_pipetransformer.state.saving import check_unlinked, clear, rotating_by_step
-from hf_pipetransformer.training.asynchronous import check_stages
+from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import (
     SavesOnSignal,
-    give_handler_back,
-    give_whole_model,
+    running_callbacks,
 )
 from hf_pipetransformer.training.computed_once import ComputedOnce
 from hf_pipetransformer.training.context import TrainerView, TrainingContext
 from hf_pipetransformer.training.evaluation import Evaluations
+from hf_pipetransformer.training.expectation import print_plan
 from hf_pipetransformer.training.gains import LossGains
 from hf_pipetransformer.training.loaders import (
-    check_undivided,
     share_rng_state,
     states_of_first_rank,
     with_shared_rng,
 )
-from hf_pipetransformer.training.plan_only import print_plan
-from hf_pipetransformer.training.setup import TrainingSetup
-from hf_pipetransformer.training.starting import ModelReport, PipelineBuilder, RunOptions
+from hf_pipetransformer.training.needs import RunOptions
+from hf_pipetransformer.training.start import TrainingSetup, start_training
 from hf_pipetransformer.training.training import Training
-from hf_pipetransformer.training.weights import Ending, WeightLoading
+from hf_pipetransformer.training.weights import Ending, ModelSaving, WeightLoading
 
 
 class TrainCalls:
@@ -83,12 +74,14 @@ class TrainCalls:
         """Signal handling of the current training."""
         self._policys_start = deepcopy(dict(self.policy.state()))
         self._made_optimizer: Any = None
+        self._ignored_outputs: list[str] | None = None
         self._has_users_optimizer = False
         self._setup: TrainingSetup
         self.weights = WeightLoading(self.context)
         self.ending = Ending(builder)
         self.computed_once = ComputedOnce(self.context)
-        self._in_loop = ExitStack()
+        self._until_left = ExitStack()
+        """What `begin` has entered, for the call in progress."""
         self.operations: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
         """Trainer's estimate of a batch's floating-point operations, by the shapes of its inputs."""
 
@@ -113,7 +106,7 @@ class TrainCalls:
         """
         trainer, topology, timeouts = self.context.trainer, self.context.topology, self.context.timeouts
         self.results = {}
-        self.builder.ignored_outputs = ignored_outputs
+        self._ignored_outputs = ignored_outputs
         where = self._choose_who_trains(resume_from_checkpoint or None)
         self.weights.check_masters(self.builder.is_left_to_trainer)
         if self.builder.is_left_to_trainer:
@@ -127,7 +120,7 @@ class TrainCalls:
         try:
             timeouts.rest()
             # The lock comes first: reported faults are written to the events file, which may belong to another run.
-            with self._only_run(trial), timeouts.reporting_faults():
+            with self._only_run(trial), timeouts.reporting_faults(), ExitStack() as self._until_left:
                 topology.decide(self.context.journal.log.check)
                 if trainer.model_init is None:
                     self.ending.put_together()
@@ -137,7 +130,6 @@ class TrainCalls:
                 if where is not None:
                     description = RunDescription(self.context.run, topology, self.policy)
                     self.resumption = find_resumption(where, topology, description)
-                    self.builder.resumes_own = not self.resumption.is_plain
                 yield None if self.resumption is None else self.resumption.folder
         finally:
             self.computed_once.end()
@@ -167,12 +159,6 @@ class TrainCalls:
         writes = is_ours or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
         return only_run(args.output_dir, self.context.topology) if writes and trial is None else nullcontext()
 
-    @contextmanager
-    def loop(self) -> Iterator[None]:
-        """Wrap Trainer's training loop; leaving it undoes what `begin` entered."""
-        with ExitStack() as self._in_loop:
-            yield
-
     def print_plan(self, loader: Any, values: tuple[Any, ...]) -> None:
         """Print the plan instead of training. Collective: call on every rank.
 
@@ -194,83 +180,32 @@ class TrainCalls:
         Raises:
             ValueError: the loader is the user's own, and there may be more than one stage.
         """
-        builder, context, resumption = self.builder, self.context, self.resumption
-        trainer, topology = context.trainer, context.topology
+        builder, context, trainer = self.builder, self.context, self.context.trainer
         self.ending.begin(None)
         self.operations.clear()  # The model may be another one now.
-        request = request_of(loader)
-        if request is None:
-            check_undivided(loader, "get_train_dataloader", trainer.args.pipeline_size or 1)
         # Forget an earlier training's policy state; on a resume, `Training.begin` restores the checkpoint's.
         self.policy.load_state(deepcopy(self._policys_start))
         if trainer.optimizer is self._made_optimizer:
             trainer.optimizer = None  # It was built for other stages and other frozen layers.
         self._has_users_optimizer = trainer.optimizer is not None
-        names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-        description = resumption.description if resumption else RunDescription(context.run, topology, self.policy)
-        report = builder.inspect_or_leave(loader if request is None else request, is_training=True)
-        if report is None:
+        setup = start_training(builder, loader, self.resumption, self._has_users_optimizer, self._ignored_outputs)
+        if setup is None:
             self.weights.cast()
             self.weights.load_expected(None)
             return loader
-        start_up, args = report.start_up, self.context.args
-        replay = read_plan(args, start_up.probe.structure, topology)
-        if resumption is not None:
-            layout = resumption.choose_layout(start_up, replay, topology.world_size, self.policy)
-        else:
-            layout = start_up.plans.layout() if replay is None else replay[0]
-            if args.asked_schedule and args.pipeline_loss == "auto":
-                report, layout = self._with_parts_if_too_large(report, layout, replay)
-                start_up = report.start_up
-        first = None if resumption is None else resumption.first_layout
-        longest = longest_pipeline(layout, first, self.policy, replay)
-        if request is None:
-            check_undivided(loader, "get_train_dataloader", longest)
-        trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
-        users = start_up.probe.structure.blocks_of_parameter
-        check_stages(layout, {name: users[name] for name in trained}, args)
-        check_unfreezing(args, self.policy, replay, longest)
-        plans = start_up.plans
-        sums = plans.sums_in_float32(layout) if resumption is None else resumption.sums_in_float32(plans, layout)
-        self.context.gains.begin()
-        pipeline = builder.start(report.adding(sums), layout, longest)
+        self._setup, pipeline = setup, setup.pipeline
         self.weights.load_expected(pipeline.stage)
-        give_whole_model(trainer, pipeline, longest)
-        setup = TrainingSetup(
-            self.context, self.policy, pipeline, replay, names, description, resumption, self._has_users_optimizer
-        )
+        self._until_left.enter_context(running_callbacks(trainer, pipeline, self))
         setup.announce()
-        pipeline.shared_rng = share_rng_state(topology)
-        pipeline.last_seeded = topology.broadcast(torch.initial_seed())
-        self.context.seeds.begin(pipeline.stage.groups)
-        self._setup = setup
-        self._in_loop.enter_context(pipeline.stage.active())
-        self.signals = SavesOnSignal(self.context)
-        self._in_loop.callback(self.signals.give_back)
-        if request is None:
-            self.loader = with_shared_rng(loader, pipeline.shared_rng)
-        else:
-            self.loader = builder.loader(request)
+        pipeline.shared_rng = share_rng_state(context.topology)
+        pipeline.last_seeded = context.topology.broadcast(torch.initial_seed())
+        context.seeds.begin(pipeline.stage.groups)
+        self._until_left.enter_context(pipeline.stage.active())
+        self.signals = SavesOnSignal(context)
+        self._until_left.callback(self.signals.give_back)
+        request = request_of(loader)
+        self.loader = with_shared_rng(loader, pipeline.shared_rng) if request is None else builder.loader(request)
         return self.loader
-
-    def _with_parts_if_too_large(self, report: ModelReport, layout: Layout, replay: Any) -> tuple[ModelReport, Layout]:
-        """Return the run's start with the losses of micro-batches if it fits in memory only so."""
-        args, plans = self.context.args, report.start_up.plans
-        if replay is not None or plans.fits(layout):
-            return report, layout
-        joined = args.pipeline_schedule
-        args.run_asked_schedule()
-        other = plans.layout()
-        if not plans.fits(other):
-            args.run_forwards_first()
-            return report, layout
-        if self.context.topology.rank == 0:
-            logger.warning(
-                f"The loss of the whole batch would be exact, but all forwards before the first backward "
-                f"(pipeline_schedule={joined!r}) do not fit in memory: the losses of micro-batches are added, and "
-                "compared with that of the whole batch in every step."
-            )
-        return report.adding_losses(), other
 
     def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
         """Adjust the result of `Trainer.set_initial_training_values` for a resumed run."""
@@ -319,8 +254,7 @@ class TrainCalls:
             self.ending.begin(training.optimizer if self._has_users_optimizer else None)
         self.weights.forget()
         self._forget_training()
-        self.resumption, builder.resumes_own, builder.is_left_to_trainer = None, False, builder.evaluates_alone
-        give_handler_back(self.context.trainer)
+        self.resumption, builder.is_left_to_trainer = None, builder.evaluates_alone
         if training is not None:
             training.end()
         if pipeline is not None:
@@ -334,6 +268,16 @@ class TrainCalls:
 
     def _forget_training(self) -> None:
         self.present = self.builder.cache = None
+
+    def before_callbacks(self) -> None:
+        """Correct the epoch that Trainer counts, see `StepEnds`."""
+        self.training.correct_epoch()
+
+    def after_callbacks(self, control: TrainerControl) -> None:
+        """Finish a step, see `StepEnds`. Collective: call on every rank."""
+        self.signals.after_step(control)
+        logs = control.should_log and trainer_compat.has_unlogged_steps(self.context.trainer)
+        self.training.end_step(logs, control.should_evaluate or control.should_save)
 
     @property
     def counts_inputs(self) -> bool:
@@ -352,7 +296,7 @@ class TrainCalls:
             yield False
             return
         before = trainer.state.num_input_tokens_seen
-        with trl_compat.local_gather(trainer.accelerator):
+        with trainer.accelerator.gathering_nothing():
             yield self.counts_inputs
         own = trainer.state.num_input_tokens_seen - before
         trainer.state.num_input_tokens_seen = before + sum(self.context.topology.gather(own))
@@ -396,10 +340,8 @@ class PipelineSession:
                 logger.warning(text)
         self.builder = PipelineBuilder(self.context, options, policy, needs_pipeline)
         self.train_calls = TrainCalls(self.builder)
-        self._lends = False
-        """True in a `save_model` in which rank 0 fetches weights from other stages as it writes them."""
-        self._warned: set[str] = set()
         self.evaluations = Evaluations(self.builder)
+        self.saving = ModelSaving(self.builder)
 
     @property
     def is_left_to_trainer(self) -> bool:
@@ -430,69 +372,6 @@ class PipelineSession:
     def whole_model(self, device: torch.device) -> AbstractContextManager[None]:
         """See `Pipeline.whole_model`."""
         return nullcontext() if self.builder.in_force is None else self.builder.in_force.whole_model(device)
-
-    @contextmanager
-    def saving_model(self) -> Iterator[None]:
-        """Wrap `save_model`: inside, `saving_weights` gets them from all stages. In training or split, collective."""
-        stage = None if self.builder.in_force is None else self.builder.in_force.stage
-        topology, timeouts = self.context.topology, self.context.timeouts
-        if stage is None or not (stage.is_training or stage.is_spread):
-            with timeouts.reporting_faults(together=False):
-                yield
-            return
-        self.pipeline.settle()
-        names = topology.decide(self._gathered_to_save) if stage.is_spread else None
-        with timeouts.reporting_faults(), whole_on_first_rank(stage, names):
-            before, self._lends = self._lends, names == [] and stage.groups.replica == 0
-            try:
-                yield
-            finally:
-                self._lends = before
-            topology.barrier()
-
-    def _gathered_to_save(self) -> list[str] | None:
-        """Return the parameters that rank 0 must hold before Trainer saves; None for all. Called on rank 0."""
-        trainer = self.context.trainer
-        why = trainer_compat.why_gathered_to_save(trainer)
-        if why is None and has_adapters(trainer.model):
-            return adapters.saved_names(trainer.model) or None
-        why = why or why_not_deferred(trainer.model)
-        if why is not None and why not in self._warned:
-            self._warned.add(why)
-            size = sum(each.numel() * each.element_size() for each in trainer.model.parameters())
-            logger.warning(f"Saving gathers the whole model in the memory of rank 0 ({size / 2**20:.1f} MiB): {why}.")
-        return [] if why is None else None
-
-    @contextmanager
-    def saving_weights(self, state: dict[str, Any] | None) -> Iterator[dict[str, Any] | None]:
-        """Wrap Trainer's writing of the model's files; yields the state dict to write, None for the model's own."""
-        if not self._lends or state is not None:
-            yield state
-            return
-        with fetching(self.pipeline.stage) as fetch:
-            if self.context.topology.rank != 0:
-                yield None
-                return
-            with trainer_compat.writing_tensors_with(partial(write_tensors, fetch=fetch)):
-                yield deferred_state(self.context.trainer.model)
-
-    @contextmanager
-    def saving_checkpoint(self, folder: str) -> Iterator[None]:
-        """Wrap `Trainer._save_checkpoint` into `folder`, including the deletion of old checkpoints.
-
-        Raises:
-            ValueError: something in the folder is a symbolic link.
-        """
-        trainer, topology = self.context.trainer, self.context.topology
-        if not self.is_left_to_trainer:
-            topology.decide(lambda: check_unlinked(folder))
-        else:
-            # Not collective: one of Trainer's own callbacks may save on one process only, and each writes its RNG.
-            check_unlinked(folder)
-            if trainer.args.should_save:
-                clear(folder, num_ranks=topology.world_size if topology.world_size > 1 else 0)
-        with rotating_by_step(trainer.state.global_step):
-            yield
 
 
 def _make_context(trainer: Trainer, args: PipeTransformerArguments) -> TrainingContext:

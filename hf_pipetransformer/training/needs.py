@@ -1,0 +1,188 @@
+"""Need of a run for a pipeline, from its options and its model; otherwise it is left to plain Trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from transformers import Trainer
+
+from hf_pipetransformer import trainer_compat, trl_compat
+from hf_pipetransformer.comm.errors import ModelSettingError
+from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
+from hf_pipetransformer.freeze.policy import FreezePolicy
+from hf_pipetransformer.frozen.trial import maximal_frozen
+from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
+from hf_pipetransformer.options.combinations import unused_by_trainer
+from hf_pipetransformer.options.refusals import (
+    check_arguments,
+    check_dataset,
+    check_launch,
+    check_model,
+    warn_about_options,
+)
+from hf_pipetransformer.report import logger
+from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_unsplittable
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
+from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.startup.model import is_causal_lm
+
+
+class Need(Enum):
+    """Need of a run for features that Trainer does not have."""
+
+    NONE = "none"
+    PREFERRED = "wish"
+    """Trainer is an acceptable fallback. It lacks stored activations, the numbers of one process on several replicas
+    and, for adapters that cannot be split, freezing.
+    """
+    REQUIRED = "must"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run; `policy` and `splitter` are the user's own, if any."""
+
+    args: PipeTransformerArguments
+    policy: FreezePolicy | None = None
+    splitter: Splitter | None = None
+
+    def need(self, model: Any) -> Need:
+        """Return what the options and the model require; `model` is None if it is not built yet."""
+        args = self.args
+        if args.plan_only:
+            return Need.REQUIRED
+        if _leaves_adapters_to_trainer(model) and not self._ask_for_parts:
+            return Need.PREFERRED if self._freeze or args.activation_cache == "on" else Need.NONE
+        is_divided = args.world_size > 1 and args.pipeline_size != 1
+        if is_divided or self._freeze or self._ask_for_parts or args.activation_cache == "on":
+            return Need.REQUIRED
+        if args.world_size > 1 and not has_adapters(model):
+            return Need.PREFERRED
+        return Need.PREFERRED if args.activation_cache == "auto" and _may_store(model) else Need.NONE
+
+    def does_without(self, error: ValueError, model: Any) -> bool:
+        """Return True if `error` may leave the run to Trainer: the user asked for nothing that needs a pipeline.
+
+        Frozen parts of a model that Trainer trains may be stored, see `computed_once`.
+
+        A model that cannot be split is trained without freezing. If another setting or loss would make it splittable,
+        the run is refused when freezing was requested.
+        """
+        has_parts = model is not None and bool(maximal_frozen(bare_model(model)))
+        asks_for_cache = self.args.activation_cache == "on" and not has_parts
+        if self._ask_for_parts or asks_for_cache:
+            return False
+        if self.args.plan_only:
+            return has_parts and isinstance(error, UnsupportedModelError)
+        if has_parts and self.only_store:
+            return True
+        if isinstance(error, (ModelSettingError, LossDoesNotDecomposeError)):
+            return not self._freeze
+        return isinstance(error, UnsupportedModelError)
+
+    @property
+    def only_store(self) -> bool:
+        """True if a pipeline would be of use for nothing but storing what the script froze."""
+        own = self._freeze or self._ask_for_parts or self.args.plan_only or self.args.activation_cache_views
+        return self.is_undivided and not own
+
+    @property
+    def is_undivided(self) -> bool:
+        """True if one process computes each batch as a whole."""
+        return self.args.world_size == 1 and self.args.num_microbatches in (None, 1)
+
+    @property
+    def _freeze(self) -> bool:
+        return self.args.freeze_policy != "none" if self.policy is None else self.policy.freezes
+
+    @property
+    def _ask_for_parts(self) -> bool:
+        args = self.args
+        return (
+            args.pipeline_size not in (None, 1)
+            or args.num_microbatches not in (None, 1)
+            or (args.pipeline_checkpoint != "never" and not args.recomputes_for_trainer)
+            or args.pipeline_token_slices != "auto"
+            or args.pipeline_head_slices > 1
+            or args.layout_plan is not None
+            or args.pipeline_trace_step is not None
+            or self.splitter is not None
+        )
+
+
+def _leaves_adapters_to_trainer(model: Any) -> bool:
+    return has_adapters(model) and (why_unsplittable(model) is not None or bool(getattr(model, "hf_device_map", None)))
+
+
+def _may_store(model: Any) -> bool:
+    """Return True if parameters below the trained ones look frozen, so their activations could be stored."""
+    if model is None:
+        return False
+    if not has_adapters(model):
+        return any(not parameter.requires_grad for parameter in model.parameters())
+    try:
+        first = layers_of(find_splitter(model), bare_model(model))[0]
+    except Exception:  # Any error in finding layers means there are none to store.
+        return False
+    return not any(parameter.requires_grad for parameter in first.parameters())
+
+
+def check_constructor_arguments(below: Any, options: RunOptions, model: Any, values: Mapping[str, Any]) -> bool:
+    """Check a trainer's arguments before its constructor runs; return False if the run is left to Trainer.
+
+    Refuses what cannot work, and warns about options that mean something else. `below` is the trainer's `super()`,
+    `values` are its arguments by name.
+    """
+    args = options.args
+    check_launch(args)
+    need = options.need(model)
+    if need is Need.NONE:
+        args.leave_recomputing_to_trainer()
+        text = unused_by_trainer(args, READERS)
+        if text is not None and args.process_index == 0:
+            logger.warning(text)
+        return False
+    try:
+        trl_compat.check_trainer(below.__self_class__, args, values)
+        trainer_compat.check_taken_over(below, args)
+        check_arguments(args)
+        if model is not None:
+            check_trained_model(model, options, values.get("optimizers", (None, None))[0])
+        check_dataset(values.get("train_dataset"), "training")
+    except ValueError as error:
+        if need is Need.REQUIRED and not options.does_without(error, model):
+            raise
+        say_left_to_trainer(error)
+        args.leave_recomputing_to_trainer()
+        return False
+    for text in warn_about_options(args) if args.process_index == 0 else ():
+        logger.warning(text)
+    return True
+
+
+def say_left_to_trainer(error: ValueError) -> None:
+    """Warn why a run goes on without a pipeline."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        logger.warning(f"Training without a pipeline or freezing, as plain Trainer does: {error}")
+
+
+def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -> None:
+    """Refuse a model or an optimizer that cannot be put on the stages that the options name."""
+    reason = why_unsplittable(model)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{reason}. Use plain LoRA, or ask for no stages, micro-batches or layout_plan: "
+            "the model is then trained as by Trainer."
+        )
+    num_stages = 1 if options.args.world_size == 1 else options.args.pipeline_size
+    check_model(model, num_stages, options.is_undivided, (users_optimizer, None))
+
+
+def may_slice_head(trainer: Trainer) -> bool:
+    """Return True if the loss is that of a causal language model of transformers, and nothing else reads logits."""
+    is_models = trainer_compat.has_plain_loss(trainer) and trainer_compat.has_known_loss(trainer)
+    return is_models and trl_compat.metrics(trainer) is None and is_causal_lm(trainer.model)
