@@ -109,7 +109,7 @@ class _RunLock:
         """
         self._file = os.fstat(descriptor)
         if not stat.S_ISREG(self._file.st_mode):
-            raise PermissionError(errno.EPERM, "no regular file", self.path)
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), self.path)
         last = _owner_of(os.pread(descriptor, _MOST_BYTES, 0))
         if last is not None and last["host"] != host_name():
             logger.warning(

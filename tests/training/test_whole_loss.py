@@ -118,7 +118,7 @@ def test_the_inspection_leaves_no_trace_in_what_a_loss_counts_and_draws(tmp_path
 def test_where_only_parts_fit_in_memory_their_losses_are_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fits(_plans: Any, layout: Any, _samples: int) -> bool:
+    def fits(_plans: Any, layout: Any) -> bool:
         return layout.schedule != "gpipe"
 
     monkeypatch.setattr(RunPlanner, "fits", fits)
