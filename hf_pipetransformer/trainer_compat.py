@@ -48,7 +48,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import safetensors.torch
@@ -60,11 +60,14 @@ from transformers.trainer import TRAINER_STATE_NAME as TRAINER_STATE_NAME
 from transformers.utils.quantization_config import QuantizationMethod
 
 from hf_pipetransformer.comm.staging import KnownMask, is_apart
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.report import announce
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 from hf_pipetransformer.splitters.base import CACHE_NAME, config_value
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Topology
 
 
 _MASK = "attention_mask"

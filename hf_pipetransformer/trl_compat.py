@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
@@ -15,7 +15,10 @@ from torch import nn
 from transformers import Trainer
 
 from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, for_model, rows_per_sample
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 
 Metrics = dict[str, dict[str, list[float]]]

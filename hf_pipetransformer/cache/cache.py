@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,11 +22,14 @@ from hf_pipetransformer.cache.parts import (
     positions_of,
 )
 from hf_pipetransformer.cache.records import Records, field_column
-from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.comm.staging import CopyStream, is_apart
 from hf_pipetransformer.data.batches import CacheTags, pad_batch, real_lengths, take_rows
-from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.report import logger
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.store import ActivationStore
+    from hf_pipetransformer.engine.program import MicroBatch
 
 
 CHECKED_HITS = 256

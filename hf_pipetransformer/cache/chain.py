@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -13,12 +13,15 @@ import xxhash
 
 from hf_pipetransformer.comm.staging import Arriving, CopyStream, is_apart
 from hf_pipetransformer.comm.transfers import ObjectSender, all_gather_trees, digest_of, recv_object
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import precision_of
-from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.base import config_value
 from hf_pipetransformer.splitters.quantized import named_scales
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.runtime.stage import Stage
 
 
 def block_digests(

@@ -7,7 +7,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -28,7 +28,6 @@ from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.cache.parts import DRAW_FIELD, LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
 from hf_pipetransformer.data.batches import rows_per_sample
 from hf_pipetransformer.data.loader import PipelineLoader
@@ -36,10 +35,14 @@ from hf_pipetransformer.data.node_shares import NodeOrder
 from hf_pipetransformer.data.reading import DispatchedReading
 from hf_pipetransformer.data.rng import PlainRows, SeededCollator, SeededGenerators, SeededReading, SeededSamples
 from hf_pipetransformer.data.sampler import draws_each_once
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import announce, logger
-from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.startup.planner import StartUp
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Topology
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.runtime.context import Context
+    from hf_pipetransformer.startup.planner import StartUp
 
 
 def why_not_on_nodes(loader: PipelineLoader, topology: Topology) -> str | None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.inputs import InputReport
-from hf_pipetransformer.cache.records import Records
-from hf_pipetransformer.data.augmentation import ItemCode
 from hf_pipetransformer.data.batches import fill_value, pad_batch, real_lengths, sample_digests, take_rows
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.inputs import InputReport
+    from hf_pipetransformer.cache.records import Records
+    from hf_pipetransformer.data.augmentation import ItemCode
 
 
 Indices = npt.NDArray[np.int64]

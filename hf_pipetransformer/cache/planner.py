@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from timeit import repeat, timeit
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.files import Array, StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder
-from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore, StoreSize
 from hf_pipetransformer.planning.costs import BlockCosts, active_seconds
 from hf_pipetransformer.planning.search import Choice, Horizon, Storing, prefix_seconds
@@ -27,6 +26,11 @@ from hf_pipetransformer.planning.storing import (
     reading_seconds,
 )
 from hf_pipetransformer.report import announce, in_bytes, logger
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.cache import ActivationCache
+    from hf_pipetransformer.cache.records import RecordFormat
 
 
 MEASURED_RECORDS = 32

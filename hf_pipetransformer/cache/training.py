@@ -6,26 +6,29 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, FrozenWeights, differs
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_samples_here, samples_here
-from hf_pipetransformer.cache.parts import SampleSource
 from hf_pipetransformer.cache.planner import CachePlanner, measure_storage
 from hf_pipetransformer.cache.store import StoreSize, store_size
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.transfers import broadcast_tree
 from hf_pipetransformer.data.batches import detach_tags, take_samples
-from hf_pipetransformer.data.loader import PipelineLoader
-from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.planning.storing import why_not_over_nodes
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.schedules.placement import first_above
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.parts import SampleSource
+    from hf_pipetransformer.data.loader import PipelineLoader
+    from hf_pipetransformer.engine.program import MicroBatch
+    from hf_pipetransformer.runtime.context import Context
+    from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
 NUM_CHECKED = 4

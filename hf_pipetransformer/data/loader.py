@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.data_loader import DataLoaderStateMixin
@@ -16,12 +16,15 @@ from accelerate.state import GradientState
 from torch.utils.data import DataLoader
 
 from hf_pipetransformer.comm.staging import pinned
-from hf_pipetransformer.comm.topology import PipelineGroups
-from hf_pipetransformer.data.augmentation import AugmentationSlots
 from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
 from hf_pipetransformer.data.reading import Part, Reading, RecordSource, ReplicaReading
-from hf_pipetransformer.data.rng import States
 from hf_pipetransformer.data.sampler import FROM_FIRST, EpochStart
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import PipelineGroups
+    from hf_pipetransformer.data.augmentation import AugmentationSlots
+    from hf_pipetransformer.data.rng import States
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import datasets
 import torch
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.comm.transfers import ObjectSender, recv_object
 from hf_pipetransformer.data.batches import (
     CommonLength,
@@ -31,7 +30,11 @@ from hf_pipetransformer.data.batches import (
 )
 from hf_pipetransformer.data.node_shares import replica_slice
 from hf_pipetransformer.data.rng import SharedRngState, States, drawing_from, random_state, set_random_state
-from hf_pipetransformer.data.sampler import EpochOrder, EpochStart, ReplicaBatchSampler
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import PipelineGroups
+    from hf_pipetransformer.data.sampler import EpochOrder, EpochStart, ReplicaBatchSampler
 
 
 class RecordSource(Protocol):

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,11 @@ import xxhash
 from torch.utils.data import Dataset
 from transformers import set_seed
 
-from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
 from hf_pipetransformer.data.batches import pad_batch, sequence_length
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
 
 
 CPU = torch.device("cpu")

@@ -6,18 +6,21 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_pipetransformer.data.augmentation import AugmentationSlots
 from hf_pipetransformer.data.batches import note_samples
 from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
 from hf_pipetransformer.data.rng import SharedRngState, States, fetch_samples
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.data.augmentation import AugmentationSlots
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 
 @dataclass(frozen=True)

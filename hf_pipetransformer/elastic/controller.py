@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_pipetransformer.comm.transfers import plain
-from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.freeze.gradient_norms import GradientNormMonitor
 from hf_pipetransformer.freeze.policy import GRADIENT_NORMS
 from hf_pipetransformer.planning.forecast import likely_cause
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, fitting_candidates
 from hf_pipetransformer.report import announce, duration
-from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.schedules.layout import Layout
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.elastic.decisions import Decisions
+    from hf_pipetransformer.runtime.context import Context
+    from hf_pipetransformer.runtime.stage import Stage
 
 
 MOST_DRIFT = 1.5

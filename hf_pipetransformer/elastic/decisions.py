@@ -8,19 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_pipetransformer.cache.planner import CachePlanner
 from hf_pipetransformer.freeze.policies import describe_outlook, outlook
 from hf_pipetransformer.freeze.policy import Decision, DecisionClock, FreezePolicy, FreezeSignal, decide
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import active_seconds, with_launches
 from hf_pipetransformer.planning.microbatches import Report, calibrate
-from hf_pipetransformer.planning.planner import PlanInputs
 from hf_pipetransformer.planning.search import Choice, Horizon, search
 from hf_pipetransformer.planning.storing import why_not_over_nodes
 from hf_pipetransformer.report import announce, logger
-from hf_pipetransformer.schedules.layout import Layout
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.planner import CachePlanner
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.planning.planner import PlanInputs
+    from hf_pipetransformer.schedules.layout import Layout
 
 
 Write = Callable[..., None]

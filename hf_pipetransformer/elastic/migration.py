@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import PipelineError, guarded
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.comm.transfers import Parcel, carry, in_rounds, pack, unpack
-from hf_pipetransformer.runtime.stage import Stage
-from hf_pipetransformer.schedules.layout import Layout
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Topology
+    from hf_pipetransformer.runtime.stage import Stage
+    from hf_pipetransformer.schedules.layout import Layout
 
 
 Bundle = tuple[int, ...]

@@ -9,13 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_pipetransformer.cache.training import TrainingCache
-from hf_pipetransformer.data.loader import PipelineLoader
-from hf_pipetransformer.elastic.controller import Change, LayoutController
 from hf_pipetransformer.elastic.migration import (
     Bundle,
     Move,
@@ -24,16 +21,22 @@ from hf_pipetransformer.elastic.migration import (
     exchange,
     plan_moves,
 )
-from hf_pipetransformer.freeze.policy import FreezePolicy
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import announce, duration
-from hf_pipetransformer.runtime.context import Context
 from hf_pipetransformer.runtime.ownership import frozen_names
-from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.runtime.wiring import make_stage, prepare_training
 from hf_pipetransformer.schedules.layout import Layout, counted
-from hf_pipetransformer.splitters.structure import Structure
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.training import TrainingCache
+    from hf_pipetransformer.data.loader import PipelineLoader
+    from hf_pipetransformer.elastic.controller import Change, LayoutController
+    from hf_pipetransformer.freeze.policy import FreezePolicy
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.runtime.context import Context
+    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.runtime.stage import Stage
+    from hf_pipetransformer.splitters.structure import Structure
 
 
 def longest_pipeline(

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from hf_pipetransformer.comm.errors import wait_for
 from hf_pipetransformer.comm.transfers import post, receiving, sending
-from hf_pipetransformer.engine.program import MicroBatches, StageProgram
-from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.schedules import BEGINS_BACKWARD, Action, ActionList, Op
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.engine.program import MicroBatches, StageProgram
+    from hf_pipetransformer.engine.timing import StepMeter
 
 
 class Pending(Protocol):

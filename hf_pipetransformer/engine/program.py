@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from hf_pipetransformer.comm.errors import PipelineError
-from hf_pipetransformer.data.batches import CacheTags
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.linear_layers import WeightGradients
-from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
-from hf_pipetransformer.schedules import ActionList
-from hf_pipetransformer.splitters.view import Ran, StageView
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.data.batches import CacheTags
+    from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
+    from hf_pipetransformer.schedules import ActionList
+    from hf_pipetransformer.splitters.view import Ran, StageView
 
 
 Forward = Callable[[dict[str, Any]], Any]

@@ -8,13 +8,16 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_pipetransformer.comm.groups import synchronize
-from hf_pipetransformer.engine.trace import StepTrace
-from hf_pipetransformer.schedules import Action
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.engine.trace import StepTrace
+    from hf_pipetransformer.schedules import Action
 
 
 WARMUP_STEPS = 2

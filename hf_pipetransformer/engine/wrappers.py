@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,10 @@ from hf_pipetransformer.data.batches import CacheTags, take_rows
 from hf_pipetransformer.engine.program import MicroBatch, ProgramWrapper, StageProgram, as_sent
 from hf_pipetransformer.schedules import BEGINS_BACKWARD, COMPUTATIONS, ActionList, Op
 from hf_pipetransformer.schedules.placement import first_above
-from hf_pipetransformer.splitters.view import StageView
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.splitters.view import StageView
 
 
 _RUNS_AGAIN: ContextVar[bool] = ContextVar("runs_again", default=False)

@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from hf_pipetransformer.cache.files import Array
 from hf_pipetransformer.engine.effects import Draws, draw
-from hf_pipetransformer.frozen.contents import ContentStore
 from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.files import Array
+    from hf_pipetransformer.frozen.contents import ContentStore
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xxhash
 from transformers.utils import ModelOutput
 
-from hf_pipetransformer.cache.files import Array
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.files import Array
 
 
 MASK = "attention_mask"

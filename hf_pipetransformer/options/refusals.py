@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -15,8 +15,11 @@ from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_pipetransformer.comm.errors import LAUNCH_HINT, ModelSettingError
 from hf_pipetransformer.comm.topology import check_connected
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.combinations import Refusal, raise_first
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 
 _PRECISIONS = ("bf16", "fp16", "fp32")

@@ -11,15 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values, replaced
 from hf_pipetransformer.pipe.recomputation import checkpointed, waking
 from hf_pipetransformer.pipe.skip import Key, SkipExchange, exchanging
-from hf_pipetransformer.pipe.stages import Stage
 from hf_pipetransformer.pipe.workers import Departed, arrive, depart, workers
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.pipe.stages import Stage
 
 
 def clock_cycles(num_micro_batches: int, num_stages: int) -> list[list[tuple[int, int]]]:

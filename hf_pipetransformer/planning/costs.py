@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.simulator import Durations, Timeline, simulate, steady_seconds
-from hf_pipetransformer.planning.slice_costs import TokenCosts
 from hf_pipetransformer.schedules import FORWARD_ONLY, Table, find_schedule
 from hf_pipetransformer.schedules.asynchronous import window_table
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import first_above, slice_bounds
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.planning.slice_costs import TokenCosts
+    from hf_pipetransformer.schedules.layout import Layout
 
 
 WEIGHT_BYTES = 4

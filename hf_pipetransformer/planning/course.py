@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_pipetransformer.planning.storing import DiskProfile
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.planning.storing import DiskProfile
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hf_pipetransformer.planning.costs import Prediction
-from hf_pipetransformer.planning.course import RunSchedule, Span
-from hf_pipetransformer.planning.planner import PlanInputs
 from hf_pipetransformer.planning.search import Choice, Horizon, Storing, search, seconds_left
 from hf_pipetransformer.planning.storing import CacheDecision, Pass
-from hf_pipetransformer.schedules.layout import Layout
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.planning.costs import Prediction
+    from hf_pipetransformer.planning.course import RunSchedule, Span
+    from hf_pipetransformer.planning.planner import PlanInputs
+    from hf_pipetransformer.schedules.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
@@ -14,9 +15,12 @@ from hf_pipetransformer.planning.costs import (
     trained_elements,
 )
 from hf_pipetransformer.schedules import GRADIENTS_ARE_WHOLE, Op, find_schedule
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import mlp_of
 from hf_pipetransformer.schedules.weight_kinds import copies_beside, find_weights
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.schedules.layout import Layout
 
 
 MEMORY_RESERVE = 0.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
@@ -15,7 +16,10 @@ from hf_pipetransformer.planning.costs import (
     trained_elements,
 )
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
-from hf_pipetransformer.schedules.layout import Layout
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.schedules.layout import Layout
 
 
 Report = Mapping[str, float]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
@@ -42,8 +42,11 @@ from hf_pipetransformer.planning.storing import (
     fresh_share,
     ways_of_storing,
 )
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, first_above, num_layers, pipeline_sizes
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.schedules.layout import Layout
 
 
 MOVED_BYTES = 12

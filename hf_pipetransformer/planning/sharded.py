@@ -7,10 +7,14 @@ gathered, and its gradients are summed into shares after its backward. Rajbhanda
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads, Prediction
-from hf_pipetransformer.planning.memory import RankMemory
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, num_layers
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.planning.costs import BlockCosts, Overheads, Prediction
+    from hf_pipetransformer.planning.memory import RankMemory
 
 
 GATHERED_LAYERS = 2

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.simulator import Durations, simulate
 from hf_pipetransformer.planning.slice_costs import TokenCosts, plan_slices
 from hf_pipetransformer.schedules import Schedule, find_schedule
-from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.placement import Plans
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.schedules.placement import Plans
 
 
 GRANULE = 8

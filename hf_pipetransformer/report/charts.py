@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import altair as alt
 
-from hf_pipetransformer.report.drawing import Row, Spec
 from hf_pipetransformer.report.recorded import Entry, RecordedRun, is_finite, pipeline_size
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.report.drawing import Row, Spec
 
 
 WIDTH = 640

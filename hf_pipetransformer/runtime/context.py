@@ -7,18 +7,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 from transformers import TrainerControl, TrainerState
 
 from hf_pipetransformer.comm.errors import OUT_OF_MEMORY_REMEDY, FaultBoard, PipelineError, is_second_hand
-from hf_pipetransformer.comm.topology import PipelineGroups, Topology
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import failure, logger
-from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.report.files import FindCheckpoint, note_space
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.report.events import EventLog
 
 
 # Not of a trainer, which may be pickled.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.engine.program import Forward, MicroBatch, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.token_program import TokenSpan
-from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.planning.planner import evaluation_microbatches
 from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin
 from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, without_rows
@@ -51,9 +50,13 @@ from hf_pipetransformer.schedules import (
     find_schedule,
     forwards_first,
 )
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import slice_bounds
-from hf_pipetransformer.splitters.structure import ActivationShape
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.engine.weights.stage import StageWeights
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.splitters.structure import ActivationShape
 
 
 _FILLING_TOKENS = 256

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch import nn
 
 from hf_pipetransformer.comm.errors import PipelineError
-from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import Parcel, broadcast_tree, carry, in_rounds
 from hf_pipetransformer.runtime.ownership import is_whole
-from hf_pipetransformer.runtime.stage import Stage
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+    from hf_pipetransformer.runtime.stage import Stage
 
 
 HOST = torch.device("cpu")

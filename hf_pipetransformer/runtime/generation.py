@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -22,10 +22,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast, broadcast_tree, digest_of
 from hf_pipetransformer.data.rng import drawing_alike
-from hf_pipetransformer.engine.engine import ActionListRun
-from hf_pipetransformer.runtime.execution import StageRunner
-from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.adapters import bare_model
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.engine.engine import ActionListRun
+    from hf_pipetransformer.runtime.execution import StageRunner
+    from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.comm.transfers import all_gather_trees
 from hf_pipetransformer.data.batches import batch_size, for_model, has_samples, rows_per_sample, with_rows
 from hf_pipetransformer.data.flattened import assign_sequences, sequences_of
 from hf_pipetransformer.engine.head import Joined
-from hf_pipetransformer.engine.program import MicroBatch
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import PipelineGroups
+    from hf_pipetransformer.engine.program import MicroBatch
 
 
 class BatchesDifferError(ValueError):

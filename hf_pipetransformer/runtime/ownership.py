@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.quantized import like, move_scales
-from hf_pipetransformer.splitters.structure import Structure
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.splitters.structure import Structure
 
 
 def frozen_names(structure: Structure, layout: Layout) -> frozenset[str]:

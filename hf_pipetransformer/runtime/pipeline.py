@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate.utils import convert_to_fp32
 from torch import nn
 
-from hf_pipetransformer.data.loader import PipelineLoader
-from hf_pipetransformer.data.rng import SharedRngState
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.runtime.execution import Prediction, StageRunner
 from hf_pipetransformer.runtime.gathering import HOST, whole_on_every_rank
 from hf_pipetransformer.runtime.ownership import ParameterSlots
-from hf_pipetransformer.runtime.stage import Stage, StageSettings
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.adapters import bare_model
-from hf_pipetransformer.startup.planner import StartUp
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.data.loader import PipelineLoader
+    from hf_pipetransformer.data.rng import SharedRngState
+    from hf_pipetransformer.runtime.stage import Stage, StageSettings
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.startup.planner import StartUp
 
 
 class PipelineShell(nn.Module):

@@ -6,27 +6,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import broadcast_tree
 from hf_pipetransformer.data.rng import drawing_with
-from hf_pipetransformer.engine.embeddings import EmbeddingGradients
-from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.head import HeadPlan, HeadSlices
-from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
-from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.runtime.ownership import ParameterStore
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.quantized import put_in_evaluation_mode
-from hf_pipetransformer.splitters.structure import Probe
-from hf_pipetransformer.splitters.view import Compile, StageView
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+    from hf_pipetransformer.engine.embeddings import EmbeddingGradients
+    from hf_pipetransformer.engine.engine import Engine
+    from hf_pipetransformer.engine.reduction import GradientReducer, SharedParameter
+    from hf_pipetransformer.engine.timing import StepMeter
+    from hf_pipetransformer.runtime.ownership import ParameterStore
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.splitters.structure import Probe
+    from hf_pipetransformer.splitters.view import Compile, StageView
 
 
 @dataclass(frozen=True)

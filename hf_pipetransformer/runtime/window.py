@@ -6,18 +6,22 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.engine.engine import Engine
-from hf_pipetransformer.engine.program import MicroBatch, MicroBatches
 from hf_pipetransformer.engine.weights.stage import StageWeights, VersionedProgram
 from hf_pipetransformer.schedules import COMPUTATIONS, Action, ActionList, Op
 from hf_pipetransformer.schedules.asynchronous import enough, step_actions
 from hf_pipetransformer.schedules.placement import Placement
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import PipelineGroups
+    from hf_pipetransformer.engine.program import MicroBatch, MicroBatches
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
-from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import broadcast, digest_of
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
 from hf_pipetransformer.engine.engine import Engine, Link, Local, StageLinks, Wire
@@ -18,12 +19,16 @@ from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingPr
 from hf_pipetransformer.runtime.gathering import check_state_dicts, check_whole
 from hf_pipetransformer.runtime.ownership import ParameterStore, frozen_names
 from hf_pipetransformer.runtime.stage import Stage, StageSettings
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.adapters import has_adapters
-from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.quantized import named_scales
 from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.startup.model import cast_masters, master_names
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.splitters.base import Splitter
 
 
 def start_stage(

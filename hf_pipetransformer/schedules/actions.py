@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate, takewhile
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hf_pipetransformer.schedules.placement import Placement
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.schedules.placement import Placement
 
 
 class ScheduleError(ValueError):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from hf_pipetransformer.schedules.actions import ActionList, Op, Table, add_transfers, add_updates
-from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.schedules.schedule import ONE_F_ONE_B, Abilities, Schedule, drop_frozen
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.schedules.placement import Placement
 
 
 ASYNC_1F1B = Schedule("async_1f1b", ONE_F_ONE_B.lay, Abilities(overlaps_steps=True))

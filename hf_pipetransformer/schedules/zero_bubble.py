@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hf_pipetransformer.schedules.actions import Action, Op, source_of
-from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.schedules.schedule import (
     ONE_F_ONE_B,
     Abilities,
@@ -19,6 +19,10 @@ from hf_pipetransformer.schedules.schedule import (
     drop_frozen,
     in_phases,
 )
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.schedules.placement import Placement
 
 
 def lay_greedily(placement: Placement, num_microbatches: int, first_active_stage: int, limit: int) -> Computations:

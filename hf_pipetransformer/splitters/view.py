@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,8 +16,11 @@ from transformers.cache_utils import Cache
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
 from hf_pipetransformer.splitters.adapters import bare_model
-from hf_pipetransformer.splitters.base import Splitter
-from hf_pipetransformer.splitters.structure import StandIn, Structure
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.splitters.base import Splitter
+    from hf_pipetransformer.splitters.structure import StandIn, Structure
 
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -21,20 +21,23 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
-from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.planning.costs import BlockCosts
 from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
 from hf_pipetransformer.splitters.quantized import is_packed, num_bytes, num_weights
-from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.check import run_slices
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
-from hf_pipetransformer.startup.twin import ProbeSubmodel
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Topology
+    from hf_pipetransformer.engine.losses import LossRule
+    from hf_pipetransformer.splitters.structure import Structure
+    from hf_pipetransformer.startup.twin import ProbeSubmodel
 
 
 NUM_REPEATS = 5

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel
 
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import layers_of
@@ -38,8 +37,12 @@ from hf_pipetransformer.startup.model import (
     num_frozen_by_user,
 )
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner, samples_per_microbatch
-from hf_pipetransformer.startup.run_plan import Machine
 from hf_pipetransformer.startup.twin import as_twin
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.startup.run_plan import Machine
 
 
 _LABELS = {"labels", "start_positions"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice, zip_longest
 from types import new_class
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,8 +28,11 @@ from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.data.reading import is_stream
 from hf_pipetransformer.data.rng import Generators, SharedRngState, generators_kept, random_state, same_states
 from hf_pipetransformer.data.sampler import order_of_run
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.startup.rows import check_rows
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 
 NUM_PROBE_SAMPLES = 6

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,9 +24,12 @@ from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
 from hf_pipetransformer.splitters.quantized import float32_products, is_packed, put_in_evaluation_mode
-from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from hf_pipetransformer.startup.twin import WHOLE, ProbeSubmodel
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.splitters.structure import Structure
 
 
 _HALVES = (torch.float16, torch.bfloat16)

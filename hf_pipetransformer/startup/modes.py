@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,8 +12,11 @@ from torch import nn
 from hf_pipetransformer.data.rng import random_state, same_states
 from hf_pipetransformer.engine.effects import Alone, buffers_kept, effects_of
 from hf_pipetransformer.schedules.placement import first_above
-from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.model import ProbeTarget, run_stage
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.splitters.structure import Structure
 
 
 MODE_TOLERANCE = 1e-5

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.planning.costs import stage_elements, trained_elements
 from hf_pipetransformer.planning.memory import RankMemory
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_of
-from hf_pipetransformer.startup.run_plan import Option, RunPlan
 from hf_pipetransformer.startup.timeline import spans_as_json
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.startup.run_plan import Option, RunPlan
 
 
 GB = 1e9

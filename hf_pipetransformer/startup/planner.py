@@ -6,15 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.training_args import OptimizerNames
 
-from hf_pipetransformer.comm.topology import Topology
-from hf_pipetransformer.data.batches import CommonLength
 from hf_pipetransformer.engine.losses import FoundRule, LossScope
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads, predict_step
 from hf_pipetransformer.planning.forecast import Forecast
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory, sum_bytes
@@ -33,7 +30,13 @@ from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import slice_bounds
-from hf_pipetransformer.splitters.structure import Probe
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Topology
+    from hf_pipetransformer.data.batches import CommonLength
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.splitters.structure import Probe
 
 
 _MEANING = {

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_pipetransformer.data.batches import IGNORED_LABEL, MAIN_INPUTS, labels_by_row, rows_per_sample
 from hf_pipetransformer.data.flattened import CUMULATIVE, MARKS, Sequences, first_tokens, sequences_of, take_sequences
-from hf_pipetransformer.splitters.structure import Structure
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.splitters.structure import Structure
 
 
 _REMEDY = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.options.combinations import check_combinations
@@ -19,20 +19,23 @@ from hf_pipetransformer.planning.costs import (
     predict_step,
     predict_timeline,
 )
-from hf_pipetransformer.planning.course import RunSchedule
-from hf_pipetransformer.planning.forecast import Duration, Forecast
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory
 from hf_pipetransformer.planning.search import Storing
 from hf_pipetransformer.planning.sharded import shard_memory, shard_seconds
-from hf_pipetransformer.planning.simulator import Timeline
 from hf_pipetransformer.planning.storing import CacheCosts, Caching, StoreContents, why_not_over_nodes
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 from hf_pipetransformer.splitters.quantized import num_bytes
 from hf_pipetransformer.startup.model import MOST_GRADIENTS, is_causal_lm
-from hf_pipetransformer.startup.planner import RunPlanner
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.planning.course import RunSchedule
+    from hf_pipetransformer.planning.forecast import Duration, Forecast
+    from hf_pipetransformer.planning.simulator import Timeline
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.startup.planner import RunPlanner
 
 
 COMMUNICATOR_BYTES = 3e8

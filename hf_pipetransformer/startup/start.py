@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,13 +16,11 @@ from hf_pipetransformer.data.batches import CommonLength, batch_size
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule, LossScope
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.slice_costs import TokenCosts
 from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.splitters.base import UnsupportedModelError
-from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.check import (
     check_loss,
     depends_on_length,
@@ -65,6 +63,11 @@ from hf_pipetransformer.startup.planner import (
 )
 from hf_pipetransformer.startup.rows import why_mixed
 from hf_pipetransformer.startup.twin import as_twin, moved
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.splitters.structure import Probe
 
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,10 @@ from hf_pipetransformer.schedules.placement import attention_of, block_of, head_
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
 from hf_pipetransformer.splitters.quantized import move_scales
-from hf_pipetransformer.splitters.structure import Structure
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.splitters.structure import Structure
 
 
 T = TypeVar("T")

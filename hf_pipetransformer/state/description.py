@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
@@ -16,14 +16,17 @@ import torch
 import xxhash
 from transformers.trainer_utils import SaveStrategy
 
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.rng import generators_kept
-from hf_pipetransformer.freeze.policy import FreezePolicy
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import comparable
-from hf_pipetransformer.runtime.context import RunView
 from hf_pipetransformer.startup.model import master_names
 from hf_pipetransformer.state.run_state import DataDescription, RunIdentity, RunState
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Topology
+    from hf_pipetransformer.freeze.policy import FreezePolicy
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.runtime.context import RunView
 
 
 NUM_SAMPLES = 8

@@ -15,12 +15,11 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.schedules.json_values import entry
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.checkpoint import TRAINER_STATE
@@ -35,6 +34,10 @@ from hf_pipetransformer.state.run_state import (
     read_json_file,
 )
 from hf_pipetransformer.state.weights import check_weights, has_weights
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 
 _OPTIMIZER = "optimizer.pt"

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,9 +24,12 @@ from hf_pipetransformer.state.plain_checkpoint import (
     set_plain_random_state,
     trainers_groups,
 )
-from hf_pipetransformer.state.resumption import Remainder, Resumption
 from hf_pipetransformer.state.run_state import RankState
 from hf_pipetransformer.state.saving import Checkpoints, group_options
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.state.resumption import Remainder, Resumption
 
 
 def restore(resumption: Resumption, into: Checkpoints) -> RankState:

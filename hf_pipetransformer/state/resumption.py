@@ -6,21 +6,24 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.data.loader import PipelineLoader
-from hf_pipetransformer.freeze.policy import FreezePolicy
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.report.events import read_layouts
-from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.splitters.structure import Structure
-from hf_pipetransformer.startup.planner import RunPlanner, StartUp
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import RunDescription, check_same_run
 from hf_pipetransformer.state.plain_checkpoint import check_trainers, is_plain, read_progress
 from hf_pipetransformer.state.run_state import DataPosition, Progress, RunState
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.freeze.policy import FreezePolicy
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.splitters.structure import Structure
+    from hf_pipetransformer.startup.planner import RunPlanner, StartUp
 
 
 @dataclass(frozen=True)

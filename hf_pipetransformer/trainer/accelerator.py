@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
 from hf_pipetransformer.comm.topology import let_group_threads_finish
-from hf_pipetransformer.training.session import PipelineSession
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.training.session import PipelineSession
 
 
 class PipelineAccelerator(Accelerator):

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from transformers import Trainer, TrainingArguments
@@ -17,20 +17,23 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
 from hf_pipetransformer import trainer_compat, trl_compat
-from hf_pipetransformer.comm.topology import Topology
-from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
 from hf_pipetransformer.report.card import write_card
 from hf_pipetransformer.report.console import shorten_console
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog
 from hf_pipetransformer.report.failure import FailureReporter, recorded
 from hf_pipetransformer.runtime.context import PlanPrinted
-from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.trainer.accelerator import PipelineAccelerator
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
 from hf_pipetransformer.training.needs import RunOptions, check_constructor_arguments
 from hf_pipetransformer.training.session import PipelineSession
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Topology
+    from hf_pipetransformer.freeze.policy import FreezePolicy
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.splitters.base import Splitter
 
 
 @dataclass(frozen=True)

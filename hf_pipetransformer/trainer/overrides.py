@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from functools import wraps
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Seq2SeqTrainer, Trainer
@@ -15,12 +15,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Pr
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.report.origin import outcome_of
-from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.training.evaluation import UsersEvaluation
-from hf_pipetransformer.training.session import PipelineSession
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.runtime.pipeline import PipelineShell
+    from hf_pipetransformer.training.session import PipelineSession
 
 
 def left_to_trainer(overrides: type) -> type:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,17 @@ from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.engine.weights.rates import coming_rates
 from hf_pipetransformer.engine.weights.stage import StageWeights
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
-from hf_pipetransformer.runtime.stage import Stage
-from hf_pipetransformer.runtime.window import Batch, Window
 from hf_pipetransformer.schedules.asynchronous import micro_batches_ahead
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.weight_kinds import find_weights
 from hf_pipetransformer.training.steps import StepBatches, Steps
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
+    from hf_pipetransformer.runtime.stage import Stage
+    from hf_pipetransformer.runtime.window import Batch, Window
+    from hf_pipetransformer.schedules.layout import Layout
 
 
 def next_drain(trainer: Trainer, decisions: Iterable[int], interval: int | None) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat, trl_compat
-from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.data.batches import batch_size, for_model
@@ -19,7 +18,6 @@ from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.options.refusals import (
     check_communication_hook,
     check_dataset,
@@ -29,17 +27,14 @@ from hf_pipetransformer.runtime.generation import check_generation, generate_in_
 from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 from hf_pipetransformer.runtime.stage import StageSettings
 from hf_pipetransformer.runtime.wiring import start_stage
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, main_input_of
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.startup.first_samples import FirstBatches, first_batches, most_samples, probe_samples
 from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
-from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
-from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loaders import make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
 from hf_pipetransformer.training.needs import (
@@ -51,6 +46,14 @@ from hf_pipetransformer.training.needs import (
 )
 from hf_pipetransformer.training.replica_gather import REMEDY, shape_without_rows
 from hf_pipetransformer.training.traces import leaving_no_trace
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.training import TrainingCache
+    from hf_pipetransformer.freeze.policy import FreezePolicy
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.startup.planner import StartUp
+    from hf_pipetransformer.training.context import TrainingContext
 
 
 @dataclass(frozen=True)

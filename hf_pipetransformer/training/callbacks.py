@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, TrainerCallback, TrainerControl
@@ -16,8 +16,11 @@ from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpoint
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.report import announce, logger
-from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.training.context import TrainingContext
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.training.context import TrainingContext
 
 
 class SavesOnSignal:

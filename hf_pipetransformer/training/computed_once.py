@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,17 +24,20 @@ from hf_pipetransformer.cache.opening import stored_dtype
 from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.engine.effects import Alone, buffers_kept
 from hf_pipetransformer.frozen.contents import record_format
-from hf_pipetransformer.frozen.part import FrozenPart, Reading
 from hf_pipetransformer.frozen.served import Circumstances, ServedPart
 from hf_pipetransformer.frozen.trial import Found, Trial, maximal_frozen
 from hf_pipetransformer.frozen.values import Rows, tensors_of
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import precision_of
 from hf_pipetransformer.report import announce, in_bytes
 from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
-from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.part_stores import PartStores, Price
 from hf_pipetransformer.training.traces import leaving_no_trace
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.frozen.part import FrozenPart, Reading
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.training.context import TrainingContext
 
 
 NUM_TRIED = 4

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerControl, TrainerState
 
 from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.batches import for_model
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.runtime.context import Context
-from hf_pipetransformer.training.gains import LossGains
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Topology
+    from hf_pipetransformer.training.gains import LossGains
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -33,15 +33,18 @@ from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.runtime.generation import join_tokens, settings_of
 from hf_pipetransformer.runtime.messages import only_loss
-from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import main_input_of
-from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import running_callbacks
-from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
 from hf_pipetransformer.training.replica_gather import ReplicaGather
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.training.builder import PipelineBuilder
+    from hf_pipetransformer.training.context import TrainingContext
 
 
 class Evaluation:

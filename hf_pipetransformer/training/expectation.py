@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,25 +25,28 @@ from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.cache.opening import cache_base, stored_dtype
 from hf_pipetransformer.cache.planner import StorageSpeed, measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
-from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.freeze.policies import freezing_of
 from hf_pipetransformer.freeze.policy import check_policy
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.planning.course import RunSchedule
-from hf_pipetransformer.planning.forecast import Forecast
-from hf_pipetransformer.planning.search import Storing
 from hf_pipetransformer.planning.storing import DiskProfile
 from hf_pipetransformer.report import duration, logger
 from hf_pipetransformer.report.files import create
-from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches
 from hf_pipetransformer.startup.plan_words import as_json
 from hf_pipetransformer.startup.plan_words import in_words as plan_in_words
-from hf_pipetransformer.startup.planner import StartUp
 from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, RunPlan, plan_run
-from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.needs import may_slice_head
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.training import TrainingCache
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.planning.forecast import Forecast
+    from hf_pipetransformer.planning.search import Storing
+    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.startup.planner import StartUp
+    from hf_pipetransformer.training.builder import PipelineBuilder
 
 
 PLAN_FILE = "plan.json"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,9 +17,12 @@ from torch import nn
 from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.comm.transfers import pack
 from hf_pipetransformer.report import logger
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Topology
 
 
 _LARGEST = 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler
 from transformers.trainer_utils import seed_worker
@@ -12,7 +12,6 @@ from transformers.trainer_utils import seed_worker
 from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.cache.opening import seeded_reading
 from hf_pipetransformer.comm.staging import is_apart
-from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.data.reading import (
     DispatchedReading,
@@ -31,8 +30,12 @@ from hf_pipetransformer.data.sampler import (
     order_of_run,
     torch_loader,
 )
-from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.training.context import TrainingContext
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Topology
+    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.training.context import TrainingContext
 
 
 def check_undivided(loader: Any, method: str, num_stages: int | None) -> None:

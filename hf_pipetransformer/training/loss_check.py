@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,14 +22,17 @@ from hf_pipetransformer.comm.transfers import all_gather_trees
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.engine.losses import PARTS_TOLERANCE, SMALLEST_SCALE, LossDoesNotDecomposeError, LossScope
-from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner, inputs_of_all
 from hf_pipetransformer.runtime.joining import BatchesDifferError, HeadJoin, ReplicaJoin
-from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
 from hf_pipetransformer.training.traces import Kept, leaving_no_trace
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.engine.program import MicroBatch
+    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.training.context import TrainingContext
 
 
 NUM_FIRST = 3

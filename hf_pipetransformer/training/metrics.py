@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
@@ -15,13 +15,16 @@ from transformers.trainer_utils import denumpify_detensorize
 
 from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.errors import PipelineError
-from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import pack
 from hf_pipetransformer.data.batches import rows_per_sample, with_rows
 from hf_pipetransformer.engine.wrappers import runs_again
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules.layout import Layout, counted
-from hf_pipetransformer.training.context import TrainingContext
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+    from hf_pipetransformer.training.context import TrainingContext
 
 
 Part = tuple[int, dict[str, tuple[float, int]]]

@@ -6,14 +6,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
-from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.frozen.trial import maximal_frozen
 from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
 from hf_pipetransformer.options.combinations import unused_by_trainer
@@ -29,6 +28,10 @@ from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.startup.model import is_causal_lm
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.freeze.policy import FreezePolicy
 
 
 class Need(Enum):

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import xxhash
 from transformers import Trainer
@@ -14,15 +15,18 @@ from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import Use, safe_max_bytes
 from hf_pipetransformer.cache.opening import cache_base
 from hf_pipetransformer.cache.planner import measure_storage
-from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.frozen.contents import ContentStore
-from hf_pipetransformer.frozen.part import FrozenPart
-from hf_pipetransformer.frozen.served import Circumstances
-from hf_pipetransformer.frozen.trial import Found, Trial
-from hf_pipetransformer.frozen.values import Rows
 from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decide_cache
-from hf_pipetransformer.training.context import TrainingContext
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.records import RecordFormat
+    from hf_pipetransformer.frozen.part import FrozenPart
+    from hf_pipetransformer.frozen.served import Circumstances
+    from hf_pipetransformer.frozen.trial import Found, Trial
+    from hf_pipetransformer.frozen.values import Rows
+    from hf_pipetransformer.training.context import TrainingContext
 
 
 WORTH_SECONDS = 2.0

@@ -7,19 +7,22 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.engine.trace import StepTrace
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.console import NORM_OF
 from hf_pipetransformer.report.files import create
-from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.splitters.base import main_input_of
-from hf_pipetransformer.training.context import TrainingContext
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.elastic.controller import LayoutController
+    from hf_pipetransformer.runtime.stage import Stage
+    from hf_pipetransformer.training.context import TrainingContext
 
 
 @dataclass

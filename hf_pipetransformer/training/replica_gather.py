@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,14 @@ from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.data.batches import batch_size, rows_per_sample
 from hf_pipetransformer.data.flattened import num_left_out, sequences_of
-from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.runtime.messages import without_rows
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import PipelineGroups
+    from hf_pipetransformer.data.loader import PipelineLoader
 
 
 REMEDY = (

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer, TrainerControl
@@ -17,15 +17,12 @@ from hf_pipetransformer.comm.topology import check_agreement, get_topology
 from hf_pipetransformer.data.loader import request_of
 from hf_pipetransformer.data.rng import set_random_state
 from hf_pipetransformer.freeze.policies import make_policy
-from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.combinations import unused_freeze_options
 from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal, Seeds
 from hf_pipetransformer.runtime.gathering import check_whole
-from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state.checkpoint import newest_whole
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder
 from hf_pipetransformer.state.only_run import only_run
@@ -50,10 +47,16 @@ from hf_pipetransformer.training.loaders import (
     states_of_first_rank,
     with_shared_rng,
 )
-from hf_pipetransformer.training.needs import RunOptions
 from hf_pipetransformer.training.start import TrainingSetup, start_training
-from hf_pipetransformer.training.training import Training
 from hf_pipetransformer.training.weights import Ending, ModelSaving, WeightLoading
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.training.needs import RunOptions
+    from hf_pipetransformer.training.training import Training
 
 
 class TrainCalls:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import has_length
 
@@ -24,20 +24,23 @@ from hf_pipetransformer.planning.planner import reachable_shapes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import read_known_microbatches
 from hf_pipetransformer.report.origin import origin_of
-from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption, read_plan
 from hf_pipetransformer.state.saving import Checkpoints
 from hf_pipetransformer.training.asynchronous import AsynchronousSteps, check_stages
-from hf_pipetransformer.training.builder import ModelReport, PipelineBuilder
-from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.expectation import in_words, make_forecast
 from hf_pipetransformer.training.loaders import check_undivided
 from hf_pipetransformer.training.metrics import MetricAccumulator
 from hf_pipetransformer.training.steps import Steps, SynchronousSteps
 from hf_pipetransformer.training.training import Training
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.training.builder import ModelReport, PipelineBuilder
+    from hf_pipetransformer.training.context import TrainingContext
 
 
 @dataclass

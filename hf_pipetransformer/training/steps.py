@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -15,16 +15,19 @@ from transformers import Trainer
 
 from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import batch_size, note_samples
-from hf_pipetransformer.data.loader import PipelineLoader
-from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.engine.losses import agree_on_overflow
-from hf_pipetransformer.engine.program import Write
 from hf_pipetransformer.runtime.execution import LoaderBatch
-from hf_pipetransformer.runtime.pipeline import Pipeline
 from hf_pipetransformer.splitters.base import main_input_of
-from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.loss_check import LossCheck
-from hf_pipetransformer.training.metrics import MetricAccumulator
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.data.loader import PipelineLoader
+    from hf_pipetransformer.elastic.controller import LayoutController
+    from hf_pipetransformer.engine.program import Write
+    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.training.context import TrainingContext
+    from hf_pipetransformer.training.metrics import MetricAccumulator
 
 
 @dataclass

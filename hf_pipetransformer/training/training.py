@@ -6,28 +6,31 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
-from hf_pipetransformer.cache.training import TrainingCache
-from hf_pipetransformer.data.loader import PipelineLoader
-from hf_pipetransformer.elastic.controller import LayoutController
-from hf_pipetransformer.elastic.migration import OptimizerState
-from hf_pipetransformer.elastic.transition import Transitions
 from hf_pipetransformer.engine.reduction import share_values
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.runtime.pipeline import Pipeline
-from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state.description import saves_state
 from hf_pipetransformer.state.restore import ResumedEpoch, restore
-from hf_pipetransformer.state.resumption import Resumption
-from hf_pipetransformer.state.saving import Checkpoints
-from hf_pipetransformer.training.context import TrainingContext
 from hf_pipetransformer.training.metrics import MetricAccumulator, Summary
 from hf_pipetransformer.training.progress import Progress, Tracer
-from hf_pipetransformer.training.steps import Steps
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.training import TrainingCache
+    from hf_pipetransformer.data.loader import PipelineLoader
+    from hf_pipetransformer.elastic.controller import LayoutController
+    from hf_pipetransformer.elastic.migration import OptimizerState
+    from hf_pipetransformer.elastic.transition import Transitions
+    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.state.resumption import Resumption
+    from hf_pipetransformer.state.saving import Checkpoints
+    from hf_pipetransformer.training.context import TrainingContext
+    from hf_pipetransformer.training.steps import Steps
 
 
 @dataclass

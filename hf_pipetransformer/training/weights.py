@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer import trainer_compat
-from hf_pipetransformer.elastic.migration import OptimizerState
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.gathering import (
     check_whole,
@@ -21,15 +20,19 @@ from hf_pipetransformer.runtime.gathering import (
     num_bytes_of,
     whole_on_first_rank,
 )
-from hf_pipetransformer.runtime.stage import Stage
 from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.startup.model import cast_masters, master_names
 from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
 from hf_pipetransformer.state.saving import check_unlinked, clear, rotating_by_step
 from hf_pipetransformer.state.weights import find_weights, has_weights, is_of_adapters, load_weights
-from hf_pipetransformer.training.builder import PipelineBuilder
-from hf_pipetransformer.training.context import TrainingContext
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.elastic.migration import OptimizerState
+    from hf_pipetransformer.runtime.stage import Stage
+    from hf_pipetransformer.training.builder import PipelineBuilder
+    from hf_pipetransformer.training.context import TrainingContext
 
 
 class WeightLoading:

@@ -79,6 +79,12 @@ def imported(tree: ast.Module, module: str, is_package: bool) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+def without_types(tree: ast.Module) -> ast.Module:
+    """Return a module without what it imports for annotations alone."""
+    for_types = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return ast.Module([node for node in tree.body if node not in for_types], [])
+
+
 def room_of(module: str) -> str:
     """Return the first part of a module's dotted name."""
     return module.split(".")[0]
@@ -264,17 +270,20 @@ def test_planted_uses_of_trainer_are_found(source: str, expected: set[str]) -> N
     assert uses_of_trainer(ast.parse(source)) == expected
 
 
-LONGEST_CHAIN = 19
-MOST_FILES = 186
+LONGEST_CHAIN = 17
+MOST_FILES = 189
 
 
 def test_import_chains_stay_short() -> None:
-    """A newcomer who follows imports from the trainer down reads no more files in a row than this."""
+    """A newcomer who follows imports from the trainer down reads no more files in a row than this.
+
+    What is imported for annotations alone is not followed: the floors above count it too.
+    """
     names = {f"{PACKAGE}.{name}" if name else PACKAGE for name, _ in MODULES}
     direct = {}
     for name, tree in MODULES:
         found = set()
-        for target in imported(tree, name, is_package(name)):
+        for target in imported(without_types(tree), name, is_package(name)):
             module = target if target in names else target.rpartition(".")[0]
             found |= {module} & names
         direct[f"{PACKAGE}.{name}" if name else PACKAGE] = found

@@ -15,13 +15,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hf_pipetransformer.comm.staging import is_apart
-from hf_pipetransformer.schedules.weight_kinds import DirectionName
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.schedules.weight_kinds import DirectionName
 
 
 Tensors = list[torch.Tensor]
