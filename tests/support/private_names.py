@@ -112,6 +112,7 @@ TAKEN_APART = {
 GIVEN_BY_NAME = {
     "accelerate:Accelerator.unwrap_model": "keep_torch_compile=True",
     "accelerate.data_loader:SeedableRandomSampler": "args, kwargs",  # As `RandomSampler` takes them.
+    "accelerate.utils:send_to_device": "non_blocking=False",
     "accelerate.utils:DistributedDataParallelKwargs": "comm_hook=<DDPCommunicationHookType.NO: 'no'>",
     "datasets:IterableDataset.from_generator": "gen_kwargs=None",
     "peft:LoraConfig": "r=8, target_modules=None",
@@ -127,6 +128,7 @@ GIVEN_BY_NAME = {
     "transformers:PreTrainedConfig.get_text_config": "decoder=None",
     "transformers:PreTrainedModel.from_pretrained": "config=None, ignore_mismatched_sizes=False",
     "transformers:PreTrainedModel.get_encoder": "modality=None",
+    "transformers:Trainer.compute_loss": "return_outputs=False, num_items_in_batch=None",
     "transformers:TrainingArguments": (
         "optim='adamw_torch_fused', average_tokens_across_devices=True, max_grad_norm=1.0, "
         "torch_empty_cache_steps=None, auto_find_batch_size=False, logging_nan_inf_filter=True, "
