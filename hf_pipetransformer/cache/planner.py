@@ -86,7 +86,7 @@ class CachePlanner:
     _speed: StorageSpeed | None = field(default=None, init=False)
     _of_evaluation: CacheCosts | None = field(default=None, init=False)
     _is_size_known: bool = field(default=False, init=False)
-    _said_dropout: bool = field(default=False, init=False)
+    has_said_dropout: bool = field(default=False, init=False)
 
     def follow(self, cache: ActivationCache, samples: Array) -> None:
         """Base later decisions on this cache and on `samples`, those that this node stores."""
@@ -168,7 +168,7 @@ class CachePlanner:
             fresh_share=decision.fresh_share,
         )
         does = f"stored after {decision.level} layers" if decision.use else "not stored"
-        if decision.level == num_frozen and self.num_slots:
+        if decision.way == "write" and self.num_slots:
             slots = "one augmentation slot of each sample, which the first epoch fills"
             if self.num_slots > 1:
                 slots = f"{self.num_slots} augmentation slots of each sample, which as many epochs fill"
@@ -179,9 +179,9 @@ class CachePlanner:
 
     def _say_dropout(self, would: CacheDecision) -> None:
         """Log once what storing would save and change where `auto` keeps the dropout of the script's frozen layers."""
-        if self._said_dropout or not would.use:
+        if self.has_said_dropout or not would.use:
             return
-        self._said_dropout = True
+        self.has_said_dropout = True
         saved = 1 - would.seconds[would.way] / would.seconds["compute"]
         announce(
             "Layers that the script froze compute something else in training mode (dropout, for example) and are "
@@ -259,7 +259,7 @@ def measure_storage(
 
     try:
         store = ActivationStore.create(folder.folder, num_samples, record_format, 2**45)
-        # Two writes: the first also creates the shards, which a run does only occasionally.
+        # Two writes: the first also makes the file of records, which a run does only occasionally.
         write_seconds = timeit(write, number=2) / 2
         read_seconds = min(repeat(read, number=1, repeat=3))
         store.close()

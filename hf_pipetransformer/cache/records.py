@@ -268,7 +268,6 @@ def hash_of(columns: Sequence[Array]) -> int:
 
 
 INDEX_FILE = "index.bin"
-"""Disk full, or user quota exceeded."""
 
 _NUM_TRIES = 10
 _WORD_BYTES = 8

@@ -418,7 +418,8 @@ class TrainingCache:
 def _are_alike(some: Mapping[str, Any], output: torch.Tensor, precision: str) -> bool:
     """Return True if the layers' output is that of the stored records, see `ActivationCache.some_records`."""
     stored = some["activation"]
-    coarser = "bf16" if torch.bfloat16 in (stored.dtype, output.dtype) else precision
+    rounded = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    coarser = next((rounded[kind] for kind in rounded if kind in (stored.dtype, output.dtype)), precision)
     shown = torch.arange(output.shape[1]) < torch.tensor(some["tokens"])[:, None]
     return not differs(output[shown], stored[shown].to(output.dtype), OTHER_BATCH_TOLERANCE[coarser])
 

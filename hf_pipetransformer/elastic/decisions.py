@@ -144,11 +144,13 @@ class Decisions:
         inputs = replace(self.inputs, blocks=costs, overheads=overheads, rules=rules)
         # What is stored is of use until layers unfreeze.
         until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
+        # A policy of the user may have said a step that is over.
+        left = max(0, until - step)
         if self.cache is None:
-            return search(layout, num_frozen, Horizon(until - step, self.clock.max_steps), inputs)
+            return search(layout, num_frozen, Horizon(left, self.clock.max_steps), inputs)
         present = active_seconds(costs, layout.num_frozen_layers), layout.pipeline_size
         storing = self.cache.storing(layout.cache_level, *present)
-        horizon = Horizon(until - step, self.cache.steps_per_epoch)
+        horizon = Horizon(left, self.cache.steps_per_epoch)
         choice = search(layout, num_frozen, horizon, inputs, storing)
         if overheads.spans_nodes(choice.layout.pipeline_size):
             if layout.cache_level:
@@ -157,7 +159,7 @@ class Decisions:
                 announce(f"Step {step}: the activation cache is off: {why}.")
             return choice
         would = None
-        if storing.keeps_dropout(num_frozen):
+        if storing.keeps_dropout(num_frozen) and not self.cache.has_said_dropout:
             would = search(layout, num_frozen, horizon, inputs, replace(storing, dropout_from=math.inf))
         blocks = with_launches(costs, choice.layout, inputs.samples_per_device)
         self.cache.report(step, choice, horizon, storing, blocks, would)

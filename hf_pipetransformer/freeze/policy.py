@@ -144,7 +144,7 @@ class FreezePolicy(ABC):
                 f"{cls.__name__}.num_wanted is called target_num_frozen now, and FreezeSignal.num_wanted likewise: "
                 "rename it, the old name goes with the next release.",
                 FutureWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
             cls.target_num_frozen = vars(cls)["num_wanted"]  # type: ignore[method-assign]
         # A subclass that overrides `target_num_frozen` below the class that set `is_certain` must not inherit it.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_pipetransformer.planning.search import Choice, Horizon, Storing, search, seconds_left
+from hf_pipetransformer.planning.search import Choice, Horizon, Storing, search, seconds_left, without_reading
 from hf_pipetransformer.planning.storing import CacheDecision, Pass
 
 
@@ -65,7 +65,12 @@ class Forecast:
 
     def seconds(self, spans: Sequence[Span]) -> float:
         """Return the seconds of a run with these spans, in which ever more layers freeze, transitions included."""
-        return sum(each.moving + seconds_left(each.layout, each.passes, self.inputs) for each in self.stretches(spans))
+        inputs = self._without_reading
+        return sum(each.moving + seconds_left(each.layout, each.passes, inputs) for each in self.stretches(spans))
+
+    @property
+    def _without_reading(self) -> PlanInputs:
+        return without_reading(self.inputs, self.layout, self.storing)
 
     def decision(self, spans: Sequence[Span]) -> CacheDecision | None:
         """Return the first decision of a run to store something, or else its first one; None if it decides nothing."""
@@ -77,7 +82,8 @@ class Forecast:
         layout, share = self.layout, 0.0
         steps_left = sum(span.num_steps for span in spans)
         for span in spans:
-            passes: tuple[Pass, ...] = (Pass(steps_left),)
+            reading = 0.0 if self.storing is None else self.storing.costs.input
+            passes: tuple[Pass, ...] = (Pass(steps_left, record_seconds=reading),)
             moving, decision, stored_level = 0.0, None, layout.cache_level
             if span.num_frozen > layout.num_frozen_layers or (span is spans[0] and span.num_frozen):
                 choice = self._search(layout, span.num_frozen, share, steps_left)
@@ -93,8 +99,11 @@ class Forecast:
         storing = self.storing
         if storing is not None:
             level = layout.cache_level if share else 0
-            storing = replace(storing, contents=replace(storing.contents, level=level, share=share if level else 0.0))
-        return search(layout, num_frozen, Horizon(steps_left, self.steps_per_epoch), self.inputs, storing)
+            contents = replace(storing.contents, level=level, share=share if level else 0.0)
+            # The inputs that are given have no reading in them, whatever the layout that it was measured under.
+            storing = replace(storing, contents=contents, now=0.0)
+        horizon = Horizon(steps_left, self.steps_per_epoch)
+        return search(layout, num_frozen, horizon, self._without_reading, storing)
 
 
 def likely_cause(prediction: Prediction, reports: Sequence[Mapping[str, float]]) -> str:

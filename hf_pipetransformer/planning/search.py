@@ -69,7 +69,8 @@ class Storing:
         num_slots: records of a random sample, see `augmentation`; 0 where samples are not random and have one.
         dropout_from: number of frozen layers from which on storing would change what the script's frozen layers
             compute. `auto` stores nothing there, because by default no number differs from Trainer's.
-        now: seconds per sample that the measured steps spend on reading; None for those of reading the data set.
+        now: seconds per sample that the measured steps spend on reading; None for those of reading the data set. They
+            are a part of the measured overhead of a step, and other numbers of stages read other numbers of samples.
     """
 
     costs: CacheCosts
@@ -178,6 +179,11 @@ class _Look:
     inputs: PlanInputs
     storing: Storing | None
 
+    @property
+    def without_reading(self) -> PlanInputs:
+        """The inputs without the reading that is a part of the measured overhead: passes have their own."""
+        return without_reading(self.inputs, self.current, self.storing)
+
     def recut(self, shape: PipelineShape, level: int) -> Layout:
         """Return the layout of a shape, with the present boundaries where new ones save too little."""
         inputs, current = self.inputs, self.current
@@ -189,9 +195,9 @@ class _Look:
         if not is_worth_moving(before, after):
             return unmoved
         # Where boundaries follow the blocks' work, no measured time may decide on them.
-        saved = inf if inputs.rules.work else before.predicted_seconds - after.predicted_seconds
+        saved = before.predicted_seconds - after.predicted_seconds
         pays = saved * self.horizon.steps_left > moving_seconds(current, layout, inputs)
-        return layout if pays or not before.fits else unmoved
+        return layout if pays or inputs.rules.work or not before.fits else unmoved
 
     def best(self, lay_out: Callable[[int], Layout]) -> _Option:
         """Return the fastest of the allowed ways to store, with the layout that `lay_out` returns for its level."""
@@ -218,13 +224,12 @@ class _Look:
             return {"compute": Way(0, (Pass(steps),))}, SlotCosts()
         blocks = with_launches(self.inputs.blocks, layout, self.inputs.samples_per_device)
         costs, slots = storing.beside(blocks, self.num_frozen, layout.pipeline_size)
-        now = costs.input if storing.now is None else storing.now
-        return ways_of_storing(costs, self.num_frozen, storing.contents, steps, per_epoch, slots, now), slots
+        return ways_of_storing(costs, self.num_frozen, storing.contents, steps, per_epoch, slots), slots
 
     def _option(self, layout: Layout, way: Way) -> _Option:
         inputs, rules = self.inputs, self.inputs.rules
         layout = replace(layout, fresh_share=way.fresh_share)
-        seconds = seconds_left(layout, way.passes, inputs) + moving_seconds(self.current, layout, inputs)
+        seconds = seconds_left(layout, way.passes, self.without_reading) + moving_seconds(self.current, layout, inputs)
         judged = inputs.judge(layout, inputs.cut_by)
         score = judged.predicted_seconds if rules.is_timeless else seconds
         return _Option(layout, score, judged.fits, way.passes, seconds, None)
@@ -289,8 +294,7 @@ def seconds_left(layout: Layout, passes: Iterable[Pass], inputs: PlanInputs) -> 
     """Return the predicted seconds of all steps of `passes`, without the transition to the layout.
 
     A step in which a share of the samples has records takes that share of the time of a step that reads all of
-    them, plus the rest of one that computes all. Reading records in place of samples saves at most the step's overhead
-    outside the computation.
+    them, plus the rest of one that computes all. `inputs` have no reading in the overhead of a step.
     """
     samples, overheads = inputs.samples_per_device * layout.pipeline_size, inputs.overheads
 
@@ -302,9 +306,18 @@ def seconds_left(layout: Layout, passes: Iterable[Pass], inputs: PlanInputs) -> 
     for each in passes:
         reads = each.share * step_seconds(each.level) if each.share else 0.0
         computes = (1 - each.share) * step_seconds(0) if each.share < 1 else 0.0
-        records = max(inputs.accumulation * samples * each.record_seconds, -overheads.per_step)
+        records = inputs.accumulation * samples * each.record_seconds
         total += each.steps * (reads + computes + records)
     return total
+
+
+def without_reading(inputs: PlanInputs, current: Layout, storing: Storing | None) -> PlanInputs:
+    """Return the inputs without the reading of the measured steps, which ran under `current`; see `Storing.now`."""
+    if storing is None:
+        return inputs
+    now = storing.costs.input if storing.now is None else storing.now
+    read = inputs.accumulation * inputs.samples_per_device * current.pipeline_size * now
+    return replace(inputs, overheads=replace(inputs.overheads, per_step=max(0.0, inputs.overheads.per_step - read)))
 
 
 def moving_seconds(old: Layout, new: Layout, inputs: PlanInputs) -> float:

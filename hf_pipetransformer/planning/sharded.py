@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 GATHERED_LAYERS = 2
 """Layers whose weights are whole at a time: one that runs, and the next one, which is fetched beside it."""
 
-NUM_COLLECTIVES = 3
-"""Of the bytes of all weights: gathered before the forward, gathered again before the backward, summed after it."""
+NUM_GATHERS = 2
+"""Of all weights in a batch: before the forward, and again before the backward. Gradients are summed once."""
 
 
 def shard_memory(alone: RankMemory, costs: BlockCosts, world_size: int, casts: bool) -> RankMemory:
     """Return what a process holds, from what one that holds the whole model does.
 
     Args:
-        alone: of a process that neither shards nor reduces gradients.
+        alone: of a process that neither shards nor reduces gradients, at the moment of most activations.
         casts: True if float32 weights are gathered in 16 bits.
     """
     sizes = [trained + kept for trained, kept in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]
     layers = [sizes[attention_of(n)] + sizes[mlp_of(n)] for n in range(num_layers(len(sizes)))]
     # Embeddings and head belong to the outermost module, whose weights stay gathered from its forward to its backward.
     gathered = sizes[0] + sizes[-1] + GATHERED_LAYERS * max(layers)
-    scale = 0.5 if casts else 1.0
+    scale, outermost = 0.5 if casts else 1.0, costs.trained_sizes[0] + costs.trained_sizes[-1]
     trained = max(costs.trained_sizes[attention_of(n)] + costs.trained_sizes[mlp_of(n)] for n in range(len(layers)))
     return replace(
         alone,
         weights=alone.weights / world_size,
-        # The gradients of one layer are whole until they are summed.
-        gradients=sum(costs.trained_sizes) / world_size + scale * trained,
+        # Those of the outermost module are whole until the backward ends, those of a layer until they are summed.
+        gradients=sum(costs.trained_sizes) / world_size + scale * (trained + outermost),
         optimizer=alone.optimizer / world_size,
         copies=scale * gathered,
     )
@@ -54,7 +54,11 @@ def shard_seconds(
 
     `alone` is that of a process that neither shards nor reduces.
     """
-    moved = (sum(costs.trained_sizes) + sum(costs.kept_sizes)) * (0.5 if casts else 1.0)
-    each = (world_size - 1) / world_size * overheads.reduction_per_byte * moved
-    messages = accumulation * NUM_COLLECTIVES * each
+    scale = 0.5 if casts else 1.0
+    all_bytes, trained = scale * (sum(costs.trained_sizes) + sum(costs.kept_sizes)), scale * sum(costs.trained_sizes)
+    gathers = NUM_GATHERS + overheads.has_reference
+    ring = (world_size - 1) / world_size * overheads.reduction_per_byte
+    # Half of an all-reduce's ring each, for every layer and for the outermost module.
+    latency = (gathers + 1) * (num_layers(len(costs.parameters)) + 1) * overheads.of_sum(world_size) / 2
+    messages = accumulation * (ring * (gathers * all_bytes + trained) + latency)
     return max(alone.pipeline, messages) + alone.optimizer / world_size + alone.other

@@ -152,7 +152,7 @@ class Pass:
     Args:
         level: the number of blocks covered by the records that are read.
         share: share of the samples whose records are read, 0 to 1; the others are computed.
-        record_seconds: change against now, in seconds per sample, of reading samples and records and writing records.
+        record_seconds: seconds per sample of reading samples and records and of writing records.
     """
 
     steps: float
@@ -163,38 +163,35 @@ class Pass:
 
 def passes_ahead(
     costs: CacheCosts,
+    num_frozen: int,
     level: int,
     stored: StoreContents,
     steps_left: float,
     steps_per_epoch: float,
     slots: SlotCosts = ONE_SLOT,
-    now: float | None = None,
 ) -> tuple[Pass, ...]:
     """Predict the passes to come: those that write records of `level` (one per slot), then those that read them.
 
     Args:
-        level: the number of blocks whose output is stored from now on; 0 for none.
+        level: the number of blocks whose output is stored from now on, up to `num_frozen`; 0 for none.
         stored: the present records; those of more than `level` blocks, which unfreeze, are not read again.
         steps_left: optimizer steps.
-        now: seconds per sample that the measured step spends on reading; those of these costs by default.
     """
-    share = stored.share if stored.level else 0.0
-    now = reading_seconds(costs, share) if now is None else now
     if not level:
-        return (Pass(steps_left, record_seconds=costs.input - now),)
-    if stored.level > level:
-        stored, share = StoreContents(fits_share=stored.fits_share), 0.0
-    fits, prefix = max(stored.fits_share, share), costs.prefix[level]
-    missing = max(prefix - costs.prefix[stored.level], 0.0) if share else prefix
-    rewritten = 0.0 if stored.level == level else share * costs.writing(missing)
-    written = rewritten + (fits - share) * costs.writing(prefix)
+        return (Pass(steps_left, record_seconds=costs.input),)
+    share, whole = stored.share if 0 < stored.level <= level else 0.0, costs.prefix[num_frozen]
+    fits = max(stored.fits_share, share)
+    # Frozen blocks above a record run while the device's host reads, and everything runs while it writes anew.
+    above_old = max(whole - costs.prefix[stored.level], 0.0) if share else whole
+    above_new = max(whole - costs.prefix[level], 0.0)
+    rewritten = 0.0 if stored.level == level else share * costs.writing(above_old)
+    written = rewritten + (fits - share) * costs.writing(whole)
     first = min(steps_left, slots.num_slots * steps_per_epoch)
-    reading = reading_seconds(costs, share, missing)
-    found = [Pass(first, stored.level if share else 0, share, reading + written - now)]
+    found = [Pass(first, stored.level if share else 0, share, reading_seconds(costs, share, above_old) + written)]
     if steps_left > first:
         read, new = fits * (1 - slots.fresh_share), fits * slots.fresh_share
-        later = reading_seconds(costs, read) + new * costs.writing(prefix)
-        found.append(Pass(steps_left - first, level, read, later - now))
+        later = reading_seconds(costs, read, above_new) + new * costs.writing(whole)
+        found.append(Pass(steps_left - first, level, read, later))
     return tuple(found)
 
 
@@ -231,7 +228,6 @@ def ways_of_storing(
     steps_left: float,
     steps_per_epoch: float,
     slots: SlotCosts = ONE_SLOT,
-    now: float | None = None,
 ) -> dict[str, Way]:
     """Return the possible ways, ordered by how much they store.
 
@@ -242,7 +238,6 @@ def ways_of_storing(
     Args:
         stored: the present records; those of more than `num_frozen` layers are of no use.
         steps_left: optimizer steps, or any other unit that `steps_per_epoch` has too.
-        now: see `passes_ahead`.
 
     Raises:
         ValueError: no measured time for `num_frozen` layers.
@@ -254,7 +249,7 @@ def ways_of_storing(
 
     def way(level: int) -> Way:
         used = slots if level == num_frozen else replace(slots, fresh_share=0.0)
-        passes = passes_ahead(costs, level, stored, steps_left, steps_per_epoch, used, now)
+        passes = passes_ahead(costs, num_frozen, level, stored, steps_left, steps_per_epoch, used)
         return Way(level, passes, used.fresh_share if level else 0.0)
 
     found = {"compute": way(0)}
@@ -363,7 +358,7 @@ def decide_cache(
         stored: g, s and p.
         epochs_left: E, how often an average sample will still be read, the current epoch included.
     """
-    ways = ways_of_storing(costs, num_frozen, stored, max(epochs_left, 0.0), 1.0, slots, now=0.0)
+    ways = ways_of_storing(costs, num_frozen, stored, max(epochs_left, 0.0), 1.0, slots)
     computed = [max(0.0, costs.prefix[num_frozen] - seconds) for seconds in costs.prefix]
 
     def seconds_of(way: Way) -> float:

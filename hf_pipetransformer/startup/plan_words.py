@@ -24,8 +24,6 @@ MOST_SCHEDULES = 12
 
 HALF = 0.5
 
-SHARDED = "Trainer, FSDP2 or ZeRO-3"
-"""Row of sharded data parallelism, which is counted by formula."""
 
 NO_GAIN = 0.97
 """Share of the full run's time above which freezing is called no gain: predictions err by as much."""
@@ -50,8 +48,13 @@ def _layouts(plan: RunPlan) -> str:
     rows = [_row(str(each.layout.pipeline_size), each) for each in plan.options]
     name = "Trainer" if plan.machine.num_devices == 1 else "Trainer, DDP"
     head = ["stages K", "replicas R", "micro-batches M", "fullest rank", "fits", "waiting", "step", "samples/s"]
-    sharded = [] if plan.sharded is None else [_row(SHARDED, plan.sharded)]
+    sharded = [] if plan.sharded is None else [_row(_sharded(plan), plan.sharded)]
     return table(head, [_row(name, plan.trainer), *sharded, *rows])
+
+
+def _sharded(plan: RunPlan) -> str:
+    """Name what shards as counted: where batches are accumulated, FSDP2 under Trainer keeps whole gradients."""
+    return "Trainer, ZeRO-3" if plan.accumulates else "Trainer, FSDP2 or ZeRO-3"
 
 
 def _row(name: str, option: Option) -> list[str]:
@@ -207,16 +210,14 @@ def _whether_it_fits(plan: RunPlan) -> str:
 
 
 def _whether_to_shard(plan: RunPlan) -> str:
-    """Return where sharded data parallelism is the better choice; empty if it is not."""
+    """Return where sharded data parallelism is the better choice; empty if it is not, or whole models fit."""
     sharded, fastest = plan.sharded, plan.fastest
-    if sharded is None or not sharded.fits:
+    if sharded is None or not sharded.fits or plan.trainer.fits:
         return ""
-    found = (
-        f"{SHARDED} fits with {sharded.fullest / GB:.1f} GB and {sharded.samples_per_second:.3g} samples/s, by formula"
-    )
+    found = f"{_sharded(plan)} fits with {sharded.fullest / GB:.1f} GB and {sharded.samples_per_second:.3g} samples/s, by formula"
     if not fastest.fits:
         return f"{found}; no pipeline fits without other options."
-    if sharded.samples_per_second > fastest.samples_per_second:
+    if NO_GAIN * sharded.samples_per_second > fastest.samples_per_second:
         return f"{found}: faster than the {fastest.samples_per_second:.3g} of K={fastest.layout.pipeline_size}."
     return ""
 

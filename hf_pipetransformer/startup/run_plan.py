@@ -126,6 +126,7 @@ class RunPlan:
     layouts of all schedules that the options allow on several stages, fastest first; `refused` says why the others are
     not among them. `host` has the host memory of the fullest rank by phase. `computing_seconds` are those of the
     chosen step if launching operations took no time. `remedy` says what to change where nothing fits.
+    `accumulates` says that a step has several batches.
     """
 
     model: str
@@ -148,6 +149,7 @@ class RunPlan:
     timeline: Timeline
     computing_seconds: float
     remedy: Remedy | None = None
+    accumulates: bool = False
 
     @property
     def budget(self) -> float:
@@ -209,6 +211,7 @@ def plan_run(
         duration=forecast.duration(course),
         timeline=predict_timeline(chosen.layout, *costs, *more),
         computing_seconds=predict_step(chosen.layout, *at_once, *more).seconds,
+        accumulates=args.gradient_accumulation_steps > 1,
         remedy=None if any(each.fits for each in options) else _remedy(model, planner, machine, sizes, may_slice),
     )
 
@@ -311,7 +314,8 @@ def _sharded(model: Any, planner: RunPlanner, machine: Machine) -> Option | None
     layout = on_one.plan(1, planner.num_frozen_by_user)
     samples, accumulation = args.train_samples_per_device, args.gradient_accumulation_steps
     rules = planner.memory_rules
-    (alone,) = rank_memory(replace(layout, num_replicas=1), blocks, samples, accumulation, memory=rules)
+    # With gradients of an earlier batch at any time, the fullest moment is that of most activations.
+    (alone,) = rank_memory(replace(layout, num_replicas=1), blocks, samples, max(2, accumulation), memory=rules)
     memory = shard_memory(alone, blocks, world_size, rules.casts)
     memory.communicators = machine.communicator_bytes
     costs = _costs(planner, layout)
@@ -319,7 +323,8 @@ def _sharded(model: Any, planner: RunPlanner, machine: Machine) -> Option | None
     seconds = shard_seconds(step, *costs, world_size, accumulation, rules.casts)
     per_second = samples * world_size * accumulation / seconds if seconds else 0.0
     fits = memory.total <= machine.device_bytes * (1 - MEMORY_RESERVE)
-    return Option(layout, (memory,), max(0.0, 1 - step.pipeline / seconds), seconds, per_second, fits)
+    waiting = max(0.0, 1 - step.pipeline / seconds) if seconds else 0.0
+    return Option(layout, (memory,), waiting, seconds, per_second, fits)
 
 
 def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:

@@ -220,7 +220,7 @@ def test_a_record_is_written_while_the_frozen_layers_compute_too():
     decision = decide_cache(costs, 1, StoreContents(), 2.0, "auto")
     assert decision.seconds == {"compute": 8.0, "write": 4.0} and decision.way == "write"
     # Each batch of the first pass occupies the device for 5 s, and writing the last one for as long.
-    assert [each.record_seconds for each in passes_ahead(costs, 1, StoreContents(), 20, 10)] == [0.0, 0.0]
+    assert [each.record_seconds for each in passes_ahead(costs, 1, 1, StoreContents(), 20, 10)] == [0.0, 0.0]
 
 
 def test_stages_share_the_computation_but_one_of_them_reads():
@@ -240,15 +240,24 @@ def test_what_is_measured_now_is_not_what_follows():
     storing = planner.storing(1, 5.0)
     assert (storing.contents.level, storing.contents.share, storing.now) == (1, 1.0, 0.0)
     costs = replace(storing.costs, prefix=(0.0, 1.0, 2.0)).beside(2.0)
-    ways = ways_of_storing(costs, 2, storing.contents, 40, 10, now=storing.now)
+    ways = ways_of_storing(costs, 2, storing.contents, 40, 10)
     assert ways["write"].passes[-1].record_seconds == 2.0
+
+
+def test_what_is_kept_is_read_beside_the_frozen_layers_above_it():
+    """Two layers are frozen, one is stored: a record takes 4 s, of which the second layer hides all."""
+    costs = CacheCosts((0.0, 1.0, 5.0), 3.0, read=4.0, write=9.0, is_apart=True)
+    decision = decide_cache(costs, 2, StoreContents(1, 1.0), 6.0, "auto")
+    # 6 x 4 of computation; anew 4 and 5 of writing that nothing hides, then 5 x 4.
+    assert decision.seconds == {"compute": 6 * 8.0, "keep": 24.0, "write": 4.0 + 5.0 + 5 * 4.0}
+    assert (decision.way, decision.level) == ("keep", 1)
 
 
 def test_records_of_layers_that_unfreeze_are_not_read_again():
     costs = CacheCosts((0.0, 1.0, 2.0), 1.0, read=0.5, write=0.25)
-    assert passes_ahead(costs, 2, StoreContents(5, 1.0), 30, 10, now=0.5) == (
-        Pass(10, record_seconds=1.0 + 0.25 - 0.5),
-        Pass(20, 2, 1.0, 0.0),
+    assert passes_ahead(costs, 2, 2, StoreContents(5, 1.0), 30, 10) == (
+        Pass(10, record_seconds=1.0 + 0.25),
+        Pass(20, 2, 1.0, 0.5),
     )
 
 

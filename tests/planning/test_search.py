@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
 from hf_pipetransformer.planning.planner import WORTH_MOVING, PipelineShape, PlanInputs, PlanRules
-from hf_pipetransformer.planning.search import TIE, Choice, Horizon, Storing, moving_seconds, search, seconds_left
+from hf_pipetransformer.planning.search import (
+    TIE,
+    Choice,
+    Horizon,
+    Storing,
+    moving_seconds,
+    search,
+    seconds_left,
+    without_reading,
+)
 from hf_pipetransformer.planning.storing import CacheCosts, StoreContents
 from hf_pipetransformer.schedules.layout import Layout
 
@@ -56,7 +65,22 @@ def test_nothing_else_takes_less_time(num_frozen, length, read, write, hop, per_
             others.append(alone.seconds + moving_seconds(START, alone.layout, inputs))
     # Of equal ones the shorter pipeline is taken, and stages that hardly differ do not move.
     assert choice.seconds <= min(others) * (1 + TIE + WORTH_MOVING)
+    inputs = without_reading(inputs, START, store)
     assert choice.seconds == pytest.approx(choice.moving + seconds_left(choice.layout, choice.passes, inputs))
+
+
+def test_a_shorter_pipeline_reads_less_at_once() -> None:
+    """One rank reads for four stages: with a store or without, each number of stages is judged by its own reading."""
+    inputs = inputs_of(per_step=16 * 8.0)
+    for mode in ("off", "on"):
+        store = Storing(CacheCosts((), input=8.0, read=0.1, write=0.1), mode)
+        assert search(START, 2, epochs(20), inputs, store).layout.pipeline_size == 1
+
+
+def test_saved_reading_counts_before_anything_is_measured() -> None:
+    """At the start no overhead of a step is known."""
+    store = Storing(CacheCosts((), input=0.02, read=0.002, write=0.01), "auto")
+    assert search(START, 1, epochs(10), inputs_of(forward=1e-5), store).layout.cache_level == 1
 
 
 def test_the_seconds_of_a_choice_by_hand() -> None:
