@@ -46,6 +46,7 @@ class KVBuffer:
         if self._all is None or self._all.shape[-2] < stop:
             # Only generation goes past the length, and there no backward reads what earlier slices saved.
             before, room = self._all, self.length if stop <= self.length else stop + max(stop // 4, _SPARE_TOKENS)
+            # Not zeros, because nobody reads behind the last slice that was written.
             self._all = new.new_empty(*new.shape[:-2], room, new.shape[-1])
             if before is not None:
                 self._all[..., :start, :] = before[..., :start, :]
@@ -109,6 +110,7 @@ class KeptContext:
             gradient = kept.gradient_of_later(start, start + new.shape[-2])
             if gradient is not None and new.requires_grad:
                 roots.append(new)
+                # The sums over later slices are float32.
                 gradients.append(gradient.to(new.dtype))
         if roots:
             torch.autograd.backward(roots, gradients)
@@ -147,6 +149,7 @@ class _Layer(CacheLayerMixin):
         return self._keys.extend(key_states, self._start), self._values.extend(value_states, self._start)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # The slice attends to all tokens up to its own end, from the first one on.
         return self._start + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -194,9 +197,11 @@ class TokenSliceProgram(ProgramWrapper):
         context = self._contexts[place.batch_slice]
         # On the last stage a slice without labels has no loss to start a backward from.
         if gradient is None and not micro_batch.weight:
+            # Before the program returns the gradient of its input, which this adds to.
             context.backward_of_context(place.start)
         sent = self.program.backward_input(micro_batch, gradient)
         context.forget(place.start)
+        # Backwards run from the last slice to the first.
         if place.start == 0:
             del self._contexts[place.batch_slice]
         return sent
@@ -209,6 +214,7 @@ class TokenSliceProgram(ProgramWrapper):
             self._contexts[place.batch_slice] = KeptContext(self.num_layers, place.length or 0)
         context = self._contexts[place.batch_slice]
         inputs = {**micro_batch.inputs, CACHE_NAME: context.from_token(place.start)}
+        # With no backward to come the last slice is the last user; the model still has its own reference.
         if place.stop == place.length and not self._is_trained:
             del self._contexts[place.batch_slice]
         return replace(micro_batch, inputs=inputs)
