@@ -77,6 +77,7 @@ class ActivationCache:
         self._hits_unchecked = 0
         self._has_warned = False
         self._pins = is_apart(device or torch.device("cpu"))
+        # One thread, as one batch at most is read ahead.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-cache")
         self._ahead: tuple[Indices, int, Future[Records]] | None = None
         """Samples, padded length and pending records of the batch expected next."""
@@ -85,6 +86,7 @@ class ActivationCache:
     def use_weights(self, keys: Sequence[str]) -> None:
         """Switch to the weights named by `keys`, see `chain_keys`; records of other weights are no longer served."""
         self.stamp += 1
+        # What was read ahead are records of the weights before.
         self._ahead = None
         self.writer.forget_pending()
         if self._num_distrusted:
@@ -137,6 +139,7 @@ class ActivationCache:
             # Collective: a replica without samples takes part as well.
             agree(0)
             return {}
+        # A batch selected before the cache went off lacks samples; the way below reads them.
         if self.is_off and len(read) == len(samples):
             length = agree(batch[source.main_input].shape[1] if source.is_text else 0)
             if not source.is_text:
@@ -155,6 +158,7 @@ class ActivationCache:
         except (StoreDamagedError, KeyError) as error:
             # The padded length is independent of what is stored, so the length the replicas agreed on is still valid.
             self.switch_off(str(error))
+            # Now the store answers that nothing is stored, so all samples that are missing are read.
             return self._completed(samples, read, batch, agree_once)
 
     def _completed(
@@ -170,6 +174,7 @@ class ActivationCache:
         parts.add(is_read & ~hit, batch, is_read)
         parts.read(~hit & ~is_read, samples)
         lengths = entries[hit][field_column(LENGTH_FIELD)] if self.source.is_text else []
+        # Agreed on before records are read: the length sets the shape that they are read into.
         length = agree(parts.padded_length(lengths, is_checked=not self.is_off))
         if self.source.keeps_padding:
             # The record was stored as part of a shorter batch and lacks padding positions that the loss sees.
@@ -179,6 +184,7 @@ class ActivationCache:
         records = self._read_records(index[hit], length) if hit.any() else None
         levels = np.zeros(len(index), dtype=np.int64)
         if records is not None:
+            # By the ids that came with the records: the entries above are older.
             levels[hit] = self._levels(index[hit], records.weights_ids, records.fields.get(DRAW_FIELD))
             lost = hit & (levels == 0)
             if lost.any():
@@ -190,6 +196,7 @@ class ActivationCache:
             self.counts.hits += int(hit.sum())
             self.counts.misses += len(samples) - int(hit.sum())
         inputs, digests, hidden = parts.joined(levels > 0, records, length)
+        # As int64 of the same bits, because torch supports uint64 in few operations.
         tagged, num_layers, known = (torch.from_numpy(values) for values in (index, levels, digests.view(np.int64)))
         return CacheTags(tagged, num_layers, known, self.stamp, hidden).attach(inputs)
 
@@ -224,6 +231,7 @@ class ActivationCache:
             return self.store.entries(places)
         except StoreDamagedError as error:
             self.switch_off(str(error))
+            # After `switch_off` the store touches no file: each entry comes back empty.
             return self.store.entries(places)
 
     def _levels_of(self, index: Indices, entries: Any) -> Indices:
@@ -263,6 +271,7 @@ class ActivationCache:
         items = places
         if slots is not None:
             samples, draws = places // slots.num_slots, entries[field_column(DRAW_FIELD)]
+            # Each record is compared with the draw that made it, not with that of the present epoch.
             items = slots.items(samples, draws.astype(np.int64), places % slots.num_slots)
         batch = source.read(items.tolist())
         lengths, digests = source.digests(batch)
@@ -299,6 +308,7 @@ class ActivationCache:
         try:
             self._check_inputs(index)
             ahead, self._ahead = self._ahead, None
+            # Records may have come or gone since the batch was predicted, and its length with them.
             if ahead is not None and ahead[1] == length and np.array_equal(ahead[0], index):
                 return ahead[2].result()
             return self.store.read(self.source.records_of(index), length)
@@ -314,6 +324,7 @@ class ActivationCache:
         _, found = self.source.digests(self.source.read(index[:1].tolist()))
         self.counts.checked += 1
         (entry,) = self.store.entries(self.source.records_of(index[:1]))
+        # An empty entry belongs to a record that is being written anew.
         if entry["weights_id"] and found[0] != entry["input_digest"]:
             sample = self.source.sample_of(int(index[0]))
             raise StoreDamagedError(
@@ -374,6 +385,7 @@ class RecordWriter:
     def _count_written(self, written: Callable[[], int]) -> None:
         try:
             self.cache.counts.written += written()
+        # ValueError: the samples do not fit the format, such as token fields beyond int32.
         except (StoreDamagedError, OSError, ValueError) as error:
             self.cache.switch_off(str(error))
 

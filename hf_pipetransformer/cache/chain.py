@@ -81,6 +81,7 @@ def chain_keys(digests: Mapping[int, str], num_frozen: int, context: str) -> lis
     # Digests have a fixed length, so different chains never concatenate to the same text.
     key = xxhash.xxh3_128_hexdigest(f"{context}\0{digests[0]}".encode())
     for layer in range(num_frozen):
+        # A layer is two blocks, attention and MLP; block 0 is the embeddings.
         key = xxhash.xxh3_128_hexdigest(f"{key}{digests[2 * layer + 1]}{digests[2 * layer + 2]}".encode())
         keys.append(key)
     return keys
@@ -97,10 +98,13 @@ class PrefixWatch:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         if any(parameter.is_meta for parameter in parameters):
             raise ValueError("A meta tensor has no data to watch: watch only parameters that this stage owns.")
+        # Kept alive, so that no new tensor can take the address of a watched one, by which `_find_marks` knows it.
         self._parameters = list(parameters)
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for parameter in self._parameters:
             if parameter.numel():
+                # Joined by device and dtype: a check costs one copy to the host for each group, not for each
+                # parameter.
                 groups.setdefault((parameter.device, parameter.dtype), []).append(_middle(parameter))
         self._elements = list(groups.values())
         self._copies = {device: CopyStream(device) for device, _ in groups}
@@ -122,6 +126,8 @@ class PrefixWatch:
         # Marks first: after `parameter.data = other` the elements still view the old memory and look unchanged.
         found = self._find_values()
         if self._is_apart and not at_once:
+            # Compare what the call before has asked for, which has arrived, and ask anew for the next one. The first
+            # call has nothing to compare, hence strict=False.
             found, self._asked = self._asked, found
         return not all(torch.equal(f.on_host(), expected) for f, expected in zip(found, self._values, strict=False))
 
@@ -141,6 +147,7 @@ class PrefixWatch:
 def _sum_on_device(tensor: torch.Tensor) -> int:
     """Return the sum of the elements' bits as integers: a copy to the host would take far longer than reading them."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    # Integers, because their sum does not depend on the order in which a kernel adds, not even when it overflows.
     return int(tensor.detach().view(integers).sum(dtype=torch.int64))
 
 
@@ -171,6 +178,7 @@ def differs(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bo
     """Return True if two activations differ by more than rounding; nan in the same places is no difference."""
     if found.shape != expected.shape or not torch.equal(found.isfinite(), expected.isfinite()):
         return True
+    # In float64, because the norm of many float16 values exceeds the range of float16.
     found, expected = (torch.where(values.isfinite(), values, 0).double() for values in (found, expected))
     return float((found - expected).detach().norm()) > tolerance * float(expected.detach().norm())
 
@@ -193,6 +201,7 @@ class FrozenWeights:
         compute: Callable[[], torch.Tensor],
     ) -> None:
         layout, structure, model = stage.layout, stage.view.structure, stage.view.model
+        # Parameters that other stages own are meta tensors here.
         parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
         scales = {key: (name, scale) for name, key, scale in named_scales(model) if name in parameters}
         tensors = parameters | {key: scale for key, (_, scale) in scales.items()}
@@ -216,8 +225,10 @@ class FrozenWeights:
         self.keys = chain_keys(self.digests, layout.cache_level, self._context)
         """By number of blocks, a key for everything that affects their output."""
         self._compute, self.output = compute, compute()
+        # A model that was loaded in 16 bits rounds as coarsely as its dtype, whatever the arguments say.
         self.precision = precision_of(args) if self.output.dtype.itemsize > 2 else _PRECISIONS[self.output.dtype]
         is_watched = stage.groups.position in self._watching
+        # The first block that uses a parameter decides: an embedding tied to the head counts as the embedding.
         watched = [p for name, p in parameters.items() if structure.blocks_of_parameter[name][0] in below_entry]
         self._watch = PrefixWatch(watched if is_watched else [])
 
@@ -227,6 +238,7 @@ class FrozenWeights:
         Compares all bytes, the settings, and the output for the same samples. Collective: call on every rank of the
         pipeline.
         """
+        # Agreed on first: the test below runs the pipeline, where a rank that had returned here would be missing.
         own = self._watch.has_changed(thoroughly=True) or self._find_context() != self._context
         if any(all_gather_trees(own, self._groups.pipeline_control, self._groups.pipeline_size)):
             return "their weights or settings"
@@ -245,6 +257,7 @@ class FrozenWeights:
         groups, changed = self._groups, self._watch.has_changed(at_once)
         if groups.pipeline_size == 1:
             return changed
+        # The message of the call before is awaited now rather than then, so that a check does not wait for the peers.
         self._sender.flush()
         if groups.position in self._watching:
             others = [rank for position, rank in enumerate(groups.pipeline_ranks) if position != groups.position]

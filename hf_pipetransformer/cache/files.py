@@ -53,6 +53,7 @@ class PrivateFolder:
             ValueError: it is a link, belongs to another user, or is writable by others.
             OSError: it is missing, or cannot be created.
         """
+        # Not `realpath`, which would follow the links that are to be refused.
         whole = Path(os.path.abspath(path))
         if create:
             whole.parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +82,7 @@ class PrivateFolder:
         if create:
             with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=dir_fd)
+        # From here on the object owns the descriptor, and closes it where a check below raises.
         folder = cls(path, _open_folder(path, name, dir_fd))
         status = os.fstat(folder._fd)
         if status.st_uid != os.geteuid():
@@ -128,6 +130,7 @@ class PrivateFolder:
     def bytes_on_disk(self, name: str) -> int:
         """Return the disk usage of a file, less than its size if it is sparse; raises like `open`."""
         status = self.status(name)
+        # Of a small file the blocks take more than its bytes.
         return min(status.st_size, status.st_blocks * _BLOCK_BYTES)
 
     def holds(self, name: str) -> bool:
@@ -142,6 +145,7 @@ class PrivateFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """Create or replace a file atomically; raises like `open`."""
+        # If the process dies before the renaming, `StoreFolder.clear` knows this name too.
         unfinished = name + ".tmp"
         with os.fdopen(self.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(content)
@@ -165,10 +169,12 @@ class StoreFile:
 
     def __init__(self, folder: PrivateFolder, name: str, create: bool = False) -> None:
         self.path = folder.path / name
+        # Set before opening, because `__del__` also runs if that raises.
         self._fd = -1
         try:
             self._fd = folder.open(name, os.O_RDWR | (os.O_CREAT if create else 0))
         except OSError as error:
+            # A file that cannot be made is no damage: the disk is full or may not be written.
             if create:
                 raise
             raise StoreDamagedError(f"{self.path} cannot be opened ({error}).") from error

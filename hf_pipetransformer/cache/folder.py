@@ -89,6 +89,7 @@ class StoreFolder:
         assert re.fullmatch(r"\w[\w.-]*", key), key
         check_local(base)
         root = open_root(base, create=True)
+        # No other run may delete the folder after it was made and before it is locked.
         with _locked(root):
             found = _take(root, key)
         # After the lock is released: deleting takes it again, and it is not reentrant.
@@ -170,6 +171,7 @@ def take_store(
         folder = StoreFolder.take(base, key)
     try:
         return folder, ActivationStore.create(folder.folder, num_samples, record_format, max_bytes, key)
+    # Also when interrupted: otherwise the folder would stay until another run cleans up.
     except BaseException:
         folder.remove()
         raise
@@ -244,6 +246,7 @@ def _take(root: PrivateFolder, key: str) -> StoreFolder:
     attempt = 1
     while True:
         name = key if attempt == 1 else f"{key}-{attempt}"
+        # A link, or a folder that others may write to: leave it alone and try the next name.
         with suppress(ValueError):
             folder = root.child(name, create=True)
             # Also new: a folder whose run was killed before it could write the marker.
@@ -273,6 +276,7 @@ def _opened(root: PrivateFolder, folder: PrivateFolder, is_new: bool = False) ->
             os.pwrite(lock, MARKER, 0)
             return StoreFolder(root, folder, lock)
         except BlockingIOError:
+            # Another run holds it, which may not have written its marker yet.
             found = MARKER
     os.close(lock)
     return StoreFolder(root, folder, -1) if found == MARKER else None
@@ -324,6 +328,7 @@ def _last_use(store: ActivationStore) -> str:
         text = f", used {duration(age)} ago: {use.model}, {use.data}{rate}"
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return ""
+    # The text comes from a file and goes to a terminal.
     return printable(text[:_LONGEST_USE])
 
 
@@ -380,6 +385,7 @@ def _damage_of(store: ActivationStore) -> str:
     errors = []
     for sample in range(store.num_samples):
         try:
+            # Zero tokens are wanted, but the hash is checked over the whole record.
             store.read(np.array([sample]), 0)
         except StoreDamagedError as error:
             errors.append(str(error))

@@ -43,6 +43,7 @@ class Probe:
         self.dataset = dataset
         self.collate = collate
         self.main_input = main_input
+        # Not the first samples: in a sorted data set they are all of one kind.
         spread = np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_SAMPLES))
         self.indices = [round(index) for index in spread.tolist()]
         self._times: list[float] = []
@@ -60,6 +61,7 @@ class Probe:
 
     def batch(self, indices: Sequence[int], draw: int = 0) -> Batch:
         """Return the collated batch of these samples, read with the global RNGs seeded by `draw`."""
+        # Another seed for each draw: what stays equal under all of them draws nothing.
         seed = 7919 * (draw + 1)
         random.seed(seed)
         np.random.seed(seed)
@@ -127,6 +129,7 @@ def find_padding(probe: Probe, batches: list[Batch]) -> PaddingRule:
     # A single length proves "fixed" only if some shorter sample was padded to it.
     if len(lengths) == 1 and any(longest < padded for longest, padded in found):
         return PaddingRule("fixed", lengths.pop())
+    # The smallest that explains everything: larger ones can fit by chance, and `_shortened` adds lengths that tell.
     for multiple in MULTIPLES:
         rule = PaddingRule("multiple", multiple)
         if all(rule.length(longest) == padded for longest, padded in found):
@@ -154,6 +157,7 @@ def _shortened(probe: Probe, batches: list[Batch]) -> list[tuple[int, int]]:
     size, sample = max(sizes), samples[sizes.index(max(sizes))]
     found = []
     for length in sorted({1, 2, size // 2, size - 1} & set(range(1, size))):
+        # Everything of the length of the tokens is cut with them, such as masks and labels.
         short = {key: value[:length] if _size(value) == size else value for key, value in sample.items()}
         try:
             found.append(_observed(probe.checked(probe.collate([short]), 1), probe.main_input))
@@ -169,6 +173,7 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, (list, tuple)) else 0
 
 
+# With NUM_SAMPLES these are 128 readings: what happens to 1 % of the samples is likely to show.
 NUM_DRAWS = 16
 
 
@@ -249,9 +254,11 @@ def _examine(probe: Probe, placeholders: frozenset[str]) -> InputReport:
     if is_text:
         _check_padding_side(batches, main_input)
         token_fields, fill_values = _find_fill_values(batches, token_fields, main_input)
+    # Before `_check_mixing`: a field that is random differs between two batches as well.
     _check_draws(probe, whole, token_fields)
     _check_mixing(groups, batches, token_fields, main_input)
     sample_fields = _find_sample_fields(batches, token_fields)
+    # No record holds it: only the embeddings read it, and cached samples skip these.
     if not is_text and main_input in placeholders:
         del sample_fields[main_input]
     return InputReport(
@@ -320,6 +327,7 @@ def _check_padding_side(batches: list[Batch], main_input: str) -> None:
                 "give one value a token",
             )
         shown = mask != 0
+        # A record holds the tokens from the first position to the last real one.
         if bool((shown.any(dim=1) & ~shown[:, 0]).any()):
             raise UnfitError("text that is padded on the left", 'set padding_side="right" in the tokenizer')
 
@@ -341,6 +349,7 @@ def _find_fill_values(
             f"let {MASK!r} show every token, and pad with one value",
         )
     values = {name: next(iter(found)) for name, found in sorted(fills.items()) if len(found) == 1}
+    # A field padded with several values cannot be padded again; it needs one shape for all samples then.
     return token_fields - mixed, values
 
 

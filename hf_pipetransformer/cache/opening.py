@@ -160,6 +160,7 @@ class CacheInputs:
         """Return why a loader's samples cannot be stored, as far as no sample is needed to know it. Collective."""
         activation = self.start_up.probe.activation
         schedule = f"pipeline_schedule={self.args.pipeline_schedule!r}"
+        # What is tested before the gather below is the same on every rank, so all ranks return early or none does.
         if self.args.schedule.abilities.cuts_tokens:
             return f"{schedule} runs slices of sequences. Use pipeline_schedule='1f1b'."
         if self.overlaps_steps:
@@ -187,11 +188,13 @@ class CacheInputs:
         if (reason := why_not_on_nodes(loader, self.topology)) is not None:
             return reason
         try:
+            # One rank looks for its whole machine; the folder may be unusable on one node only, so all hear of it.
             if self.topology.is_first_here:
                 check_base(self.base)
         except (OSError, ValueError) as error:
             reason = str(error)
         reason = self.first_told(reason)
+        # Who names a folder or asks for the cache is not left without it by a mere warning.
         if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
             raise ValueError(reason)
         return reason
@@ -202,6 +205,7 @@ class CacheInputs:
         dataset = loader.dataset if loader.slots is None else loader.samples
         report = examine_inputs(dataset, loader.collate_fn, probe.activation.main_input, probe.placeholders)
         try:
+            # Made for its checks of the dtypes alone, which do not depend on the hidden size.
             RecordFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
         except ValueError as error:
             report = InputReport(report.reason or str(error))
@@ -307,6 +311,7 @@ class CacheStores:
             store = self._own_store(loader, source) if topology.is_first_here else None
         except (OSError, ValueError, StoreDamagedError) as found:
             error = str(found)
+        # The gather is a barrier, too: the other ranks of the machine open the store only once it is there.
         made = topology.gather(["" if store is None else str(store.folder), "" if store is None else store.key, error])
         path, key, error = made[topology.ranks_here[0]]
         try:
@@ -368,6 +373,7 @@ class CacheStores:
         key = self._data_key(loader, source)
         folder, store = take_store(
             self.inputs.base,
+            # Without a key no later run can know the records, so the name must be one that nobody else takes.
             key or f"unnamed-{uuid.uuid4().hex}",
             len(loader.dataset) * source.num_slots,
             self.inputs.record_format(source),
@@ -375,6 +381,7 @@ class CacheStores:
         )
         use = Use.of(self.inputs.context.run.model, "the frozen layers", loader.dataset)
         self._folders.append((folder, use))
+        # Marked from the start: of a run that is killed, the next one still finds the records.
         if self.args.activation_cache_keep and key is not None:
             folder.keep(use)
         return store

@@ -94,6 +94,7 @@ class SampleSource:
             placeholder = torch.zeros(1, dtype=self.main_dtype)
             inputs[self.main_input] = placeholder.expand(len(lengths), *self.main_shape)
             return inputs
+        # Records come padded with zeros; the collator pads each field with a value of its own.
         beyond = torch.arange(length) >= torch.from_numpy(lengths.astype(np.int64))[:, None]
         for name in self.report.token_fields:
             usual = fill_value(name, self.main_input, self.pad_token_id)
@@ -140,6 +141,7 @@ class BatchAssembler:
                 f"a batch was padded to {read} tokens, after the first samples {expected} were expected. Pad in "
                 "the collator, or to one length, or set activation_cache='off'."
             )
+        # What was read counts too: once the cache is off, the padding need not follow the rule any more.
         return max(read, expected, *(source.padded_length(int(length)) for length in known))
 
     def joined(
@@ -159,6 +161,7 @@ class BatchAssembler:
         if records is not None:
             pieces.append((hit, source.stored_inputs(records.fields, records.lengths, length)))
         hidden = _spread([(hit, records.activation)]) if records is not None and hit.any() else None
+        # All pieces have the fields of the first: the probe refuses collators whose fields vary (`_check_alike`).
         inputs = {name: _spread([(where, piece[name]) for where, piece in pieces]) for name in pieces[0][1]}
         return inputs, digests, hidden
 
@@ -166,6 +169,7 @@ class BatchAssembler:
 def _spread(pieces: list[tuple[Any, torch.Tensor]]) -> torch.Tensor:
     """Join parts of a batch by the masks that say where their samples belong."""
     where, first = pieces[0]
+    # With one piece nothing is copied, and an expanded placeholder stays a single element.
     if where.all():
         return first
     whole = first.new_zeros(len(where), *first.shape[1:])

@@ -113,6 +113,7 @@ class CachePlanner:
             if cache is not None and stored_level and self.mode != "off":
                 share = cache.stored_share(self._samples)
         except (OSError, ValueError, StoreDamagedError) as error:
+            # Zeros stand in for the unknown speed: in this mode nothing is stored, whatever it would cost.
             self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
             logger.warning(f"The activation cache stays off: {error}")
         times = self.input_seconds, self._speed.read, self._speed.write, self.is_apart, self.num_at_once
@@ -258,9 +259,11 @@ def measure_storage(
         store.write(samples, store.weights_id("measured"), *records)
 
     try:
+        # A bound that no measurement reaches.
         store = ActivationStore.create(folder.folder, num_samples, record_format, 2**45)
         # Two writes: the first also makes the file of records, which a run does only occasionally.
         write_seconds = timeit(write, number=2) / 2
+        # The fastest of three, which other work on the machine has slowed down the least.
         read_seconds = min(repeat(read, number=1, repeat=3))
         store.close()
     finally:

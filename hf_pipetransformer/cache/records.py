@@ -185,6 +185,8 @@ def _as_numpy(tensor: torch.Tensor) -> Array:
 
 def _as_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
     """Convert a stored array back to a tensor; shares memory unless int32 is widened to int64."""
+    # A column of the index entries has the stride of an entry, which `from_numpy` rejects where it is no multiple of
+    # the column's item size.
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.view(dtype) if dtype == torch.bfloat16 else tensor.to(dtype)
 
@@ -237,6 +239,8 @@ class Header:
             if (version := values.pop("version")) != _VERSION:
                 raise ValueError(f"it is of version {version}, expected {_VERSION}")
             header = cls(**{**values, "record_format": RecordFormat.from_json(values["record_format"])})
+        # Whatever the file holds, the store counts as damaged: json raises RecursionError for deep nesting, and values
+        # of other types raise TypeError or AttributeError.
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreDamagedError(
                 f"{folder.path / HEADER_FILE} is not the header of an activation store "
@@ -269,11 +273,13 @@ def hash_of(columns: Sequence[Array]) -> int:
 
 INDEX_FILE = "index.bin"
 
+# An entry is written in one call, so a reader that meets a write halfway finds the entry whole soon after.
 _NUM_TRIES = 10
 _WORD_BYTES = 8
 """An index entry ends with three 8-byte words: `compared`, `hash` and, last, `weights_id`."""
 _MAX_READ_BYTES = 1 << 28
 """Upper bound on one read; Linux returns at most 2 GB per call."""
+# 2**64 divided by the golden ratio, as in Fibonacci hashing: neighboring samples get words far apart.
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -310,6 +316,8 @@ class Index:
             stored = np.flatnonzero(entries["weights_id"])
             unsound = stored[self._hashes(entries[stored], samples[stored]) != entries["hash"][stored]]
             if not len(unsound):
+                # The place that a cleared entry still claims is the writer's business, see `clear`; for readers
+                # nothing is stored.
                 entries[entries["weights_id"] == 0] = np.zeros((), self.dtype)
                 return entries
             entries[unsound] = self.read(samples[unsound])
@@ -340,6 +348,7 @@ class Index:
         """
         size = self.dtype.itemsize if is_new else _WORD_BYTES
         try:
+            # Counted from the end of the entry, whose last word is the id: of an old entry nothing else is lost.
             self.file.write((sample + 1) * self.dtype.itemsize - size, [np.zeros(size, np.uint8)])
         except OSError as error:
             if error.errno not in FULL_DISK:

@@ -231,6 +231,7 @@ class ActivationStore:
         # Entries with id 0 count here: a record that is being written right now already owns its place.
         entries = self._index.read(np.arange(self.num_samples))
         self.num_found = int(np.count_nonzero(entries["weights_id"]))
+        # Behind all places that this writer number has given out before, in earlier runs, too.
         entries = entries[(entries["capacity"] > 0) & (entries["writer"] == writer)]
         places = zip(entries["start"].tolist(), entries["capacity"].tolist(), strict=True)
         end = max((start + self.record_format.record_bytes(capacity) for start, capacity in places), default=0)
@@ -241,6 +242,7 @@ class ActivationStore:
 
     def _growing(self) -> Iterator[int]:
         """Keep other writers from growing their files; yield the bytes left, also by other stores."""
+        # One lock for all writers, because they share the limit.
         with self._index.file.locked(_LOCK_SECONDS):
             yield self._header.max_bytes - self.bytes_taken - self.bytes_beside()
 
@@ -254,6 +256,7 @@ class ActivationStore:
         """Size of the index and all records, limited by `max_bytes`; of the index alone if they are gone."""
         records = 0
         with suppress(OSError):
+            # The file system is asked, because other processes grow their files as well.
             records = sum(self._held.status(name).st_size for name in _records_files(self._held))
         return self._index.num_bytes + records
 
@@ -267,6 +270,7 @@ class ActivationStore:
     @property
     def dropped(self) -> str | None:
         """Reason why the store was abandoned, or None while it is in use."""
+        # Looked up each time, because any process of the machine may drop the store.
         if not self._is_dropped and not self._held.holds(DROPPED_FILE):
             return None
         with suppress(OSError):
@@ -332,6 +336,7 @@ class ActivationStore:
         samples = np.asarray(samples, np.int64)
         activation, columns = self.record_format.empty(len(samples), length)
         entries = self.entries(samples)
+        # Reading through an open descriptor works after its file was deleted; only the size check notices.
         for writer in set(entries["writer"][entries["weights_id"] != 0].tolist()):
             self._file(writer).size()
         for position, (sample, place) in enumerate(zip(samples.tolist(), _places(entries), strict=True)):
@@ -360,6 +365,7 @@ class ActivationStore:
             return True
         whole = targets
         if length != len(targets[0]):
+            # The hash covers all tokens of the record and nothing else, so exactly these are read.
             whole = [
                 target[:length] if length < len(target) else np.empty((length, *target.shape[1:]), target.dtype)
                 for target in targets
@@ -426,6 +432,7 @@ class ActivationStore:
         entries["input_digest"] = np.asarray(input_digests)[chosen]
         for name, field in sample_fields.items():
             entries[name] = field[chosen]
+        # A record keeps its place, which may be in the file of another writer, one of an earlier run, say.
         for writer in {place[1] for place in places}:
             self._file(writer).size()
         # Crash safety: `_place` has set ids to 0, and `put` sets them only after all tokens are written.

@@ -116,6 +116,7 @@ class TrainingCache:
         if self.loader.slots is not None:
             self.loader.slots.follow(stage.layout.cache_level > 0, stage.layout.fresh_share)
         self._say_who_is_in_evaluation_mode()
+        # Before the loader takes from the cache, which serves records of the weights named last.
         self._name_weights(self._opened)
         self.loader.take_from(self._opened)
 
@@ -126,6 +127,7 @@ class TrainingCache:
 
     def prepare_transition(self) -> None:
         """Drop references to weights that may leave this rank. Collective: call on every rank of a pipeline."""
+        # The last moment at which changes since the last check show: the reference to the weights goes.
         self.check()
         self._weights = None
 
@@ -234,6 +236,7 @@ class TrainingCache:
         _, tags = detach_tags(inputs)
         if self._opened is None or tags is None:
             return inputs
+        # The loader reads ahead, so this batch may come from records of the weights before.
         if tags.stamp != self._opened.stamp:
             inputs = self.loader.read_again(inputs)
             _, tags = detach_tags(inputs)
@@ -254,6 +257,7 @@ class TrainingCache:
             return
         self._digests = {}
         self._name_weights(self._opened)
+        # Writing a tensor the values that it has moves the version counter as well; the records then hold on.
         if self._weights.keys != before.keys:
             self._say("Weights of frozen layers were changed from outside: their activations are computed again.")
         elif before.computes_other_than(self._weights.output):
@@ -386,6 +390,7 @@ class TrainingCache:
             # Otherwise early samples of the next epoch would miss records that are still being written.
             self._opened.writer.wait()
         store = self._opened.store
+        # The ranks of a machine share one store, whose bytes count once.
         own = {"bytes_stored": store.bytes_stored if self.topology.is_first_here else 0, **self._opened.take_counts()}
         counts: list[Mapping[str, float]] = self.topology.gather(own)
         totals = {name: sum(count[name] for count in counts) for name in counts[0]}
@@ -418,6 +423,7 @@ class TrainingCache:
 def _are_alike(some: Mapping[str, Any], output: torch.Tensor, precision: str) -> bool:
     """Return True if the layers' output is that of the stored records, see `ActivationCache.some_records`."""
     stored = some["activation"]
+    # Records stored in 16 bits are rounded more than the precision of the run says.
     rounded = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     coarser = next((rounded[kind] for kind in rounded if kind in (stored.dtype, output.dtype)), precision)
     shown = torch.arange(output.shape[1]) < torch.tensor(some["tokens"])[:, None]

@@ -205,10 +205,13 @@ class FaultBoard:
         own, watch, self.details = f"rank {self.rank}: {cause}", self._watch, details
         if watch is None:
             return own
+        # Set before posting: the watch must not record this rank's own cause as that of another.
         watch.is_author = True
         answer = None
+        # A store that hangs would only use up the time limit.
         if not watch.is_stuck:
             answer = _within(_STORE_SECONDS, lambda: self._post_own(self._stores[0], watch, own, is_first_hand))
+        # The watch may have read the first cause before the store went.
         if answer is None and watch.cause is not None:
             answer, self.details = watch.cause, watch.details
         if answer is not None:
@@ -234,6 +237,7 @@ class FaultBoard:
                 f"({own})"
             )
             details = ""
+            # They will never say that they have read the cause, so nobody waits for that.
             self._lost = silent
         # With "" as the expected value, the store sets the key only if it is missing, and returns what it then has.
         posted = store.compare_set(watch.cause_key, "", f"{own}{_DETAILS}{details}").decode()
@@ -273,6 +277,7 @@ class FaultBoard:
         if is_named:
             return []
         after = signs()
+        # A rank that ended without a fault sends no heartbeats either, and is not lost.
         return [rank for rank in others if before[rank] == after[rank] != _ENDED]
 
 
@@ -343,6 +348,7 @@ class _Watch(threading.Thread):
         beat = 0
         with suppress(RuntimeError):  # The store is gone, and gives no answer from now on.
             while self.cause is None and not self._ended.wait(_BEAT_SECONDS):
+                # A number that grows, so that others see a new value without comparing clocks.
                 beat += 1
                 self._store.set(self._key_of(self._board.rank), f"{beat} {self._process}")
                 is_posted = self._store.check([self.cause_key])
@@ -412,10 +418,12 @@ def is_alive(pid: int) -> bool:
 
 def store_is_lost(own: str) -> str:
     """Return the cause on a rank that gets no answer of the store, which is gone or hangs together with its host."""
+    # With torchrun the agent of the first node may host the store, otherwise rank 0 does.
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     return f"{'The launcher' if is_agents else 'rank 0'}, which hosts the ranks' store, does not answer ({own})"
 
 
+# gloo, and NCCL in some calls, raise plain RuntimeErrors, of which only the text tells.
 _LOST_CONTACT = ("gloo", "nccl", "connection closed", "pair closure")
 
 
@@ -437,6 +445,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T | None:
         except RuntimeError:
             return
 
+    # A hanging call of the store cannot be interrupted: as a daemon, its thread does not keep the process.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)

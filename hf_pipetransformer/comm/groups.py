@@ -52,6 +52,7 @@ class GroupMaker:
         if backend is None and own is not None and self._uses_nccl():
             # A communicator allocates past torch's allocator, which may hold all of the memory.
             torch.cuda.empty_cache()
+        # Before any group is made here, also by non-members: the names of the new groups depend on the count.
         self._level()
         world: Any = dist.group.WORLD
         group = None
@@ -75,6 +76,7 @@ class GroupMaker:
         token = torch.zeros(1, device=self.device)
         transfer = sending(token, destination, group) if self.rank == source else receiving(token, source, group)
         complete([transfer], self.timeout.total_seconds(), what)
+        # On a GPU `complete` only orders streams: here the link has to be there before the host goes on.
         synchronize(self.device)
 
     def abort(self) -> None:
@@ -83,6 +85,7 @@ class GroupMaker:
         One thread each, because an abort of NCCL frees memory, which waits for the kernels of the other communicators.
         """
         for group in self.made:
+            # gloo's own abort does nothing, see `close_connections`.
             end = group.abort if "nccl" in dist.get_backend(group) else partial(close_connections, group)
             threading.Thread(target=end, daemon=True).start()
 
@@ -98,6 +101,7 @@ class GroupMaker:
         """Create the group's communicator with a tiny all-reduce, which may block the host."""
         token = torch.zeros(1, device=self.device)
         guarded(lambda: dist.all_reduce(token, group=group), f"connecting {members}")
+        # NCCL connects while the device runs; the host waits until that is over.
         synchronize(self.device)
 
     def _level(self) -> None:
@@ -108,6 +112,7 @@ class GroupMaker:
         """
         num_groups = len(dist.distributed_c10d._world.pg_names)
         most = torch.tensor(num_groups)
+        # Over gloo, because this group is there on every rank before any other is.
         guarded(
             lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.control), "counting the groups of all ranks"
         )
@@ -152,6 +157,7 @@ def _loopback_of(name: str) -> str | None:
 def _allow_open_files(count: int) -> None:
     """Raise this process's soft limit of open files to `count`, or as far as it may; it is 1024 on most systems."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Beyond the hard limit only root may go.
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -23,6 +23,7 @@ def pinned(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    # Pinning copies, and a copy of a placeholder has memory for each of its elements.
     is_placeholder = tensor.numel() > 1 and not any(tensor.stride())
     return tensor if is_placeholder or is_apart(tensor.device) or tensor.is_pinned() else tensor.pin_memory()
 
@@ -47,6 +48,7 @@ class Arriving(Generic[T]):
 
     def on_device(self) -> T:
         """Make the current stream wait for the copy, without blocking the host, and return the value."""
+        # An event orders this stream after the copy alone, not after all that the copy stream has queued.
         if self._event is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self._event)
@@ -72,6 +74,7 @@ class CopyStream:
     def to_host(self, tensor: torch.Tensor) -> Arriving[torch.Tensor]:
         if not self._is_apart:
             return Arriving(tensor)
+        # Into pageable memory the copy would make the host wait.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with self._after_what_was_asked():
             host.copy_(tensor, non_blocking=True)
@@ -83,6 +86,7 @@ class CopyStream:
     def _after_what_was_asked(self) -> AbstractContextManager[Any]:
         if self._stream is None:
             return nullcontext()
+        # What the copy reads may still be computed by kernels that were queued before.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
 
@@ -111,6 +115,7 @@ class KnownMask(torch.Tensor):
 
     @staticmethod
     def of(mask: torch.Tensor, on_host: torch.Tensor) -> KnownMask:
+        # Here and below: the operations would otherwise call `__torch_function__` again.
         with torch._C.DisableTorchFunctionSubclass():
             known = mask.as_subclass(KnownMask)
             known.on_host, known.known_version = on_host, mask._version

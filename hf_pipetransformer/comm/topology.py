@@ -116,6 +116,7 @@ class Topology:
         self._shared_groups: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
         self._ways: dict[tuple[int, int], Any] = {}
         """Groups of two ranks for messages from the first to the second; None for those of other ranks."""
+        # Before the gather below, which waits for all ranks.
         self.limit_waits(timeout)
         hosts = self.gather([host_name(), local_world_size])
         names = [host for host, _ in hosts]
@@ -204,7 +205,9 @@ class Topology:
         if key not in self._shared_groups:
             pipelines = range(0, self.world_size, pipeline_size)
             members = [[first + position for position in positions] for first in pipelines]
+            # Over all replicas first, on every rank: making a group is collective.
             over_replicas = self._maker.make([sorted(rank for part in members for rank in part)])
+            # With one pipeline the members are the same, and a second group would cost a second communicator.
             here = self._maker.make(members) if len(members) > 1 else over_replicas
             self._shared_groups[key] = (over_replicas, here)
         return self._shared_groups[key]
@@ -232,6 +235,7 @@ class Topology:
         answer: dict[str, Any] = {"where": where or {}}
         refusal = None
         if self.rank == 0:
+            # A refusal is an answer for all ranks; any other error is a fault, which the fault board tells them.
             try:
                 answer["value"] = call()
             except ValueError as error:
@@ -245,6 +249,7 @@ class Topology:
                     "with each other, so the run cannot go on. Look for a callback or a loop over a loader that runs "
                     "on one rank only, or another number of times there."
                 )
+        # Rank 0 raises the error that it caught, with its traceback.
         if "refusal" in answer:
             raise refusal or ValueError(answer["refusal"])
         return answer["value"]
@@ -280,6 +285,7 @@ class Topology:
         if self.world_size == 1:
             return TransferTimes()
         hops, reductions = self.time_transfers(message_bytes, _MEASURED_BYTES)
+        # What an all-reduce of four bytes takes are the steps of its ring; the rest of a large one are its bytes.
         least = min(self.time_transfers(4, 4)[1])
         per_byte = max(0.0, min(reductions) - least) / self.ring_bytes(_MEASURED_BYTES)
         found = TransferTimes(min(hops), per_byte, least / (2 * (self.world_size - 1)))
@@ -311,6 +317,7 @@ class Topology:
             call = partial(guarded, partial(dist.all_reduce, reduced), "measuring an all-reduce over all ranks")
             reductions.append(_seconds(device, call))
             if self.rank in pair:
+                # There and back: one clock cannot time a single way.
                 hops.append(_seconds(device, lambda: self._ping(message, pair)) / 2)
         hops, reductions = self.broadcast([hops, reductions], pair[0])
         return hops, reductions
@@ -332,6 +339,7 @@ class Topology:
         if len(pipelines) > 1:
             # A gloo group costs each rank a socket per member, so all ranks share one.
             replica_control = make(holders, "gloo") if pipeline_size > 1 else self.control
+        # The arguments make groups in the order in which they stand here, which is that of every rank.
         return PipelineGroups(
             pipeline_size=pipeline_size,
             num_replicas=len(pipelines),
@@ -430,6 +438,7 @@ _TOPOLOGIES: dict[tuple[Any, float, int | None], Topology] = {}
 
 def get_topology(timeout: float, local_world_size: int | None) -> Topology:
     """Return this process's topology, shared between trainers because groups cost threads and sockets."""
+    # Groups belong to one process group: after it was left and made again, they are made anew.
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     key = (world, timeout, local_world_size)
     if key not in _TOPOLOGIES:
@@ -463,6 +472,7 @@ def let_group_threads_finish() -> None:
 
 
 def _seconds(device: torch.device, call: Callable[[], Any]) -> float:
+    # Work queued before must not count.
     synchronize(device)
     start = time.perf_counter()
     call()

@@ -46,6 +46,7 @@ def plain(value: Any, what: str) -> Any:
     )
 
 
+# The size of an element of complex128, the largest dtype.
 _ALIGNMENT = 16
 _HEADER_BYTES = 8
 
@@ -106,6 +107,7 @@ def _describe(tree: Any, chunks: list[torch.Tensor]) -> Any:
         tensor = tree.detach().cpu()
         is_placeholder = tensor.numel() > 1 and not any(tensor.stride())
         shape = list(tensor.shape)
+        # Its elements are one memory cell, so this one says everything.
         if is_placeholder:
             tensor = tensor.as_strided((1,), (1,))
         flat = tensor.contiguous().reshape(-1)
@@ -156,6 +158,7 @@ def post(transfers: Sequence[Transfer]) -> list[Any]:
     if not _goes_through_host(transfers[0]):
         return dist.batch_isend_irecv(list(transfers))
     staged = [_Staged(transfer) for transfer in transfers]
+    # gloo returns a handle for each transfer, in their order.
     for each, work in zip(staged, dist.batch_isend_irecv([each.on_host for each in staged]), strict=True):
         each.work = work
     return list(staged)
@@ -192,6 +195,7 @@ def complete(transfers: Sequence[Transfer], timeout: float | None, what: str) ->
         PeerLostError: the other rank died, or the timeout passed; `what` names the transfer.
     """
     on_cpu = all(transfer.tensor.is_cpu for transfer in transfers)
+    # All are under way before the first wait, so two ranks that send to each other do not wait for ever.
     for work in guarded(lambda: post(transfers), what):
         wait_for(work, timeout if on_cpu else None, what)
 
@@ -226,6 +230,7 @@ class ObjectSender:
     def isend(self, tree: Any, peers: Iterable[int], group: Any) -> None:
         """Start sending a tree to some ranks of a gloo `group`, which receive it with `recv_object`."""
         message = pack(tree)
+        # The size goes first, because the receiver allocates by it; nobody waits in between.
         tensors = (torch.tensor([message.numel()]), message)
         works = [work for peer in peers for work in post([sending(tensor, peer, group) for tensor in tensors])]
         self._leaving.append([(work, tensors) for work in works])
@@ -273,6 +278,7 @@ def all_gather_trees(value: Any, group: Any, group_size: int) -> list[Any]:
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group_size)]
     what = "gathering messages of all ranks"
     guarded(lambda: dist.all_gather(sizes, torch.tensor([message.numel()]), group=group), what)
+    # `all_gather` takes tensors of one size only.
     largest = max(int(size) for size in sizes)
     padded = torch.zeros(largest, dtype=torch.uint8)
     padded[: message.numel()] = message
@@ -325,6 +331,7 @@ def carry(parcels: Sequence[Parcel], control: Any, timeout: float) -> None:
         PeerLostError: a rank died, or `timeout` seconds passed.
     """
     works: list[tuple[Any, Parcel]] = []
+    # Both kinds are started before any wait: in a round ranks send to each other.
     for group, is_cpu in ((control, True), (None, False)):
         part = [parcel for parcel in parcels if parcel.tensor.is_cpu == is_cpu and parcel.tensor.numel()]
         if part and not is_cpu:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
 
+# Constants of SplitMix64, which gives a number for each position and has no state to save or to send.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -92,9 +93,11 @@ class AugmentationSlots:
             return
         if self.first is None:
             self.first = self.epoch
+        # Without records to read, every sample is drawn in every epoch.
         share = share if is_stored else 1.0
         if self.shares and self.shares[-1][1] == share:
             return
+        # A second decision in one epoch replaces the first, which has not applied to anything yet.
         earlier = tuple(known for known in self.shares if known[0] <= self.epoch)
         self.shares = (*earlier, (self.epoch + 1, share))
 
@@ -114,6 +117,7 @@ class AugmentationSlots:
 
     def _turns_of(self, epoch: int) -> _Turns:
         turns = self._turns
+        # Turns go forward only: those of an earlier epoch are taken again from the first one on.
         if turns is None or turns.epoch > epoch:
             assert self.first is not None
             nothing = np.zeros(self.code.num_samples, dtype=np.int64)
@@ -131,6 +135,7 @@ class AugmentationSlots:
         if not fills:
             share = [share for start, share in self.shares if start <= epoch][-1]
             is_new |= uniform(self.seed, epoch, self.code.num_samples) < share
+        # Slots are filled in turn, so the one after the last draw is the oldest.
         oldest = turns.num_draws % self.code.num_slots
         turns.last = np.where(is_new, oldest, (turns.last + 1) % self.code.num_slots)
         drawn = np.flatnonzero(is_new)
@@ -155,9 +160,11 @@ class AugmentationSlots:
 
 def uniform(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.float64]:
     """Return `(num_samples,)` numbers in [0, 1), determined by seed, epoch and sample (SplitMix64)."""
+    # Wrapping around is part of the method; numpy warns of it for scalars.
     with np.errstate(over="ignore"):
         start = _mixed(_mixed(np.uint64(seed % 2**64)) ^ np.uint64(epoch % 2**64))
         mixed = _mixed(start + np.arange(1, num_samples + 1, dtype=np.uint64) * _GOLDEN)
+    # The 53 bits that float64 holds exactly.
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

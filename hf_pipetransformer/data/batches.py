@@ -55,6 +55,7 @@ class CacheTags:
 
     def attach(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch with these tags as entries, so they are cut, padded and sent with it."""
+        # One for each sample, because entries are cut by samples.
         stamps = torch.full_like(self.samples, self.stamp)
         own = {_SAMPLES: self.samples, _NUM_LAYERS: self.num_layers, _DIGESTS: self.digests, _STAMP: stamps}
         return {**batch, **own, **({} if self.hidden is None else {_HIDDEN: self.hidden})}
@@ -131,6 +132,7 @@ def _num_rows(inputs: Mapping[str, Any]) -> int:
     """Return the first dimension of the main input; of most tensors, if the main input has a name of its own."""
     found = {name: len(value) for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
     of_main = [found[name] for name in MAIN_INPUTS if name in found]
+    # Entries without a row a sample, such as the tiles of images, are outnumbered as a rule.
     return next(iter([*of_main, *(rows for rows, _ in Counter(found.values()).most_common(1))]), 0)
 
 
@@ -171,6 +173,7 @@ def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
     size, flattened = batch_size(inputs), sequences_of(inputs)
     if flattened is not None:
         start, stop, _ = where.indices(size)
+        # By share, because a sample may have several sequences in the row.
         which = range(len(flattened) * start // size, len(flattened) * stop // size)
         return take_sequences(inputs, which, stop - start) if which else {}
     if rows_per_sample(inputs) > 1:
@@ -232,6 +235,7 @@ def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
             return value
         own = rows if has_samples(value, size) else of_blocks
         if isinstance(value, torch.Tensor):
+            # The host goes on while the positions travel; what reads them is queued behind.
             there = own.to(value.device, non_blocking=True)
             return value.rows(own, there) if isinstance(value, KnownMask) else value[there]
         return [value[int(row)] for row in own]
@@ -284,6 +288,7 @@ def join_outputs(
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if first.dim() == 0:
+            # A part without a label has a loss of nan (0 / 0), and 0 times nan is nan: such parts are left out.
             terms = [output * weight for output, weight in zip(outputs, weights, strict=True) if weight]
             return torch.stack(terms).sum() if terms else first * 0
         return join(list(outputs))
@@ -395,6 +400,7 @@ def sample_digests(batch: Mapping[str, Any], lengths: np.ndarray, token_fields: 
     digests = field_digests(batch, lengths, token_fields)
     if not digests:
         return np.full(len(lengths), xxhash.xxh3_64_intdigest(b""), dtype=np.uint64)
+    # By name, because the order of the entries is no part of a sample.
     stacked = np.stack([digests[name] for name in sorted(digests)], axis=1)
     return np.array([xxhash.xxh3_64_intdigest(each.tobytes()) for each in stacked], dtype=np.uint64)
 
@@ -410,6 +416,7 @@ def field_digests(
         is_cut = name in token_fields
         # Part of the digest, as tensors of other dtypes or shapes can have the same bytes.
         head = f"{name}\0{value.dtype}\0{'' if is_cut else tuple(value.shape[1:])}\0".encode()
+        # Bytes, because numpy has no bfloat16.
         data = value.detach().cpu().contiguous().reshape(value.shape[0], -1).view(torch.uint8).numpy()
         found = np.empty(len(data), dtype=np.uint64)
         for index, content in enumerate(data):

@@ -96,12 +96,14 @@ def take_sequences(batch: Mapping[str, Any], which: Sequence[int], num_samples: 
     taken = Sequences((0, *accumulate(lengths)), len(which) if num_samples is None else num_samples)
 
     def part(name: str, value: Any) -> Any:
+        # `new_tensor` keeps the dtype: flash attention takes these in int32 only.
         if value is not None and name in CUMULATIVE:
             return torch.as_tensor(value).new_tensor(taken.bounds)
         if value is not None and name in _LONGEST:
             return value.new_tensor(max(lengths)) if isinstance(value, torch.Tensor) else max(lengths)
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, own.bounds[-1]):
             return value
+        # Numbered from 0 again, as the collator would for these sequences alone.
         if name == _NUMBERS:
             return value.new_tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
         return value[:, tokens.to(value.device)]
@@ -145,6 +147,7 @@ def join_tokens(sequences: Sequences, parts: Sequence[Sequence[int]], outputs: S
     """
     places = [sequences.tokens(part) for part in parts]
     missing = num_left_out([output.shape for output in outputs], [len(each) for each in places])
+    # What each part lacks is the value of its last token, which is zero in the whole row; the row lacks its last one.
     full = [torch.cat([each, each.new_zeros(1, missing, *each.shape[2:])], dim=1) for each in outputs]
     order = torch.cat(places).argsort()[: sequences.bounds[-1] - missing]
     return torch.cat(full, dim=1)[:, order.to(full[0].device)]

@@ -139,6 +139,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         """Slots of random samples whose activations are to be stored; None for all other data."""
         self.total_batch_size = total_batch_size
         self.pins_memory = pins_memory
+        # accelerate's `begin` and `end` enter this loader there and take it out again.
         self.gradient_state = GradientState()
         self.progress = Progress()
         self.num_under_way = 0
@@ -159,8 +160,11 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
                 progress.add(part)
                 if part.is_none:
                     break
+                # Set before the batch is handed out: accelerate asks for it while the batch is trained on.
                 self.end_of_dataloader = part.is_last
                 yield pinned(part.batch) if self.pins_memory else part.batch
+            # Not in `finally`: after an error the receivers may be gone, and this would wait for them until its time
+            # limit.
             self.link.flush()
             self.reading.flush()
         finally:
@@ -172,12 +176,14 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
             try:
                 part = self.reading.next(self.progress.next, self.num_under_way)
             except RuntimeError as error:
+                # torch raises a plain RuntimeError, of which only the text tells.
                 if str(error).startswith("DataLoader timed out"):
                     error.add_note(_SLOW_WORKER)
                 raise
             self.link.send(part, self.num_under_way)
         else:
             part = self.link.receive(self.num_under_way)
+        # Only rank 0 has drawn while it read; its state is what a single process would have now.
         if self.reading.shared is not None and part.rng_state is not None:
             self.reading.shared.torch_state = part.rng_state
         return part
@@ -220,6 +226,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         start, size = self.progress.start, self.total_batch_size
         before = start.first * size if start.num_done is None else start.num_done
         num_done = before + (self.position - start.first) * size
+        # The last batch may be smaller than the others.
         return num_done if self.order is None else min(num_done, self.num_samples)
 
     @property
@@ -243,6 +250,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
 
     def follow(self, groups: PipelineGroups) -> None:
         """Continue with the next global batch as a stage of another layout."""
+        # Before the groups change: what is on its way goes to stages of the old ones.
         self.link.flush()
         self.reading.flush()
         old, self.link.groups = self.link.groups, groups
@@ -267,6 +275,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         if not self.link.groups.is_first:
             return self.link.receive().batch
         assert isinstance(self.reading, ReplicaReading)
+        # The size and the end are of no use here: the position in the epoch stays.
         part = Part(self.reading.again(batch), 0, False)
         self.link.send(part)
         return part.batch

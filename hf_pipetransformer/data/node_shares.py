@@ -66,6 +66,7 @@ class NodeOrder:
 
         def start_at(rank: int) -> int:
             node = bisect_right(firsts, rank) - 1
+            # One behind the last rank, where the part of the last replica ends.
             if node == len(self.devices):
                 return bounds[node]
             # Replicas share the part of a node that holds whole ones only; else its devices do.
@@ -98,6 +99,7 @@ class NodeOrder:
             own = drawn[owners == node]
             full.append(own[: num_full * width].view(num_full, width))
             last.append(own[num_full * width :])
+        # Row by row, each full batch takes its width of every node; the last batch has what is left of each.
         arranged: list[int] = torch.cat([torch.cat(full, dim=1).flatten(), *last]).tolist()
         return arranged
 

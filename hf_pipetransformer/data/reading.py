@@ -113,6 +113,7 @@ class PipelineLink:
         through = "" if source == first else f" through rank {source}"
         what = f"receiving a batch from stage 0 (rank {first}){through}"
         part = Part(**recv_object(source, groups.pipeline_control, what))
+        # Behind the receive, so that what was passed on travels while this stage waits for the next batch.
         self._sender.flush(num_under_way)
         if groups.batch_peers:
             self._sender.isend(vars(part), groups.batch_peers, groups.pipeline_control)
@@ -214,6 +215,7 @@ class ReplicaReading(Reading):
     _was_seeded: bool = field(default=False, init=False)
 
     def resume(self, start: EpochStart) -> None:
+        # The earlier run has drawn the seed of these workers already, and its states were saved after that.
         self._was_seeded = self.link.groups.is_first and (start.first > 0 or self.reader.persistent_workers)
 
     def take_from(self, records: RecordSource) -> None:
@@ -243,6 +245,7 @@ class ReplicaReading(Reading):
             sampler.unread.clear()
             self._num_stale = 0
             self._batches = self._opened()
+        # The workers' batches come out in order, so the outdated ones have to be taken before the next.
         for _ in range(self._num_stale):
             next(self._batches)
             sampler.unread.popleft()
@@ -253,6 +256,7 @@ class ReplicaReading(Reading):
             self.records.prefetch(sampler.upcoming())
         elif self.common_length is not None:
             main_input, pad_token_id = self.common_length.main_input, self.common_length.pad_token_id
+            # A replica without samples takes part with length 0: the others wait for it in the all-reduce.
             length = self._agreed_length(sequence_length(batch, main_input))
             batch = pad_batch(batch, main_input, length, pad_token_id) if batch else {}
         is_last = index == len(sampler) - 1
@@ -293,6 +297,7 @@ class ReplicaReading(Reading):
             return batch
         rule = self.common_length
         same = None if rule is None else sequence_length(batch, rule.main_input)
+        # Without agreement: the replicas agreed when the batch was first read, and may not read it again now.
         return self.records.complete(tags.samples.tolist(), [], {}, lambda own: own if same is None else same)
 
     def close(self) -> None:
@@ -352,6 +357,7 @@ class DispatchedReading(Reading):
 
     def _at(self, index: int) -> Iterator[Any]:
         """Return the reader's iterator, at global batch `index`."""
+        # As the only replica, which gets global batches whole.
         self.sampler.seek(index, 0, 1)
         self.sampler.unread.clear()
         if self.shared is None:
@@ -361,6 +367,7 @@ class DispatchedReading(Reading):
             return iter(self.reader)
 
     def _fetch(self) -> None:
+        # From this state a resumed run draws the batch again.
         self._states_before.append(random_state())
         self._ahead.append(next(self._coming, None))
 
@@ -375,6 +382,7 @@ class DispatchedReading(Reading):
             return whole
         repeats = not self.is_training and whole.size < num_replicas
         parts = [whole if repeats else _part_of(whole, replica, num_replicas) for replica in range(num_replicas)]
+        # Waits for the parts of the batch before, so that one batch at most is in transit.
         self._to_replicas.flush()
         for part, rank in zip(parts[1:], groups.replica_ranks[1:], strict=True):
             self._to_replicas.isend(vars(part), [rank], groups.replica_control)
@@ -387,6 +395,7 @@ class DispatchedReading(Reading):
         elif not self._ahead:
             with drawing_from(self.shared):
                 self._fetch()
+            # A resumed run draws again the batches under way and the one read ahead.
             while len(self._states_before) > num_under_way + 1:
                 self._states_before.popleft()
         is_last = self._ahead[0] is None
@@ -431,6 +440,7 @@ class StreamReading(DispatchedReading):
 
     def _at(self, index: int) -> Iterator[Any]:
         coming = iter(self.reader)
+        # A stream has no index to seek: what an earlier run has had is read and dropped.
         for _ in islice(coming, index):
             pass
         return coming

@@ -34,6 +34,7 @@ def random_state(device: torch.device = CPU) -> States:
     """Return the state of this process's global generators as tensors and JSON values, ready for a file."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
+    # numpy's words are uint32, which torch supports in few operations: int64 holds them.
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
@@ -78,6 +79,7 @@ class SharedRngState:
 
     @torch_state.setter
     def torch_state(self, state: torch.Tensor) -> None:
+        # A copy of its own, because a received state is a view into its message.
         self.states = ({**self.states[0], "torch": state.clone()}, self.states[1])
 
     @contextmanager
@@ -128,7 +130,9 @@ def drawing_alike(share: Callable[[Any], Any], device: torch.device) -> Iterator
 
 # ---- generators inside the user's objects ----
 
+# The holders themselves, and what is one to three references away.
 _DEPTH = 4
+# Longer ones are taken for data rather than for parts of an object.
 _LONGEST_LIST = 32
 
 
@@ -188,14 +192,18 @@ def generators_kept(*holders: Any) -> Iterator[Callable[[], bool]]:
     generators = Generators(holders)
 
     def present() -> str:
+        # As text, in which states of all kinds can be compared.
         return json.dumps([random_state(), generators.states()], default=lambda value: value.tolist())
 
     before = present()
+    # The user's code may draw on GPUs; saving their states must not initialize one that is not in use.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     try:
+        # The first keeps the states of GPUs, the second those of the CPU and of the objects.
         with torch.random.fork_rng(devices=devices), generators.kept():
             yield lambda: bool(generators.created()) or present() != before
     finally:
+        # As it was before, or the run would draw from a generator that this trial has created and advanced.
         for owner, name in generators.created():
             vars(owner)[name] = None
 
@@ -235,6 +243,7 @@ def _objects_in(holders: Sequence[Any]) -> list[Any]:
                 reached += value
             elif isinstance(value, dict) and len(value) <= _LONGEST_LIST:
                 reached += value.values()
+            # Objects may refer to each other in a circle: each is entered once.
             elif isinstance(getattr(value, "__dict__", None), dict) and id(value) not in found:
                 found[id(value)] = value
                 reached += vars(value).values()
@@ -263,8 +272,10 @@ def _seed(generator: Any, seed: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.Generator):
+        # A numpy Generator cannot be seeded again, so it takes the state of a new one.
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     else:
+        # numpy's RandomState takes 32 bits.
         generator.seed(seed % 2**32)
 
 
@@ -303,6 +314,7 @@ class SeededGenerators:
         """
         with self._current().kept():
             found = draw()
+        # `_current` has searched again if the call created or replaced a generator.
         if self._generators is self._current():
             return found
         with self._current().kept():

@@ -79,6 +79,7 @@ class EpochOrder:
         """
         self._batches, self._begun_as = None, start.arrangement
         in_whole_batches = start.first * getattr(self.global_batches, "batch_size", 0)
+        # If it was a whole number of batches of this size, the batches are where they would be anyway.
         self._num_done = 0 if start.num_done in (None, in_whole_batches) else start.num_done
         if start.order_state is None:
             return
@@ -92,9 +93,11 @@ class EpochOrder:
     def batches(self) -> list[list[int]]:
         """Return the epoch's global batches, drawn on the first call."""
         if self._batches is None:
+            # Kept from before the drawing, so that a checkpoint within the epoch can draw the same order again.
             self._rng_state = self._generator().get_state()
             own, wanted = self._group_size(), self.arrangement.group_size
             is_regrouped = own is not None and own != wanted
+            # An epoch that began with groups of another size goes on in these, or its rest would be other samples.
             if is_regrouped:
                 self.sampler.batch_size = wanted
             try:
@@ -110,10 +113,12 @@ class EpochOrder:
         nodes = self.arrangement.nodes
         if not self._num_done and nodes is None:
             return list(self.global_batches)
+        # The sampler draws here what it would draw for the global batches, so the random numbers stay the same.
         size, order = self.global_batches.batch_size, list(self.sampler)
         rest = (order if nodes is None else nodes.arranged(order))[self._num_done :]
         num_batches = len(rest) // size if self.global_batches.drop_last else -(-len(rest) // size)
         cut = [rest[index * size : (index + 1) * size] for index in range(num_batches)]
+        # Empty batches come first, so that the others keep their numbers in the epoch.
         return [[]] * (len(self) - num_batches) + cut
 
     def rng_state(self, is_mid_epoch: bool) -> torch.Tensor | None:
@@ -219,6 +224,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         if self.unread:
             return self.unread[0].samples
         batches = self.order.batches()
+        # Nothing is told where samples come twice: these are read from the data set.
         return self._part(batches[self._position]) if self._position < len(batches) and self.order.is_single else []
 
     def _repeats(self, batch: list[int]) -> bool:
@@ -269,6 +275,7 @@ def order_of_run(
     sampler: Any = given or SequentialSampler(dataset)
     last_seeded = torch.initial_seed() if last_seeded is None else last_seeded
     seed = args.data_seed if args.data_seed is not None else last_seeded
+    # As accelerate does when it prepares a loader: seed and epoch alone decide the order.
     if type(sampler) is RandomSampler and args.accelerator_config.use_seedable_sampler:
         return SeedableRandomSampler(
             data_source=sampler.data_source,
@@ -283,6 +290,7 @@ def order_of_run(
     if _is_trainers_own(sampler, args):
         # It sorts by length within groups of batches, which are global batches here.
         sampler.batch_size = args.global_batch_size(sampler.batch_size)
+    # Each rank would draw another order from its global generator.
     if shared is None and getattr(sampler, "generator", "none needed") is None:
         sampler.generator = torch.Generator().manual_seed(seed)
     return sampler
@@ -303,6 +311,7 @@ def _is_trainers_own(sampler: Any, args: PipeTransformerArguments) -> bool:
 def draws_each_once(order: Any, num_samples: int) -> bool:
     """Return True if an order is known to contain each sample of a data set once."""
     known = (RandomSampler, SeedableRandomSampler, SequentialSampler, LengthGroupedSampler)
+    # Exact types, because a subclass may draw in another way.
     return type(order) in known and len(order) == num_samples and not getattr(order, "replacement", False)
 
 

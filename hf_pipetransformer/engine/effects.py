@@ -54,6 +54,7 @@ class Alone(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The collectives of torch.distributed, plain and functional.
         if func.namespace in ("c10d", "_c10d_functional"):
             raise RuntimeError(f"the forward or the loss communicates with other processes ({func})")
         return func(*args, **(kwargs or {}))
@@ -138,6 +139,7 @@ def effects_of(
     are_made_up_for = same_states(random_state(device), after)
     others = [second]
     for forced in EXTREMES if draws.number else ():
+        # With the seed of `first`, so that nothing but these draws differs from it.
         with Draws(forced):
             others.append(seeded(1))
     if not are_made_up_for or not all(are_alike(first, other) for other in others):

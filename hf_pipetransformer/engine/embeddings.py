@@ -57,11 +57,13 @@ class EmbeddingGradients:
     def _add(self, module: nn.Embedding) -> None:
         ids, gradients = (torch.cat(parts) for parts in zip(*self._kept.pop(module), strict=True))
         with torch.enable_grad():
+            # A lookup for the sake of its backward, in which autograd adds repeated ids and leaves out `padding_idx`.
             rows = functional.embedding(ids, module.weight, module.padding_idx)
         # Autograd itself makes the gradient of the table: it need not be copied into `.grad`.
         rows.backward(gradients)
 
     def _forward(self, module: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
+        # The gradients of so many rows take more memory than that of the table.
         if input.numel() >= module.num_embeddings:
             return type(module).forward(module, input)
         rows: torch.Tensor = _Lookup.apply(self.anchor, input, module, self)  # type: ignore[no-untyped-call]
@@ -82,6 +84,7 @@ class _Lookup(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(ids)
         ctx.module, ctx.owner = module, owner
+        # Not linked to the table, whose gradient comes from `EmbeddingGradients.add`.
         return functional.embedding(ids, module.weight.detach(), module.padding_idx)
 
     @staticmethod
@@ -95,10 +98,13 @@ class _Lookup(torch.autograd.Function):
 def embeddings_of(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Embedding]:
     """Return the embeddings of a model that lie outside of its layers."""
     inside = {id(module) for layer in layers for module in layer.modules()}
+    # Exact types, because a subclass may compute something else in its forward.
     return [m for m in model.modules() if type(m) is nn.Embedding and id(m) not in inside]
 
 
 def _is_plain(module: nn.Embedding) -> bool:
+    # max_norm writes to the table in the forward, frequencies are those of one call, and sparse gradients are of
+    # another kind.
     is_usual = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     return is_usual and isinstance(module.weight, nn.Parameter)
 

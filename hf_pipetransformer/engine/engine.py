@@ -152,6 +152,7 @@ class ActionListRun:
             raise ValueError(f"{len(self.actions) - self._position} actions of the previous list have not run.")
         self.actions, self._position = actions, 0
         self.micro_batches = self.micro_batches if micro_batches is None else micro_batches
+        # Those of earlier lists too: this one may have forwards whose backwards come with the next.
         self._active |= _trained(actions)
         for program in self.programs:
             program.extend(actions)
@@ -177,6 +178,7 @@ class ActionListRun:
         """Execute the remaining actions, wait for all sends, and return the same as `take_results`."""
         self.advance()
         with self.meter.part("pipeline"):
+            # What is left are sends that no message confirms: gradients, and outputs of frozen stages.
             self._let_go(list(self._leaving))
         for program in self.programs:
             program.begin(())  # Frees what the passes of a run share.
@@ -203,6 +205,7 @@ class ActionListRun:
             for i in range(self.num_posted[send], neighbours[send]):
                 wire = _wire(link, Action(send, i))
                 self._leaving[Action(send, i)] = wire.send(wire.zeros(shape_of(i)))
+        # All is posted before the first wait, here and on the neighbors, so nobody waits for one that waits.
         for pending in (*self._arriving.values(), *self._leaving.values()):
             pending.wait()
         self._arriving.clear()
@@ -223,6 +226,7 @@ class ActionListRun:
         if links.forward_out is None:
             self._results[i] = result
         else:
+            # Detached also between two stages of this rank: the backward of each is an action of its own.
             self._hand_on(result.detach(), links.forward_out, Op.SEND_FORWARD, Op.RECEIVE_FORWARD, action)
 
     def _backward(self, action: Action) -> None:
@@ -252,6 +256,7 @@ class ActionListRun:
     def _post_receive(self, action: Action) -> None:
         links = self.links[action.chunk]
         link = links.forward_in if action.op is Op.RECEIVE_FORWARD else links.backward_in
+        # A receive is posted before its message is there, so the shape has to be known without it.
         shape = self.micro_batches[action.micro_batch].activation_shape
         self.num_posted[action.op] += 1
         self.meter.posting(action)
@@ -274,6 +279,7 @@ class ActionListRun:
             return None
         transfer = action._replace(op=receive)
         pending = self._arriving.pop(transfer, None)
+        # Only a wrong table gets here; waiting would hang instead of saying so.
         if pending is None:
             raise ValueError(f"The table has {action} before what it takes was received or handed over.")
         if isinstance(pending, _Here):

@@ -70,6 +70,7 @@ class HeadSlices:
 
     def of(self, micro_batch: MicroBatch, length: int) -> list[tuple[slice, MicroBatch]]:
         """Cut a micro-batch of `length` positions; returns each slice of what enters the head, with its part."""
+        # A set, because sequences of fewer tokens than slices would have empty ones.
         bounds = sorted({number * length // self.number for number in range(self.number + 1)})
         # Positions belong to the layers. Of the mask, a slice gets its own part: those for layers have all before it.
         mask = micro_batch.inputs.get("attention_mask")
@@ -104,6 +105,7 @@ class HeadPlan:
     def begin(self, mode: HeadMode, join: Callable[[Sequence[torch.Tensor]], Joined] | None = None) -> None:
         """Say how the head of the next batch is run."""
         self.mode, self.join = mode, join
+        # What entered a watched batch stays until the next one, since it is compared after the run.
         if mode is HeadMode.WATCHED:
             self.entered = {}
 
@@ -166,6 +168,7 @@ class HeadProgram(StageProgram):
         if mode is HeadMode.PARTS:
             return self.together.forward(micro_batch, received)
         if mode is HeadMode.WATCHED:
+            # Layers and head run in one call here, so a hook has to note what passes between them.
             with self.head.view.noting_entrance_of_head() as noted:
                 loss = self.together.forward(micro_batch, received)
             self.plan.entered[micro_batch.index] = micro_batch, as_sent(noted[-1], micro_batch, self.dtype_entering)
@@ -191,6 +194,7 @@ class HeadProgram(StageProgram):
 
     def _forward_in_slices(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         """Run the head with its backward on one slice after the other; keeps the gradient of what enters it."""
+        # The backward of the head ends here; that of the layers begins later, from the gradient that is kept.
         entering = self._entering(micro_batch, received).detach()
         if self.plan.mode is HeadMode.WATCHED:
             self.plan.entered[micro_batch.index] = micro_batch, as_sent(entering, micro_batch, self.dtype_entering)
@@ -209,6 +213,7 @@ class HeadProgram(StageProgram):
         self._entered[micro_batch.index] = entering.detach()
         if len(self._entered) < self._num_awaited:
             return None
+        # In the order of the batch, whatever order the schedule ran them in.
         self._joined = self.plan.joined([self._entered[number] for number in sorted(self._entered)])
         return self._joined
 
@@ -223,6 +228,7 @@ class HeadProgram(StageProgram):
     def _gradient_of(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return the gradient of what entered the head in a micro-batch; the first call runs the head's backward."""
         if self._joined is not None:
+            # Taken away first: for the other micro-batches the gradients are there.
             joined, self._joined = self._joined, None
             whole = self.head.backward_input(joined.micro_batch, None)
             self.head.backward_weight(joined.micro_batch)
@@ -233,5 +239,6 @@ class HeadProgram(StageProgram):
     def backward_weight(self, micro_batch: MicroBatch) -> None:
         if self.plan.mode is not HeadMode.JOINED and not self._is_cut:
             self.together.backward_weight(micro_batch)
+        # The head's weights got their gradients with its backward.
         elif self.layers is not None:
             self.layers.backward_weight(micro_batch)

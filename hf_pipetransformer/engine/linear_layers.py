@@ -64,6 +64,7 @@ class SharedCasts:
         """Return the cast of a weight, with its link to the weight even under `torch.no_grad()`."""
         key = id(weight), dtype
         if key not in self._casts:
+            # The first forward may run without gradients, to be recomputed later, and those after it need the link.
             with torch.enable_grad():
                 self._casts[key] = weight.to(dtype)
         return self._casts[key]
@@ -77,6 +78,7 @@ class SharedCasts:
         assert weight is not None
         given, device = next(iter((*args, *kwargs.values()))), weight.device.type
         is_saved = torch.is_grad_enabled() and (weight.requires_grad or given.requires_grad)
+        # As in autocast's own cache, only casts of float32 weights are kept.
         if not is_saved or not torch.is_autocast_enabled(device) or weight.dtype != torch.float32:
             return forward(layer, *args, **kwargs)
         # Shadows the parameter, which lies in `_parameters`, for the layer's own forward only.
@@ -153,6 +155,7 @@ class WeightGradients:
         entries = self._put_off.pop(index, deque())
         left = Counter(id(parameter) for entry in entries for parameter in entry.parameters)
         sums: dict[int, torch.Tensor] = {}
+        # One by one, so that each activation is freed as soon as its gradient is made.
         while entries:
             entry = entries.popleft()
             for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
@@ -182,6 +185,7 @@ class WeightGradients:
 def _split_linear(owner: WeightGradients, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """Compute `layer(input)`, with autocast's casts made by hand."""
     device, dtype = input.device.type, layer.weight.dtype
+    # Autocast leaves float64 alone.
     if torch.is_autocast_enabled(device) and torch.float64 not in (input.dtype, dtype):
         dtype = torch.get_autocast_dtype(device)
         input = input.to(dtype)
@@ -208,6 +212,7 @@ class _SplitLinear(torch.autograd.Function):
         dtype: torch.dtype,
         owner: WeightGradients,
     ) -> torch.Tensor:
+        # Detached, because the saved tensor would keep the graph of the cast alive.
         used = owner.casts.of(layer.weight, dtype).detach()
         ctx.save_for_backward(hidden, used)
         ctx.trained, ctx.owner = trained, owner

@@ -97,6 +97,7 @@ def find_loss_rule(
         is_split: False if the run never splits a batch: then no split is verified.
     """
     size, total = num_rows(inputs), count(inputs)
+    # Without items there is no loss that could tell the rules apart.
     if size == 0 or total == 0:
         return FoundRule(LossRule.MEAN, ignores_num_items=False)
     whole = measure([(dict(inputs), 1.0)], total)
@@ -108,6 +109,7 @@ def find_loss_rule(
         )
         return FoundRule(LossRule.MEAN, ignores_num_items=False, refusal=text, is_finite=False)
     told_more = measure([(dict(inputs), 1.0)], 2 * total)
+    # Without a floor, below which a small loss would equal its half.
     ignores = _equal(told_more, whole, SAME_INPUTS_TOLERANCE, smallest=0.0)
     if not ignores and not _equal(2 * told_more, whole, SAME_INPUTS_TOLERANCE, smallest=0.0):
         text = (
@@ -115,18 +117,21 @@ def find_loss_rule(
             f"{2 * total}: a part of it is divided by num_items_in_batch and another is not. {_REMEDY}"
         )
         return FoundRule(LossRule.MEAN, ignores, refusal=text)
+    # Samples without labels tell nothing, and the mean of a part without any is nan.
     with_items = [row for row in range(size) if count(take_rows(inputs, torch.tensor([row])))]
     if not with_items:
         return FoundRule(LossRule.MEAN, ignores)
     rule = _rule_of(measure, inputs, with_items, total)
     splits = _splits(inputs, with_items) if is_split else []
     refusals = [_refused_split(measure, inputs, count, rows, rule, whole) for rows in splits]
+    # Under SUM no weight depends on the count.
     if splits and rule is LossRule.MEAN and not any(refusals):
         refusals.append(_refused_count(measure, inputs, count, with_items))
     return FoundRule(rule, ignores, next((text for text in refusals if text is not None), None))
 
 
 def _equal(found: torch.Tensor, expected: torch.Tensor, tolerance: float, smallest: float = SMALLEST_SCALE) -> bool:
+    # Loss and gradient apart, because the larger one would hide the other.
     pairs = [(found[:1], expected[:1]), (found[1:], expected[1:])]
     return all(float((a - b).norm()) <= tolerance * max(float(b.norm()), smallest) for a, b in pairs)
 
@@ -135,6 +140,7 @@ def _rule_of(measure: Measure, inputs: Mapping[str, Any], rows: list[int], total
     # Half of the samples, because the whole batch twice might not fit in memory.
     half = torch.tensor(rows[: max(1, len(rows) // 2)])
     once, twice = (measure([(take_rows(inputs, half.repeat(times)), 1.0)], total) for times in (1, 2))
+    # The nearer of the two: neither is met exactly by a loss that no rule fits, which the splits show.
     adds_up = (twice - 2 * once).norm() < (twice - once).norm()
     return LossRule.SUM if adds_up else LossRule.MEAN
 
@@ -149,6 +155,7 @@ def _splits(inputs: Mapping[str, Any], with_items: list[int]) -> list[list[list[
         order.sort(key=lambda row: _mean_label(labels[row]))
     splits = [_parts_of(order, 2), _parts_of(order[1:] + order[:1], 4)]
     for split in splits:
+        # Parts without any label would have no mean, so samples without labels join others.
         split[-1].extend(row for row in range(size) if row not in with_items)
     return [split for split in splits if len(split) > 1]
 
@@ -226,6 +233,7 @@ def agree_on_overflow(
     scaler.unscale_(optimizer)
     state = scaler._per_optimizer_states[id(optimizer)]
     flags = [flag.reshape(1).float() for flag in state["found_inf_per_device"].values()]
+    # The only wait for the device: the ranks agree on the host, and the scaler reads the flag there.
     found = torch.stack(flags).amax(0).cpu() if flags else torch.zeros(1)
     largest(found)
     # `GradScaler` asserts that there is an entry, which a stage without gradients lacks. The entry stays on the CPU:

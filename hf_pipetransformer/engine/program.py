@@ -165,6 +165,7 @@ class ModelProgram(StageProgram):
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         keeps = torch.is_grad_enabled()
         if received is not None:
+            # As a leaf it collects in `.grad` what the stage below waits for.
             received.requires_grad_(keeps and self.sends_gradient)
         with self._running(self.blocks, received) as ran:
             ran.result = micro_batch.forward(self._inputs_of(micro_batch))
@@ -205,8 +206,10 @@ class ModelProgram(StageProgram):
         # Layers may be recomputed inside, also with the model's own checkpointing.
         with self.view.backward_of(self.blocks, received), later.put_off(micro_batch.index), later.casts.shared():
             if not self.has_head:
+                # A batch may use no trained weight of this stage.
                 if output.requires_grad:
                     torch.autograd.backward(output, gradient)
+            # The loss of a part without items is nan, and 0 times nan would spoil all gradients.
             elif micro_batch.weight:
                 (output * (micro_batch.weight * micro_batch.loss_scale)).backward()
         self.embeddings.add_if_many()

@@ -36,6 +36,7 @@ class SharedParameter:
 
         Returns a vector `(numel + 1,)`. The last entry counts the ranks whose gradient is not None.
         """
+        # All ranks of the group take part, also those whose stage gave no gradient.
         own = torch.zeros_like(self.parameter) if gradient is None else gradient
         flag = own.new_full((1,), 0.0 if gradient is None else 1.0, dtype=dtype)
         flat = torch.cat([own.reshape(-1).to(dtype), flag])
@@ -99,9 +100,11 @@ class GradientSums:
             self._sums[parameter] = self.buffers[parameter].copy_(parameter.grad)
         else:
             self._sums[parameter] = parameter.grad.float()
+        # Or autograd would add the next gradient to it in half precision.
         parameter.grad = None
 
 
+# The default of DistributedDataParallel.
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -135,6 +138,7 @@ class _Bucket:
 
     def launch(self, group: Any, what: str) -> None:
         gradients = [self._sums.take(parameter) for parameter in self.parameters]
+        # Made on the host, where asking `all` does not wait for the device.
         flags = torch.tensor([0.0 if gradient is None else 1.0 for gradient in gradients])
         self.is_complete = bool(flags.all())
         if self.is_complete:
@@ -144,6 +148,7 @@ class _Bucket:
             self.flags.copy_(host_buffer(self.flags).copy_(flags), non_blocking=True)
         for parameter, gradient, view in zip(self.parameters, gradients, self.views, strict=True):
             if gradient is None:
+                # The buffer still has the sum of the step before.
                 view.zero_()
             elif gradient is not view:
                 view.copy_(gradient)
@@ -198,6 +203,8 @@ class GradientReducer:
             bucket = _Bucket(bucket_parameters, self.sums)
             self.buckets.append(bucket)
             for parameter in bucket_parameters:
+                # Hooks run in the order in which they were registered, so those of `sums` have added a gradient before
+                # this one may send it.
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))
 
     def arm(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -210,15 +217,18 @@ class GradientReducer:
         Collective: call on every rank, with `shared` in the same order. Synchronizes with the device only if a
         gradient is missing on this rank, to learn if another has it.
         """
+        # Of unused parameters no gradient came; they must not count for the next step.
         self._final.clear()
         while self._next < len(self.buckets):
             self._launch_next()
         for bucket in self.buckets:
             bucket.wait(self.timeout, self.what)
         self._next = 0
+        # Only after all buckets, and in the order of the list: every rank calls the collectives in one order.
         taken = [(self.sums.take(entry.parameter), self.sums.dtype_of(entry.parameter)) for entry in shared]
         missing = [entry.is_owner and own is None for entry, (own, _) in zip(shared, taken, strict=True)]
         sums = [entry.reduced(*each) for entry, each in zip(shared, taken, strict=True)]
+        # What is left belongs to weights in no bucket, as with one replica.
         self.sums.hand_out()
         unknown = [bucket.flags for bucket in self.buckets if not bucket.is_complete]
         unknown += [flat[-1:] for flat, is_missing in zip(sums, missing, strict=True) if is_missing]
@@ -226,6 +236,7 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.hand_out(None if bucket.is_complete else next(used))
         for entry, flat, is_missing in zip(shared, sums, missing, strict=True):
+            # An owner that had a gradient itself knows that there is one.
             entry.take(flat, is_used=not is_missing or bool(next(used)[0]))
 
     def remove(self) -> None:
@@ -285,6 +296,7 @@ def _in_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.
     size = 0
     for parameter in reversed(parameters):
         num_bytes = parameter.numel() * parameter.element_size()
+        # A bucket is one flat tensor, and so of one dtype.
         if not buckets or size + num_bytes > BUCKET_BYTES or buckets[-1][0].dtype != parameter.dtype:
             buckets.append([])
             size = 0

@@ -106,6 +106,7 @@ class StepMeter:
         self._ends = self._two_events() if self.device.type == "cuda" else None
         if self._ends is not None:
             self._ends[0].record()
+        # Other steps are timed as a whole only, see `_latest`.
         if self._num_begun > self._skip and not self.is_done:
             self._open = dict.fromkeys(PARTS, 0.0)
 
@@ -180,7 +181,9 @@ class StepMeter:
 
     def _read_events(self) -> None:
         for step, name, start, end in self._events:
+            # What was measured of a step that has not ended has no entry.
             if step < len(self._steps):
+                # The device may not have passed the event yet.
                 end.synchronize()
                 self._steps[step][name] += start.elapsed_time(end) / 1000
         self._events.clear()

@@ -96,6 +96,7 @@ class StepTrace:
         for transfer in self._under_way.values():
             transfer.args["still_under_way"] = True
         last = self._now()
+        # An event has no time before the device has passed it.
         synchronize(self.device)
         timed = []
         for each in self._slices:
@@ -103,6 +104,7 @@ class StepTrace:
             timed.append((begin, max(begin, end), each))
         lanes = _apart(timed)
         names = [*(f"stage {stage}" for stage in self.stages), UPDATE, WAITS]
+        # By length first, so that lane 10 of the transfers comes after lane 2.
         names += sorted(set(lanes) - set(names), key=lambda lane: (len(lane), lane))
         named = [{"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}}]
         for tid, name in enumerate(names):

@@ -72,6 +72,7 @@ class RecomputingProgram(ProgramWrapper):
     def begin(self, actions: ActionList) -> None:
         self.program.begin(actions)
         self._starts.clear()
+        # All steps of a layout run the same list, so a look at its identity is enough.
         if actions is not self._actions:
             self._actions, self._recomputed = actions, recomputed_micro_batches(actions, self.chunk, self.mode)
 
@@ -90,8 +91,10 @@ class RecomputingProgram(ProgramWrapper):
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         start = self._starts.pop(micro_batch.index, None)
         if start is not None:
+            # While this is set, metrics of the loss record nothing: the first run has done so.
             token, devices = _RUNS_AGAIN.set(True), [] if start.cuda is None else [self.device]
             try:
+                # Dropout draws the same masks again, and whatever draws next draws as if nothing had run twice.
                 with torch.random.fork_rng(devices=devices), torch.enable_grad():
                     torch.set_rng_state(start.cpu)
                     if start.cuda is not None:
@@ -168,9 +171,11 @@ class CachedEntryProgram(StageProgram):
         if hidden is None and tags.hidden is not None:
             # Copy in the stored dtype and cast on the device, because the stored dtype may be smaller.
             hidden = tags.hidden.to(self.device, non_blocking=True).to(self.dtype_entry)
+        # A sample whose record ends below this stage comes from the stage before, and enters at the first block.
         enters_at = torch.tensor([max(first_above(count), start) for count in tags.num_layers.tolist()])
         for block in enters_at[enters_at < stop].unique().tolist():
             rows = (enters_at == block).nonzero().squeeze(1)
+            # Block 0, the embeddings, reads the inputs rather than an activation.
             inputs, given = micro_batch.inputs, hidden if block else None
             is_part = len(rows) < len(enters_at)
             if is_part:
@@ -179,11 +184,13 @@ class CachedEntryProgram(StageProgram):
             reached = self.view.run(range(block, stop), given, partial(micro_batch.forward, dict(inputs)))
             if is_part:
                 if hidden is None:
+                    # Rows that enter at a later block are filled in by a later turn of the loop.
                     hidden = reached.new_zeros(len(enters_at), *reached.shape[1:])
                 hidden[rows.to(hidden.device, non_blocking=True)] = reached.to(hidden.dtype)
             else:
                 hidden = reached
         assert hidden is not None
+        # Only the stage on which the cached layers end has the activation that is stored.
         if stop == self.entry_block and micro_batch.write is not None:
             micro_batch.write(micro_batch, hidden)
         return hidden

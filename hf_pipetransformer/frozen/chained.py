@@ -83,6 +83,7 @@ class ChainedPart(FrozenPart):
         with self._in_mode():
             output = self._forward(*args, **kwargs)
             leaves = tensors_of(output)
+            # `_returned` makes the outputs for any number of rows from a single one.
             if any(leaf.shape[:1] != (rows.number,) for leaf in leaves):
                 shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
                 raise NotStorableError(f"gives outputs of shape {shapes} for {rows.number} rows")
@@ -98,15 +99,18 @@ class ChainedPart(FrozenPart):
         found = self.found(args, kwargs)
         if found is not None:
             return self._returned(Rows.of(args, kwargs), found)
+        # What the second module gets now are real outputs, from which it has to compute.
         self._waiting = None
         with self._in_mode():
             return self._forward(*args, **kwargs)
 
     def follow(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what the second module gives."""
+        # For one call only: the next one of the second module may belong to other rows.
         waiting, self._waiting = self._waiting, None
         # Of other arguments than in the trial it makes something else: nan, where the first gave nan.
         if waiting is not None and _form([list(args), dict(kwargs)]) == self._asked:
+            # Known by their memory, since all of them are nan.
             unread = {each.untyped_storage().data_ptr() for each in self.unread}
             if all(each.untyped_storage().data_ptr() in unread for each in tensors_of([args, kwargs])):
                 return waiting
@@ -137,6 +141,7 @@ class _Following:
 def _form(given: Any) -> str:
     """Return arguments as text, without what is in their tensors; of what cannot be stored, what it is."""
     try:
+        # On the CPU, so that the text names no device.
         return repr(rebuilt(given, lambda tensor: tensor.new_empty(0, device="cpu")))
     except NotStorableError as error:
         return str(error)
@@ -146,6 +151,7 @@ def numbers_of(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor])
     """Return which of the outputs each tensor is; None if there are none, or others."""
 
     def place(value: torch.Tensor) -> tuple[Any, ...]:
+        # By memory and layout, because the model's code may have made another view of the same values.
         return value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride()
 
     places = [place(each) for each in outputs]

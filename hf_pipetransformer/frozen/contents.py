@@ -93,6 +93,7 @@ class ContentStore:
         words = np.stack([entries["input_digest"], entries[field_column(DIGEST_FIELD)].view(np.uint64)], axis=1)[found]
         self._places = {row.tobytes(): place for row, place in zip(words, found.tolist(), strict=True)}
         own = found[found % self._num_writers == self._writer]
+        # Behind the last place of this process, since an earlier run may have filled some.
         self._next = int(own[-1]) + self._num_writers if len(own) else self._writer
 
     @property
@@ -116,6 +117,7 @@ class ContentStore:
         """Return records `(n, length, hidden)`, zero beyond their own lengths; None if the store has failed."""
         try:
             records = self._store.read(places, length)
+            # Since it was found, a record may have been overwritten for other weights.
             if not (records.weights_ids == self._weights_id).all():
                 raise StoreDamagedError("records are not those that were written")
             return records.activation
@@ -126,11 +128,14 @@ class ContentStore:
     def write(self, digests: Array, activation: torch.Tensor, lengths: Array) -> None:
         """Store records `(n, seq, hidden)` of rows that have none, as far as there is room."""
         names = [row.tobytes() for row in digests]
+        # Of equal rows in a batch one is stored.
         new = [row for row in {name: row for row, name in enumerate(names)}.values() if names[row] not in self._places]
+        # Every num_writers-th place belongs to this process, so no two processes write one record.
         places = np.arange(self._next, self._store.num_samples, self._num_writers)[: len(new)]
         new = new[: len(places)]
         if self.is_off or not new:
             return
+        # The index has 64 bits for a digest, and the other half goes into a side field.
         first, second = digests[new].T.copy()
         fields = {DIGEST_FIELD: torch.from_numpy(second.view(np.int64))}
         try:

@@ -97,6 +97,7 @@ class Reading:
         if rows.is_flat:
             sizes = self.lengths(rows).tolist()
             whole = torch.cat([each.reshape(each.shape[0], -1) for each in stored], dim=1)
+            # The store takes records padded to one length, and the length of each beside them.
             return nn.utils.rnn.pad_sequence(whole.split(sizes), batch_first=True)
         if self.is_by_token:
             return torch.cat([each.reshape(rows.number, rows.length, -1) for each in stored], dim=2)
@@ -110,8 +111,10 @@ class Template:
         self.num_draws = num_draws
         """Random numbers that the call took."""
         leaves = tensors_of(output)
+        # The containers are kept, but no tensor of the call.
         self._output = rebuilt(output, lambda tensor: tensor.detach().new_empty(0))
         self._reading = reading
+        # One row says shape, dtype and device of any number of rows.
         self._likes = [leaf.detach()[:1].clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
         self._shares = [rows.share_of(leaf) for leaf in leaves]
         self._num_values = reading.records(leaves, rows).shape[1]
@@ -134,10 +137,12 @@ class Template:
             records = records.reshape(len(records), -1)
         found, start = list[torch.Tensor](), 0
         for number, like in enumerate(self._likes):
+            # This output is an input of the call, which the present call has.
             if number in given:
                 found.append(given[number])
                 continue
             shape, pick = self._shape(number, rows), picks.get(number)
+            # One element, expanded: what nobody reads takes no memory.
             values = like.new_full((), math.nan).expand(shape)
             if pick is not None:
                 own_shape = [shape[0], *shape[2:]] if pick.is_first else shape
@@ -149,6 +154,7 @@ class Template:
                     values[:, 0] = own
                 else:
                     values = own
+            # As the part's own output did, in case that the code above asks.
             found.append(values.requires_grad_() if like.requires_grad else values)
         following = iter(found)
         return rebuilt(self._output, lambda _: next(following))
@@ -209,6 +215,7 @@ class FrozenPart:
     @property
     def description(self) -> str:
         """Properties that processes have to agree on to share records, as text."""
+        # Without `cuts_padding`, on which they agree by what each of them has seen.
         return f"{replace(self.reading, cuts_padding=True)} {self.in_evaluation} {self.draws}"
 
     def begin(self) -> None:
@@ -238,6 +245,7 @@ class FrozenPart:
 
     @contextmanager
     def _in_mode(self) -> Iterator[None]:
+        # Flag by flag: `train()` would reach modules that the script has put into evaluation mode.
         training = [module for module in self.modules.modules() if module.training] if self.in_evaluation else []
         for module in training:
             module.training = False
@@ -269,6 +277,7 @@ class FrozenPart:
     def _looked_up(self, rows: Rows, store: ContentStore) -> Any:
         salt = _precision()
         digests = rows.digests(salt)
+        # In training mode a module may return other outputs than in evaluation mode.
         places, kind = store.find(digests), salt + rows.kind + bytes([self.module.training])
         template, is_hit, records = self._templates.get(kind), places >= 0, None
         if template is not None and is_hit.any():
@@ -276,6 +285,7 @@ class FrozenPart:
         if template is None or records is None:
             with Draws() if self.draws else nullcontext() as draws:
                 output = self.compute(*rows.given)
+            # Other outputs than those of the trial, for which there is no record.
             if len(tensors_of(output)) != self.num_outputs:
                 return output
             try:
@@ -293,11 +303,13 @@ class FrozenPart:
             given = rows.take(missing)
             some = Rows.of(*given, self.reading.cuts_padding)
             new = self._write(store, some, self.compute(*given), digests[missing])
+            # Computed by themselves, the missing rows may be shorter than the longest one found.
             whole = new.new_zeros(rows.number, records.shape[1], new.shape[2])
             whole[torch.from_numpy(is_hit)] = records.to(new)
             whole[torch.from_numpy(~is_hit), : new.shape[1]] = new
             records = whole
         else:
+            # As many numbers as the part would have taken, so that what draws next draws as in Trainer.
             draw(template.num_draws)
         return template.filled(records, rows)
 

@@ -74,6 +74,7 @@ class ServedPart:
 
     def begin(self) -> None:
         """Look up from here on."""
+        # Taken out of the batch, which could not be freed otherwise.
         self.rows = Rows.of(*self.rows.take(np.arange(min(NUM_CHECKED, self.rows.number))))
         self.part.store = self.store
         self.use_present_weights()
@@ -90,6 +91,7 @@ class ServedPart:
         # Version counters of buffers that every forward writes say nothing: their digests are compared instead.
         buffers = [] if self.around.buffers_are_sent else modules.buffers()
         self._watch = PrefixWatch([*modules.parameters(), *buffers])
+        # Computed now, with the weights whose records are served from here on.
         self._buffers, self._expected = self._digests_of_buffers(), self._computed()
         self.store.use_weights(f"{self.around.weights_key(self.part)} {self._num_distrusted}")
 

@@ -136,6 +136,7 @@ class Trial:
 
     def _followed(self, first: Found, calls: dict[str, list[Call]], candidates: dict[str, nn.Module]) -> Found:
         """Return a part with the frozen module that alone reads it, if what that gives is smaller; else the part."""
+        # A chained part expects one call of its second module after each one of the first.
         if first.why_not is not None or len(calls[first.part.name]) > 1:
             return first
         outputs = tensors_of(first.call.output)
@@ -151,6 +152,7 @@ class Trial:
                 continue
             part = ChainedPart(first.part, name, candidates[name], [list(call.args), call.kwargs], numbers)
             seconds = first.call.seconds + call.seconds
+            # A trial takes the inputs of the first module, and compares what comes out of the second.
             both = self._tried(part, replace(first.call, seconds=seconds, output=call.output))
             if both.why_not is None and _num_values(both) < _num_values(first):
                 return both
@@ -169,6 +171,7 @@ class Trial:
                 return Found(part, call, seconds, rows.number, reason, has_dropout=True)
             if reason is not None:
                 part.in_evaluation = True
+                # Once more, because not all randomness is dropout: some draw in evaluation mode, too.
                 reason = self._changes(part, call)
             reason = reason or self._trains(part, call) or self._why_not_by_rows(part, rows) or self._read(part, rows)
             return Found(part, call, seconds, rows.number, reason)
@@ -207,6 +210,7 @@ class Trial:
     def _why_not_by_rows(self, part: FrozenPart, rows: Rows) -> str | None:
         """Return why a row's outputs are not the same in other company: in another order, alone, padded further."""
         everything, tolerance = np.arange(rows.number), OTHER_BATCH_TOLERANCE[self.precision]
+        # A single row cannot change places, so it comes twice.
         order = everything[::-1].copy() if rows.number > 1 else np.array([0, 0])
         expected = tensors_of(self._again(part, *rows.given, 1))
         part.shares = [rows.share_of(each) for each in expected]
@@ -216,6 +220,7 @@ class Trial:
         if not expected or not all(is_known):
             shapes = ", ".join(str(tuple(each.shape)) for each in expected)
             return f"gives outputs of shape {shapes or 'none'} for {rows.number} rows"
+        # In another order, and alone.
         for chosen in (order, order[:1]):
             found = tensors_of(self._again(part, *rows.take(chosen), 1))
             if not _are_alike(found, [rows.rows_of(each, chosen) for each in expected], tolerance):
@@ -227,6 +232,7 @@ class Trial:
         elif rows.lengths is not None:
             length = rows.length + MORE_PADDING
             found = tensors_of(self._again(part, *rows.take(everything, length), 1))
+            # Only an output that has the padded length in both calls follows it; a number may equal it by chance.
             grown = {n for n, each in enumerate(found) if each.dim() > 1 and each.shape[1] == length}
             grown &= {n for n, each in enumerate(expected) if each.dim() > 1 and each.shape[1] == rows.length}
             part.reading = Reading((), of_tokens=frozenset(grown))
@@ -245,6 +251,7 @@ class Trial:
             return "gives nothing that the loss depends on"
         # That zeros may stand for padding shows only where there is some.
         padded = rows.lengths is not None and bool((rows.lengths < rows.length).any())
+        # From the smallest records to the largest: the first that is enough is taken.
         tries = [(first, True), (all_read, True), (all_read, False)] if padded else [(first, False), (all_read, False)]
         share = 1
         if rows.is_flat:
@@ -295,6 +302,7 @@ class Trial:
             given = {id(tensor): number for number, tensor in enumerate(tensors_of([args, kwargs]))}
             output = part.compute(args, kwargs)
             leaves = tensors_of(output)
+            # By identity, because an output that is computed may equal an input by chance.
             handed_on.append({n: given[id(each)] for n, each in enumerate(leaves) if id(each) in given})
             noted.append([])
 
@@ -308,6 +316,7 @@ class Trial:
         with part.replaced(watched), torch.enable_grad():
             loss, _ = self.run()
         first, whole = [], []
+        # Of several calls, only what each of them hands on.
         common = dict(set.intersection(*(set(each.items()) for each in handed_on))) if handed_on else {}
         for call in noted:
             sources = [leaf for leaf in call if leaf.requires_grad]
@@ -336,6 +345,7 @@ class Trial:
             records = part.reading.records(leaves, rows).detach().clone()
             if rows.lengths is not None and part.reading.is_by_token:
                 for row, length in enumerate(part.reading.lengths(rows).tolist()):
+                    # As the store gives it: zeros behind the last token.
                     records[row, length:] = 0
             filled.append(Template(output, part.reading, rows).filled(records, rows))
             return output
@@ -343,6 +353,7 @@ class Trial:
         with part.replaced(recorded):
             self.run()
         following = iter(filled)
+        # The second run gets nothing but what records hold; where it needs more, nan spreads to loss or outputs.
         with part.replaced(lambda *_args, **_kwargs: next(following)):
             loss, outputs = self.run()
         handed_on = {_memory(each) for value in (*filled, part.unread) for each in tensors_of(value) if hands_on}
@@ -408,6 +419,7 @@ def _copied(output: Any) -> Any:
 
 
 def _memory(tensor: torch.Tensor) -> int:
+    # A tensor without elements has no memory to be known by.
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 

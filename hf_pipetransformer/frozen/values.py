@@ -45,6 +45,7 @@ def rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return value
     if isinstance(value, ModelOutput):
         return type(value)(**{name: rebuilt(each, change) for name, each in value.items()})
+    # Exact types only, because a subclass may hold more than its items.
     if type(value) in (tuple, list):
         return type(value)(rebuilt(each, change) for each in value)
     if type(value) is dict:
@@ -94,6 +95,7 @@ class Rows:
             return cls(tuple(given), tensors, number)
         assert isinstance(mask, torch.Tensor)
         shown = mask.detach().cpu() != 0
+        # A row without any token keeps one: the store takes no empty records.
         ends = torch.where(shown.any(1), shown.shape[1] - shown.flip(1).int().argmax(1), 1)
         return cls(tuple(given), tensors, number, ends.numpy().astype(np.int64))
 
@@ -108,6 +110,7 @@ class Rows:
     def _read(self) -> list[Any]:
         """Arguments that outputs may depend on."""
         args, kwargs = self.given
+        # It differs from step to step, and no output of a part depends on it.
         return [args, {name: value for name, value in kwargs.items() if name != OF_THE_LOSS}]
 
     def take(self, rows: Array, length: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -131,6 +134,7 @@ class Rows:
             return 0
         assert self.lengths is not None
         share, rest = divmod(int(self.lengths.sum()), tensor.shape[0])
+        # No entry may come from the patches of two rows.
         return 0 if rest or (self.lengths % share).any() else share
 
     def rows_of(self, tensor: torch.Tensor, rows: Array) -> torch.Tensor:
@@ -158,6 +162,7 @@ class Rows:
             if self._is_flat(tensor):
                 hasher.update(f"flat {tuple(tensor.shape[1:])} {tensor.dtype}".encode())
             elif not self._has_rows(tensor):
+                # The same for all rows, so its content is part of what each of them is computed from.
                 hasher.update(f"whole {tuple(tensor.shape)} {tensor.dtype}".encode())
                 hasher.update(_bytes(tensor.detach().cpu().reshape(1, -1)).data)
             elif self._is_cut(tensor):
@@ -176,6 +181,7 @@ class Rows:
         columns = [self._bytes_of_rows(tensor) for tensor in tensors_of(self._read)]
         found = np.empty((self.number, 2), np.uint64)
         for row in range(self.number):
+            # What all rows have in common is hashed once.
             hasher = start.copy()
             for column in filter(None, columns):
                 hasher.update(column[row].data)

@@ -46,6 +46,7 @@ def bare_model(model: Any) -> Any:
     if not has_adapters(model):
         return model
     unwrap = getattr(model, "get_base_model", None)
+    # Adapters added with `add_adapter` are inside the transformers model, which nothing wraps.
     return model if unwrap is None else unwrap()
 
 
@@ -59,6 +60,7 @@ def why_unsplittable(model: Any) -> str | None:
         return f"a {type(model).__name__}, which mixes kinds of PEFT adapters, has not been tried on stages"
     inside = {id(parameter) for parameter in bare_model(model).parameters()}
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # PEFT's wrapper may train tensors of its own, such as the embeddings of prompt tuning.
     outside = [name for name, parameter in trained if id(parameter) not in inside]
     for config in model.peft_config.values():
         method = str(getattr(getattr(config, "peft_type", None), "value", None))
@@ -93,12 +95,14 @@ def adapted_tower(model: Any) -> tuple[str, str] | None:
     for modality in ("image", "audio"):
         tower = inside.get_encoder(modality=modality)
         trained = [parameter for parameter in tower.parameters() if parameter.requires_grad]
+        # Without such an encoder transformers gives the model itself.
         if tower is inside or not trained or any(id(parameter) not in of_adapters for parameter in trained):
             continue
         name = next(name for name, module in inside.named_modules() if module is tower)
         targets = next(iter(model.peft_config.values())).target_modules
         if not targets:
             return None
+        # As PEFT matches a list of names: by the end of a module's path.
         matched = targets if isinstance(targets, str) else rf".*\.({'|'.join(map(re.escape, sorted(targets)))})"
         return name, rf"(?!{re.escape(name)}\.)({matched})"
     return None
@@ -119,6 +123,7 @@ def settings(model: Any) -> dict[str, Any]:
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
+        # A set has another order in each process, and the text must not change.
         key: sorted(value) if isinstance(value, set) else str(value)
         for key, value in sorted(config.items())
         if key not in _NOT_SETTINGS
@@ -128,6 +133,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 def base_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a module under the names, and in the order, that they would have without adapters."""
     children = dict(module.named_children())
+    # PEFT's names for the module inside an adapter layer, and inside a copy for `modules_to_save`.
     for original in ("base_layer", "original_module"):
         if original in children:
             yield from base_parameters(children[original])
@@ -154,6 +160,7 @@ def saved_names(model: Any) -> list[str] | None:
 
     if model.save_pretrained.__module__.partition(".")[0] not in ("peft", "transformers"):
         return None  # A user's own `save_pretrained` may save anything.
+    # The parameters themselves rather than detached tensors, to know them again by identity.
     state = model.state_dict(keep_vars=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT repeats its warnings when it saves.
@@ -181,14 +188,17 @@ def load_adapters(model: Any, folder: str, saved: Mapping[str, Mapping[str, torc
     is_wrapped = any(name.startswith(_PREFIX) for name, _ in model.named_parameters())
     for file, tensors in saved.items():
         name = _adapter_of(model, os.path.dirname(file))
+        # A model that nothing wraps has not the prefix of PEFT's wrapper in its names.
         own = tensors if is_wrapped else {key.removeprefix(_PREFIX): value for key, value in tensors.items()}
         try:
             found: Any = set_peft_model_state_dict(model, dict(own), adapter_name=name)
+        # KeyError for an adapter of another name, RuntimeError for weights of other shapes.
         except (KeyError, RuntimeError) as error:
             raise ValueError(
                 f"{folder!r} holds adapters that are not those of this model ({error}): make them as in the run that "
                 "was saved."
             ) from error
+        # Missing from all files: each of them has the weights of one adapter.
         missing = set(found.missing_keys) & (set(found.missing_keys) if missing is None else missing)
     lost = [name for name, p in model.named_parameters() if p.requires_grad and name in (missing or ())]
     if lost:

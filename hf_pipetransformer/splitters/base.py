@@ -104,6 +104,7 @@ class GenericSplitter(Splitter):
     def layers(self, model: Any) -> list[nn.Module]:
         name, expected = type(model).__name__, _numbers_of_layers(model)
         stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+        # A model may have other lists of that length, of unlike modules.
         uniform = [stack for stack in stacks if len(stack) in expected.values() and not _unlike(stack)]
         if len(uniform) > 1:
             # Embeddings may be in a ModuleList too (MarkupLM); unlike layers, they have no submodules.
@@ -142,6 +143,7 @@ def _numbers_of_layers(model: nn.Module) -> dict[str, int]:
     nested = {f"config.{name}.num_hidden_layers": found for name, found in inner.items() if isinstance(found, int)}
     if nested:
         return nested
+    # A module of the user's own around models of transformers has no config itself.
     of_modules = {
         f"{name}.config.num_hidden_layers": config_value(module, "num_hidden_layers")
         for name, module in model.named_modules()
@@ -158,6 +160,7 @@ def _unlike(stack: nn.ModuleList | nn.Sequential) -> str:
     """Describe the first difference between the first layer of a stack and another; empty if there is none."""
 
     def shapes(layer: nn.Module) -> dict[str, Any]:
+        # Without adapters, which may be on some of the layers only.
         return {"class": type(layer).__name__, **{name: tuple(p.shape) for name, p in base_parameters(layer)}}
 
     first = shapes(stack[0])
@@ -175,6 +178,7 @@ class StackSplitter(GenericSplitter):
     def layers(self, model: Any) -> list[nn.Module]:
         stacks = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
         uniform = [stack for stack in stacks if not _unlike(stack)]
+        # The parts of a layer may be a stack of equal modules themselves, such as experts.
         inside = {id(part) for stack in uniform for layer in stack for part in layer.modules()}
         outermost = [stack for stack in uniform if id(stack) not in inside]
         if len(outermost) == 1:

@@ -34,8 +34,10 @@ def _holder(model: Any, path: str, parts: Iterable[str] = ()) -> Any:
         except AttributeError:
             return False
         is_stack = isinstance(stack, nn.ModuleList)
+        # The first layer stands for all.
         return is_stack and all(hasattr(layer, part) for layer in stack[:1] for part in parts)
 
+    # The base model first, since a search through all modules may find several.
     base = getattr(model, "base_model", None)
     found = [base] if is_holder(base) else [module for module in model.modules() if is_holder(module)]
     if len(found) != 1:
@@ -71,6 +73,7 @@ class BertSplitter(Splitter):
 
     def run_attention(self, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         attention_mask = args[0] if args else kwargs.pop("attention_mask", None)
+        # Given to every layer, but meant for the cross-attention of a decoder.
         for name in ("encoder_hidden_states", "encoder_attention_mask"):
             kwargs.pop(name, None)
         return cast(torch.Tensor, layer.attention(hidden, attention_mask, **kwargs)[0])
@@ -94,6 +97,7 @@ class DebertaV2Splitter(BertSplitter):
     model_types = ("deberta-v2",)
 
     def layers(self, model: Any) -> list[nn.Module]:
+        # Its weights run between the first two layers, where no block would own them.
         if _holder(model, "encoder.layer", self.parts).encoder.conv is not None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has a convolution beside its first layer (config.conv_kernel_size="
@@ -195,6 +199,7 @@ class BeitSplitter(ViTSplitter):
     def run_attention(self, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = args[0] if args else kwargs.pop("attention_mask", None)
         interpolates, resolution = kwargs.pop("interpolate_pos_encoding", False), kwargs.pop("resolution", None)
+        # BEiT's layer adds its own bias to the mask before the attention runs.
         if layer.relative_position_bias is not None:
             height, width = resolution
             window = (height // layer.patch_size, width // layer.patch_size)
@@ -269,6 +274,7 @@ class GPT2Splitter(PreNormSplitter):
     ) -> torch.Tensor:
         # By position: its name differs between releases of transformers.
         hidden = super().run_attention(layer, hidden, cache, attention_mask, **kwargs)
+        # Cross-attention goes with the attention: a boundary falls before the MLP only.
         if encoder_hidden_states is None:
             return hidden
         across, _ = layer.crossattention(

@@ -34,6 +34,7 @@ def like(parameter: nn.Parameter, data: torch.Tensor, requires_grad: bool = Fals
     """Return a parameter of the same class and with the same attributes, such as its scales, that holds `data`."""
     if type(parameter) is nn.Parameter:
         return nn.Parameter(data, requires_grad=requires_grad)
+    # Not by the class's constructor, whose arguments differ from class to class.
     made: nn.Parameter = data.detach().as_subclass(type(parameter))
     vars(made).update(vars(parameter))
     made.requires_grad_(requires_grad)
@@ -90,6 +91,7 @@ _PLANNED = "bytes in 4 bits"
 
 def num_bytes(parameter: torch.Tensor) -> int:
     """Return the bytes of a parameter with its scales."""
+    # For a plan from a config, whose weights are not quantized.
     if _PLANNED in vars(parameter):
         return int(vars(parameter)[_PLANNED])
     tensors = [parameter, *scales_of(parameter).values()]
@@ -128,6 +130,7 @@ def prepare_quantized(model: nn.Module) -> bool:
             would_pack = True
         dtype, bias = vars(module).get("compute_dtype"), getattr(module, "bias", None)
         if isinstance(dtype, torch.dtype) and isinstance(bias, nn.Parameter):
+            # As the first forward would do, on the ranks that run it only.
             bias.data = bias.data.to(dtype)
     return would_pack
 
@@ -142,6 +145,7 @@ def _prepare_8_bits(module: Any) -> None:
     """Let a layer multiply by the bytes that its weight holds: its state would keep those that were released."""
     weight, state = module.weight, module.state
     if state.SCB is not None:
+        # After its first forward a layer has moved the scales from its weight to its state.
         weight.SCB = state.SCB
     weight.CB = state.CB = state.SCB = None
     module.forward = MethodType(_multiply_8_bits, module)

@@ -118,8 +118,10 @@ class _Trace(TorchFunctionMode):
     def _enter_layer(self, hidden: Any) -> None:
         """Note that the next layer begins with `hidden`, and settle which parameters were read since the last one."""
         if not self.layer_calls:
+            # What encloses the first layer encloses all of them.
             self.spanning = list(self._stack)
         last, version = self.versions[-1] if self.versions else (None, None)
+        # It is unchanged if it is the very tensor that the last layer gave, and nobody has written to it since.
         if self.layer_outputs and self._reads_since_layer and not (hidden is last and _version(hidden) == version):
             self.changes_between.append((len(self.layer_outputs), self._reads_since_layer[0]))
         self.reads_between.update(self._reads_since_layer)
@@ -142,6 +144,7 @@ class _Trace(TorchFunctionMode):
         given = (*args, *(kwargs or {}).values())
         result = func(*args, **(kwargs or {}))
         is_between_layers = 0 < len(self.layer_outputs) == len(self.layer_calls)
+        # Functions such as `cat` get their tensors in a list.
         for value in chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in given):
             if id(value) in self._parameters:
                 self.reads[id(value)] = len(self.layer_outputs)
@@ -173,12 +176,14 @@ def trace_structure(
     outer = list({id(module): module for module in reversed(ran)}.values())[::-1]
     entered, entered_version = trace.versions[0]
     hidden_shape = getattr(entered, "shape", torch.Size())
+    # What was written to after its module returned it is not what enters the layers.
     unchanged = {key: output for key, (output, version) in trace.outputs.items() if version == entered_version}
     makers = [i for i, module in enumerate(outer) if unchanged.get(id(module)) is entered]
     if makers:
         below = [each for each in outer[: makers[-1]] if _is_activation(each, trace.outputs, hidden_shape)]
         entries = [*below, outer[makers[-1]]]
     else:
+        # The code around them adds what several modules give: those with weights need the first stage.
         entries = [module for module in outer if any(True for _ in module.parameters())]
     beside = [module for module in outer if module not in entries]
     outputs, first_output = [trace.outputs[id(entry)][0] for entry in entries], trace.layer_outputs[0]
@@ -251,6 +256,7 @@ def _stand_in(output: Any, hidden_shape: torch.Size, is_other: bool = False, is_
     """
     if isinstance(output, torch.Tensor):
         shape, dtype, fill = output.shape, output.dtype, int(is_other)
+        # A copy, because the code after the entry may write to it.
         if shape == hidden_shape:
             return lambda received: received.detach().clone()
         # The axis of the activation that each axis follows, or None. Position embeddings, for example, have no batch
@@ -311,6 +317,7 @@ def _users(
         for tensor in _tensors(layer):
             users.setdefault(id(tensor), set()).add(mlp if id(tensor) in of_mlp else attention)
     for module, num_layers_before in trace.after:
+        # Code between two layers runs on every stage, also on those that have neither of them.
         add(module, [head] if num_layers_before == len(layers) else everywhere, recurse=False)
     for key, num_layers_before in trace.reads.items():
         if num_layers_before == len(layers):
@@ -367,6 +374,7 @@ class ActivationShape:
                 f"The batch has no tensor {self.main_input!r}, the model's main input; found {sorted(inputs)}."
             )
         shape = tuple(value.shape[1:])
+        # For the shape of the probe the answer is known, whatever the model does to lengths.
         if shape == self.input_shape:
             return (value.shape[0], *self.hidden_shape)
         if len(shape) == 1 and self.multiple and self._is_of_sequences:

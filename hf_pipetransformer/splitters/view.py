@@ -91,6 +91,7 @@ class StageView:
         self.narrow(parts[0])
         self._installed = parts
         own = vars(bare_model(self.model))
+        # From the instance alone: what the class has shows again when a replacement is deleted.
         self._own_methods = {name: own.get(name) for name in self.methods}
         own.update(self.methods)
 
@@ -160,6 +161,7 @@ class StageView:
 
     def narrow(self, blocks: range) -> None:
         """Restrict the model to `blocks` until `widen`; an empty range passes the received activation through."""
+        # The empty range also stands for no restriction; what is overridden tells them apart.
         if blocks == self.blocks and (blocks or self._overridden):
             return
         self._restore()
@@ -168,6 +170,7 @@ class StageView:
             # Cached: ranks with several stages switch between them many times per step.
             self._forwards[blocks] = self._forwards_of(blocks)
         for module, forward in self._forwards[blocks]:
+            # An instance may have a forward of its own, which comes back in `_restore`.
             self._overridden.append((module, module.__dict__.get("forward")))
             module.forward = forward
 
@@ -182,6 +185,7 @@ class StageView:
         self._installed = ()
         own = vars(bare_model(self.model))
         for name, method in self._own_methods.items():
+            # Deleted rather than set to the class's method, which would be an attribute of the instance from then on.
             del own[name]
             own.update({} if method is None else {name: method})
         self._own_methods.clear()
@@ -203,6 +207,7 @@ class StageView:
             # Of what a stand-in returns, only structure and shape matter.
             makers: list[StandIn] = [*structure.stand_ins]
             if not structure.enters_layers:
+                # The last entry is the one whose output enters the layers, so its values matter.
                 makers[-1] = self._entering
             found += [
                 (entry, partial(self._replaced, make)) for entry, make in zip(structure.entries, makers, strict=True)
@@ -226,6 +231,7 @@ class StageView:
         """Return the forward of `layer` on a stage with `blocks`; None if its own forward will do."""
         attention, mlp = attention_of(index), mlp_of(index)
         last = blocks[-1] if blocks else 0
+        # A stage of the embeddings alone ends where the first layer would begin.
         exits_before = last == 0 and index == 0
         exits_after = last in (attention, mlp)
         is_own = attention in blocks or mlp in blocks
@@ -242,6 +248,7 @@ class StageView:
                 hidden = run_attention(hidden, *args, **kwargs)
             elif mlp in blocks:
                 hidden = run_mlp(hidden)
+            # The model's code unpacks what a layer returns, so its length and kind have to be right.
             whole = [hidden, *[None] * (wraps - 1)]
             return hidden if not wraps else whole if self.structure.returns_list else tuple(whole)
 
@@ -251,6 +258,7 @@ class StageView:
                 hidden = self._entering(self.received)
             if exits_before:
                 raise StageExit(hidden)
+            # A layer of another stage passes on its input, so there is nothing to compute again.
             if is_own and self._recomputes_layers and torch.is_grad_enabled():
                 output = _recomputed(run, hidden, args, kwargs)
             else:
@@ -277,6 +285,7 @@ def _recomputed(run: Callable[..., Any], hidden: torch.Tensor, args: tuple[Any, 
     """Run a layer, keeping only its input for the backward, which runs it again with the same RNG state."""
     args = tuple(map(_if_repeatable, args))
     kwargs = {key: _if_repeatable(value) for key, value in kwargs.items()}
+    # The reentrant kind gives no gradients where its input requires none, as above frozen embeddings.
     return checkpoint(lambda given: run(given, *args, **kwargs), hidden, use_reentrant=False)
 
 

@@ -151,6 +151,7 @@ def make_direction(
     if name == "adam":
         return _OwnMoments(optimizer)
     groups = optimizer.param_groups if type(optimizer) is SGD else []
+    # With Nesterov's momentum an update is not the buffer alone.
     if groups and all(group["momentum"] != 0 and not group["nesterov"] for group in groups):
         return _Momentum(optimizer)
     return _LastUpdate(optimizer, buffers, rates_now)
@@ -194,8 +195,10 @@ class _Adam(_FromState):
         if not found:
             return
         values = [part.values for part in found]
+        # The coupled decay of Adam is in the gradients, and so in the moments.
         decay = float(group["weight_decay"]) if self.with_decay and group["decoupled_weight_decay"] else 0.0
         if decay:
+            # AdamW, too, shrinks the weights before it takes its step.
             torch._foreach_mul_(values, 1 - rate * decay)
         first = _of(found, [state["exp_avg"] for state in states])
         second = _of(found, [state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"] for state in states])
@@ -228,6 +231,7 @@ class _OwnMoments(Direction):
         for index, (parameter, group) in enumerate((p, g) for g in self.optimizer.param_groups for p in g["params"]):
             if parameter.grad is None:
                 continue
+            # The own moments follow torch's, which take the negated gradient then.
             gradient = -parameter.grad if group.get("maximize") else parameter.grad
             zeros = torch.zeros_like
             first, second = self._moments.setdefault(index, (zeros(gradient), zeros(gradient)))
@@ -257,6 +261,7 @@ class _LastUpdate(Direction):
         self._rates: list[float] = []
 
     def before_update(self) -> None:
+        # The weights before the last update but one are of no use any more.
         if self._before:
             self.buffers.give_back(self._before)
         self._before, self._rates = self.buffers.copy(), self.rates_now()
@@ -301,6 +306,7 @@ def adam_move(values: Tensors, moments: Moments, betas: Sequence[float], eps: fl
                     piece.addcdiv_(of_m, of_v.sqrt().div_(correction).add_(eps), value=scale)
             continue
         denominators = list(torch._foreach_sqrt(second))
+        # Scales would have to be numbers, read from the GPU: so the rate goes into the denominators.
         if isinstance(steps[0], torch.Tensor):
             corrections = [1 - betas[1] ** step for step in steps]
             torch._foreach_div_(denominators, torch._foreach_sqrt(corrections))

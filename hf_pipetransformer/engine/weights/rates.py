@@ -121,6 +121,7 @@ class ErrorMeter:
     def add(self, forward: Sample) -> None:
         """Add the errors of a micro-batch whose backward is about to begin."""
         now = self.sample()
+        # Weights that are all zero give an error of 0 rather than nan.
         scale = torch.linalg.vector_norm(now).clamp_min(torch.finfo(now.dtype).tiny)
         errors = [torch.linalg.vector_norm(was - now) / scale for was in (forward.seen, forward.current)]
         found = torch.stack(errors)

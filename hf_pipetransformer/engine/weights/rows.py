@@ -19,6 +19,7 @@ from torch import nn
 from hf_pipetransformer.engine.weights.directions import Buffers, Direction, Part, Tensors
 
 
+# The nodes of autograd that a saved tensor came through tell which parameter it is a cast of.
 _VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -74,6 +75,7 @@ class _Cast:
     offset: int
 
     def again(self) -> torch.Tensor:
+        # The saved tensor was a view of the cast, a transposed one for a linear layer.
         return self.parameter.detach().to(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
@@ -109,6 +111,7 @@ class PredictedWeights:
     def noting(self) -> Iterator[None]:
         """Record which embeddings are called by forwards inside."""
         with ExitStack() as hooks:
+            # Only until the first call, after which its rows are moved and its table is not.
             for index in self.embeddings.keys() - self._called:
                 for module in self.embeddings[index]:
                     handle = module.register_forward_hook(partial(self._note, index))
@@ -118,6 +121,7 @@ class PredictedWeights:
     @contextmanager
     def showing(self, direction: Direction, rates: Sequence[float]) -> Iterator[None]:
         """Replace the weights inside by those predicted for the sum of coming learning rates of each group."""
+        # Before the copy: new buffers are made if more embeddings are moved by rows now.
         parts = self._whole_parts()
         current = self._buffers.copy()
         with ExitStack() as hooks:
@@ -132,6 +136,7 @@ class PredictedWeights:
                 yield
             finally:
                 self._move_back()  # In case a call raised, which skips its forward hook.
+                # torch's multi-tensor operations take no empty lists.
                 if parts:
                     torch._foreach_copy_([part.values for part in parts], current)
                 self._buffers.give_back(current)
@@ -150,12 +155,14 @@ class PredictedWeights:
     ) -> None:
         # Repeated ids are moved repeatedly: `unique` would synchronize with the device.
         value, ids = self._values[index], (args[0] if args else kwargs["input"]).reshape(-1)
+        # For as many ids as rows, moving the table is less work.
         if ids.numel() < len(value):
             ids = ids.long()  # `index_copy_` accepts only int64.
             current = value.index_select(0, ids)
             part = Part(index, current.clone(), ids)
             direction.go(rates, [part])
             self._moved.append(((value, ids), current))
+            # Ids that come twice write the same values twice.
             value.index_copy_(0, ids, part.values)
         else:
             self._moved.append(((value, None), value.clone()))
@@ -186,6 +193,7 @@ def find_embeddings(
     for index, parameter in enumerate(parameters):
         held = holders.get(id(parameter), [])
         embeddings = tuple(m for name, m in held if name == "weight" and isinstance(m, nn.Embedding) and _is_plain(m))
+        # A table that another module holds too, such as a tied head, is read whole there.
         if embeddings and len(embeddings) == len(held) and parameter.requires_grad and parameter.is_contiguous():
             found[index] = embeddings
     return found

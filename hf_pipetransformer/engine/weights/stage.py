@@ -57,6 +57,7 @@ class StageWeights:
         self.modules = tuple(self.modules)
         self._has_said = False
         self._meter = ErrorMeter()
+        # Empty ones, which `begin` closes and replaces.
         self._versions = Versions([], (), self.casts)
         self.begin()
 
@@ -69,10 +70,12 @@ class StageWeights:
         """Start a window with nothing in flight."""
         self.num_updates = 0
         self.end()
+        # After `end`, which has made the versions of this window.
         self._meter.watch(self._versions.predicted.others)
 
     def end(self) -> None:
         """End a window that was drained or abandoned: keep only the current weights."""
+        # After an update that failed midway, autograd's version counters must count again.
         self._versions.updating.close()
         self._in_flight: dict[int, _InFlight] = {}
         self._first_micro_batches: dict[int, int] = {}
@@ -104,8 +107,10 @@ class StageWeights:
         position = micro_batch - self._first_micro_batches.setdefault(step, micro_batch)
         at = ForwardPass(self.stage, self.num_stages, self.micro_batches_per_step, step, position, self.num_updates)
         version = self.kind.forward_version(at)
+        # Only then are the casts that autograd saved those of other weights than the backward is to see.
         may_differ = self.kind.backward_version(version, step) != version or version > self.num_updates
         s = step - self.num_updates
+        # Without an update in between there is no error to measure.
         current = self._meter.sample() if s > 0 and self._meter.is_due() else None
         casting = casting_again(parameters) if may_differ and self._versions.is_cast else nullcontext()
         with self._showing(version), casting:
@@ -146,8 +151,10 @@ class StageWeights:
             return
         if self.num_updates == 1:
             self._versions.check_storage(self.optimizer)
+        # The cache still has casts of the weights before the update.
         if self._versions.is_cast:
             torch.clear_autocast_cache()
+        # No micro-batch of a step comes after its update, see `forward`.
         for step in [step for step in self._first_micro_batches if step < self.num_updates]:
             del self._first_micro_batches[step]
 
@@ -188,6 +195,7 @@ class Versions:
         self.casts = casts
         self.direction: Direction | None = None
         self.updating = ExitStack()
+        # Writes to `.data` share the memory and do not count as changes for autograd.
         self._values: Tensors = [parameter.data for parameter in parameters]
         self._kept: dict[int, Tensors] = {}
         self.buffers = Buffers(self._values)
@@ -219,11 +227,13 @@ class Versions:
     def showing_kept(self, version: int, is_needed: Callable[[], bool]) -> Iterator[None]:
         """Show a kept version inside; afterward drop it unless `is_needed()`."""
         kept = self._kept[version]
+        # A swap keeps the current weights in the memory of the kept ones.
         exchange(self._values, kept)
         try:
             with self._casts_forgotten():
                 yield
         finally:
+            # Asked behind the pass, which may have been the last one to need the version.
             if is_needed():
                 exchange(self._values, kept)
             else:
