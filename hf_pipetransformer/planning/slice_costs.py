@@ -67,6 +67,8 @@ class _Search:
     def __init__(self, times: Times, num_stages: float, batch_size: int, tolerance: float) -> None:
         self.num_stages, self.batch_size, self.tolerance = num_stages, batch_size, tolerance
         num_sizes, length, _ = times.shape
+        # By the end of a slice, not by its context, so that one row has all slices that the program compares at a
+        # step.
         self.by_end = np.full((length + 1, num_sizes, length), np.inf)
         for end in range(1, length + 1):
             starts = np.arange(end)
@@ -224,6 +226,7 @@ def _non_negative(columns: np.ndarray) -> np.ndarray:
         used = [column for column in range(num_columns) if chosen >> column & 1]
         rates, *_ = np.linalg.lstsq(columns[:, used], np.ones(len(columns)), rcond=None)
         rest = float(np.sum((columns[:, used] @ rates - 1) ** 2))
+        # A set comes before its supersets: one that fits better by rounding alone does not replace it.
         if (rates >= 0).all() and rest < best - 1e-12:
             best, found = rest, np.zeros(num_columns)
             found[used] = rates

@@ -55,6 +55,7 @@ class CacheCosts:
         """
         if not self.is_apart:
             return self.read
+        # Only the first of the batches that a step accumulates is read ahead, so that only its share can be hidden.
         return self.read - min(self.read / self.num_at_once, self.active + computed)
 
     def writing(self, computed: float = 0.0) -> float:
@@ -260,6 +261,7 @@ def ways_of_storing(
     found = {"compute": way(0)}
     if stored.share > 0 and 0 < stored.level <= num_frozen:
         found["keep"] = way(stored.level)
+    # Records are at the wanted level: to write them would be to keep them.
     if num_frozen and "keep" in found and stored.level == num_frozen:
         return found
     if num_frozen and steps_left > slots.num_slots * steps_per_epoch:
@@ -363,6 +365,7 @@ def decide_cache(
         stored: g, s and p.
         epochs_left: E, how often an average sample will still be read, the current epoch included.
     """
+    # With now=0 the passes have whole costs, not changes against a measured step; epochs stand for steps.
     ways = ways_of_storing(costs, num_frozen, stored, max(epochs_left, 0.0), 1.0, slots, now=0.0)
     computed = [max(0.0, costs.prefix[num_frozen] - seconds) for seconds in costs.prefix]
 
