@@ -166,6 +166,7 @@ class _Laying:
         ranks = range(len(self.left))
         while any(self.left):
             moved = [self._advance(rank) for rank in ranks]
+            # Only a standstill changes the order, and the smaller change comes first.
             if any(moved) or any(self._put_off_receives(rank) for rank in ranks) or self._receive_for_send():
                 continue
             waiting = [str(left[-1]) for left in self.left if left]
@@ -177,6 +178,7 @@ class _Laying:
         receives = [self._receive_of(rank, action) for action in actions]
         found: list[Action] = []
         for position, action in enumerate(actions):
+            # The first computation has none before it: its own receive comes right before it, with that of the second.
             upcoming = receives[position + 1 : position + 2] if position else receives[:2]
             found += [*filter(None, upcoming), action]
             if action.op in GIVES and self._is_sent(rank, action):
@@ -212,6 +214,8 @@ class _Laying:
         while self.left[rank] and self._can_run(rank, self.left[rank][-1]):
             action = self.left[rank].pop()
             if action.op in SENDS:
+                # A transfer runs on both ranks at once: `_can_run` has seen that the peer's next action is this
+                # receive.
                 peer, receive = self._receive_at_peer(rank, action)
                 self.left[peer].pop()
                 self.laid[peer].append(receive)
