@@ -94,6 +94,7 @@ def exchange(
     """
     if not moves:
         return 0
+    # One entry a content: several ranks that need the same tensors get them from one copy.
     own = {move.content: move for move in moves if move.source == topology.rank}
     leaving = {content: _split(tree) for content, tree in zip(own, collect(list(own.values())), strict=True)}
     sizes = _sizes(moves, leaving, topology)
@@ -102,6 +103,7 @@ def exchange(
     for move, (_, size) in zip(moves, sizes, strict=True):
         by_bundle.setdefault(move.bundle, []).append((move, size))
     bundles = list(by_bundle)
+    # A rank may get one copy of each bundle, so that the largest of a bundle's moves bounds what it holds at a time.
     for indices in in_rounds([max(size for _, size in by_bundle[bundle]) for bundle in bundles]):
         done = [bundles[index] for index in indices]
         parcels, arrived = [], []
@@ -186,6 +188,7 @@ def _split(tree: Any) -> _Split:
         if _travels_in_description(node):
             return node
         start, piece = num_packed, node.detach().contiguous().reshape(-1).view(torch.uint8)
+        # Padded, as `view` of bytes in another dtype needs an offset that its item size divides.
         num_packed += -(-piece.numel() // _ALIGNMENT) * _ALIGNMENT
         packed.append(torch.nn.functional.pad(piece, (0, num_packed - start - piece.numel())))
         return {_PACKED: [start, _dtype_name(node), list(node.shape)]}
@@ -212,6 +215,7 @@ def _joined(tree: Any, large: Sequence[torch.Tensor]) -> Any:
         start, dtype_name, shape = tree[_PACKED]
         dtype = getattr(torch, dtype_name)
         piece = large[-1][start : start + torch.Size(shape).numel() * dtype.itemsize]
+        # A copy, so that the message's memory is freed.
         return piece.clone().view(dtype).view(shape)
     return {key: _joined(value, large) for key, value in tree.items()}
 
@@ -374,6 +378,7 @@ def digests(named: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
     for entries in sums.values():
         values = torch.stack([value for _, value in entries]).tolist()
         for (name, _), value in zip(entries, values, strict=True):
+            # Below 2**63 again, for the int64 tensor in which ranks compare the sums.
             found[name] = (found[name] + value) % _MODULUS
     return found
 
@@ -398,10 +403,12 @@ def check_replicas(digests: Mapping[str, int], place: Any) -> None:
     """
     if place.replica_control is None:
         return
+    # The sums travel without names, so that their order has to be the same on all replicas.
     names = sorted(digests)
     lowest = torch.tensor([digests[name] for name in names], dtype=torch.int64)
     highest = lowest.clone()
     what = f"comparing weights over {place.replicas}"
+    # All are equal if the least is the greatest: two reductions, however many replicas there are.
     guarded(lambda: dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=place.replica_control), what)
     guarded(lambda: dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=place.replica_control), what)
     differing = [name for name, low, high in zip(names, lowest.tolist(), highest.tolist(), strict=True) if low != high]
