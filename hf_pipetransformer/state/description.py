@@ -63,6 +63,7 @@ def _hash_of_samples(dataset: Any) -> str | None:
     if isinstance(dataset, datasets.Dataset):
         dataset = dataset.with_format(None)  # Stored content, without a transform that may be random.
     count = len(dataset)
+    # From the first to the last sample, so that other data at either end are found.
     spread = sorted({index * (count - 1) // (NUM_SAMPLES - 1) for index in range(NUM_SAMPLES)}) if count else []
     found = set()
     for _ in range(2):
@@ -91,6 +92,7 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield f"{len(value)} items".encode()
         for item in value:
             yield from _parts(item)
+    # Images of PIL, for instance.
     elif callable(getattr(value, "tobytes", None)):
         yield value.tobytes()
     elif value is None or isinstance(value, (str, bytes, int, float, np.generic)):
@@ -190,6 +192,7 @@ class RunDescription:
     def _own_identity(self, topology: Topology, policy: FreezePolicy) -> RunIdentity:
         model, args = self.run.model, self.run.args
         arguments = args.to_dict()
+        # The dtypes of the training, to which the weights are cast later.
         dtypes = dict.fromkeys(master_names(model) if args.pipeline_master_dtype else (), torch.float32)
         return RunIdentity(
             world_size=topology.world_size,

@@ -72,6 +72,7 @@ class Checkpoints:
         try:
             yield
         finally:
+            # The attribute of the object goes, and the method of its class is seen again.
             vars(state).pop("save_to_json", None)
         self.context.journal.write("checkpoint", content="model" if only_model else "full")
 
@@ -115,6 +116,7 @@ class Checkpoints:
             position=None if loader is None or has_length(loader) else loader.position,
         )
         self._written |= checkpoint.write_rank_state(folder, context.topology.rank, state)
+        # Every rank's files are on disk before its answer, so that the gather is what rank 0 waits for.
         answers = context.topology.gather((self._written, state.unlogged_loss))
         for written, _loss in answers:
             self._written |= written
@@ -147,6 +149,8 @@ class Checkpoints:
         loader = self.loader
         if loader is None:
             return None
+        # The end of an epoch is the beginning of the next one, but not while batches that were read ahead are not
+        # trained.
         is_at_end = not loader.num_ahead and (
             loader.is_at_end or (has_length(loader) and loader.position >= len(loader))
         )
