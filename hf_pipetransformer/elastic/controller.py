@@ -276,6 +276,7 @@ class LayoutController:
             return None
         moves = replace(new, num_microbatches=layout.num_microbatches) != layout
         if moves:
+            # Steps with other numbers of micro-batches say nothing of the layout that follows.
             self.meter.reset()
         return Change(new, moves)
 

@@ -67,6 +67,7 @@ def plan_moves(
             sources = with_state if needs_state else with_weights
             if rank not in sources:
                 near = [source for source in sources if machine_of(source) == machine_of(rank)]
+                # Sources on the same machine first: a message between machines takes much longer.
                 serving = tuple(near or sources)
                 moves.append(Move(bundle, serving[num_served[serving] % len(serving)], rank, needs_state))
                 num_served[serving] += 1
@@ -97,6 +98,7 @@ def exchange(
     # One entry a content: several ranks that need the same tensors get them from one copy.
     own = {move.content: move for move in moves if move.source == topology.rank}
     leaving = {content: _split(tree) for content, tree in zip(own, collect(list(own.values())), strict=True)}
+    # Every rank needs the sizes of all moves: with the same sizes, all cut them into the same rounds.
     sizes = _sizes(moves, leaving, topology)
     messages = _send_descriptions(moves, [size for size, _ in sizes], leaving, topology)
     by_bundle: dict[Bundle, list[tuple[Move, int]]] = {}
@@ -127,6 +129,7 @@ def exchange(
 def _sizes(moves: Sequence[Move], leaving: Mapping[Content, _Split], topology: Topology) -> list[tuple[int, int]]:
     """Return the bytes of each move, on every rank: of its description, and of its tensors."""
     own = [leaving[m.content] if m.source == topology.rank else None for m in moves]
+    # A move has one source, so that the sum over all ranks is its size.
     sizes = torch.tensor([[s.message.numel(), _num_bytes(s.large)] if s is not None else [0, 0] for s in own])
     guarded(lambda: dist.all_reduce(sizes, group=topology.control), "agreeing on what moves between the ranks")
     return [(small, large) for small, large in sizes.tolist()]
@@ -195,6 +198,7 @@ def _split(tree: Any) -> _Split:
 
     without = visit(tree)
     if packed:
+        # As the last one, where `_joined` looks for it.
         large.append(torch.cat(packed))
     shapes = [[_dtype_name(tensor), list(tensor.shape), tensor.is_cpu] for tensor in large]
     return _Split(pack({"tree": without, "large": shapes}), large)

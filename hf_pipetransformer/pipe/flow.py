@@ -178,6 +178,8 @@ class Flow:
         # Worker threads set their device; the calling thread's current GPU may not be the one that it serves.
         own = torch.cuda.device(self._own) if self._own.type == "cuda" else nullcontext()
         with own, workers([stage.device for stage in self.stages], self._own) as threads:
+            # A cycle ends before the next one begins, so that no thread reads what another one writes to the
+            # dictionaries here.
             for clock in clock_cycles(len(micro_batches), len(self.stages)):
                 threads.run([(self.stages[k].device, partial(self._compute, i, k)) for i, k in clock])
         return self._batches

@@ -125,6 +125,7 @@ def lanes(device: torch.device) -> Lanes | None:
     """Return the copy streams of a GPU, created once; None for the CPU."""
     if device.type != "cuda":
         return None
+    # The threads of all devices ask, and have to get the same two streams.
     with _LANES_LOCK:
         if device not in _LANES:
             _LANES[device] = Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device))

@@ -70,6 +70,7 @@ def calibrate(
             size = gradient_bytes(layout, costs)[largest % layout.pipeline_size]
             # Ranks that train nothing reduce nothing.
             waited = statistics.median(reports[rank]["reduction"] for rank in ranks if trained[rank])
+            # The latency of a collective has a cost of its own, whatever it carries.
             waited = max(0.0, waited - overheads.of_sum(layout.num_replicas))
             overheads = replace(overheads, reduction_per_byte=waited / (size * ring))
     other = statistics.median(_other(layout, reports[rank]) for rank in ranks) - overheads.of_batch(layout)

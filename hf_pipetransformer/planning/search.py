@@ -195,6 +195,7 @@ class _Look:
         """Return the fastest of the allowed ways to store, with the layout that `lay_out` returns for its level."""
         plain = lay_out(0)
         ways, slots = self._ways(plain)
+        # A pipeline over several nodes stores nothing: stages elsewhere could not read the store of the first.
         storing, is_near = self.storing, not self.inputs.overheads.spans_nodes(plain.pipeline_size)
         mode = "off" if storing is None or storing.keeps_dropout(self.num_frozen) or not is_near else storing.mode
         options = {name: self._option(lay_out(way.level) if way.level else plain, way) for name, way in ways.items()}

@@ -91,6 +91,7 @@ class _Search:
         self.look(middle + 1, high, least)
 
     def _cannot_improve(self, low: int, least: float) -> bool:
+        # A plan that no lower bound has shown has a slice as slow as the lowest bound of the interval.
         return bool(least + (self.num_stages - 1) * self.bounds[low] >= (1 - self.tolerance) * self.found.seconds)
 
     def _solve(self, bound: float) -> tuple[SlicePlan, float, float]:

@@ -187,6 +187,7 @@ def passes_ahead(
         stored, share = StoreContents(fits_share=stored.fits_share), 0.0
     fits, prefix = max(stored.fits_share, share), costs.prefix[level]
     missing = max(prefix - costs.prefix[stored.level], 0.0) if share else prefix
+    # Records of fewer layers are written anew as they are read; those of this level stay.
     rewritten = 0.0 if stored.level == level else share * costs.writing(missing)
     written = rewritten + (fits - share) * costs.writing(prefix)
     first = min(steps_left, slots.num_slots * steps_per_epoch)
@@ -282,6 +283,7 @@ def allowed_ways(possible: Sequence[str], mode: str) -> list[str]:
 
 def fastest(seconds: Mapping[str, float], ways: Sequence[str]) -> str:
     """Return the way that takes least time; of those that are equal but for rounding, the one that stores less."""
+    # The ways come in the order of how much they store, so that the first of equals stores least.
     least = min(seconds[way] for way in ways)
     return next(way for way in ways if seconds[way] <= least * (1 + 1e-9))
 

@@ -119,6 +119,7 @@ def _updated(actions: ActionList, ends: Sequence[int], runs_ahead: int) -> Actio
         last = end - 1 + runs_ahead
         number = 0 if end == 0 else last_of[last] + 1 if last < len(last_of) else len(computed)
         position = computed[number] if number < len(computed) else len(actions)
+        # Updates of empty steps are at the same place as that of the step before.
         before.setdefault(position, []).append(Action(Op.UPDATE, step))
     laid: list[Action] = []
     for position in range(len(actions) + 1):
@@ -255,6 +256,7 @@ class _Laying:
         if not receives:
             return False
         action = left[-1 - len(receives)]
+        # A computation stays behind the receives if one of them is its own, or if another stage's result is missing.
         needs_one = self._receive_of(rank, action) in receives
         if action.op in COMPUTATIONS and (needs_one or not self._has_local_input(rank, action)):
             return False

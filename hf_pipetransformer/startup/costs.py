@@ -91,9 +91,11 @@ def measure_blocks(
             target = with_batch(target, read(1))  # A sample may be several sequences, and plans count samples.
         size = batch_size(target.inputs)
         if wanted > size:
+            # First with the few samples of the checks: a run of the full size could already be too large.
             pilot = profile_blocks(target, structure, num_repeats=1)
             num_blocks_run = len(blocks_run_alone(structure, middle_layer(target.twin, structure)))
             free = _free_bytes(target.device, num_ranks_here)
+            # The pilot has run with `size` samples, so that these fit at least.
             wanted = max(size, affordable_samples(wanted, pilot, num_blocks_run, free))
         return profile_blocks(with_batch(target, read(wanted)), structure)
 

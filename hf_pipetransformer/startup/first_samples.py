@@ -123,6 +123,7 @@ def probe_samples(
         for batch, size in collated:
             check_rows(batch, size, main_input)
             rows, num_labels, num_labelled = _choose_rows(batch, count, most)
+            # Two labels are enough: a loss with class weights differs from one without.
             if (min(num_labels, 2), num_labelled) > best:
                 best, found = (min(num_labels, 2), num_labelled), (batch, rows)
             num_seen, wanted = num_seen + size, min(size, most)
@@ -168,6 +169,7 @@ def most_samples(args: PipeTransformerArguments) -> int:
     if args.pipeline_checkpoint != "never" or args.activation_checkpointing:
         return 1
     size = args.train_samples_per_device
+    # Float32 takes twice the memory of 16 bits.
     return max(1, min(NUM_PROBE_SAMPLES, size // 2 if args.bf16 or args.fp16 else size))
 
 
@@ -286,6 +288,7 @@ class _Peeked:
                 more = self._read()
                 if not more:
                     return
+                # Kept for the run, which gets them again when it begins to iterate.
                 self._taken += more
             yield _copied(self._taken[index])
 

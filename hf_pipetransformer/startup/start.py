@@ -142,6 +142,7 @@ def inspect_model(
                 why = inspection.on_first_rank(lambda: why_no_head_slices(exact, probe.structure, slices))
                 if why is not None:
                     raise ValueError(f"pipeline_head_slices={slices.number} changes the numbers of this model: {why}")
+            # After the rule of the loss is known, by which the losses of slices are added.
             if cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, loss_rule.rule))
                 if why is not None:

@@ -156,6 +156,7 @@ def write_state(folder: str, state: RunState, parts: Mapping[str, FileEntry]) ->
     path, own = os.path.join(folder, STATE_FOLDER, STATE_FILE), f"{STATE_FOLDER}/{STATE_FILE}"
     paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
     found = sorted(os.path.relpath(each, folder).replace(os.sep, "/") for each in paths)
+    # The ranks have hashed their own parts as they wrote them, which need not be read again.
     others = [name for name in found if name not in parts and name != own]
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         entries = pool.map(lambda name: _entry_of(os.path.join(folder, name), sync=True), others)

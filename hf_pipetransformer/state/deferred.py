@@ -143,6 +143,7 @@ def write_tensors(
         for indices in in_rounds([sum(step.num_bytes for step in steps) for steps in new], FETCHED_BYTES):
             arriving = [step for index in indices for step in new[index]]
             found = fetch([step.name for step in arriving])
+            # Popped, so that `known` alone holds the values, and frees each after its last use.
             known.update({step: found.pop(step.name) for step in arriving})
             for index in indices:
                 file.write(_bytes_of(tensors[names[index]], known))

@@ -51,6 +51,7 @@ def describe_data(dataset: Any) -> DataDescription:
 
 def are_other_data(saved: DataDescription, present: DataDescription) -> bool:
     """Return True if two descriptions of equally long data sets show different data."""
+    # An equal fingerprint proves equal data; another one does not prove other data, as any operation changes it.
     if saved["fingerprint"] is not None and saved["fingerprint"] == present["fingerprint"]:
         return False
     if saved["samples"] is None or present["samples"] is None:
@@ -241,6 +242,7 @@ def check_shared_folder(args: PipeTransformerArguments, topology: Topology) -> N
     while not (sees := os.path.exists(token)) and time.monotonic() < deadline:
         time.sleep(0.1)
     own = {"sees": sees, "host": socket.gethostname(), "output_dir": os.path.abspath(args.output_dir)}
+    # After the gather all ranks have looked, and the file may go.
     answers = topology.gather(own)
     if topology.rank == 0:
         with contextlib.suppress(OSError):

@@ -168,6 +168,7 @@ class Resumption:
             and not (spans_nodes and layout.cache_level)
             and set(layout.boundaries) <= set(plans.probe.structure.cut_positions())
             and all(before.get(name) == now[name] for name in _LAYOUT_ARGUMENTS)
+            # What ran out of memory is not tried again, unless the user asks for it by number.
             and (layout.pipeline_size > plans.unfit or layout.pipeline_size == self.args.pipeline_size)
         )
 
@@ -183,6 +184,7 @@ class Resumption:
         if self.is_plain or {asked, self.state.arguments["pipeline_gradient_dtype"]} != {"auto"}:
             return planned
         saved = self.state.sums_in_float32
+        # The same layout goes on to the bit, which takes the same precision of its sums.
         if not self.is_elsewhere:
             return saved
         if planned != saved and plans.topology.rank == 0:

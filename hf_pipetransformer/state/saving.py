@@ -64,6 +64,7 @@ class Checkpoints:
 
         def save(path: str) -> None:
             type(state).save_to_json(state, path)
+            # A callback may save the trainer's state elsewhere, which ends no checkpoint.
             if path == os.path.join(folder, TRAINER_STATE_NAME) and self.context.topology.rank == 0:
                 checkpoint.write_state(folder, self._state(), self._written)
 
@@ -89,6 +90,7 @@ class Checkpoints:
         """Write the optimizer state of this stage, from the first replica after checking that all replicas agree."""
         stage, own = self.pipeline.stage, self.optimizer_state
         check_replicas_agree(stage, own)
+        # Replicas have the same bits, as has just been checked: one of them writes.
         if stage.groups.replica != 0:
             return
         states = {name: own.state_of(parameter) for name, parameter in stage.trained_here().items()}
