@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     options, others = parser.parse_known_args([_with_underscores(word) for word in words])
     if options.command == "plan":
+        # With `argv` another program calls this function, and goes on after it.
         options.of_run, options.ends_process = others, argv is None
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -170,6 +171,7 @@ def _plan_model(options: argparse.Namespace) -> bool:
             f"{' '.join(alone)}: these draw equal stages without a model. With a model, give the options of the run, "
             "such as --pipeline_schedule, --pipeline_parallel_size and --pipeline_parallel_num_microbatches."
         )
+    # Trainer's arguments look for devices and trackers, which a plan on meta tensors does without.
     given = ["--output_dir", "planned", "--use_cpu", "--report_to", "none", *options.of_run]
     (args,) = HfArgumentParser([PipeTransformerArguments]).parse_args_into_dataclasses(given)
     # After the options of the run, which an option of the plan with a wrong name is taken for.
@@ -199,9 +201,11 @@ def _check_names(options: argparse.Namespace) -> None:
     package = importlib.util.find_spec("transformers")
     assert package is not None and package.origin is not None
     known |= {*_fields_in(Path(package.origin).with_name("training_args.py"))}
+    # HfArgumentParser adds --no_NAME for what is true by default.
     known |= {f"no_{name}" for name in known}
     for word in options.of_run:
         name = word.removeprefix("--").partition("=")[0]
+        # argparse takes abbreviations.
         if word.startswith("--") and not any(each.startswith(name) for each in known):
             # Its attributes that are no options come from no command line.
             own = {*vars(options)} - {"run", "command", "model", "of_run", "ends_process"}
@@ -287,6 +291,7 @@ def _course(
         return RunSchedule(*length, note=note, assumed=rates)
     policy = make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
     num_layers = planner.probe.structure.num_layers
+    # It also rounds shares of the run and of the layers, which the forecast needs as numbers.
     policy.check(num_layers, length[0])
     freezing, note, evidence = freezing_of(policy, args, num_layers, planner.num_frozen_by_user, length)
     if freezing is None:

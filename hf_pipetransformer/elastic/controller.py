@@ -85,6 +85,7 @@ class LayoutController:
         """Return True if rank 0 asks the policy before this step; collective when that step is not known yet."""
         if self.replay is not None:
             return False
+        # Rank 0 alone asks: the policy may keep state, which is that of rank 0.
         if self._next_decision is None:
             self._next_decision = int(self.topology.decide(lambda: self.decisions.first_step(step)))
         return step == self._next_decision
@@ -99,7 +100,10 @@ class LayoutController:
         """Return the change before optimizer step number `step`. Collective whenever something may change."""
         layout = stage.layout
         if self.replay is not None:
+            # The latest change at or before this step: a run that resumes begins between two changes.
             return self._replayed(self.replay[max(start for start in self.replay if start <= step)], layout)
+        # What is frozen at the start comes with no decision of the policy: if it is stored is asked once, before the
+        # first step.
         is_first, self._is_first = self._is_first, False
         change = self._decide(step, stage) if self.decides_before(step) else None
         may_begin_cache = is_first and self.decisions.cache is not None
@@ -145,12 +149,14 @@ class LayoutController:
         norms: tuple[float, ...] = ()
         if self.norms is not None:
             norms = self.norms.means()
+            # Each decision has the mean since the one before it, whatever comes of it.
             self.norms.reset()
         answer = self.topology.decide(
             lambda: self.decisions.freeze(step, layout, reports, norms, self.context.run.learning_rate),
             {"step": step, "layout": layout.as_event()},
         )
         self._next_decision = answer["next_step"]
+        # Rank 0 may have found, while it measured the disk for this decision, that nothing can be stored.
         if self.decisions.cache is not None and not answer["has_cache"]:
             self.decisions.cache.mode = "off"
         if answer["change"] is None:
@@ -180,6 +186,7 @@ class LayoutController:
         self._trial = None
         if asks and layout.shape not in self.decisions.known_microbatches:
             limits = inputs.samples_per_device, inputs.accumulation, inputs.rules.device_bytes, inputs.rules.memory
+            # All ranks of the run have to try the same numbers at the same steps.
             tried = self.topology.decide(lambda: fitting_candidates(layout, inputs.blocks, *limits))
             self._trial = MicrobatchTrial(tried)
             return replace(layout, num_microbatches=self._trial.current())
@@ -191,6 +198,7 @@ class LayoutController:
         """Log the measured time of a step beside its prediction, once for each layout. Collective then."""
         if self._trial is not None:
             self._predicted = None  # It was for another number of micro-batches than the trial will choose.
+        # Ranks count the same steps, so that all of them come to the gather below in the same one.
         if not self.meter.is_done or self._predicted is None:
             return
         reports = [report for report in self.topology.gather(self.meter.medians()) if report]
@@ -226,6 +234,7 @@ class LayoutController:
     def _try_microbatches(self, layout: Layout) -> Change | None:
         trial, known = self._trial, self.decisions.known_microbatches
         if trial is not None and trial.is_done:
+            # Clocks differ between ranks, and M must not: rank 0's times count.
             known[layout.shape] = int(self.topology.decide(trial.best))
             self._report_trial(trial, known[layout.shape], layout)
             self._trial = None
@@ -264,11 +273,13 @@ class LayoutController:
 
     def _replayed(self, new: Layout, layout: Layout) -> Change | None:
         if not self._has_cache:
+            # The replayed run may have stored where this one cannot; its layouts hold all the same.
             new = replace(new, cache_level=0, fresh_share=0.0)
         if new == layout:
             return None
         moves = replace(new, num_microbatches=layout.num_microbatches) != layout
         if moves:
+            # Steps with other numbers of micro-batches say nothing of the layout that follows.
             self.meter.reset()
         return Change(new, moves)
 

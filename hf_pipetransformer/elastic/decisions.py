@@ -117,6 +117,7 @@ class Decisions:
         self._target_num_frozen = decision.target_num_frozen
         change = None
         if decision.freezes or decision.unfreezes:
+            # Without a measured step (soon after another change) the costs of the last calibration hold.
             if any(reports):
                 measured = layout, reports, self.args.gradient_accumulation_steps
                 self._calibrated = calibrate(self.inputs.blocks, self.inputs.overheads, *measured)
@@ -147,6 +148,7 @@ class Decisions:
         # A policy of the user may have said a step that is over.
         left = max(0, until - step)
         if self.cache is None:
+            # The length of an epoch matters for stored records only.
             return search(layout, num_frozen, Horizon(left, self.clock.max_steps), inputs)
         present = active_seconds(costs, layout.num_frozen_layers), layout.pipeline_size
         storing = self.cache.storing(layout.cache_level, *present)
@@ -160,6 +162,8 @@ class Decisions:
             return choice
         would = None
         if storing.keeps_dropout(num_frozen) and not self.cache.has_said_dropout:
+            # For the line that says what activation_cache='on' would save: nothing is stored, but the time of it is
+            # compared.
             would = search(layout, num_frozen, horizon, inputs, replace(storing, dropout_from=math.inf))
         blocks = with_launches(costs, choice.layout, inputs.samples_per_device)
         self.cache.report(step, choice, horizon, storing, blocks, would)
@@ -188,6 +192,7 @@ class Decisions:
         if decision.is_held_back and self.policy.keeps_minimum:
             why = f"freeze_min_active_layers={self.args.freeze_min_active_layers} keeps the others active; {why}"
         announce(f"Step {signal.step}: nothing newly frozen, {frozen} are ({why}).")
+        # Where all that may freeze is frozen, decisions without a change are as they should be.
         is_full = decision.num_frozen >= signal.num_layers - self.args.freeze_min_active_layers
         most = NUM_FRUITLESS_DECISIONS + self.policy.num_watched
         if self._num_fruitless == most and not is_full:

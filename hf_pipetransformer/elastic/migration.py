@@ -70,6 +70,7 @@ def plan_moves(
             sources = with_state if needs_state else with_weights
             if rank not in sources:
                 near = [source for source in sources if machine_of(source) == machine_of(rank)]
+                # Sources on the same machine first: a message between machines takes much longer.
                 serving = tuple(near or sources)
                 moves.append(Move(bundle, serving[num_served[serving] % len(serving)], rank, needs_state))
                 num_served[serving] += 1
@@ -97,14 +98,17 @@ def exchange(
     """
     if not moves:
         return 0
+    # One entry a content: several ranks that need the same tensors get them from one copy.
     own = {move.content: move for move in moves if move.source == topology.rank}
     leaving = {content: _split(tree) for content, tree in zip(own, collect(list(own.values())), strict=True)}
+    # Every rank needs the sizes of all moves: with the same sizes, all cut them into the same rounds.
     sizes = _sizes(moves, leaving, topology)
     messages = _send_descriptions(moves, [size for size, _ in sizes], leaving, topology)
     by_bundle: dict[Bundle, list[tuple[Move, int]]] = {}
     for move, (_, size) in zip(moves, sizes, strict=True):
         by_bundle.setdefault(move.bundle, []).append((move, size))
     bundles = list(by_bundle)
+    # A rank may get one copy of each bundle, so that the largest of a bundle's moves bounds what it holds at a time.
     for indices in in_rounds([max(size for _, size in by_bundle[bundle]) for bundle in bundles]):
         done = [bundles[index] for index in indices]
         parcels, arrived = [], []
@@ -128,6 +132,7 @@ def exchange(
 def _sizes(moves: Sequence[Move], leaving: Mapping[Content, _Split], topology: Topology) -> list[tuple[int, int]]:
     """Return the bytes of each move, on every rank: of its description, and of its tensors."""
     own = [leaving[m.content] if m.source == topology.rank else None for m in moves]
+    # A move has one source, so that the sum over all ranks is its size.
     sizes = torch.tensor([[s.message.numel(), _num_bytes(s.large)] if s is not None else [0, 0] for s in own])
     guarded(lambda: dist.all_reduce(sizes, group=topology.control), "agreeing on what moves between the ranks")
     return [(small, large) for small, large in sizes.tolist()]
@@ -189,12 +194,14 @@ def _split(tree: Any) -> _Split:
         if _travels_in_description(node):
             return node
         start, piece = num_packed, node.detach().contiguous().reshape(-1).view(torch.uint8)
+        # Padded, as `view` of bytes in another dtype needs an offset that its item size divides.
         num_packed += -(-piece.numel() // _ALIGNMENT) * _ALIGNMENT
         packed.append(torch.nn.functional.pad(piece, (0, num_packed - start - piece.numel())))
         return {_PACKED: [start, _dtype_name(node), list(node.shape)]}
 
     without = visit(tree)
     if packed:
+        # As the last one, where `_joined` looks for it.
         large.append(torch.cat(packed))
     shapes = [[_dtype_name(tensor), list(tensor.shape), tensor.is_cpu] for tensor in large]
     return _Split(pack({"tree": without, "large": shapes}), large)
@@ -215,6 +222,7 @@ def _joined(tree: Any, large: Sequence[torch.Tensor]) -> Any:
         start, dtype_name, shape = tree[_PACKED]
         dtype = getattr(torch, dtype_name)
         piece = large[-1][start : start + torch.Size(shape).numel() * dtype.itemsize]
+        # A copy, so that the message's memory is freed.
         return piece.clone().view(dtype).view(shape)
     return {key: _joined(value, large) for key, value in tree.items()}
 
@@ -377,6 +385,7 @@ def digests(named: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
     for entries in sums.values():
         values = torch.stack([value for _, value in entries]).tolist()
         for (name, _), value in zip(entries, values, strict=True):
+            # Below 2**63 again, for the int64 tensor in which ranks compare the sums.
             found[name] = (found[name] + value) % _MODULUS
     return found
 
@@ -401,10 +410,12 @@ def check_replicas(digests: Mapping[str, int], place: Any) -> None:
     """
     if place.replica_control is None:
         return
+    # The sums travel without names, so that their order has to be the same on all replicas.
     names = sorted(digests)
     lowest = torch.tensor([digests[name] for name in names], dtype=torch.int64)
     highest = lowest.clone()
     what = f"comparing weights over {place.replicas}"
+    # All are equal if the least is the greatest: two reductions, however many replicas there are.
     guarded(lambda: dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=place.replica_control), what)
     guarded(lambda: dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=place.replica_control), what)
     differing = [name for name, low, high in zip(names, lowest.tolist(), highest.tolist(), strict=True) if low != high]

@@ -91,6 +91,7 @@ class Transitions:
         step, pipeline, moved = self.context.run.state.global_step, self.pipeline, None
         if self.controller.decides_before(step):
             self.context.timeouts.rest()  # Rank 0 may measure the disk meanwhile: raise the timeouts of the others.
+        # Two questions in a row, since the first change may only then show that nothing can be stored.
         for ask in (self.controller.change_before, self.controller.change_without_cache):
             change = ask(step, pipeline.stage)
             if change is not None and change.moves:
@@ -106,9 +107,12 @@ class Transitions:
     def move(self, change: Change) -> None:
         """Continue the run under another layout, with the same weights and the same next batch."""
         start, old, pipeline = time.perf_counter(), self.pipeline.layout, self.pipeline
+        # First of all: under an asynchronous schedule stages are at different steps, and weights of one step have to
+        # move.
         pipeline.settle()
         if self.cache is not None:
             self.cache.prepare_transition()
+        # Noted before it is tried: if memory runs out in the move, the event names the new layout.
         self.context.journal.tried = pipeline.start_up.plans.trying(change.layout)
         stage, num_bytes = change_layout(pipeline.stage, change.layout, self.optimizer)
         pipeline.take(stage)
@@ -117,6 +121,8 @@ class Transitions:
         for loader in (self.loader, *pipeline.persistent_loaders.values()):
             if loader is not None:
                 loader.follow(stage.groups)
+        # Stages and replicas draw from other places from here on; the count is a part of the seed, so that they do not
+        # draw the numbers of the first step again.
         self.context.seeds.num_transitions += 1
         self.context.seeds.part(stage.groups)
         self._report(change, old, time.perf_counter() - start, num_bytes)
@@ -165,12 +171,15 @@ def change_layout(stage: Stage, layout: Layout, optimizer: OptimizerState) -> tu
     """
     settings = stage.settings
     structure = settings.probe.structure
+    # Before anything moves: receivers take the bits of any replica, after which it could not be told which one was
+    # wrong.
     check_replicas_agree(stage, optimizer)
     assert stage.reducer is not None, "only a run in training changes its layout"
     stage.reducer.remove()
     stage.reducer = None  # Frees its flat buffers before the parameters of the new stage arrive.
     new = make_stage(stage.view, stage.store, layout, settings)
     bundles = _bundles(structure)
+    # Every rank makes the list by itself, from layouts that all of them share: nothing has to be agreed.
     moves = plan_moves(list(bundles), stage.layout, layout, settings.topology.machine_of)
     # Newly frozen parameters move without optimizer state, see `plan_moves`.
     stage.store.freeze(frozen_names(structure, layout))
@@ -242,12 +251,14 @@ class _Arrivals:
             )
             self._states.update(content["state"])
             for name, value in content["buffers"].items():
+                # In place: modules have the buffer itself, not its name in a store.
                 buffers[name].data.copy_(value)
         store.fill(arrived)
 
     def finish(self) -> None:
         """Make the optimizer train what the stage has, after all rounds."""
         store, stage = self.stage.store, self.stage
+        # Bundles that nobody had to receive were in no round.
         self._let_go(set(store.held()) - stage.own_names())
         self.optimizer.hold(stage.trained_here(), self._states)
 

@@ -19,8 +19,10 @@ class GradientNormMonitor:
             squares: `(num_layers + 1,)` squared L2 norms of the reduced, unscaled, unclipped gradients of the layers
                 and the head.
         """
+        # Sums in float64, which Python's floats and JSON keep exactly: a resumed run takes the same decisions.
         squares = squares.to(self._sums)
         norms = torch.cat([squares.sqrt(), squares.new_ones(1)])
+        # Chosen on the device: a Python `if` would wait for it in every step.
         self._sums += torch.where(squares.isfinite().all(), norms, torch.zeros_like(norms))
 
     def means(self) -> tuple[float, ...]:

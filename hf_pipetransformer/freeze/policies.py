@@ -71,6 +71,7 @@ class GradientNorm(Schedule):
     def smallest(signal: FreezeSignal) -> int:
         """Return the active layer with the smallest nonzero gradient norm, or L (the head); L if all norms are 0."""
         norms = signal.gradient_norms
+        # A norm of exactly 0 is that of a layer without trained weights (frozen by the script, or without an adapter).
         candidates = [index for index in range(signal.num_frozen, signal.num_layers + 1) if norms[index]]
         return min(candidates or [signal.num_layers], key=lambda index: norms[index])
 
@@ -140,6 +141,7 @@ class Fixed(FreezePolicy):
         return step in self.table
 
     def due_steps(self, clock: DecisionClock) -> Iterable[int]:
+        # A subclass with times of its own does not decide by the table.
         if type(self).is_due is not Fixed.is_due:
             return super().due_steps(clock)
         return (step for step in self.table if step < clock.max_steps)
@@ -263,6 +265,7 @@ def outlook(
         signal = FreezeSignal(
             step, clock.max_steps, num_layers, num_frozen, wanted, num_frozen_by_user=num_frozen_by_user
         )
+        # Decisions that only observe are listed too: the sentence on why nothing freezes counts them.
         if len(found) >= policy.num_watched:
             most = float(policy.most_wanted(signal))
             wanted = most if policy.may_unfreeze else max(wanted, most)
@@ -301,6 +304,7 @@ def freezing_of(
         return None, "The policy may unfreeze layers: what it saves is not predicted.", ""
     spans = tuple(coming_spans(policy, clock, num_layers, num_frozen, args.freeze_min_active_layers))
     freezing = Freezing(policy.describe(), spans, policy.is_certain)
+    # What was measured is said only of runs that do the same, by whatever policy.
     is_alike = [span.num_frozen for span in spans] == [num_layers // 2]
     return freezing, "", measured if is_alike else ""
 

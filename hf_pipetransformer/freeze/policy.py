@@ -285,6 +285,7 @@ def decide(policy: FreezePolicy, signal: FreezeSignal, min_active_layers: int) -
 def held(policy: FreezePolicy, answer: float, signal: FreezeSignal, min_active_layers: int) -> int:
     """Round an answer up to layers, clamped to those that must stay frozen and those that must stay active."""
     kept = min_active_layers if policy.keeps_minimum else 0
+    # The script may have frozen more than the minimum allows: that stays.
     most = max(signal.num_layers - kept, signal.num_frozen)
     least = signal.num_frozen_by_user if policy.may_unfreeze else signal.num_frozen
     return min(max(rounded_up(answer), least), most)

@@ -385,6 +385,7 @@ class PipeTransformerArguments(TrainingArguments):
                 "deepspeed: the DeepSpeed engine owns model and optimizer itself, a pipeline stage does so here. "
                 "Remove deepspeed, or use Trainer."
             )
+        # Before the checks below, which compare options in the types that the readers give them.
         for name, read in READERS.items():
             setattr(self, name, read(name, getattr(self, name)))
         self.ddp_timeout = read_timeout("ddp_timeout", self.ddp_timeout)
@@ -396,6 +397,7 @@ class PipeTransformerArguments(TrainingArguments):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
             # Without use_cpu accelerate would make each process a world of size 1 on a machine without GPUs.
             self.use_cpu = True
+        # Once a host.
         if os.environ.get("LOCAL_RANK") == "0" and (why := why_not_reached()) is not None:
             logger.warning(why)
         self._load_kernels_at_once()

@@ -66,6 +66,7 @@ def _refused_freezing(args: Options) -> list[Refusal]:
     by_layers = ("fixed", f"0:{args.freeze_layers}")
     return [
         (
+            # `by_layers` is what `__post_init__` sets: arguments may be built again from their own values.
             args.freeze_layers is not None and (args.freeze_policy, args.freeze_at) not in (("none", None), by_layers),
             f"freeze_layers={args.freeze_layers} with freeze_policy={args.freeze_policy!r} and "
             f"freeze_at={args.freeze_at!r}: it stands for freeze_policy='fixed' and freeze_at={by_layers[1]!r}. Leave "
@@ -180,6 +181,7 @@ def unused_by_trainer(args: Options, names: Iterable[str]) -> str | None:
     set_ones = [
         f"{name}={getattr(args, name)!r}"
         for name in names
+        # What switches something off asks for nothing that Trainer would not do.
         if name not in as_asked and getattr(args, name) not in (defaults[name], "off", "never")
     ]
     if not set_ones:

@@ -23,6 +23,7 @@ _TRUE = ("true", "yes", "on", "y", "t", "1")
 _FALSE = ("false", "no", "off", "n", "f", "0")
 _NOTHING = ("none", "null", "")
 _SHOWN_LETTERS = 100
+# At most 18 digits, so that every number fits 64 bits.
 _DIGITS = re.compile("[0-9]{1,18}")
 _PERCENT = re.compile(r"([0-9]{1,2}(?:\.[0-9]{1,16})?) ?%")
 _SHARE = re.compile(r"[0-9]{1,19}/0*[1-9][0-9]{0,18}|0?\.[0-9]{1,18}")
@@ -169,6 +170,7 @@ def parse_freeze_at(text: str) -> dict[int | Fraction, int | Fraction]:
             raise ValueError(f"freeze_at={_shown(text)} names step {step} twice: expected each step once.")
         table[step] = layers
     for what, found in (("steps", table.keys()), ("layers", table.values())):
+        # 0 is both a number and a share.
         if len({type(value) for value in found if value}) > 1:
             raise ValueError(f"freeze_at={_shown(text)} has numbers and shares of {what}: expected only one of them.")
     return dict(sorted(table.items()))

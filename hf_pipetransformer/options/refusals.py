@@ -166,6 +166,7 @@ def _may_have_stages(args: PipeTransformerArguments) -> bool:
 
 def warn_about_options(args: PipeTransformerArguments) -> list[str]:
     """Return warnings about options that work differently than in Trainer."""
+    # With "auto" K is not known yet: the longest pipeline stands for it.
     size = args.pipeline_size or args.world_size
     run = (size, args.world_size // size, args.pipeline_schedule, precision_of(args))
     able = args.schedule.abilities
@@ -278,6 +279,7 @@ def _processes_asked_of_accelerate() -> int:
     options = {}
     for position, word in enumerate(words):
         name, _, value = word.partition("=")
+        # accelerate takes `--num_processes 4` and `--num-processes=4` alike.
         options[name.replace("-", "_")] = value or words[min(position + 1, len(words) - 1)]
     text = options.get("__num_processes") or _processes_on_cpus(options.get("__config_file"))
     return int(text) if text.isdigit() else 1
@@ -313,6 +315,7 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
             f"fsdp_size={sizes.fsdp_size}), so each rank has a part of it already; load it without distributed_config "
             "and tp_plan, stages are placed by the pipeline."
         )
+    # A device_map that names a single device cuts nothing.
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
     if not is_undivided:
@@ -361,6 +364,7 @@ def _check_divisible(optimizer: Any) -> None:
             "an optimizer with one state per parameter."
         )
     num_with_state = sum(parameter in optimizer.state for parameter in parameters)
+    # None before the first step, all after a training on one stage.
     if num_with_state not in (0, len(parameters)):
         raise ValueError(
             f"optimizers=(...): the optimizer has state for {num_with_state} of {len(parameters)} parameters, as "

@@ -94,6 +94,7 @@ def _each_child(module: nn.Sequential, sample: Any, device: torch.device, unpack
         received = {key: skips.pop(key) for key in popped & skips.keys()}
         measured = Child(here, device, tuple(value) if several else (value,), received)
         yield measured
+        # One more run after the measured ones: the next child gets outputs of unchanged inputs.
         value, stashed = measured.run(*measured.copied_inputs())
         skips.update(tree_map_only(Tensor, cut_off, stashed))
 
@@ -118,6 +119,7 @@ def _activation_bytes(child: Child) -> int:
     """Count each storage that a forward leaves behind once, without parameters, buffers and inputs."""
     inputs = child.copied_inputs()
     given = _tensors((child.arguments, child.skips, inputs))
+    # Weights are counted by `param_scale`, and inputs are the output of the child before.
     others = (*child.module.parameters(), *child.module.buffers(), *given)
     known = {tensor.untyped_storage().data_ptr() for tensor in others}
     # Keep the storages alive: the address of a freed one may be reused, and the two would count as one.
@@ -199,6 +201,7 @@ def balance_by_time(
                 f"some parameter already has gradient: {name!r}. Measuring starts without: call "
                 "module.zero_grad(set_to_none=True) before."
             )
+    # The sample is one micro-batch already: this only unwraps NoChunk.
     with _children(module, _first_micro_batch(sample, 1), **measuring) as children:
         return _cut(partitions, [_seconds(child, timeout / len(module)) for child in children])
 

@@ -77,6 +77,7 @@ class DeferredBatchNorm(_BatchNorm):
             mean, var = self.running_mean, self.running_var
             return F.batch_norm(input, mean, var, self.weight, self.bias, training=False, eps=self.eps)
         output = F.batch_norm(input, None, None, self.weight, self.bias, training=True, eps=self.eps)
+        # A recomputed forward sees the values of the first one again: they are counted.
         if not is_recomputing():
             with torch.no_grad():
                 self._track(input.detach())
@@ -87,6 +88,7 @@ class DeferredBatchNorm(_BatchNorm):
     def _track(self, values: Tensor) -> None:
         """Merge a micro-batch into the mini-batch's mean and variance (Chan et al., 1979, to avoid cancellation)."""
         count = values.numel() // values.size(1)
+        # Half precision is too coarse for statistics over a mini-batch.
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         others = [dimension for dimension in range(values.dim()) if dimension != 1]
         var, mean = torch.var_mean(wide, dim=others, correction=0)
@@ -110,6 +112,7 @@ class DeferredBatchNorm(_BatchNorm):
             (self.running_var, self._scatter / (self._count - 1)),
         ):
             running.lerp_(new.to(running.dtype), factor)
+        # Outside a pipeline nobody calls `begin` before the next mini-batch.
         self.begin(self.chunks)
 
     @classmethod
@@ -129,9 +132,11 @@ class DeferredBatchNorm(_BatchNorm):
             ValueError: a lazy module has no shape yet.
         """
         replaced: dict[_BatchNorm, DeferredBatchNorm] = {}
+        # A list, since the loop changes the tree. With duplicates: a module is replaced at each of its places.
         for name, child in list(module.named_modules(remove_duplicate=False)):
             if not isinstance(child, _BatchNorm) or not _is_plain(child, chunks):
                 continue
+            # A batch norm at two places stays one module.
             if child not in replaced:
                 replaced[child] = cls._in_place_of(child, name, chunks)
             if not name:

@@ -46,6 +46,7 @@ class _Ordering(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, num_tokens: int, *tokens_and_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Or autograd would fill the gradients that do not arrive, such as those of tokens, with zeros.
         ctx.set_materialize_grads(False)
         ctx.num_tokens = num_tokens
         tensors = tokens_and_tensors[num_tokens:]
@@ -104,6 +105,7 @@ def may_be_separated(values: Sequence[Any], others: Sequence[Any]) -> set[int]:
 
 def _memory(value: Any) -> int | None:
     """Return the storage address of a tensor; None if it has no strided storage."""
+    # All empty tensors and those on `meta` have the address 0, and would count as shared.
     has_memory = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type != "meta"
     return value.untyped_storage().data_ptr() if has_memory and value.numel() else None
 
@@ -118,6 +120,7 @@ def refusing_changes(values: Sequence[Any], is_checkpointed: bool, shared: set[i
     before = [
         (value, value._version)
         for i, value in enumerate(values)
+        # Tensors of inference mode have no version counter.
         if isinstance(value, torch.Tensor) and not value.is_inference() and (is_checkpointed or i in shared)
     ]
     yield
@@ -178,6 +181,8 @@ class Flow:
         # Worker threads set their device; the calling thread's current GPU may not be the one that it serves.
         own = torch.cuda.device(self._own) if self._own.type == "cuda" else nullcontext()
         with own, workers([stage.device for stage in self.stages], self._own) as threads:
+            # A cycle ends before the next one begins, so that no thread reads what another one writes to the
+            # dictionaries here.
             for clock in clock_cycles(len(micro_batches), len(self.stages)):
                 threads.run([(self.stages[k].device, partial(self._compute, i, k)) for i, k in clock])
         return self._batches
@@ -185,6 +190,7 @@ class Flow:
     def _compute(self, i: int, k: int) -> None:
         device = self.stages[k].device
         values = arrive(self._sent.pop(i), device) if k else self._batches[i].values
+        # A skip tensor that its own stage pops never leaves the SkipExchange of that forward.
         keys = [key for key, (stashes, pops) in self.routes.items() if stashes < pops == k]
         popped = [arrive(self._skips.pop((i, key)), device)[0] for key in keys]
         # A stage's backwards run from the last micro-batch to the first: the one before waits for this one.
@@ -201,6 +207,7 @@ class Flow:
         values, _ = release((*output.values, *called.left.values()), waiting)
         if i + 1 < len(self._batches):
             values, tokens = hold(values)
+            # The backward of the next micro-batch also releases the recomputation of this one, see `waking`.
             self._tokens[i, k] = (*tokens, *called.tokens)
         num_values = len(output.values)
         self._batches[i] = MicroBatch(values[:num_values], output.is_single)
@@ -209,12 +216,15 @@ class Flow:
 
     def _called(self, i: int, k: int, batch: MicroBatch, popped: Mapping[Key, Any]) -> Called:
         stage, is_checkpointed = self.stages[k], i < self.num_checkpointed
+        # Recomputing early pays only while a gradient travels from another device.
         leaves = k + 1 < len(self.stages) and stage.device != self.stages[k + 1].device
         call = _forward(stage.module, popped, self.expands, batch.is_single, is_checkpointed and leaves)
         if is_checkpointed:
             return checkpointed(call, *batch.values, drawing=stage.drawing)
         if not self.num_checkpointed:
             return call(*batch.values)
+        # The last micro-batch is not recomputed. But its draws must not fall into a checkpointed forward of another
+        # thread, which would then draw other numbers when it runs again.
         with stage.drawing.noted():
             return call(*batch.values)
 
@@ -227,6 +237,8 @@ class Flow:
                     "it in @skippable(pop=[...]). verify_skippables() looks at a whole model."
                 )
             self._skips[i, key] = depart((value,), device)
+        # Tensors become separate nodes between micro-batches and copies between devices; otherwise they stay as they
+        # are.
         if len(self._batches) > 1 or len({stage.device for stage in self.stages}) > 1:
             pending = [skip.values[0] for (other, _), skip in self._skips.items() if other == i]
             self._shared[i] = may_be_separated(values, pending)

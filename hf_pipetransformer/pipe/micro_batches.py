@@ -80,6 +80,7 @@ def scatter(values: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
                     f"Input {i} is a tensor without dimensions, which no batch can be cut from. Wrap it in NoChunk if "
                     "every micro-batch gets it."
                 )
+            # A single micro-batch takes the tensors as they are, also those without dimensions, which chunk() refuses.
             columns.append(value.chunk(chunks) if chunks > 1 else (value,))
             counts[i] = len(columns[-1])
         else:
@@ -91,6 +92,7 @@ def scatter(values: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
             "batch's; wrap in NoChunk what has none."
         )
     _check_shares([columns[i] for i in counts])
+    # There is a count: `check_values` has seen a tensor, and a NoChunk is none.
     num_micro_batches = next(iter(counts.values()))
     return [
         tuple(column[k] if i in counts else column for i, column in enumerate(columns))
@@ -126,6 +128,7 @@ def gather(micro_batches: Sequence[MicroBatch]) -> Any:
 def _join(column: tuple[Any, ...]) -> Any:
     if not all(isinstance(value, torch.Tensor) for value in column):
         return list(column)
+    # A single output is handed on as it is: it may be a loss without dimensions.
     if len(column) == 1:
         return column[0]
     if not all(value.dim() for value in column):

@@ -42,6 +42,7 @@ def _rename_old(module: nn.Module, state: dict[str, Any], prefix: str, *args: An
     by_name = {(stage, name): name for stage, row in enumerate(names) for name in row}
     by_position = {(stage, str(i)): name for stage, row in enumerate(names) for i, name in enumerate(row)}
     readings = [reading for reading in (by_name, by_position) if places <= reading.keys()]
+    # Children called 0, 1, ... in every stage give the same names in both readings: nothing to refuse.
     if len(readings) > 1 and any(by_name[place] != by_position[place] for place in places):
         args[-1].append(
             f"Names that begin with {start!r} can be read as torchgpipe's (the child's name) or as PyTorch's (its "
@@ -73,6 +74,8 @@ class Pipelined(nn.Module):
         for stage in stages:
             for name, child in stage.module.named_children():
                 self.add_module(name, child)
+        # What `_follow_replacements` compares with: a child assigned here later is not yet in the stage's own
+        # Sequential.
         self._known = dict(self.named_children())
         self._routes = find_routes([stage.module for stage in stages])
         self.register_load_state_dict_pre_hook(_rename_old)  # type: ignore[no-untyped-call]
@@ -93,12 +96,15 @@ class Pipelined(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         for stage in self._stages:
+            # The Sequentials of the stages are not registered as children: super() reaches what is in them, but not
+            # themselves.
             stage.module.training = mode
         return super().train(mode)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Cast dtypes. Raise a TypeError for a device: each stage has a fixed one."""
         named = {name for name in ("device", "tensor", "other") if kwargs.get(name) is not None}
+        # A dtype is no place. A bool is an int for Python, but means non_blocking here.
         places = (torch.device, str, int, torch.Tensor)
         if named or any(isinstance(each, places) and not isinstance(each, bool) for each in args):
             _refuse_moving()
@@ -118,10 +124,12 @@ class Pipelined(nn.Module):
         self._follow_replacements()
         pieces = self._cut(batch)
         for module in self.modules():
+            # A small mini-batch has fewer micro-batches than `chunks`; and a failed one may have left sums.
             if isinstance(module, DeferredBatchNorm):
                 module.begin(len(pieces))
         is_trained = self.training and torch.is_grad_enabled()
         checkpointed = num_checkpointed(self.checkpoint if is_trained else "never", len(pieces))
+        # Without threads, ordering nodes and copies, which have nothing to do here.
         if len(pieces) == 1 and not checkpointed and len(set(self.devices)) == 1:
             return gather([run_undivided(self._stages, pieces[0], self._expands)])
         flow = Flow(self._stages, self._routes, checkpointed, self._expands)
@@ -134,9 +142,11 @@ class Pipelined(nn.Module):
             for name, child in list(stage.module.named_children()):
                 if name in replaced:
                     child = replaced[name]
+                # Replaced in a partition otherwise; where both were replaced, the one assigned to the pipeline wins.
                 elif child is self._known[name]:
                     continue
                 device = device_of(name, child)
+                # A child without parameters counts as on the CPU, but runs wherever its input is.
                 if next(child.parameters(), None) is not None and not is_same_place(device, stage.device):
                     raise ValueError(
                         f"Module {name!r} was replaced by one on {device}; its stage is on {stage.device}. Move it "
@@ -166,6 +176,7 @@ def prepared(module: nn.Sequential, chunks: Any, checkpoint: Any, deferred_batch
     check_module(module)
     try:
         is_positive = int(chunks) >= 1
+    # An infinite number overflows in int().
     except (TypeError, ValueError, OverflowError):
         is_positive = False
     if not is_positive:
@@ -215,6 +226,7 @@ class LocalTensor(torch.Tensor):
         """Return `local_value()`: everything is in this process."""
         return self._value
 
+    # Pickles and deep copies are plain tensors: `_value` is an attribute of this process alone.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._value.__reduce_ex__(protocol)
 

@@ -63,6 +63,8 @@ class Drawing:
             of_cpu = torch.get_rng_state() if may_use_cpu else None
             of_cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
             yield States(self.device, of_cpu, of_cuda)
+            # Only a forward on a GPU is asked, once: where it leaves the CPU's generator alone, later ones need no
+            # lock.
             if self.is_on_cpu is None and of_cpu is not None:
                 self.is_on_cpu = not torch.equal(torch.get_rng_state(), of_cpu)
 
@@ -80,6 +82,7 @@ class States:
         """Set these RNG states inside, and restore the present ones on exit."""
         with ExitStack() as stack:
             if self.of_cpu is not None:
+                # Entered first, so left last: the present state is back before another thread may draw.
                 stack.enter_context(_alone())
                 stack.callback(torch.set_rng_state, torch.get_rng_state())
                 torch.set_rng_state(self.of_cpu)
@@ -114,6 +117,7 @@ def checkpointed(function: Callable[..., Any], *values: Any, drawing: Drawing | 
     drawing = drawing or Drawing(torch.device("cpu"))
 
     def run(*values: Any) -> Any:
+        # The first call is the forward; each later one recomputes, several times if the graph is retained.
         if states:
             with states[0].restored():
                 return function(*values)

@@ -78,6 +78,7 @@ Module = TypeVar("Module", bound=nn.Module)
 Self = TypeVar("Self", bound="Skippable")
 
 
+# No generated equality: it would compare tensors, which gives a tensor and not a bool.
 @dataclass(frozen=True, eq=False)
 class stash:
     """Command `yield stash(name, tensor)`: keep a tensor, or None, for the module that pops it."""
@@ -156,6 +157,7 @@ class Skippable(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # An inherited forward has been wrapped in the class that defines it.
         if "forward" in vars(cls):
             cls.forward = _answered(vars(cls)["forward"])
 
@@ -209,8 +211,10 @@ def skippable(
     stashed, popped = _names(stash), _names(pop)
 
     def decorate(kind: type[Module]) -> type[Module]:
+        # The forward is put into the subclass itself: __init_subclass__ wraps no inherited one.
         namespace = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__", "forward")}
         namespace |= {"stashable_names": stashed, "poppable_names": popped}
+        # Python takes no base class in front of a subclass of its own, so that Skippable is named once.
         bases = (kind,) if issubclass(kind, Skippable) else (Skippable, kind)
         return cast("type[Module]", new_class(kind.__name__, bases, exec_body=lambda body: body.update(namespace)))
 
@@ -295,6 +299,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     Raises:
         TypeError: lists every mismatch.
     """
+    # The stashes are collected first: whether a pop comes before its stash is a comparison of their places.
     modules = list(_skippables(module))
     stashed: dict[Key, Place] = {}
     for _, place, skippable in modules:
@@ -328,6 +333,7 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 def _skippables(module: nn.Module, prefix: str = "", place: Place = ()) -> Iterator[tuple[str, Place, Skippable]]:
     """Yield name, place and module in the order in which Sequentials run them."""
+    # A subclass of Sequential with a forward of its own may run its children in any order: it is one place.
     if type(module).forward not in (nn.Sequential.forward, Expanding.forward):
         for name, inner in module.named_modules(prefix=prefix, remove_duplicate=False):
             if isinstance(inner, Skippable):

@@ -47,6 +47,7 @@ def check_module(module: Any) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"The module must be nn.Sequential to be partitioned, found {type(module).__name__}.")
     first: dict[nn.Module, str] = {}
+    # named_children() leaves out the second place of a module, which is what is looked for.
     for name, child in module.named_modules(remove_duplicate=False):
         if name and "." not in name and first.setdefault(child, name) != name:
             raise ValueError(
@@ -124,6 +125,7 @@ def split_by_balance(module: nn.Sequential, balance: Sequence[int], devices: Seq
             f"Too few devices for {len(balance)} stages: found {', '.join(map(str, devices)) or 'none'}. Pass one a "
             "stage in `devices`, or a shorter balance."
         )
+    # More devices than stages are allowed: zip leaves the last ones idle.
     rest = iter(children)
     groups = [(OrderedDict(islice(rest, length)), device) for length, device in zip(balance, devices, strict=False)]
     check_shared(groups)

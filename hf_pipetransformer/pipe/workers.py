@@ -33,6 +33,8 @@ def workers(devices: Iterable[torch.device], own: torch.device) -> Iterator[Work
             # A copy for each thread: a context can be entered by one thread at a time.
             submit[device] = partial(thread.submit, copy_context().run)  # type: ignore[arg-type]
             inside = ExitStack()
+            # Grad mode, autocast and streams belong to a thread: the thread itself leaves them, before its pool is
+            # shut down.
             stack.callback(submit[device], inside.close)
             submit[device](_TorchState(devices).enter, device, inside).result()
         yield Workers(own, submit)
@@ -56,6 +58,7 @@ class Workers:
             futures += [self._submit[device](task) for device, task in tasks if device != self._own]
             for device, task in tasks:
                 if device == self._own:
+                    # Look before each task of one's own: an error elsewhere ends the run before more is computed.
                     _raise_first([each for each in futures if each.done()])
                     task()
             wait(futures, return_when=FIRST_EXCEPTION)
@@ -69,6 +72,7 @@ class Workers:
 
 
 def _raise_first(done: list[Future[None]]) -> None:
+    # Lists are emptied and errors popped for the reason given in `Workers.run`: a frame must not keep them.
     errors = [error for error in (each.exception() for each in done) if error is not None]
     done.clear()
     if errors:
@@ -91,13 +95,16 @@ class _TorchState:
 
     def enter(self, device: torch.device, stack: ExitStack) -> None:
         """Enter the state in the present thread, which serves `device`, until the stack is closed."""
+        # Inference mode first: leaving it (False) turns gradients on, whatever grad mode says.
         contexts: list[Any] = [torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._is_grad_enabled)]
         contexts += [
             torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._autocast_caches)
             for kind, (is_enabled, dtype) in self._autocast.items()
         ]
         contexts += [torch.cuda.stream(stream) for stream in self._streams]
+        # A default device intercepts every torch function: none is set where it is the CPU anyway.
         contexts += [] if self._default_device == torch.device("cpu") else [self._default_device]
+        # Last, since entering a stream makes the stream's GPU the current one.
         contexts += [torch.cuda.device(device)] if device.type == "cuda" else []
         for context in contexts:
             stack.enter_context(context)
@@ -118,6 +125,7 @@ def lanes(device: torch.device) -> Lanes | None:
     """Return the copy streams of a GPU, created once; None for the CPU."""
     if device.type != "cuda":
         return None
+    # The threads of all devices ask, and have to get the same two streams.
     with _LANES_LOCK:
         if device not in _LANES:
             _LANES[device] = Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device))
@@ -150,6 +158,7 @@ def _noted(events: Events, what: str, stream: Any, tensors: Tensors) -> Tensors:
 def _waited(events: Events, what: str, stream: Any, tensors: Tensors) -> Tensors:
     """Make later work of the stream wait for the event `what`, and return the tensors, which it may then use."""
     if stream is not None:
+        # A CPU records no events: what it hands on is complete.
         if what in events:
             stream.wait_event(events[what])
         for tensor in tensors:
@@ -196,6 +205,7 @@ class _Passing(torch.autograd.Function):
         ctx.back = back
         outputs = tuple(output.detach() for output in there(tensors) if output is not None)
         needed = ctx.needs_input_grad[2:]
+        # Or every output would need a gradient as soon as one input does.
         ctx.mark_non_differentiable(*(each for each, is_needed in zip(outputs, needed, strict=True) if not is_needed))
         return outputs
 
@@ -237,6 +247,7 @@ def arrive(departed: Departed, target: torch.device) -> tuple[Any, ...]:
         if here is not None:
             there, back = partial(_waited, events, "arrived", here), partial(_noted, events, "gradient is ready", here)
             values = _passed(values, target, there, back)
+    # A stage may return tensors from another device than its own: they come without streams of their own.
     return tuple(
         value.to(target) if isinstance(value, torch.Tensor) and not is_same_place(value.device, target) else value
         for value in values

@@ -269,22 +269,26 @@ def predict_step(
     """
     microbatches, durations = _durations(layout, costs, overheads, samples_per_pipeline)
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
+    # Gradients of a block can be reduced while the last micro-batch's backward runs through the blocks below it.
     hidden = by_rank(layout, [overheads.hidden_reduction * each for each in durations.backward])
     exposed = zip(gradient_bytes(layout, costs), hidden, strict=True)
     of_ring = overheads.of_sum(layout.num_replicas)
     reductions = [max(0.0, of_ring + overheads.reduction_per_byte * size * ring - beside) for size, beside in exposed]
     updates = [overheads.optimizer_per_parameter * count for count in trained_elements(layout, costs)]
     if layout.abilities.overlaps_steps:
+        # A window knows no batches: all micro-batches of an optimizer step come in a row.
         step_size = accumulation * microbatches
         durations = replace(durations, update=tuple(map(sum, zip(reductions, updates, strict=True))))
         pipeline = steady_seconds(layout.places, layout.first_active_stage, step_size, durations)
         reduction = optimizer = 0.0
+        # `durations` has a time of the backward for frozen stages too, which launch none.
         whole = [each if stage >= layout.first_active_stage else 0.0 for stage, each in enumerate(durations.backward)]
         busy = [step_size * sum(both) for both in zip(durations.forward, whole, strict=True)]
     else:
         passes = [(_table(layout, microbatches, durations), durations)]
         if overheads.has_reference:
             shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+            # The reference reads whole micro-batches: the shares of token slices are those of the training pass.
             passes.append((FORWARD_ONLY[layout.placement].table(*shape), replace(durations, factors=())))
         timelines = [simulate(*each, layout.places) for each in passes]
         pipeline = accumulation * sum(each.end for each in timelines)
@@ -323,6 +327,7 @@ def _durations(
     layout: Layout, costs: BlockCosts, overheads: Overheads, samples_per_pipeline: int
 ) -> tuple[int, Durations]:
     """Return the micro-batches of a batch, and the durations of the stages' passes over one of them."""
+    # A micro-batch has one sample at least.
     microbatches = max(1, min(layout.num_microbatches, samples_per_pipeline))
     samples = samples_per_pipeline / microbatches
     backwards = block_backwards(costs, layout.num_frozen_layers)

@@ -58,6 +58,7 @@ class RunSchedule:
 def length_of_run(args: Any, num_devices: int, num_samples: int | None) -> tuple[int, int]:
     """Return the optimizer steps of a run and of an epoch by Trainer's rules; 0 steps if the options do not say."""
     if num_samples is None:
+        # Without a length the whole run counts as one epoch, after which nothing is read again.
         return max(0, args.max_steps), max(1, args.max_steps)
     batches = math.ceil(num_samples / (args.train_samples_per_device * num_devices))
     steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
@@ -69,6 +70,7 @@ def spans_of(coming: Iterable[tuple[int, int]], num_frozen: int, num_steps: int)
     """Split a run into spans. `coming` has optimizer steps, in order, and the layers frozen from then on."""
     starts = [(0, num_frozen)]
     for step, frozen in coming:
+        # A decision that freezes no more begins no span.
         if step < num_steps and frozen > starts[-1][1]:
             starts.append((step, frozen))
     ends = [*(step for step, _ in starts[1:]), num_steps]

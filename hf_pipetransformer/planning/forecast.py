@@ -85,12 +85,14 @@ class Forecast:
             reading = 0.0 if self.storing is None else self.storing.costs.input
             passes: tuple[Pass, ...] = (Pass(steps_left, record_seconds=reading),)
             moving, decision, stored_level = 0.0, None, layout.cache_level
+            # What is frozen before the first step freezes nothing more, but it has to be decided if it is stored.
             if span.num_frozen > layout.num_frozen_layers or (span is spans[0] and span.num_frozen):
                 choice = self._search(layout, span.num_frozen, share, steps_left)
                 layout, passes, moving, decision = choice.layout, choice.passes, choice.moving, choice.storing
             if layout.cache_level and self.storing is not None:
                 writing = max(1, self.storing.num_slots) * self.steps_per_epoch
                 written = self.storing.contents.fits_share * min(1.0, span.num_steps / writing)
+                # Records of another level are written anew.
                 share = max(share if layout.cache_level == stored_level else 0.0, written)
             yield Segment(layout, _first(passes, span.num_steps), moving, decision)
             steps_left -= span.num_steps

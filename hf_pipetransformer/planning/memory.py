@@ -133,6 +133,8 @@ def rank_memory(
     if memory.recompute != "never" and costs.boundary_bytes:
         recomputed = _recomputed(layout, in_each, microbatches, memory.recompute)
         gradients = by_rank(layout, by_stage(layout, made))
+        # The estimate with recomputation has all gradients beside all activations. Where it is above the one of a run
+        # that keeps everything, it is too high.
         whole = [RankMemory(each, gradients=more) for each, more in zip(recomputed, gradients, strict=True)]
         found = [min(pair, key=lambda rank: rank.total) for pair in zip(found, whole, strict=True)]
     trained, active = trained_elements(layout, costs), gradient_bytes(layout, costs)
@@ -146,6 +148,7 @@ def rank_memory(
     _add_shared(found, reduced, layout, costs)
     if layout.abilities.overlaps_steps:
         kind, num_stages = find_weights(weights), layout.num_stages
+        # A window has one stage a rank, so that stages are ranks here.
         for stage, own in enumerate(active):
             versions = kind.copies(stage, num_stages, accumulation * microbatches)
             beside = copies_beside(kind.direction, memory.optim) if kind.predicts(stage, num_stages) else 0
@@ -182,6 +185,7 @@ def _move_shared(gradients: list[float], layout: Layout, costs: BlockCosts) -> N
     """Move the gradient of a weight that several blocks of one rank share to the block whose backward is the first."""
     for blocks, elements in costs.shared:
         if len(layout.ranks_of(blocks)) == 1 and costs.trained[blocks[0]]:
+            # Bytes of shared elements are not known apart: the average of the block is taken.
             size = gradients[blocks[0]] * elements / costs.trained[blocks[0]]
             gradients[blocks[0]] -= size
             gradients[blocks[-1]] += size
@@ -226,6 +230,7 @@ def _fullest(
         microbatches, is_alone = max(microbatches, layout.pipeline_size), False
     shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
     table, found = find_schedule(layout.schedule).table(*shape), list[RankMemory]()
+    # The only backward of a step puts its gradients into the flat buffers at once, which `rank_memory` adds.
     is_moved = is_alone and sums_in_place and microbatches == 1 and layout.num_replicas > 1
     working = costs.working_bytes or (0.0,) * len(gradients)
     for rank, actions in enumerate(table):
@@ -241,6 +246,7 @@ def _fullest(
                     held += costs.activation_bytes[block] if block in blocks[chunk] else 0.0
                     moments.append(RankMemory(held + working[block], gradients=moments[-1].gradients))
             elif op is Op.BACKWARD_INPUT:
+                # Activations stay: the gradients of the weights need them still.
                 most = max((working[block] for block in blocks[chunk]), default=0.0)
                 moments.append(RankMemory(held + most, gradients=moments[-1].gradients))
             elif op in GRADIENTS_ARE_WHOLE:
@@ -248,6 +254,7 @@ def _fullest(
                     before = 0.0 if is_moved else moments[-1].gradients
                     moments.append(RankMemory(held + working[block], gradients=before))
                     held -= costs.activation_bytes[block]
+                    # With several batches all gradients are there from the beginning, that of the table too.
                     late, rows = kept_back if block == 0 and is_alone else (0.0, 0.0)
                     more = rows + (gradients[block] - late) * (block not in made)
                     moments.append(RankMemory(held, gradients=before + more))
@@ -285,6 +292,7 @@ def _recomputed(layout: Layout, costs: BlockCosts, microbatches: int, recompute:
 def _cast_bytes(costs: BlockCosts) -> list[float]:
     """Return the bytes of 16-bit copies of the float32 weights of each block."""
     kinds = ((costs.trained, costs.trained_sizes), (costs.kept_elements, costs.kept_sizes))
+    # Autocast copies float32 weights only; a block of mixed dtypes counts as none.
     whole = [[size if size == 4 * count else 0 for count, size in zip(*kind, strict=True)] for kind in kinds]
     return [sum(both) / 2 for both in zip(*whole, strict=True)]
 

@@ -49,17 +49,20 @@ def calibrate(
         modelled = 0.0
         for rank in ranks:
             samples = reports[rank]["samples"]
+            # A small batch has fewer micro-batches than M, one for each sample.
             passes = min(accumulation * layout.num_microbatches, samples) * _num_chunks(layout, rank, first)
             modelled += times * (samples * _sum(blocks, layout, rank) + passes * per_pass)
         measured = sum(reports[rank][part] for rank in ranks)
         return measured / modelled if measured and modelled else 1.0
 
+    # Forwards run on all stages, frozen ones too, and once more for the reference.
     forward = factor("forward", forwards, overheads.per_forward, 0, 1 + overheads.has_reference)
     backward = factor("backward", backwards, overheads.per_backward, layout.first_active_block)
     scaled = costs.scaled(forward, backward)
     overheads = replace(
         overheads, per_forward=forward * overheads.per_forward, per_backward=backward * overheads.per_backward
     )
+    # The rank with most to update is the one that the others wait for, and that a prediction is made of.
     by_position = trained_elements(layout, costs)
     trained = [by_position[rank % layout.pipeline_size] for rank in range(len(reports))]
     largest = max(ranks, key=trained.__getitem__)
@@ -69,7 +72,9 @@ def calibrate(
         if layout.num_replicas > 1:
             ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
             size = gradient_bytes(layout, costs)[largest % layout.pipeline_size]
+            # Ranks that train nothing reduce nothing.
             waited = statistics.median(reports[rank]["reduction"] for rank in ranks if trained[rank])
+            # The latency of a collective has a cost of its own, whatever it carries.
             waited = max(0.0, waited - overheads.of_sum(layout.num_replicas))
             overheads = replace(overheads, reduction_per_byte=waited / (size * ring))
     other = statistics.median(_other(layout, reports[rank]) for rank in ranks) - overheads.of_batch(layout)

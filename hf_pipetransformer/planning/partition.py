@@ -36,6 +36,7 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
         placed: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (num_blocks + 1)
         for end in range(stage + 1, num_blocks + 1):
             candidates = []
+            # From `stage` on: each of the stages before has one block or more.
             for start in range(stage, end):
                 head = best[start]
                 if head is not None:

@@ -219,6 +219,7 @@ def cut_at_nodes(
         near_seconds: time of a step if messages to other nodes took no longer than inside one, so the most to gain.
     """
     even = judge(layout)
+    # Even messages that cost nothing more would not gain enough.
     if even.predicted_seconds * (1 - WORTH_MOVING) < near_seconds:
         return layout
     last = layout.num_stages
@@ -229,6 +230,7 @@ def cut_at_nodes(
         for before, own, after in zip(far, far[1:], [*far[2:], last], strict=False):
             ends = best.layout.boundaries
             within = [cut for cut in cuts if ends[before] <= cut <= ends[after]]
+            # Stages on either side keep one piece between cuts at least.
             for at in range(own - before, len(within) - (after - own)):
                 below = stage_boundaries(loads, within[: at + 1], own - before)
                 above = stage_boundaries(loads, within[at:], after - own)
@@ -315,6 +317,7 @@ class PlanInputs:
     def cut_at_nodes(self, layout: Layout, loads: Sequence[float]) -> Layout:
         """Cut a pipeline over several nodes where messages between them cost least; return others unchanged."""
         overheads, rules = self.overheads, self.rules
+        # Where cuts follow the blocks' work, no measured speed of a message may move them.
         if rules.work or not overheads.spans_nodes(layout.pipeline_size):
             return layout
 

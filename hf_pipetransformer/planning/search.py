@@ -188,6 +188,7 @@ class _Look:
         """Return the layout of a shape, with the present boundaries where new ones save too little."""
         inputs, current = self.inputs, self.current
         layout = inputs.lay_out(shape, self.num_frozen, level)
+        # Another number of stages moves weights in any case; whether that pays is for `_choose` to say.
         if layout.places != current.places:
             return layout
         unmoved, cut_by = replace(layout, boundaries=current.boundaries), inputs.cut_by
@@ -203,10 +204,13 @@ class _Look:
         """Return the fastest of the allowed ways to store, with the layout that `lay_out` returns for its level."""
         plain = lay_out(0)
         ways, slots = self._ways(plain)
+        # A pipeline over several nodes stores nothing: stages elsewhere could not read the store of the first.
         storing, is_near = self.storing, not self.inputs.overheads.spans_nodes(plain.pipeline_size)
         mode = "off" if storing is None or storing.keeps_dropout(self.num_frozen) or not is_near else storing.mode
         options = {name: self._option(lay_out(way.level) if way.level else plain, way) for name, way in ways.items()}
         seconds = {name: option.seconds for name, option in options.items()}
+        # A way that does not fit in memory is out, unless none fits: then K has to change, and `_choose` looks at
+        # that.
         allowed = allowed_ways(list(ways), mode)
         chosen = fastest(seconds, [name for name in allowed if options[name].fits] or allowed)
         if storing is None or not is_near:
@@ -231,6 +235,7 @@ class _Look:
         layout = replace(layout, fresh_share=way.fresh_share)
         seconds = seconds_left(layout, way.passes, self.without_reading) + moving_seconds(self.current, layout, inputs)
         judged = inputs.judge(layout, inputs.cut_by)
+        # Where no measured time may decide, a step by operations stands for the rest of the run.
         score = judged.predicted_seconds if rules.is_timeless else seconds
         return _Option(layout, score, judged.fits, way.passes, seconds, None)
 
@@ -324,6 +329,7 @@ def moving_seconds(old: Layout, new: Layout, inputs: PlanInputs) -> float:
     """Return the seconds to move weights and optimizer state; 0 if no rank gets other blocks."""
     if (old.places, old.boundaries) == (new.places, new.boundaries):
         return 0.0
+    # No move is timed at the start: a byte is taken to move as fast as one of an all-reduce.
     return MOVED_BYTES * inputs.overheads.reduction_per_byte * sum(trained_elements(new, inputs.blocks))
 
 

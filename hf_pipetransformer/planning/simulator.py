@@ -86,6 +86,8 @@ def simulate(table: Table, durations: Durations, placement: Placement | None = N
     if set(found.values()) != {placement.num_stages}:
         raise ValueError(f"Expected durations for each of {placement.num_stages} stages, found {found}.")
     run = _Run(table, durations, placement)
+    # In whatever order the ranks are looked at, the times are the same: each computation starts as soon as its rank
+    # and its input allow. So any() may begin again with rank 0 after each move.
     while any(run.advance(rank) for rank in range(len(table))):
         pass
     if waiting := run.waiting():
@@ -170,6 +172,7 @@ class _Run:
             lower = stage if op is Op.SEND_FORWARD else stage - 1
             hop = self.durations.hops[lower] if self.durations.hops else self.durations.hop
             self.arrival[stage, op, i] = self.clock[rank] + hop
+        # A message takes none of the rank's own time: only the computation that needs it waits.
         if op in NEEDS.values() or op in SENDS:
             return True
         start, source = self.clock[rank], source_of(op, stage, self.placement.num_stages)

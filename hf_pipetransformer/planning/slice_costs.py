@@ -67,6 +67,8 @@ class _Search:
     def __init__(self, times: Times, num_stages: float, batch_size: int, tolerance: float) -> None:
         self.num_stages, self.batch_size, self.tolerance = num_stages, batch_size, tolerance
         num_sizes, length, _ = times.shape
+        # By the end of a slice, not by its context, so that one row has all slices that the program compares at a
+        # step.
         self.by_end = np.full((length + 1, num_sizes, length), np.inf)
         for end in range(1, length + 1):
             starts = np.arange(end)
@@ -89,6 +91,7 @@ class _Search:
         self.look(middle + 1, high, least)
 
     def _cannot_improve(self, low: int, least: float) -> bool:
+        # A plan that no lower bound has shown has a slice as slow as the lowest bound of the interval.
         return bool(least + (self.num_stages - 1) * self.bounds[low] >= (1 - self.tolerance) * self.found.seconds)
 
     def _solve(self, bound: float) -> tuple[SlicePlan, float, float]:
@@ -224,6 +227,7 @@ def _non_negative(columns: np.ndarray) -> np.ndarray:
         used = [column for column in range(num_columns) if chosen >> column & 1]
         rates, *_ = np.linalg.lstsq(columns[:, used], np.ones(len(columns)), rcond=None)
         rest = float(np.sum((columns[:, used] @ rates - 1) ** 2))
+        # A set comes before its supersets: one that fits better by rounding alone does not replace it.
         if (rates >= 0).all() and rest < best - 1e-12:
             best, found = rest, np.zeros(num_columns)
             found[used] = rates

@@ -55,6 +55,7 @@ class CacheCosts:
         """
         if not self.is_apart:
             return self.read
+        # Only the first of the batches that a step accumulates is read ahead, so that only its share can be hidden.
         return self.read - min(self.read / self.num_at_once, self.active + computed)
 
     def writing(self, computed: float = 0.0) -> float:
@@ -184,6 +185,7 @@ def passes_ahead(
     # Frozen blocks above a record run while the device's host reads, and everything runs while it writes anew.
     above_old = max(whole - costs.prefix[stored.level], 0.0) if share else whole
     above_new = max(whole - costs.prefix[level], 0.0)
+    # Records of fewer layers are written anew as they are read; those of this level stay.
     rewritten = 0.0 if stored.level == level else share * costs.writing(above_old)
     written = rewritten + (fits - share) * costs.writing(whole)
     first = min(steps_left, slots.num_slots * steps_per_epoch)
@@ -255,6 +257,7 @@ def ways_of_storing(
     found = {"compute": way(0)}
     if stored.share > 0 and 0 < stored.level <= num_frozen:
         found["keep"] = way(stored.level)
+    # Records are at the wanted level: to write them would be to keep them.
     if num_frozen and "keep" in found and stored.level == num_frozen:
         return found
     if num_frozen and steps_left > slots.num_slots * steps_per_epoch:
@@ -275,6 +278,7 @@ def allowed_ways(possible: Sequence[str], mode: str) -> list[str]:
 
 def fastest(seconds: Mapping[str, float], ways: Sequence[str]) -> str:
     """Return the way that takes least time; of those that are equal but for rounding, the one that stores less."""
+    # The ways come in the order of how much they store, so that the first of equals stores least.
     least = min(seconds[way] for way in ways)
     return next(way for way in ways if seconds[way] <= least * (1 + 1e-9))
 
@@ -358,6 +362,7 @@ def decide_cache(
         stored: g, s and p.
         epochs_left: E, how often an average sample will still be read, the current epoch included.
     """
+    # Epochs stand for steps.
     ways = ways_of_storing(costs, num_frozen, stored, max(epochs_left, 0.0), 1.0, slots)
     computed = [max(0.0, costs.prefix[num_frozen] - seconds) for seconds in costs.prefix]
 

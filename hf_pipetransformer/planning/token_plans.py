@@ -113,6 +113,7 @@ class SlicePlanner:
         plans = []
         for count in counts:
             size = -(-samples // count)
+            # One plan where the best cut is the whole sequence.
             for lengths in dict.fromkeys([(length,), self._best_lengths(length, size, count)]):
                 plans.append(TokenPlan(count, lengths, self.seconds(lengths, size, min(count, samples))))
         return plans

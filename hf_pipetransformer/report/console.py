@@ -22,8 +22,11 @@ WIDTH = 100
 _FIRST = {"loss": "loss", "grad_norm": "norm", "learning_rate": "lr"}
 _SPEED = ("samples_per_second", "train_samples_per_second")
 # What the lines on decisions say already, or only trackers and the events file have.
-_LEFT_OUT = ("epoch", "total_flos", "frozen_layers", "cached_layers", "memory_gb", "tokens_per_second", "bubble_share")
-_LEFT_OUT_BEGINS, _LEFT_OUT_ENDS = (NORM_OF, "pipeline_"), ("_samples_per_second", "_steps_per_second")
+_LEFT_OUT = (
+    *("epoch", "total_flos", "frozen_layers", "cached_layers", "memory_gb", "tokens_per_second", "bubble_share"),
+    *("pipeline_stages", "pipeline_chunks", "pipeline_replicas", "pipeline_microbatches"),
+)
+_LEFT_OUT_ENDS = ("_samples_per_second", "_steps_per_second")
 
 
 def shorten_console(handler: CallbackHandler) -> None:
@@ -45,22 +48,30 @@ def _print_line(callback: Any, _args: Any, state: Any, _control: Any, logs: dict
 
 
 def log_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str:
-    """Return a log entry in at most `WIDTH` characters: loss, norm, learning rate, speed, and what else there is."""
+    """Return a log entry: loss, norm, learning rate, speed, and what else there is.
+
+    It has at most `WIDTH` characters, of which what else there is may take more lines.
+    """
     known = [f"{label} {_shown(logs[name])}" for name, label in _FIRST.items() if name in logs]
     known += [f"{_shown(logs[name])} samples/s" for name in _SPEED if name in logs]
     others = [
-        f"{name} {duration(value) if name.endswith('_runtime') and isinstance(value, float) else _shown(value)}"
+        f"{printable(name)} {_time_or_value(name, value)}"
         for name, value in logs.items()
         if name not in (*_FIRST, *_SPEED, *_LEFT_OUT)
-        and not name.startswith(_LEFT_OUT_BEGINS)
+        and not name.startswith(NORM_OF)
         and not name.endswith(_LEFT_OUT_ENDS)
     ]
-    line = f"step {step}/{max_steps}" if max_steps else f"step {step}"
+    lines = [f"step {step}/{max_steps}" if max_steps else f"step {step}"]
     for part in [*known, *others]:
-        if len(line) + len(part) + 2 > WIDTH - 4:
-            return f"{line} ..."
-        line += f"  {part}"
-    return line
+        part = part if len(part) <= WIDTH - 4 else f"{part[: WIDTH - 8]} ..."
+        if len(lines[-1]) + len(part) + 2 > WIDTH:
+            lines.append("  ")
+        lines[-1] += f"  {part}"
+    return "\n".join(lines)
+
+
+def _time_or_value(name: str, value: Any) -> str:
+    return duration(value) if name.endswith("_runtime") and isinstance(value, float) else _shown(value)
 
 
 def _shown(value: Any) -> str:

@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from functools import cache
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -33,6 +34,10 @@ _FIRST_RANK_IS_LOST = re.compile(r"^(rank 0\b[^(:]* not answer|The launcher, whi
 _FIRST_CAUSE = "First cause: "
 """Words of a PipelineError before the cause that another rank reported."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+SECONDS_TO_HANDLE = 5.0
+"""Seconds that a main thread has to return to Python after SIGTERM: less than launchers wait before they kill."""
 
 
 class Faults(Protocol):
@@ -53,8 +58,8 @@ class FailureReporter:
 
     SIGTERM is told too, by a handler, as long as nobody else handles it. It ends the process still. Without a handler
     a killed rank would have no cause: its launcher ends the other ranks by this signal before they can raise an error.
-    The handler runs when the main thread returns to Python, so `handles_sigterm` has to be False where that may wait
-    for a lost rank without end.
+    The handler runs when the main thread returns to Python. Where that waits for another rank, a thread says why and
+    ends the process after `SECONDS_TO_HANDLE`.
     """
 
     def __init__(
@@ -73,11 +78,49 @@ class FailureReporter:
         self._find_checkpoint = find_checkpoint
         self._handles_sigterm = handles_sigterm and threading.current_thread() is threading.main_thread()
         self._pid = os.getpid()
+        self._is_handled = threading.Event()
+        self._wakes: int | None = None
+        self._thread: threading.Thread | None = None
+        self._is_active = False
 
     def __enter__(self) -> None:
         _remove_record()
+        self._is_active = True
         if self._handles_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._end)
+            self._watch()
+
+    def _watch(self) -> None:
+        """Start the thread that ends a process whose main thread does not return to Python."""
+        _leave_signals_to_children()
+        signaled, self._wakes = os.pipe()
+        os.set_blocking(self._wakes, False)
+        before = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
+        if before != -1:
+            # An event loop needs it: its main thread returns to Python.
+            signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+            self._stop_watching()
+        self._thread = threading.Thread(target=self._end_if_not_handled, args=(signaled,), daemon=True)
+        self._thread.start()
+
+    def _stop_watching(self) -> None:
+        if self._wakes is not None:
+            with contextlib.suppress(ValueError):  # It belongs to another thread's interpreter state.
+                if (now := signal.set_wakeup_fd(-1)) not in (-1, self._wakes):
+                    signal.set_wakeup_fd(now)
+            os.close(self._wakes)  # The thread reads the end of the pipe.
+            self._wakes = None
+        if self._thread is not None:
+            self._thread.join(SECONDS_TO_HANDLE)
+
+    def _end_if_not_handled(self, signaled: int) -> None:
+        with open(signaled, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                is_ours = number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) == self._end
+                if is_ours and not self._is_handled.wait(SECONDS_TO_HANDLE):
+                    with contextlib.suppress(Exception):
+                        self._say_why_it_ends()
+                    os._exit(128 + signal.SIGTERM)  # As a shell counts it: only the main thread may set a handler.
 
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
@@ -87,10 +130,13 @@ class FailureReporter:
             if error is None:
                 _remove_record()
             elif is_told:
-                with contextlib.suppress(Exception):  # The first error is what counts.
-                    self._add_notes(error)
-                    _record_error(error)
+                # The first error is what counts, and it is recorded whatever a note of it needs.
+                for tell in (self._add_notes, _record_error):
+                    with contextlib.suppress(Exception):
+                        tell(error)
         finally:
+            self._is_active = False
+            self._stop_watching()
             if signal.getsignal(signal.SIGTERM) == self._end:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if error is not None and is_told and _world_size() > 1:
@@ -113,9 +159,12 @@ class FailureReporter:
 
     def _way_on(self) -> str:
         """Return where to go on from, and where the run's events are."""
-        newest, says = self._find_checkpoint(self._output_dir), []
-        # Another run may have left one in the same folder.
-        if newest is not None and (self._is_resumed or _is_of_this_launch(newest[0])):
+        newest, says = None, []
+        # A folder may be rotated away or unreadable meanwhile. And another run may have left one in the same place.
+        with contextlib.suppress(Exception):
+            found = self._find_checkpoint(self._output_dir)
+            newest = found if found is not None and (self._is_resumed or _is_of_this_launch(found[0])) else None
+        if newest is not None:
             says.append(
                 f"Resume from the newest whole checkpoint by trainer.train(resume_from_checkpoint={newest[0]!r}), or "
                 f"by --resume_from_checkpoint {shlex.quote(newest[0])} if the script reads it."
@@ -128,8 +177,9 @@ class FailureReporter:
 
     def _end(self, number: int, _frame: Any) -> None:
         """Say why the process ends, and end it by the signal."""
-        if signal.getsignal(number) != self._end:
-            return  # A handler that was set later has called the one before it.
+        self._is_handled.set()
+        if self._is_active and signal.getsignal(number) != self._end:
+            return  # A handler that was set in the training has called the one before it, and goes on.
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() == self._pid:  # Not a forked worker.
             with contextlib.suppress(Exception):
@@ -143,6 +193,17 @@ class FailureReporter:
             text = "\n".join(filter(None, [self._details(), f"The run failed: {cause}", self._way_on()]))
             _record(cause, text)
             os.write(2, f"\n{text}\n".encode())  # The signal may have come amid a write to `sys.stderr`.
+
+
+@cache
+def _leave_signals_to_children() -> None:
+    """Let forked processes write no signals of theirs into a pipe of this one; such a hook stays, and does no more."""
+
+    def forget() -> None:
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+    os.register_at_fork(after_in_child=forget)
 
 
 def is_of_users(error: BaseException) -> bool:

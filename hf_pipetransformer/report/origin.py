@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -70,14 +72,14 @@ def changed_options(args: TrainingArguments) -> dict[str, Any]:
     for each in fields(args):
         if not each.init or each.name in _NOT_OF_A_TRAINING or each.name.endswith(("_dir", "_plan", "_checkpoint")):
             continue
-        if each.name.startswith("hub_") or any(secret in each.name for secret in SECRETS):
+        if each.name.startswith("hub_") or _is_secret(each.name):
             continue
         default = each.default if each.default_factory is MISSING else each.default_factory()
         value = getattr(args, each.name, default)
         # Trainer itself sets some that are None by default: to False, or to what it has found.
         if default is MISSING or plain(value) == plain(default) or (default is None and not value):
             continue
-        found[each.name] = _short(plain(value))
+        found[each.name] = _shown(value)
     return found
 
 
@@ -87,8 +89,29 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
+def _shown(value: Any) -> Any:
+    """Return an option without secrets and folders outside of the working directory; of a long text its begin."""
+    inside = _without_secrets(value)
+    return _short(json.dumps(inside) if isinstance(inside, (dict, list)) else inside)
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        named = {str(name): each for name, each in value.items()}
+        return {name: _without_secrets(each) for name, each in named.items() if not _is_secret(name)}
+    if isinstance(value, (list, tuple, set)):
+        return [_without_secrets(each) for each in value]
+    # Of other objects the text may name anything.
+    text = plain(value)
+    names_one = isinstance(text, str) and not isinstance(value, str) and _is_secret(text)
+    return type(value).__name__ if names_one else _short(text)
+
+
+def _is_secret(name: str) -> bool:
+    return any(secret in name.lower() for secret in SECRETS)
+
+
 def _short(value: Any) -> Any:
-    """Return an option without folders outside of the working directory; of a long text its begin."""
     if not isinstance(value, str):
         return value
     text = relative(value)

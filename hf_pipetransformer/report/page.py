@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.report import printable
 from hf_pipetransformer.report.drawing import DARK, LIGHT, converter, readable, save_chart
+from hf_pipetransformer.report.files import create
 from hf_pipetransformer.report.recorded import RecordedRun, is_finite, pipeline_size, read_runs
 
 
@@ -40,12 +41,12 @@ def write_report(folders: Sequence[str], page: str | None, pictures: str | None)
             )
     from hf_pipetransformer.report.charts import all_charts  # Only the report needs Altair.
 
-    runs = read_runs(folders)
     written = []
     try:
+        runs = read_runs(folders)
         charts = all_charts(runs)
         text = render(runs, charts)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"An event of {', '.join(folders)} is not what this version writes ({type(error).__name__}: {error}): "
             "expected the folders as the runs left them."
@@ -53,7 +54,8 @@ def write_report(folders: Sequence[str], page: str | None, pictures: str | None)
     if page is not None:
         path = Path(page)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with create(path) as file:  # A link in the folder of a run is not followed.
+            file.write(text)
         written.append(str(path))
     if pictures is not None:
         folder = Path(pictures)

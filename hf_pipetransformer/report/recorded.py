@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from hf_pipetransformer.report.events import EVENTS_FILE, read_events
+from hf_pipetransformer.report.files import open_regular
 
 
 STATE_FILE = "trainer_state.json"
@@ -203,7 +205,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        with os.fdopen(open_regular(path), encoding="utf-8") as file:
+            found = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}): expected a JSON object.") from error
     if not isinstance(found, dict):
@@ -288,7 +291,7 @@ def _best(folder: Path, events: Sequence[dict[str, Any]], entries: Sequence[Entr
 
 
 def _trace(folder: Path) -> list[dict[str, Any]]:
-    path = max(folder.glob("trace_step_*.json"), key=lambda path: path.stat().st_mtime, default=None)
+    path = max(folder.glob("trace_step_*.json"), key=lambda path: path.lstat().st_mtime, default=None)
     found = [] if path is None else _object(path).get("traceEvents")
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise ValueError(f"{path} has no list of traceEvents: expected the trace of a step.")

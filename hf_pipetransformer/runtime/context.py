@@ -179,6 +179,7 @@ class CollectiveTimeouts:
         try:
             yield
         except BaseException as error:
+            # A script that leaves by itself is no fault.
             if self._depth == 1 and not isinstance(error, (SystemExit, GeneratorExit)):
                 self._report(error)
             raise
@@ -192,6 +193,7 @@ class CollectiveTimeouts:
         text = " ".join([first_line, *getattr(error, "__notes__", [])])
         second_hand = is_second_hand(error)
         details = failure.traceback_of(error) if failure.is_of_users(error) else ""
+        # The board answers with the first cause: this error may follow from that of another rank.
         cause = self._board.report(text, not second_hand, details)
         self._record(cause, self._board.details, is_short)
         if second_hand:
@@ -204,9 +206,11 @@ class CollectiveTimeouts:
             if self._is_recorded:
                 return
             self._is_recorded = True
+            # The fault of another rank comes as text.
             is_short |= torch.OutOfMemoryError.__name__ in cause
             try:
                 self.journal.write("fault", cause=cause, out_of_memory=is_short, **self.journal.tried)
+            # A full disk may be the very fault, which this error must not hide.
             except OSError as error:
                 logger.debug(f"The events file cannot take the fault {cause!r}: {error}")
 
@@ -233,6 +237,8 @@ class Seeds:
         """Give this rank its own RNG state."""
         if self.topology.world_size > 1:
             place = groups.replica * groups.pipeline_size + groups.position
+            # Different primes for ranks, starts and transitions: seeds of two ranks would take many transitions to
+            # meet.
             times = self.num_starts + 1_009 * self.num_transitions
             torch.manual_seed(self.seed + 1_000_003 * (1 + place) + 7_919 * times)
 
@@ -258,5 +264,6 @@ class Context:
 
     def end_plan(self) -> NoReturn:
         """Leave the script on every rank, after a plan. Collective."""
+        # Ranks leave together: one that ends early would look lost to the others.
         self.topology.barrier()
         raise PlanPrinted

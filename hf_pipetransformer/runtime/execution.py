@@ -152,6 +152,7 @@ class StageRunner:
         cut = self._cut(batch, self.loss_rule, stage.layout.num_microbatches, bounds)
         loss = torch.zeros((), device=stage.settings.device)
         if cut:
+            # First of all: the loss of each micro-batch finds what the reference gives among its inputs.
             if batch.reference is not None:
                 cut = self._with_reference(cut, batch.reference, batch.prepare)
             num_slices, is_joined = max(1, len(bounds) - 1), self._plan_head(batch, cut, watches)
@@ -164,12 +165,15 @@ class StageRunner:
             shares = run.drain()
             stage.view.widen()
             stage.head.begin(HeadMode.PARTS)
+            # Added on the device: a sum of Python numbers would have the host wait for every micro-batch.
             loss = torch.stack(shares).sum() if shares else loss
         elif self._replicas is not None:
+            # The other last stages wait for every replica in the exchanges of the join, also for one without samples.
             dtype = stage.settings.probe.boundary_dtypes[-1]
             self._replicas.take_part(torch.empty(0, dtype=dtype, device=stage.settings.device))
         elif batch.num_items == 0 and stage.groups.is_last:
             loss += float("nan")  # No replica had an item: the mean is nan on all of them, and Trainer filters it.
+        # Outside of the branches: other replicas wait for this one in the all-reduce, even if it has no samples.
         if is_last_batch:
             self._reduce()
         return loss
@@ -209,6 +213,7 @@ class StageRunner:
         uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
         parts = OnDevice([replace(part, forward=reference) for part in cut], uses, prepare, self._copies)
         found = self.stage.engine.begin(actions, parts, is_training=False).drain()
+        # Results come out on the last stage alone, whose head is the one to read the entries.
         if not found:
             return cut
         return [replace(part, inputs={**part.inputs, **own}) for part, own in zip(cut, found, strict=True)]
@@ -221,8 +226,10 @@ class StageRunner:
         if is_last_batch and self._reducer.buckets:
             for action, parameters in self._last_gradients_of(actions):
                 yield action
+                # Only after all that comes before the action: an earlier gradient would be taken for the last one.
                 self._reducer.arm(parameters)
         yield None
+        # The rows that embeddings keep back come last of all: only `add` completes the gradient of their tables.
         late = self.stage.embeddings
         if is_last_batch:
             self._reducer.arm(late.parameters)
@@ -274,6 +281,7 @@ class StageRunner:
         groups = self.stage.groups
         if groups.replica_control is None or not groups.is_last:
             return counts
+        # On the CPU over the control group: the counts are known on the host, and no device need be waited for.
         sums = torch.tensor(counts)
         what = f"counting the samples of {groups.replicas}"
         guarded(lambda: dist.all_reduce(sums, group=groups.replica_control), what)
@@ -322,6 +330,7 @@ class StageRunner:
             return mapped(torch.Tensor.cpu, output if how.reduce is None else how.reduce(output, given))
 
         if how.reduce is not None and len(parts) > 1 and self.scope is LossScope.PARTS:
+            # Measured on one part and kept: it depends on the widths and dtypes of the head, hardly on the batch.
             if self._growth is None:
                 self._growth = _num_bytes(head(entering[0], parts[0].inputs)) / max(_num_bytes(entering[0]), 1)
             if self._growth * _num_bytes(entering) > JOINED_BYTES:
@@ -332,6 +341,7 @@ class StageRunner:
         marked, _ = detach_tags(inputs)
         found = HeadJoin(marked, parts, dict, self._replicas if how.joins_replicas else None).whole(entering)
         output, num_rows = run(found.entering, for_model(found.inputs)), len(found.entering)
+        # What has no row for each joined sample, such as the loss, is of all replicas, and stays as it is.
         return mapped(lambda each: found.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
 
     def cut_new_tokens(
@@ -344,6 +354,8 @@ class StageRunner:
         very many: a stage takes as long for one row as for several.
         """
         num_rows, num_new = inputs[self.activation.main_input].shape
+        # With four parts a stage, filling and emptying the pipeline take at most about a fifth of the pass. Each
+        # further part costs the launches of a whole stage.
         most = 4 * self.stage.layout.num_stages
         count = max(1, min(most, num_rows // _FILLING_TOKENS))
         per_group = num_rows * num_new // count
@@ -369,6 +381,7 @@ class StageRunner:
         rank = groups.pipeline_ranks[groups.position]
         if not is_read_by_first:
             return broadcast_tree(message, source, control, rank)
+        # One rank reads the values, so the broadcast to all carries shapes alone.
         outline = None if message is None else mapped(without_rows, message)
         outline = broadcast_tree(outline, source, control, rank)
         if source == first:  # Some schedules have the first and the last stage on one rank.
@@ -382,6 +395,7 @@ class StageRunner:
     def _actions_of_training(self, num_microbatches: int, num_token_slices: int, is_joined: bool) -> ActionList:
         """Return the action list of a batch, found once for a layout; `is_joined`: its head runs once."""
         layout, key = self.stage.layout, (num_microbatches, num_token_slices, is_joined)
+        # By identity: a new layout has other stages, and lists of an old one are not asked for again.
         if layout is not self._layout_seen:
             self._layout_seen, self._of_training = layout, {}
         if key not in self._of_training:

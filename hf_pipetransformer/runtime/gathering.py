@@ -47,9 +47,11 @@ def collect_parameters(
     it can be gathered on the CPU. `timeout` is in seconds.
     """
     wanting = range(place.pipeline_size) if wanted.positions is None else wanted.positions
+    # Meta tensors stand for parameters of other stages, and their device says nothing.
     run_device = next(p.device for p in named.values() if not p.is_meta)
     names = [name for name in named if wanted.names is None or name in wanted.names]
     found: dict[str, torch.Tensor] = {}
+    # All ranks cut the same names into rounds, by sizes that meta tensors have too, so that their transfers match.
     for indices in in_rounds([_num_bytes(named[name]) for name in names]):
         parcels, arriving = [], {}
         for name in (names[index] for index in indices):
@@ -61,6 +63,7 @@ def collect_parameters(
                 arriving[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=run_device)
                 parcels.append(_arriving(name, arriving[name], source, place))
         carry(parcels, place.pipeline_control, timeout)
+        # Off the device before the next round: only one round at a time must fit there.
         found.update({name: tensor.to(wanted.device) for name, tensor in arriving.items()})
     return found
 
@@ -109,6 +112,7 @@ def make_whole(stage: Stage) -> None:
     if stage.is_spread:
         stage.store.fill(_missing(stage, Wanted(HOST)))
         _share_buffers(stage)
+        # The rank's own layers follow those that were fetched: the device may be too small for all of them.
         stage.store.move(set(stage.store.held()), HOST)
     stage.store.is_divided = False
 
@@ -129,12 +133,14 @@ def least_room(needed: int, topology: Topology, device: torch.device = HOST) -> 
 
     Collective: call on every rank; all get the same answer.
     """
+    # The ranks of a node share its memory, so it is known by its first rank; a GPU counts for its own rank alone.
     free, place = psutil.virtual_memory().available, topology.ranks_here[0]
     if device.type == "cuda":
         free, place = torch.cuda.mem_get_info(device)[0], topology.rank
     nodes: dict[int, Room] = {}
     for size, left, node in topology.gather([needed, free, place]):
         before = nodes.get(node, Room(0, left))
+        # Ranks measure at slightly different times: the smallest value is the safe one.
         nodes[node] = Room(before.needed + size, min(before.free, left))
     return max(nodes.values(), key=lambda room: room.needed / max(room.free, 1))
 
@@ -153,6 +159,7 @@ def whole_on_first_rank(stage: Stage, only: Collection[str] | None = None) -> It
     if stage.groups.pipeline_size == 1 or stage.groups.replica != 0:
         yield
         return
+    # Noted before the fill, so that only what was fetched is released.
     held = set(stage.store.held())
     stage.store.fill(_missing(stage, Wanted(torch.device("cpu"), (0,), only)))
     _share_buffers(stage)
@@ -182,6 +189,7 @@ def fetching(stage: Stage) -> Iterator[Callable[[Sequence[str]], dict[str, torch
         return found | {name: named[name].detach().cpu() for name in names if name not in found}
 
     yield fetch
+    # An empty list ends the loop in which the other ranks wait for names.
     if place.is_first:
         announced([])
         return
@@ -210,6 +218,7 @@ def whole_on_every_rank(stage: Stage, device: torch.device = HOST) -> Iterator[N
             f"({room}). Read it from what save_model writes, or leave out what asks for it: whole_model(), and the "
             "argument `model` of callbacks."
         )
+    # Fetched while the stage is still installed: a transfer that fails leaves it able to run.
     fetched = _missing(stage, Wanted(device))
     _share_buffers(stage)
     was_installed = stage.view.is_installed
@@ -217,6 +226,7 @@ def whole_on_every_rank(stage: Stage, device: torch.device = HOST) -> Iterator[N
     try:
         with store.lent_to(device, held):
             store.fill(fetched)
+            # This name would keep the tensors alive when the store releases them.
             del fetched
             try:
                 yield
@@ -240,6 +250,7 @@ def _share_buffers(stage: Stage) -> None:
 
 def check_state_dicts(model: nn.Module) -> None:
     """Have `model.state_dict()` refuse to return tensors without values, those of other stages."""
+    # Once only: a second training of the same model finds the hook in place.
     if _check_values not in model._state_dict_hooks.values():
         model.register_state_dict_post_hook(_check_values)
 

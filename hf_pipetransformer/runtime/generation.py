@@ -131,8 +131,10 @@ class StagedGeneration:
             return broadcast_tree(value, groups.pipeline_ranks[0], control, rank)
 
         own = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+        # Other ranks may have placeholders for the inputs, as loaders give them.
         shared = of_first(own)
         differing = sorted({*own} ^ {*shared} | {name for name in shared if not _agree(own.get(name), shared[name])})
+        # All raise if one finds a difference, or the rest would wait for it in the passes.
         for names in all_gather_trees(differing, control, groups.pipeline_size):
             if names:
                 raise ValueError(
@@ -157,6 +159,7 @@ def join_tokens(parts: list[torch.Tensor], settings: GenerationConfig) -> torch.
     """Join the tokens that replicas have generated, `(rows, tokens)` each, padded as `generate` pads rows that end."""
     filler, ends = settings.pad_token_id, settings.eos_token_id
     if filler is None:
+        # As `generate` does without a token for padding.
         filler = ends[0] if isinstance(ends, list) else ends or 0
     longest = max(part.shape[1] for part in parts)
     return torch.cat([pad(part, (0, longest - part.shape[1]), value=filler) for part in parts if len(part)])
@@ -239,6 +242,7 @@ class Passes:
         """Broadcast the logits of the last stage's micro-batches."""
         stage, groups = self.runner.stage, self.runner.stage.groups
         logits = torch.cat(found).contiguous() if groups.is_last else torch.empty(0)
+        # Told once, since width and dtype of the logits stay the same in a generation.
         if self._size is None:
             told = [logits.shape[-1], str(logits.dtype).removeprefix("torch.")]
             rank = stage.settings.topology.rank

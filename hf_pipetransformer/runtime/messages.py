@@ -34,11 +34,13 @@ def from_message(message: dict[str, Any], device: torch.device) -> Any:
     if message["module"] is None:
         return value
     kind = getattr(importlib.import_module(message["module"]), message["name"], None)
+    # The names come from another process: nothing but an output is to be constructed by them.
     if not (isinstance(kind, type) and issubclass(kind, ModelOutput) and is_dataclass(kind)):
         raise PipelineError(
             f"The last stage sent an output of class {message['module']}.{message['name']}: expected a dataclass of "
             "transformers' ModelOutput that every rank can import."
         )
+    # Some models add entries to an output that its constructor does not take.
     known = {field.name for field in fields(kind)}
     return kind(**{key: item for key, item in value.items() if key in known})
 

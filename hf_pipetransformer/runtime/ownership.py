@@ -39,6 +39,7 @@ class ParameterSlots:
         found: dict[int, tuple[str, dict[str, nn.Parameter | None], str]] = {}
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
+                # A tied parameter has several places; it goes by the first, as in `named_parameters`.
                 if parameter is not None and id(parameter) not in found:
                     found[id(parameter)] = (f"{prefix}.{key}" if prefix else key, module._parameters, key)
         self._places = list(found.values())
@@ -58,6 +59,7 @@ class ParameterStore:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._slots = ParameterSlots(model)
+        # Noted while all are held: parameters that are not held require no gradient, whatever the user said.
         self.trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self.frozen: frozenset[str] = frozenset()
         self.is_divided = False
@@ -110,6 +112,7 @@ class ParameterStore:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 if not current[name].is_meta:
+                    # In place, as optimizer and hooks know the object.
                     current[name].copy_(tensor)
         missing = {name: tensor for name, tensor in tensors.items() if current[name].is_meta}
         for name, tensor in missing.items():
@@ -164,6 +167,7 @@ class ParameterStore:
 
     def _replace(self, by_name: dict[str, nn.Parameter]) -> None:
         current = self.named()
+        # By identity: tied parameters stay tied.
         by_id: dict[int, Any] = {id(current[name]): new for name, new in by_name.items()}
         for module in self.model.modules():
             for name, parameter in module._parameters.items():

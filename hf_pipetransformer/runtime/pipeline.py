@@ -184,6 +184,7 @@ class Pipeline:
                 "whole_model() was called amid a step, where other stages do not come by. Call it between two steps "
                 "on every rank, in a callback for example."
             )
+        # In an asynchronous training stages may be at different steps, and the model would be a mix of them.
         self.settle()
         with whole_on_every_rank(self.stage, device):
             yield

@@ -149,6 +149,7 @@ class Stage:
                     given = None if hidden is None else hidden.to(device)
                     hidden = self.view.run(range(blocks.start, min(blocks.stop, stop)), given, forward).cpu()
                 ranks = groups.pipeline_ranks
+                # To all ranks and not only to the next stage, as each of them returns the last one.
                 hidden = broadcast_tree(hidden, ranks[position], groups.pipeline_control, ranks[groups.position])
         self.view.widen()
         for module, training in modes:

@@ -52,6 +52,7 @@ class Window:
         self._action_lists: deque[ActionList] = deque()
         (program,) = engine.programs
         weights.begin()
+        # Weights of a frozen stage have one version only.
         if groups.position >= first_active_stage:
             program = VersionedProgram(program, weights)
         own = Engine([program], engine.links, engine.meter)
@@ -81,6 +82,7 @@ class Window:
         """Remove the oldest step. Call after the stage's optimizer step."""
         size = _num_micro_batches(self._steps.popleft())
         self._before.append(size)
+        # Micro-batches of older steps have no influence on the next actions.
         while sum(self._before) - self._before[0] >= enough(self.groups.pipeline_size):
             self._before.popleft()
         self._micro_batches.forget(range(self._first_micro_batch, self._first_micro_batch + size))
@@ -101,6 +103,7 @@ class Window:
         shifted = [
             action._replace(micro_batch=action.micro_batch + self._first_micro_batch)
             for action in actions
+            # An update is no action of the engine: it follows at the end of the list.
             if action.op is not Op.UPDATE
         ]
         start = 0

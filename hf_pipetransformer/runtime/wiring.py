@@ -40,6 +40,7 @@ def start_stage(
     before the rest moves to its device, cast to float32 if the settings say so. Otherwise all stay on the host as they
     were loaded.
     """
+    # First of all, as ranks compare whole models: below, each frees what its stages do not use.
     send_model_from_first_rank(model, settings.topology)
     structure, by_layer = settings.probe.structure, settings.recompute == "layers"
     view = StageView(model, splitter, structure, settings.compiled, recomputes_layers=by_layer)
@@ -51,6 +52,7 @@ def start_stage(
         if not has_adapters(model):  # PEFT saves adapters through `state_dict`, of which it takes those alone.
             check_state_dicts(model)
         cast_masters(model, masters, settings.device)
+        # `cast_masters` has put those on the device already.
         stage.store.move(stage.own_names() - masters, settings.device)
         prepare_training(stage)
     return stage
@@ -75,7 +77,9 @@ def prepare_training(stage: Stage) -> None:
     store.freeze(frozen_names(stage.view.structure, stage.layout))
     stage.shared = _shared_parameters(stage)
     shared_ids = {id(entry.parameter) for entry in stage.shared}
+    # Shared ones have a sum of their own, over stages and replicas at once.
     own = [p for p in store.held().values() if id(p) not in shared_ids]
+    # Before the reducer, whose hooks must find the sums complete: hooks run in the order of registration.
     sums = GradientSums(store.held().values()) if stage.settings.sums_in_float32 else None
     stage.reducer = GradientReducer(own, groups.replica_group, stage.settings.timeout, groups.replicas, sums)
 
@@ -86,6 +90,7 @@ def _shared_parameters(stage: Stage) -> list[SharedParameter]:
     for name, positions in stage.owners.items():
         if len(positions) < 2 or not stage.store.is_active(name):
             continue
+        # On every rank, also one that does not use the parameter: making a group is collective.
         group, pipeline_group = stage.settings.topology.shared_groups(groups.pipeline_size, positions)
         if groups.position in positions:
             owner = groups.pipeline_ranks[positions[0]]
@@ -106,6 +111,7 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     tensors += [(name, scale) for _, name, scale in named_scales(model)]
     is_on_cpu = torch.tensor(float(any(tensor.is_cpu for _, tensor in tensors)))
+    # Ranks must take the same way, so a tensor on the CPU of one of them decides for all.
     topology.largest(is_on_cpu)
     group = topology.control if is_on_cpu else None
     if is_on_cpu:

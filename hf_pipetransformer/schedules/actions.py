@@ -121,6 +121,7 @@ def _updated(actions: ActionList, ends: Sequence[int], runs_ahead: int) -> Actio
         last = end - 1 + runs_ahead
         number = 0 if end == 0 else last_of[last] + 1 if last < len(last_of) else len(computed)
         position = computed[number] if number < len(computed) else len(actions)
+        # Updates of empty steps are at the same place as that of the step before.
         before.setdefault(position, []).append(Action(Op.UPDATE, step))
     laid: list[Action] = []
     for position in range(len(actions) + 1):
@@ -168,6 +169,7 @@ class _Laying:
         ranks = range(len(self.left))
         while any(self.left):
             moved = [self._advance(rank) for rank in ranks]
+            # Only a standstill changes the order, and the smaller change comes first.
             if any(moved) or any(self._put_off_receives(rank) for rank in ranks) or self._receive_for_send():
                 continue
             waiting = [str(left[-1]) for left in self.left if left]
@@ -179,6 +181,7 @@ class _Laying:
         receives = [self._receive_of(rank, action) for action in actions]
         found: list[Action] = []
         for position, action in enumerate(actions):
+            # The first computation has none before it: its own receive comes right before it, with that of the second.
             upcoming = receives[position + 1 : position + 2] if position else receives[:2]
             found += [*filter(None, upcoming), action]
             if action.op in GIVES and self._is_sent(rank, action):
@@ -214,6 +217,8 @@ class _Laying:
         while self.left[rank] and self._can_run(rank, self.left[rank][-1]):
             action = self.left[rank].pop()
             if action.op in SENDS:
+                # A transfer runs on both ranks at once: `_can_run` has seen that the peer's next action is this
+                # receive.
                 peer, receive = self._receive_at_peer(rank, action)
                 self.left[peer].pop()
                 self.laid[peer].append(receive)
@@ -253,6 +258,7 @@ class _Laying:
         if not receives:
             return False
         action = left[-1 - len(receives)]
+        # A computation stays behind the receives if one of them is its own, or if another stage's result is missing.
         needs_one = self._receive_of(rank, action) in receives
         if action.op in COMPUTATIONS and (needs_one or not self._has_local_input(rank, action)):
             return False

@@ -76,6 +76,7 @@ def _slice(
 ) -> ActionList:
     actions = window_table(placement, first_active_stage, (*before, size, after))[rank]
     ends = [position for position, action in enumerate(actions) if action.op is Op.UPDATE]
+    # All steps before are merged into one, so that its update is the first.
     start = ends[0] + 1 if before else 0
     own = actions[start : ends[len(before)] + 1]
     first = sum(before)

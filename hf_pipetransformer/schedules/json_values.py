@@ -20,6 +20,7 @@ MOST_SAMPLES = 10**15
 
 def whole_number(value: Any, name: str, least: int = 0, most: int = MOST_STEPS) -> int:
     """Return `value` if it is an integer from `least` to `most`; 3.0 and True are not."""
+    # Python counts True as the number 1.
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise _refusal(value, name, f"a whole number from {least} to {most}")
     return value
@@ -69,4 +70,5 @@ def entry(holder: Mapping[str, Any], key: str) -> Any:
 
 
 def _refusal(value: Any, name: str, expected: str) -> ValueError:
+    # Shortened: a damaged file may have a value of any length.
     return ValueError(f"found {reprlib.repr(value)} as {name!r}, expected {expected}")

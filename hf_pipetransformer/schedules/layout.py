@@ -145,6 +145,7 @@ class Layout:
 
     def as_event(self) -> dict[str, Any]:
         """Return the layout as plain JSON values, for the events file and for the agreement check."""
+        # Lists, as JSON has no tuples: what ranks compare and what a file gives back are the same values.
         plans = [list(plan) for plan in self.token_slices]
         return {**asdict(self), "boundaries": list(self.boundaries), "token_slices": plans}
 
@@ -159,6 +160,7 @@ class Layout:
         for own in dataclass_fields(cls):
             if own.name not in found and own.default is MISSING:
                 raise ValueError(f"found no {own.name!r} of a layout")
+        # Found here, since `cls(**found)` would raise a TypeError, where callers expect a ValueError of a bad file.
         strangers = set(found) - {own.name for own in dataclass_fields(cls)}
         if strangers:
             raise ValueError(f"found {min(strangers)!r} in a layout, which has no such entry")
@@ -166,6 +168,7 @@ class Layout:
         for name in _COUNTS & found.keys():
             whole_number(found[name], name, least.get(name, 1), MOST_MICROBATCHES)
         found["boundaries"] = tuple(
+            # There are two blocks for each layer, and two more.
             whole_number(block, "boundaries", most=4 * MOST_MICROBATCHES)
             for block in items(found["boundaries"], "boundaries")
         )

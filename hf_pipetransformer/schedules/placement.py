@@ -124,4 +124,5 @@ def slice_bounds(plans: Plans, length: int) -> tuple[int, ...]:
         return (0, length)
     lengths = next((plan for plan in plans if sum(plan) >= length), plans[-1])
     ends = (-(-length * end // sum(lengths)) for end in accumulate(lengths))
+    # A sequence with fewer tokens than slices gives equal ends: the set drops empty slices.
     return tuple(sorted({0, *ends}))

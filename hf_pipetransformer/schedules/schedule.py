@@ -149,6 +149,8 @@ class Schedule:
     ) -> tuple[int, ...]:
         """Return the peak number of micro-batches whose activations each stage holds; arguments as of `table`."""
         stages = range(pipeline_size * num_chunks)
+        # Activations of one stage that weigh 1 and of all others 0: the peak is the number of that stage's
+        # micro-batches.
         counted = ([float(stage == other) for other in stages] for stage in stages)
         where = pipeline_size, num_microbatches, num_chunks, first_active_stage
         return tuple(int(max(self.peaks(sizes, *where))) for sizes in counted)
@@ -221,6 +223,7 @@ def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_s
     if size == 1:
         return ONE_F_ONE_B.lay(placement, num_microbatches, first_active_stage)
     num_groups = max(1, num_microbatches // size)
+    # As even as can be: group sizes differ by one at most.
     sizes = [(num_microbatches + later) // num_groups for later in reversed(range(num_groups))]
     groups = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
     chunks = range(num_chunks)
@@ -229,6 +232,7 @@ def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_s
     action_lists = []
     for rank in range(size):
         warmup = min(len(forwards), (num_chunks - 1) * sizes[0] + 2 * (size - 1 - rank))
+        # After the last forward as many backwards are left as the warm-up had forwards.
         alternating = [each for pair in zip(forwards[warmup:], backwards, strict=False) for each in pair]
         action_lists.append([*forwards[:warmup], *alternating, *backwards[len(forwards) - warmup :]])
     return action_lists

@@ -123,6 +123,7 @@ class Predictor(WeightKind):
         return steady_lag(stage, num_stages) + micro_batches_until_first_stage(stage) > 0
 
     def forward_version(self, forward: ForwardPass) -> int:
+        # Counted in micro-batches from the first of the step: every full step of them is one more update.
         ahead = forward.position + micro_batches_until_first_stage(forward.stage)
         return forward.step + ahead // forward.micro_batches_per_step
 
@@ -198,6 +199,7 @@ class DoubleBuffer(WeightKind):
         return forward_version
 
     def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
+        # The next forwards take the version before the current one, whether or not a micro-batch uses it already.
         return {num_updates - 1} | {version for version in in_flight if version < num_updates}
 
 

@@ -76,6 +76,7 @@ class _Run:
         self.held = [0] * len(queues)
         self.ends: dict[tuple[int, bool, int], float] = {}
         starts = {rank: self._next(rank) for rank in range(len(queues))}
+        # Equal starts go to the lower rank and its first queue: every rank lays the same table.
         while chosen := min(filter(None, starts.values()), default=None):
             stage = self._take(*chosen)
             # Only this stage and its neighbors can depend on what just started, so only their ranks are checked again.
@@ -124,6 +125,7 @@ class _Run:
         self.free[rank] = start + (2 if action.op is Op.BACKWARD else 1)
         if action.op is Op.FORWARD:
             self.held[rank] += stage >= self.first_active_stage
+        # An input gradient frees nothing: the weight gradient needs the activations still.
         elif action.op is not Op.BACKWARD_INPUT:
             self.held[rank] -= 1
         if action.op is not Op.BACKWARD_WEIGHT:
@@ -144,6 +146,7 @@ def _lay_zb_h1(placement: Placement, num_microbatches: int, first_active_stage: 
     """
     size = placement.pipeline_size
     if size == 1:
+        # No other rank waits for an input gradient, so that a split backward gains nothing.
         return ONE_F_ONE_B.lay(placement, num_microbatches, first_active_stage)
     action_lists = []
     for rank in range(size):
@@ -170,6 +173,7 @@ def _lay_zb_v(placement: Placement, num_microbatches: int, first_active_stage: i
     size = placement.pipeline_size
     if size == 1:
         return ONE_F_ONE_B.lay(placement, num_microbatches, first_active_stage)
+    # With fewer micro-batches the pattern is that of a longer run, whose last ones `in_phases` leaves out.
     wanted = max(num_microbatches, 2 * size - 1)
     pattern = [
         in_phases(

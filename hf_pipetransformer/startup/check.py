@@ -72,6 +72,7 @@ class _Result:
 
 def _run_whole(target: ProbeTarget) -> _Result:
     with gradients_discarded(target.model):
+        # A copy: a loss may take labels out of its inputs, as Trainer's label smoothing does.
         loss = target.loss(dict(target.inputs))
         if loss.requires_grad:
             loss.backward()
@@ -103,6 +104,7 @@ def probe_model(target: ProbeTarget) -> Probe:
         )
     structure = trace_structure(model, target.splitter, lambda: target.loss(inputs), target.is_text)
     with torch.no_grad(), _entry_errors_explained(model, structure):
+        # In the precision of the run, whose dtypes between stages are wanted. The comparison below is in float32.
         sent, flops = run_stages(target, structure, inputs)
     hidden_shape = tuple(sent[-2].shape)
     multiple = _padding_multiple(target, structure, hidden_shape) if target.is_text else 1
@@ -152,6 +154,7 @@ def _check_split(target: ProbeTarget, structure: Structure) -> bool:
         )
     if not structure.has_only_activations:
         with_other_forms = replace(structure, stand_ins=structure.other_stand_ins)
+        # Bits, not a tolerance: what a stage does not read changes nothing at all.
         if not split.has_the_bits_of(_run_split(target, with_other_forms, inputs)):
             raise UnsupportedModelError(
                 f"Code of {name} behind its embeddings reads what they give beside the activation (a mask or a "
@@ -263,6 +266,7 @@ def run_stages(
                 output = run_stage(view, range(start, end), received, partial(target.loss, given))
             flops[start] = float(counter.get_total_flops())
             done.append((range(start, end), received, output))
+            # A leaf: each stage has a graph of its own, as on a rank of its own.
             received = output.detach().requires_grad_(torch.is_grad_enabled())
         # Outputs can require grad under no_grad (embedding hooks).
         for blocks, received, output in reversed(done) if torch.is_grad_enabled() else ():
@@ -298,6 +302,7 @@ def _padding_multiple(target: ProbeTarget, structure: Structure, hidden_shape: t
         return hidden.shape[1] if hidden.dim() > 1 else None
 
     found, other = hidden_shape[1] if len(hidden_shape) > 1 else 0, max(1, length - 1)
+    # A length that stays as it is may be a multiple by chance; its neighbor is not.
     if found == length and length_for(other) == other:
         return 1
     # The shortest length that is padded to the same one. No longer ones are tried: there may be no positions for them,
@@ -382,6 +387,7 @@ def _is_unread(
         hidden = run_stage(view, range(block), None, lambda: target.loss(dict(inputs))).detach()
         where = unread(hidden)
         plain = result_of(hidden)
+        # Zeros alone could leave the result as it is although they are read.
         others = [result_of(hidden + torch.randn_like(hidden) * where), result_of(hidden * ~where)]
     finally:
         view.remove()
@@ -422,6 +428,7 @@ def check_loss(target: ProbeTarget, is_split: bool) -> FoundRule:
 
     def measure(parts: Parts, num_items: int) -> torch.Tensor:
         with gradients_discarded(model), torch.set_grad_enabled(not is_alone):
+            # In float64, so that the sum of the parts has no rounding of its own.
             sum_of_losses = torch.zeros((), dtype=torch.float64)
             for part, weight in parts:
                 if weight:
@@ -478,6 +485,7 @@ def run_slices(
     for part in parts:
         losses.append(float(program.forward(part, None)))
         note(part.index)
+    # Later slices first: they add to the gradients of the keys and values of earlier ones.
     for part in reversed(parts):
         program.backward(part, None)
         note(part.index)

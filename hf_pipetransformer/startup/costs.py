@@ -94,9 +94,11 @@ def measure_blocks(
             target = with_batch(target, read(1))  # A sample may be several sequences, and plans count samples.
         size = batch_size(target.inputs)
         if wanted > size:
+            # First with the few samples of the checks: a run of the full size could already be too large.
             pilot = profile_blocks(target, structure, num_repeats=1)
             num_blocks_run = len(blocks_run_alone(structure, middle_layer(target.twin, structure)))
             free = _free_bytes(target.device, num_ranks_here)
+            # The pilot has run with `size` samples, so that these fit at least.
             wanted = max(size, affordable_samples(wanted, pilot, num_blocks_run, free))
         return profile_blocks(with_batch(target, read(wanted)), structure)
 
@@ -207,6 +209,7 @@ class _Runner:
         """
         device, times = self.target.device, []
         for _ in range(self.num_repeats + 1):
+            # A leaf for each run: gradients of the input do not add up, as they do not in a pipeline.
             received = None if hidden is None else hidden.clone().requires_grad_(needs_input_gradient)
             start = settled_seconds(device)
             output = self._run(blocks, received)
@@ -275,6 +278,7 @@ class _LiveBytes(TorchDispatchMode):
             storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
             if storage is not None and id(storage) not in given and id(storage) not in self._known:
                 size, key = storage.nbytes(), id(storage)
+                # A weak reference tells when the storage is freed, and does not keep it.
                 self._known[key] = weakref.ref(storage, partial(self._drop, key, size))
                 self.now += size
                 makes = True
@@ -348,6 +352,7 @@ def trained_as_given(model: nn.Module, structure: Structure) -> Iterator[None]:
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     if not _trained_layers(structure):
         for parameter in flags:
+            # Quantized weights have no gradient.
             parameter.requires_grad_(parameter.is_floating_point() and not is_packed(parameter))
     try:
         with gradients_discarded(model):
@@ -410,6 +415,7 @@ def measure_slices(target: ProbeTarget, structure: Structure, rule: LossRule, sh
 
 def slice_times(target: ProbeTarget, structure: Structure, rule: LossRule) -> list[SliceTime]:
     """Time slices of one sequence and of the whole batch, cut in a few ways."""
+    # One deadline for all settings: each is measured once at least.
     deadline = time.perf_counter() + PROFILE_SECONDS
     one = replace(target, inputs=take_samples(target.inputs, slice(0, 1)))
     settings = [(one, count) for count in SLICE_COUNTS]
@@ -436,6 +442,7 @@ def _times_of(
         with gradients_discarded(target.model):
             run_slices(target, structure, rule, bounds, note)
         is_late = time.perf_counter() > deadline
+        # The first run warms up; it counts only where there is no time for another.
         if repeat or is_late:
             least = [min(pair) for pair in zip(least, seconds, strict=True)]
         if is_late:
@@ -477,4 +484,5 @@ def _free_bytes(device: torch.device, num_ranks_here: int) -> float:
 def _device_bytes(device: torch.device, num_ranks_here: int) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
+    # Ranks of a host share its memory.
     return float(psutil.virtual_memory().total) / num_ranks_here

@@ -68,6 +68,7 @@ def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = 
         config = AutoConfig.from_pretrained(path)
     except OSError as error:
         raise ValueError(f"{path!r} has no config.json that can be read: {error}") from error
+    # The class that the checkpoint was saved from: AutoModel alone would leave out the head, and so the loss.
     kind = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     with torch.device("meta"):
         model: Any = AutoModel.from_config(config) if kind is None else kind(config)
@@ -150,6 +151,7 @@ class _OnDevice(TorchFunctionMode):
         args, kwargs = given
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
+        # On meta tensors attention would otherwise keep the matrix of its weights, which kernels of devices do not.
         return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
 
     def _lowered(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -189,8 +191,10 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         launches = twin.of_all_blocks(own)
         table = kept_back(target, structure)
     forward = [each / machine.flops for each in flops]
+    # `_with_backwards` puts in the times of backwards, which follow from those of the forwards.
     profile = BlockProfile(forward, forward, forward, saved, boundary, working, 1, table)
     recomputes = args.pipeline_checkpoint != "never"
+    # A backward has about as many operations as the forward, and those of a forward that is recomputed besides.
     launch = tuple((machine.launch * each, (1 + recomputes) * machine.launch * each) for each in launches)
     blocks = replace(_with_backwards(block_costs(model, structure, profile), recomputes), launch=launch)
     per_step = args.train_samples_per_device * args.gradient_accumulation_steps

@@ -121,10 +121,12 @@ def probe_samples(
         ValueError: the data set is empty, or the rows of a batch do not belong to one sample each.
     """
     num_seen, best, found = 0, (-1, -1), None
+    # Closed at once, not when the generator is collected: the states of the generators are restored then.
     with closing(batches.collated()) as collated:
         for batch, size in collated:
             check_rows(batch, size, main_input)
             rows, num_labels, num_labelled = _choose_rows(batch, count, most)
+            # Two labels are enough: a loss with class weights differs from one without.
             if (min(num_labels, 2), num_labelled) > best:
                 best, found = (min(num_labels, 2), num_labelled), (batch, rows)
             num_seen, wanted = num_seen + size, min(size, most)
@@ -170,6 +172,7 @@ def most_samples(args: PipeTransformerArguments) -> int:
     if args.pipeline_checkpoint != "never" or args.activation_checkpointing:
         return 1
     size = args.train_samples_per_device
+    # Float32 takes twice the memory of 16 bits.
     return max(1, min(NUM_PROBE_SAMPLES, size // 2 if args.bf16 or args.fp16 else size))
 
 
@@ -274,6 +277,7 @@ class _Peeked:
         self._generators = Generators([source])
         self._first = SharedRngState(random_state()), self._generators.states()
         self._states = SharedRngState(random_state()), self._generators.states()
+        # Python looks up `__iter__` on the class, not on the object: the object gets a class of its own.
         kind: Any = new_class(self._kind.__name__, (self._kind,))
         setattr(kind, _PEEKED, self)
         kind.__iter__ = lambda _: self._shown() if self.is_open else self._given_back()
@@ -287,6 +291,7 @@ class _Peeked:
                 more = self._read()
                 if not more:
                     return
+                # Kept for the run, which gets them again when it begins to iterate.
                 self._taken += more
             yield _copied(self._taken[index])
 
@@ -313,6 +318,7 @@ class _Peeked:
 
     def _set_epoch(self, epoch: int) -> None:
         """Call the iterable's own method, unless the beginning of this epoch was read already."""
+        # To set the epoch again could begin it anew, while its first items have been taken.
         if self._rest is not None and epoch == self._epoch:
             return
         if self._rest is not None:
@@ -358,5 +364,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, (torch.Tensor, np.ndarray)):
+        # A nan is not equal to itself.
         return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a != a)).all())
     return a is b or bool(a == b) or (hasattr(a, "__dict__") and _same(vars(a), vars(b)))

@@ -159,6 +159,7 @@ def dropout_from(model: nn.Module, structure: Structure) -> int:
 def num_frozen_by_user(model: nn.Module, structure: Structure) -> int:
     """Return the number of leading layers that the script froze; 0 if the embeddings are trained."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # A weight that several blocks use is trained with the first of them.
     first = min((structure.blocks_of_parameter[name][0] for name in trained), default=structure.num_blocks - 1)
     return max(0, block_of(first) - 1)
 
@@ -208,6 +209,7 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
     model.training = is_training
     try:
         device = next(model.parameters()).device
+        # Only the model's own GPU: by default the states of all GPUs are copied, which allocates memory on each.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     except BaseException:
@@ -292,6 +294,7 @@ def _float32_weights(tensors: Iterable[torch.Tensor], rows: Mapping[int, torch.T
     try:
         for tensor, data in own.items():
             tensor.grad = None
+            # Only host memory has pages that take none before they are written.
             is_vocabulary = data.dim() == 2 and data.is_cpu
             tensor.data = _with_rows(data, rows[len(data)]) if is_vocabulary and len(data) in rows else data.float()
         yield
@@ -299,6 +302,7 @@ def _float32_weights(tensors: Iterable[torch.Tensor], rows: Mapping[int, torch.T
         for tensor, data in own.items():
             tensor.grad = None
             tensor.data = data
+            # After the data: torch refuses a gradient of another dtype than its tensor's.
             tensor.grad = gradients[tensor]
 
 
@@ -401,6 +405,7 @@ def _deterministic() -> Iterator[None]:
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
         warnings.simplefilter("ignore")
+        # Not an error: a model may have operations without a deterministic kernel.
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield

@@ -38,6 +38,7 @@ def computes_otherwise_in_training(target: ProbeTarget, structure: Structure, nu
 
     try:
         with torch.no_grad(), Alone():
+            # The model is in evaluation mode here, as all checks have it.
             (evaluated,) = below()
             with _training(target.model), buffers_kept(target.model):
                 effects = effects_of(below, target.model, _are_alike)

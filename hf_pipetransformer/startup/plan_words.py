@@ -214,7 +214,8 @@ def _whether_to_shard(plan: RunPlan) -> str:
     sharded, fastest = plan.sharded, plan.fastest
     if sharded is None or not sharded.fits or plan.trainer.fits:
         return ""
-    found = f"{_sharded(plan)} fits with {sharded.fullest / GB:.1f} GB and {sharded.samples_per_second:.3g} samples/s, by formula"
+    figures = f"{sharded.fullest / GB:.1f} GB and {sharded.samples_per_second:.3g} samples/s"
+    found = f"{_sharded(plan)} fits with {figures}, by formula"
     if not fastest.fits:
         return f"{found}; no pipeline fits without other options."
     if NO_GAIN * sharded.samples_per_second > fastest.samples_per_second:

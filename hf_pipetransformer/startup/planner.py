@@ -191,6 +191,7 @@ class RunPlanner:
             elastic=args.elastic,
             num_microbatches=args.num_microbatches,
             known_microbatches=known_microbatches or {},
+            # Shorter pipelines need more memory on each rank than the longest that ran out of it.
             unfit=frozenset(range(1, self.unfit + 1)),
             initial_largest_size=largest,
             initial_size=size,
@@ -230,6 +231,7 @@ class RunPlanner:
             self.topology.check_pipeline_size(size)
             return self.plan(size, num_frozen)
         possible = [k for k in self.topology.pipeline_sizes if self.num_chunks(k)]
+        # A shorter pipeline has more on each rank, so that it runs out of memory as well.
         untried = [k for k in possible if k > self.unfit]
         return first_layout(untried or possible[-1:], lambda k: self.plan(k, num_frozen), self.fits)
 

@@ -107,6 +107,7 @@ def why_mixed(target: ProbeTarget, structure: Structure) -> str | None:
         return None
     # The token before a sequence predicts its first one, if that has a label.
     counts = [int((each[1:] != IGNORED_LABEL).sum()) for each in labels]
+    # The sequence with most labels comes last, where all others could be seen from it.
     *before, last = sorted(range(len(flattened)), key=counts.__getitem__)
     if not counts[last]:
         return None

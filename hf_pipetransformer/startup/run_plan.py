@@ -190,6 +190,7 @@ def plan_run(
     forecast = planner.forecast(chosen.layout, *costs, course.steps_per_epoch, storing)
     step = args.train_samples_per_device * chosen.layout.pipeline_size
     more = step, args.gradient_accumulation_steps
+    # The same step on a device that never waits for Python.
     at_once = replace(costs[0], launch=()), replace(costs[1], per_forward=0.0, per_backward=0.0)
     return RunPlan(
         model=type(bare_model(model)).__name__,
@@ -328,6 +329,7 @@ def _sharded(model: Any, planner: RunPlanner, machine: Machine) -> Option | None
 
 
 def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
+    # A copy without `__post_init__`, which has read the options already.
     args = copy.copy(planner.args)
     for name, value in changes.items():
         setattr(args, name, value)
@@ -403,6 +405,7 @@ def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: RunS
         why = (
             "layers that the script froze have dropout, which stored ones have not: activation_cache='on' stores them"
         )
+    # Each node stores the samples of its own devices, an equal part for each.
     here = -(-course.num_samples * machine.devices_per_node // machine.num_devices)
     needed = storage.record_bytes * here * max(1, args.activation_cache_views)
     share = min(1.0, storage.allowed_bytes / needed) if needed else 1.0
@@ -416,6 +419,7 @@ def _storing(
     storage, args = course.storage, planner.args
     if storage is None or caching is None or caching.why_off is not None:
         return None
+    # One rank of each pipeline reads, and the pipelines of a node share its disk.
     local = max(1, planner.costs.overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
     times = storage.input, local * storage.read, local * storage.write
     costs = CacheCosts((), *times, not machine.is_host, args.gradient_accumulation_steps)

@@ -110,14 +110,18 @@ def inspect_model(
         inspection = Inspection(topology, type(model).__name__, bar)
         read = None if read is None else inspection.reading(read)
         given = replace(given, compute=inspection.showing_time(given.compute))
+        # Before the move: only what the twin computes with goes to the device.
         twin = stack.enter_context(as_twin(model, given.splitter))
         stack.enter_context(_moved_to_probe(twin.tensors(model), args.device, topology))
         stack.enter_context(undisturbed(model, is_training))
         if is_training and args.pipeline_master_dtype:
             stack.enter_context(with_masters(model, twin, given.inputs))
         target = with_batch(replace(given, twin=twin), given.inputs)
+        # On every rank, since the structure refers to the rank's own modules. The answers of the checks below are
+        # plain values, which rank 0 finds for all.
         probe = inspection.on_every_rank(lambda: probe_model(target))
         _check_same_model(topology, model, probe)
+        # Found by comparing bits, which may differ between kinds of devices: all ranks need one answer.
         probe = replace(probe, placeholders=frozenset(topology.decide(lambda: sorted(probe.placeholders))))
         with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
@@ -125,6 +129,7 @@ def inspect_model(
             frozen, caches = num_frozen_by_user(model, probe.structure), args.activation_cache != "off"
             is_stored_whole = caches and frozen == probe.structure.num_layers
             drops_from = dropout_from(model, probe.structure)
+            # Layers with dropout are known to compute otherwise in training: nothing has to be tried.
             is_tried = is_training and caches and 0 < frozen < drops_from
             pads_alike, keeps_padding, reads_first, has_modes, shape_without_rows = inspection.on_first_rank(
                 lambda: [
@@ -140,12 +145,15 @@ def inspect_model(
                 why = inspection.on_first_rank(lambda: why_no_head_slices(exact, probe.structure, slices))
                 if why is not None:
                     raise ValueError(f"pipeline_head_slices={slices.number} changes the numbers of this model: {why}")
+            # After the rule of the loss is known, by which the losses of slices are added.
             if cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, loss_rule.rule))
                 if why is not None:
                     raise ValueError(f"pipeline_schedule='token': {why}")
+        # Outside of full precision, as costs are those of the run's own dtypes.
         costs = _measure_costs(target, probe, loss_rule.rule, args, inspection, read)
     if args.pipeline_size != 1 and topology.world_size > 1:
+        # A model that is cut waits on the host, from where each rank takes its own stage.
         model.to("cpu")
     device_bytes = smallest_device_bytes(args.device, topology)
     return StartUp(
@@ -168,6 +176,7 @@ def inspect_model(
             has_dropout(model),
             topology.decide(lambda: read_unfit(events, memory_conditions(args, probe, device_bytes))),
             batch_size(given.inputs),
+            # What differs in training without a rate that names a layer counts from the first one on.
             dropout_from=1 if has_modes else drops_from,
             scope=loss_rule.scope,
         ),
@@ -247,6 +256,7 @@ class Inspection:
         except _NOT_OF_THE_MODEL:
             raise
         except Exception as error:
+            # A full host raises a plain RuntimeError of torch's allocator, which says nothing of the model.
             if error is self._of_data or _OUT_OF_HOST_MEMORY in str(error):
                 raise
             refusal = UnsupportedModelError(

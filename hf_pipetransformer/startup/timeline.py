@@ -80,6 +80,7 @@ class EqualStages:
         if step_size < 1:
             raise ValueError(f"--step_microbatches must be 1 or more, found {step_size}.")
         kind.check(self.stages, step_size)
+        # The last step of an epoch may have fewer micro-batches.
         whole, rest = divmod(self.microbatches, step_size)
         update = 0.5 if self.update is None else self.update
         updates = tuple(0.0 if stage < frozen else update for stage in range(self.stages))

@@ -111,8 +111,10 @@ def as_twin(model: nn.Module, splitter: Splitter) -> Iterator[ProbeSubmodel]:
     inside = {id(module) for layer in passed for module in layer.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]
     read = {id(tensor) for module in outside for tensor in _own_tensors(module).values()}
+    # A weight of a passed layer that another module shares is read all the same.
     unread = {id(tensor) for layer in passed for tensor in [*layer.parameters(), *layer.buffers()]} - read
     last, handles = _LastOutput(), []
+    # The instance may have a forward of its own, set by a wrapper: it is put back.
     own = [(layer, vars(layer).get("forward")) for layer in passed]
     try:
         for index, layer in enumerate(layers):
@@ -145,6 +147,8 @@ class _LastOutput:
             return own_forward(*args, **kwargs)
         # A copy: the next layer may change its input in place.
         hidden = (args[0] if args else kwargs["hidden_states"]).clone()
+        # Some layers of transformers return a tuple with the hidden states first; the model reads the others by their
+        # place.
         if isinstance(self.value, (tuple, list)):
             return type(self.value)([hidden, *self.value[1:]])
         return hidden

@@ -156,6 +156,7 @@ def write_state(folder: str, state: RunState, parts: Mapping[str, FileEntry]) ->
     path, own = os.path.join(folder, STATE_FOLDER, STATE_FILE), f"{STATE_FOLDER}/{STATE_FILE}"
     paths = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
     found = sorted(os.path.relpath(each, folder).replace(os.sep, "/") for each in paths)
+    # The ranks have hashed their own parts as they wrote them, which need not be read again.
     others = [name for name in found if name not in parts and name != own]
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         entries = pool.map(lambda name: _entry_of(os.path.join(folder, name), sync=True), others)
@@ -167,6 +168,7 @@ def write_state(folder: str, state: RunState, parts: Mapping[str, FileEntry]) ->
         file.flush()
         os.fsync(file.fileno())
     os.replace(f"{path}.unfinished", path)
+    # The file's new name is in its folder, and the checkpoint's own in the run's.
     _sync_folders([os.path.dirname(path), os.path.dirname(os.path.abspath(folder))])
 
 
@@ -215,6 +217,7 @@ def read_state(folder: str) -> RunState:
         raise ValueError(f"{folder!r} is damaged: {STATE_FILE}: {str(error).rstrip('.')}.") from error
     _check_files(folder, manifest)
     trainers = read_json_file(os.path.join(folder, TRAINER_STATE), folder)
+    # Hashes prove that neither file has changed, not that the two say the same.
     for key, name in (("step", "global_step"), ("epoch", "epoch")):
         own, expected = getattr(state, key), trainers.get(name)
         if own != expected:
@@ -252,6 +255,7 @@ def _check_complete(folder: str) -> None:
 def _check_manifest(folder: str, manifest: Manifest, state: RunState) -> None:
     """Raise ValueError for a manifest with a file outside the folder, or without one that a checkpoint requires."""
     for name in manifest["files"]:
+        # The manifest is read from a file, and its names are opened: none may lead out of the folder.
         if os.path.isabs(name) or ".." in name.split("/"):
             raise ValueError(f"found {name[:60]!r} in 'files', expected files of this folder")
     needed = [optimizer_file(position) for position in range(state.layout.pipeline_size)]
@@ -292,6 +296,7 @@ def _check_files(folder: str, manifest: Manifest) -> None:
         except OSError as error:
             return f"{name} cannot be read ({type(error).__name__}: {error})"
 
+    # map() keeps the order, so that the same damage is named each time.
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         for damage in pool.map(find_damage, files):
             if damage is not None:

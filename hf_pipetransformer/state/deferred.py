@@ -73,6 +73,8 @@ class Deferred(torch.Tensor):
         given = (args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             on_meta = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), given)
+            # An operation in place would change a meta tensor that is thrown away: it shows in the version, and is
+            # refused.
             versions = [leaf._version for leaf in tree_leaves(on_meta) if isinstance(leaf, torch.Tensor)]
             found = function(*on_meta[0], **on_meta[1])
             if versions != [leaf._version for leaf in tree_leaves(on_meta) if isinstance(leaf, torch.Tensor)]:
@@ -131,6 +133,7 @@ def write_tensors(
     header, names = _header_of(tensors, metadata)
     needed = [list(_steps_of(tensors[name])) for name in names]
     last_use = {step: index for index, steps in enumerate(needed) for step in steps}
+    # Backwards, so that the first use is the one that stays in the dictionary.
     first_use = {step: index for index, steps in reversed(list(enumerate(needed))) for step in steps}
     new = [[s for s in dict.fromkeys(steps) if s.name and first_use[s] == i] for i, steps in enumerate(needed)]
     known: dict[Step, Any] = {}
@@ -140,6 +143,7 @@ def write_tensors(
         for indices in in_rounds([sum(step.num_bytes for step in steps) for steps in new], FETCHED_BYTES):
             arriving = [step for index in indices for step in new[index]]
             found = fetch([step.name for step in arriving])
+            # Popped, so that `known` alone holds the values, and frees each after its last use.
             known.update({step: found.pop(step.name) for step in arriving})
             for index in indices:
                 file.write(_bytes_of(tensors[names[index]], known))
@@ -167,6 +171,7 @@ def _steps_of(tensor: torch.Tensor) -> Iterator[Step]:
 
 def _bytes_of(tensor: torch.Tensor, known: dict[Step, Any]) -> memoryview:
     value = tensor.step.value(known) if isinstance(tensor, Deferred) else tensor
+    # The header is written: other bytes than it promises would shift all tensors that follow.
     assert (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
     data: memoryview = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data

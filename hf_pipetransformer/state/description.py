@@ -54,6 +54,7 @@ def describe_data(dataset: Any) -> DataDescription:
 
 def are_other_data(saved: DataDescription, present: DataDescription) -> bool:
     """Return True if two descriptions of equally long data sets show different data."""
+    # An equal fingerprint proves equal data; another one does not prove other data, as any operation changes it.
     if saved["fingerprint"] is not None and saved["fingerprint"] == present["fingerprint"]:
         return False
     if saved["samples"] is None or present["samples"] is None:
@@ -66,6 +67,7 @@ def _hash_of_samples(dataset: Any) -> str | None:
     if isinstance(dataset, datasets.Dataset):
         dataset = dataset.with_format(None)  # Stored content, without a transform that may be random.
     count = len(dataset)
+    # From the first to the last sample, so that other data at either end are found.
     spread = sorted({index * (count - 1) // (NUM_SAMPLES - 1) for index in range(NUM_SAMPLES)}) if count else []
     found = set()
     for _ in range(2):
@@ -94,6 +96,7 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield f"{len(value)} items".encode()
         for item in value:
             yield from _parts(item)
+    # Images of PIL, for instance.
     elif callable(getattr(value, "tobytes", None)):
         yield value.tobytes()
     elif value is None or isinstance(value, (str, bytes, int, float, np.generic)):
@@ -193,6 +196,7 @@ class RunDescription:
     def _own_identity(self, topology: Topology, policy: FreezePolicy) -> RunIdentity:
         model, args = self.run.model, self.run.args
         arguments = args.to_dict()
+        # The dtypes of the training, to which the weights are cast later.
         dtypes = dict.fromkeys(master_names(model) if args.pipeline_master_dtype else (), torch.float32)
         return RunIdentity(
             world_size=topology.world_size,
@@ -241,6 +245,7 @@ def check_shared_folder(args: PipeTransformerArguments, topology: Topology) -> N
     while not (sees := os.path.exists(token)) and time.monotonic() < deadline:
         time.sleep(0.1)
     own = {"sees": sees, "host": socket.gethostname(), "output_dir": os.path.abspath(args.output_dir)}
+    # After the gather all ranks have looked, and the file may go.
     answers = topology.gather(own)
     if topology.rank == 0:
         with contextlib.suppress(OSError):

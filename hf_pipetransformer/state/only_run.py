@@ -105,10 +105,11 @@ class _RunLock:
         """Write this process into the locked file; called with the lock held.
 
         Raises:
-            PermissionError: it is no regular file.
+            PermissionError: it is no regular file, or has another name.
         """
         self._file = os.fstat(descriptor)
-        if not stat.S_ISREG(self._file.st_mode):
+        # Another name of the file would lose its content.
+        if not stat.S_ISREG(self._file.st_mode) or self._file.st_nlink > 1:
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), self.path)
         last = _owner_of(os.pread(descriptor, _MOST_BYTES, 0))
         if last is not None and last["host"] != host_name():

@@ -89,6 +89,7 @@ def read_progress(folder: str, num_samples: int | None, args: PipeTransformerArg
         # With `split_batches`, the batch size that Trainer recorded covers all processes together.
         size = batch if args.splits_batches else batch * world_size
         in_epoch = num_samples // size if args.dataloader_drop_last else math.ceil(num_samples / size)
+        # Trainer saves a fraction of the epoch's batches, with the rounding of a float.
         done = round((epoch - int(epoch)) * in_epoch) * size
         place = {
             "epoch": int(epoch),
@@ -161,6 +162,7 @@ def read_plain_optimizer(
     wrote it.
     """
     saved = _load(folder, _OPTIMIZER)
+    # The file has positions and no names: the lengths of its groups tell if they can be those of these parameters.
     lengths, expected = [len(group["params"]) for group in saved["param_groups"]], [len(group) for group in groups]
     if lengths != expected:
         raise ValueError(
@@ -185,6 +187,7 @@ def read_plain_optimizer(
     for name, state in states.items():
         for key, value in state.items():
             shape, own_shape = tuple(getattr(value, "shape", ())), tuple(shapes[name])
+            # Step counts and Adafactor's rows and columns have other dimensions, which tell nothing.
             if len(shape) == len(own_shape) and shape != own_shape:
                 raise ValueError(
                     f"{folder!r} holds a {key} of shape {shape} for {name}, expected {own_shape}: its optimizer "

@@ -49,6 +49,7 @@ def restore(resumption: Resumption, into: Checkpoints) -> RankState:
 
 def _restore_own(resumption: Resumption, into: Checkpoints) -> RankState:
     state, together, run = resumption.state, into.context.topology.together, into.context.run
+    # Each part on all ranks together: where one rank refuses, none waits for it in the next collective.
     together(lambda: check_same_kinds(resumption.folder, state, into.kinds()))
     together(lambda: _restore_optimizer(resumption, into))
     into.context.seeds.num_starts, into.context.seeds.num_transitions = state.num_starts, state.num_transitions
@@ -90,6 +91,7 @@ def _restore_plain(resumption: Resumption, into: Checkpoints) -> RankState:
     shared = into.pipeline.shared_rng
     with nullcontext() if shared is None else shared.drawing():
         are_set = together(lambda: set_plain_random_state(folder))
+    # The states of the single process go on in what reads data; ranks draw dropout from states of their own.
     if shared is not None or not are_set:
         context.seeds.part(stage.groups)
     return RankState(random_state(context.args.device), 0.0, resumption.progress.step)
@@ -100,6 +102,7 @@ def _restore_optimizer(resumption: Resumption, into: Checkpoints) -> None:
     folder, own, store = resumption.folder, into.optimizer_state, into.pipeline.stage.store
     trained = into.pipeline.stage.trained_here()
     states: dict[str, dict[str, Any]] = {}
+    # The stages of the saved layout, which need not be those of this run.
     for position in range(resumption.state.layout.pipeline_size):
         found, header = checkpoint.read_optimizer(folder, position, trained.__contains__)
         strangers = [name for name in header["names"] if not store.is_active(name)]
@@ -122,6 +125,7 @@ def _set_group_options(optimizer: torch.optim.Optimizer, options: list[dict[str,
         )
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key, value in saved.items():
+            # JSON has no tuples, and Adam's betas are one.
             group[key] = tuple(value) if isinstance(value, list) and isinstance(group.get(key, ()), tuple) else value
 
 

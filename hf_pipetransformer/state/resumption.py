@@ -87,6 +87,7 @@ def find_remainder(place: DataPosition, step: int, epoch: Epoch, skips: bool) ->
         return None
     number, num_done = place["epoch"], place["samples"] if skips else 0
     left = epoch.num_batches(num_done)
+    # All samples are done, or those that are left make no whole batch: the next epoch begins.
     if not left:
         number, num_done, left = number + 1, 0, in_epoch
     first = in_epoch - left
@@ -141,6 +142,7 @@ class Resumption:
                 "splitter as in the run that was saved."
             )
         self.is_elsewhere = not self._is_still_asked_for(layout, start_up.plans, world_size)
+        # A checkpoint comes before the change that is due at its step, so the layout is that of the steps before.
         planned = layout if plan is None else plan[max(start for start in plan if start < step)]
         # A plan may be replayed without the activation cache it was recorded with.
         with_cache = replace(planned, cache_level=layout.cache_level, fresh_share=layout.fresh_share)
@@ -165,9 +167,11 @@ class Resumption:
         return (
             layout.pipeline_size * layout.num_replicas == world_size
             and layout.pipeline_size in plans.topology.pipeline_sizes
+            # The store of one node cannot serve stages on others.
             and not (spans_nodes and layout.cache_level)
             and set(layout.boundaries) <= set(plans.probe.structure.cut_positions())
             and all(before.get(name) == now[name] for name in _LAYOUT_ARGUMENTS)
+            # What ran out of memory is not tried again, unless the user asks for it by number.
             and (layout.pipeline_size > plans.unfit or layout.pipeline_size == self.args.pipeline_size)
         )
 
@@ -183,6 +187,7 @@ class Resumption:
         if self.is_plain or {asked, self.state.arguments["pipeline_gradient_dtype"]} != {"auto"}:
             return planned
         saved = self.state.sums_in_float32
+        # The same layout goes on to the bit, which takes the same precision of its sums.
         if not self.is_elsewhere:
             return saved
         if planned != saved and plans.topology.rank == 0:
@@ -216,6 +221,7 @@ class Resumption:
             return values
         num_epochs, updates, num_examples, num_samples, total, steps_in_epoch, max_steps = values
         rest = self.remainder = find_remainder(place, step, Epoch.of(loader, args), skips=not args.ignore_data_skip)
+        # max_steps is fixed, and the epochs follow from it; otherwise the steps follow from the epochs.
         if rest is not None and args.max_steps > 0:
             num_epochs = rest.num_epochs(step, max_steps, updates)
         elif rest is not None:
@@ -259,6 +265,7 @@ def find_resumption(where: str | bool, topology: Topology, description: RunDescr
     Raises:
         ValueError: on every rank, if there is no such checkpoint, it is incomplete, or it is of another run.
     """
+    # Rank 0 alone reads and hashes the files: the others get what it found as JSON.
     folder, values = topology.decide(lambda: _find(where, description))
     kind = RunState if "layout" in values else Progress
     return Resumption(folder, kind.from_json(values), description)

@@ -156,6 +156,7 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
         read: Callable[..., Any] = whole_number if inner[0] is int else json_values.number
         return read(value, name, *inner[1])
     if origin in (Union, UnionType):
+        # Other unions than `X | None` have a reader of their own above.
         return None if value is None else read_as(inner[0], value, name)
     if origin is dict:
         return {key: read_as(inner[1], item, key) for key, item in entries(value, name).items()}
@@ -182,6 +183,7 @@ def read_json_file(path: str, folder: str) -> dict[str, Any]:
 def checksum_of(content: Mapping[str, Any]) -> str:
     """Hash JSON values, alike before and after a round trip through a file."""
     try:
+        # Through JSON first, which turns numbers that are keys into text: these sort in another order.
         values = json.dumps(json.loads(json.dumps(content)), sort_keys=True)
     except RecursionError as error:
         raise ValueError("The values are nested too deep for a JSON file.") from error
@@ -260,6 +262,7 @@ class RunState(RunIdentity, Progress):
                 f"found a 'first_layout' of {state.first_layout.num_layers} layers, expected {layout.num_layers}"
             )
         if place is not None:
+            # Every epoch that was entered has a step at least.
             whole_number(place["epoch"], "epoch", most=state.step)
             lengths = (place["num_samples"], state.data["num_samples"], MOST_SAMPLES)
             whole_number(place["samples"], "samples", most=next(each for each in lengths if each is not None))

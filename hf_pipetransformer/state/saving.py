@@ -67,6 +67,7 @@ class Checkpoints:
 
         def save(path: str) -> None:
             type(state).save_to_json(state, path)
+            # A callback may save the trainer's state elsewhere, which ends no checkpoint.
             if path == os.path.join(folder, TRAINER_STATE_NAME) and self.context.topology.rank == 0:
                 checkpoint.write_state(folder, self._state(), self._written)
 
@@ -75,6 +76,7 @@ class Checkpoints:
         try:
             yield
         finally:
+            # The attribute of the object goes, and the method of its class is seen again.
             vars(state).pop("save_to_json", None)
         self.context.journal.write("checkpoint", content="model" if only_model else "full")
 
@@ -91,6 +93,7 @@ class Checkpoints:
         """Write the optimizer state of this stage, from the first replica after checking that all replicas agree."""
         stage, own = self.pipeline.stage, self.optimizer_state
         check_replicas_agree(stage, own)
+        # Replicas have the same bits, as has just been checked: one of them writes.
         if stage.groups.replica != 0:
             return
         states = {name: own.state_of(parameter) for name, parameter in stage.trained_here().items()}
@@ -118,6 +121,7 @@ class Checkpoints:
             position=None if loader is None or has_length(loader) else loader.position,
         )
         self._written |= checkpoint.write_rank_state(folder, context.topology.rank, state)
+        # Every rank's files are on disk before its answer, so that the gather is what rank 0 waits for.
         answers = context.topology.gather((self._written, state.unlogged_loss))
         for written, _loss in answers:
             self._written |= written
@@ -150,6 +154,8 @@ class Checkpoints:
         loader = self.loader
         if loader is None:
             return None
+        # The end of an epoch is the beginning of the next one, but not while batches that were read ahead are not
+        # trained.
         is_at_end = not loader.num_ahead and (
             loader.is_at_end or (has_length(loader) and loader.position >= len(loader))
         )

@@ -99,6 +99,7 @@ def load_weights(model: nn.Module, folder: str, names: Collection[str] | None = 
             load_adapters(model, folder, {name: dict(_tensors_of(folder, name)) for name in adapter_files(folder)})
         return
     named = chain(model.named_parameters(), model.named_buffers())
+    # By identity: a tied weight has several names in the state, and one among the parameters.
     own = {id(tensor) for name, tensor in named if names is None or name in names}
     wanted = {name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) in own}
     places = find_weights(model, folder)
@@ -106,6 +107,7 @@ def load_weights(model: nn.Module, folder: str, names: Collection[str] | None = 
         loaded = {name: tensor for name, tensor in _converted(model, folder).items() if name in wanted}
     else:
         loaded = _read(folder, {name: place for name, place in places.items() if name in wanted})
+    # Not strict, as other stages' entries are left out on purpose; `find_weights` has seen that none is missing.
     model.load_state_dict(loaded, strict=False)
 
 
@@ -147,6 +149,7 @@ def _converted(model: Any, folder: str) -> dict[str, torch.Tensor]:
             folder,
             config=copy.deepcopy(model.config),
             dtype=model.dtype,
+            # A head of another shape, which the user replaced, is read below under the model's names.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )

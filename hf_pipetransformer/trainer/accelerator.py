@@ -42,6 +42,7 @@ class PipelineAccelerator(Accelerator):
     @contextmanager
     def gathering_nothing(self) -> Iterator[None]:
         """Wrap code of Trainer or TRL that gathers, but that only some ranks run."""
+        # Such contexts nest: a loss that is discarded may lie within the part of a batch.
         outer, self._gathers_nothing = self._gathers_nothing, True
         try:
             yield

@@ -187,11 +187,13 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             trainer_compat.drop_marks_of_gguf(model)
         # The last class of this library before the user's trainer.
         needs_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, given.values)
+        # Before Trainer's constructor, which would move the whole model to the device of every rank.
         args.places_model = needs_pipeline and args.world_size > 1
         num_stages = args.pipeline_size or 1
         if args.world_size > 1 and num_stages > 1:
             trainer_compat.check_loaders(type(self), num_stages)
         super().__init__(*given.positional, **given.named)
+        # After the constructor, since only now it shows which arguments it gave to Trainer's.
         check_handed_on(self)
         self.pipeline_run = self.accelerator.session = PipelineSession(self, options, needs_pipeline)
         shorten_console(self.callback_handler)
@@ -203,6 +205,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         super().create_accelerator_and_postprocess()
         self.accelerator = PipelineAccelerator(self.accelerator)
         options = getattr(self.gather_function, "keywords", {})
+        # Trainer has bound the method of its own accelerator, which is used no more.
         self.gather_function = partial(self.accelerator.gather_for_metrics, **options)
 
     @property

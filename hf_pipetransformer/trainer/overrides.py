@@ -151,6 +151,7 @@ class TrainingOverrides(_Trainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         # Nothing public is called between the last step and the final log, which needs the mean loss of all ranks.
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
+        # Times 0, so that device and dtype stay those of Trainer's tensor.
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
         self.pipeline_run.train_calls.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
@@ -235,6 +236,7 @@ class EvaluationOverrides(_Trainer):
         # Trainer's `prediction_step` calls this and would gather over all ranks, stages included; training counts over
         # all replicas in `get_batch_samples`.
         evaluation = self.pipeline_run.evaluations.present
+        # Whether the loss is divided by all items or is its own mean decides how replicas average it.
         evaluation.told_num_items = True
         if isinstance(evaluation, UsersEvaluation):
             return super()._get_num_items_in_batch(batch_samples, device)

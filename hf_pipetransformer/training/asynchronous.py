@@ -46,6 +46,7 @@ def next_drain(trainer: Trainer, decisions: Iterable[int], interval: int | None)
         ends.append(_multiple(step, state.eval_steps))
     if args.save_strategy == SaveStrategy.STEPS and state.save_steps:
         ends.append(_multiple(step, state.save_steps))
+    # A window has at least one step, also where an event is due at once.
     return max(min(ends), step + 1)
 
 
@@ -111,9 +112,11 @@ class StageNorms:
         self._own.append(squares)
         if not self.clips_by_last:
             return own
+        # The reduction writes in place and runs on, and `settle` still needs the stage's own squares.
         total = squares.clone()
         work = guarded(lambda: dist.all_reduce(total, group=self.groups.pipeline_group, async_op=True), WHAT)
         self._summed.append((total, work))
+        # Stages are up to `K - 1` steps apart: a newer sum would have to be waited for.
         if len(self._summed) < self.groups.pipeline_size:
             return own
         complete, work = self._summed.popleft()
@@ -123,6 +126,7 @@ class StageNorms:
     def settle(self, is_drained: bool) -> None:
         """Sum and record the squares of all stages, which must be at the same step. Collective over one pipeline."""
         if self._own:
+            # One reduction for all steps since the last one, which no stage has to wait for within a step.
             squares = self.norms.sum_over_stages(torch.stack(self._own))
             self._own.clear()
             for each in squares.unbind():
@@ -289,6 +293,7 @@ class AsynchronousSteps(Steps):
     def _parts(self) -> _Parts:
         """Parts of the present stage; rebuilt when its layout has changed."""
         stage, trainer, made = self.pipeline.stage, self.trainer, self._made
+        # By identity: a transition makes a new stage, and a trial of micro-batches a new layout of the same stage.
         if made is not None and made.stage is stage and made.layout is stage.layout:
             return made
         optimizer, args, layout = trainer_compat.torch_optimizer(trainer), trainer.args, stage.layout

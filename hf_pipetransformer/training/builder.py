@@ -221,9 +221,11 @@ class PipelineBuilder:
         shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)
         shell.training = is_training
         count = partial(trainer_compat.items_of, trainer)
+        # Reading samples may draw random numbers, which a training must draw as if nobody had looked before.
         with undisturbed(trainer.model):
             batches = self.first_batches(given)
             parts = (batches, main_input_of(trainer.model), count, most_samples(args))
+            # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
             samples = topology.decide(lambda: probe_samples(*parts))
         if is_training and args.pipeline_head_slices > 1 and not may_slice_head(trainer):
             raise ValueError(
@@ -276,6 +278,7 @@ class PipelineBuilder:
         """Return the samples that one call of the loss sees, and set the schedule that this takes."""
         args, asked = self.context.args, self.context.args.pipeline_loss
         args.run_asked_schedule()
+        # A loss that is not known may compare samples with each other, which a sum over micro-batches loses.
         if asked == "auto":
             is_known = trainer_compat.has_known_loss(self.context.trainer)
             overlaps = args.schedule.abilities.overlaps_steps
@@ -323,18 +326,21 @@ class PipelineBuilder:
                 join what the replicas predict.
         """
         trainer, args, start_up = self.context.trainer, self.context.args, report.start_up
+        # Pipelines that get shorter when layers freeze leave ranks free, which become replicas.
         may_have_replicas = layout.num_replicas > 1 or (layout.num_stages > 1 and args.elastic and self.policy.freezes)
         if report.is_training and may_have_replicas and start_up.shape_without_rows is not None:
             raise ValueError(
                 f"Evaluations of this run join outputs of shape {start_up.shape_without_rows} of "
                 f"{batch_size(start_up.samples)} samples over replicas: expected one row a sample. {REMEDY}"
             )
+        # A pipeline of one stage has the whole model on each rank, which callbacks may read and generate with.
         if max(layout.pipeline_size, longest) > 1:
             check_callbacks(trainer.callback_handler.callbacks, self.context.topology)
             if trainer_compat.generates(trainer):
                 model, beams = bare_model(trainer.model), getattr(args, "generation_num_beams", None)
                 options = {} if beams is None else {"num_beams": beams}
                 check_generation(model, settings_of(model, options), options)
+        # Before weights move: should memory run out from here on, the record names the layout that was too large.
         self.context.journal.tried = start_up.plans.trying(layout) if report.is_training else {}
         compiled = None
         if args.torch_compile:
@@ -387,6 +393,7 @@ def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_it
 def _size_of_output(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
     outputs = shell(**_copied(inputs))
     logits = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
+    # Any scalar that all logits enter does: it only has to show whether the split model gives the same outputs.
     return logits.float().square().mean()
 
 

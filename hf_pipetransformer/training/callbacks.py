@@ -52,6 +52,7 @@ class SavesOnSignal:
         step = self.context.trainer.state.global_step
         if not self._stops:
             has_come = any(manager.is_checkpoint_requested for _, manager in self._managers)
+            # A scheduler may signal one rank, or all at different moments: they agree, and save at the same step.
             self._stops = any(self.context.topology.gather(has_come))
             if self._stops:
                 for _, manager in self._managers:
@@ -167,6 +168,7 @@ class StageCallbacks(CallbackHandler):
     def _call_each(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Run the callbacks with a placeholder for the model, of which this rank has one stage."""
         for callback in self.callbacks:
+            # A handler has one model for all its callbacks, so each gets its own: the placeholder names its reader.
             one = copy.copy(self)
             one.callbacks = [callback]
             if _users_methods(callback, event):

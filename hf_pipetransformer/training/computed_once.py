@@ -171,6 +171,7 @@ class ComputedOnce:
         # Models and losses of users may fail on a few samples in any way; Trainer's own step says so if it fails too.
         except Exception as raised:
             error = f"trying them raised {type(raised).__name__}: {raised}"
+        # An error on one process keeps all from storing: what follows is collective, and must be the same on all.
         error = next((told for told in self.context.topology.gather(error) if told is not None), None)
         if error is not None or trial is None:
             self._say(f"Frozen parts are computed as in Trainer: {error}")
@@ -210,6 +211,7 @@ class ComputedOnce:
         tried = trainer.model if self._is_data_parallel else trainer.model_wrapped
 
         def run() -> tuple[torch.Tensor, Any]:
+            # The same dropout masks in each run, so that outputs that differ were computed otherwise.
             set_seed(self.args.seed)
             with Alone() if is_distributed else nullcontext(), trainer.compute_loss_context_manager():
                 return trainer.compute_loss(tried, dict(given), return_outputs=True, num_items_in_batch=items)
@@ -272,6 +274,7 @@ class ComputedOnce:
             except (OSError, ValueError, StoreDamagedError) as error:
                 return str(error)
 
+        # One price for all: a part that only some processes store would leave the others waiting.
         answer = topology.decide(priced)
         if isinstance(answer, str):
             self._say_computed(part, answer)
@@ -370,6 +373,7 @@ class ComputedOnce:
     def _stop_if_useless(self, served: ServedPart) -> None:
         """End the storing of a part none of whose inputs came again in a whole epoch."""
         counts = served.part.counts
+        # Epoch 0 only writes, so hits must have come by the end of epoch 1 if inputs come again at all.
         if self._epoch < 2 or counts.hits or not counts.misses:
             return
         self._say(

@@ -74,6 +74,7 @@ class TrainerView:
 
         def compute() -> Any:
             with trainer.compute_loss_context_manager():
+                # A copy, since a loss may take entries out of what it is given, and this one is called several times.
                 return trainer.compute_loss(model, dict(given), num_items_in_batch=items)
 
         return compute

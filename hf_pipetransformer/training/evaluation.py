@@ -191,6 +191,7 @@ class Evaluation:
 
         Trainer does not know the length of a stream, so each batch but the last counts as a full one.
         """
+        # In float64, so that the mean of many batches has no rounding of its own.
         losses = torch.cat(self.gather.losses).double().cpu()
         weights = torch.full_like(losses, loader.total_batch_size)
         weights[-1] = sum(loader.samples_of_replicas())
@@ -260,6 +261,7 @@ class Evaluations:
         trainer = self.builder.context.trainer
         makes_loader = self.builder.num_stages == 1 and trainer_compat.is_overridden(trainer, method)
         awaits_loader = makes_loader or trainer_compat.is_overridden(trainer, "evaluate")
+        # Calls nest: a callback or `compute_metrics` may evaluate or predict inside of an evaluation.
         outer, self._is_metrics_only = self._is_metrics_only, is_metrics_only
         try:
             with self._up(None if awaits_loader else self._request(dataset)):
@@ -279,6 +281,7 @@ class Evaluations:
         )
         given |= {name: value for name, value in tensors.items() if value.dim() > 1 and has_samples(value, size)}
         options = {name: value for name, value in options.items() if name not in given}
+        # Replicas share the rows and stages pass them on: unequal inputs would give mixed answers without an error.
         digests = {name: digest_of(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
         check_agreement(topology, "inputs of generate()", digests)
         settings = settings_of(bare_model(model), {**given, **options})
@@ -292,6 +295,7 @@ class Evaluations:
                 with drawing_alike(topology.broadcast, device) if settings.do_sample else nullcontext():
                     return model.generate(**given, **options)
             own = replica_slice(batch_size(given), groups.replica, groups.num_replicas)
+            # A replica without rows comes to the gather all the same, for which the others wait.
             tokens = torch.empty(0, 0, dtype=torch.long)
             if own.stop > own.start:
                 tokens = model.generate(**take_samples(given, own), **options)
@@ -328,6 +332,7 @@ class Evaluations:
             if not builder.is_started(request):
                 yield False
                 return
+            # Stages of an asynchronous training may be some steps apart, and an evaluation needs the weights of one.
             builder.pipeline.settle()
             with running_callbacks(builder.context.trainer, builder.pipeline), _installed(builder.pipeline):
                 yield True

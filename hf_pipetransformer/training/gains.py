@@ -62,6 +62,7 @@ class LossGains:
             changed = {name: own[name] for name, digest in self._digests().items() if digest != self._known.get(name)}
             trees = {name: tree for name, value in changed.items() if (tree := as_tree(value)) is not _NO_TREE}
             message = {"attributes": trees, "entries": self._entries, "unseen": self._unseen()}
+        # A gather, by which every rank learns the source as well: the warning of rank 0 names it.
         messages = self._topology.gather(message)
         source, message = next((rank, each) for rank, each in enumerate(messages) if each is not None)
         if not is_source:
@@ -120,6 +121,7 @@ def as_tree(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
+        # Large tensors are rather parts of the loss than values of the log, and would go to all ranks at each entry.
         return value.detach().cpu() if value.numel() <= _LARGEST and not value.is_meta else _NO_TREE
     if isinstance(value, (list, tuple, deque)):
         items = [as_tree(item) for item in value]
@@ -132,6 +134,7 @@ def as_tree(value: Any) -> Any:
 
 def _put(own: dict[str, Any], name: str, value: Any) -> None:
     """Set an attribute, in the list or dict that is there: it may have a default factory or a limit."""
+    # The user's code may hold the same list or dict under another name.
     present = own.get(name)
     if isinstance(present, (list, deque)) and isinstance(value, list):
         present.clear()

@@ -86,6 +86,7 @@ def make_loader(context: TrainingContext, pipeline: Pipeline, request: Request, 
     rows = trl_compat.rows_of_sample(trainer)
     dataset, collate = trainer_compat.dataset_and_collator(trainer, request.dataset, request.description)
     batch_size, groups = args.global_batch_size(request.batch_size), pipeline.stage.groups
+    # Metrics that read the inputs need their values on every rank, even those that no later stage reads.
     placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
     link = PipelineLink(groups, placeholders, args.pipeline_timeout)
     pins_memory = args.dataloader_pin_memory and is_apart(args.device)
@@ -95,6 +96,7 @@ def make_loader(context: TrainingContext, pipeline: Pipeline, request: Request, 
         reader = torch_loader(dataset, BatchCollator(collate, rows), args, seconds, batch_size=batch_size)
         reading = StreamReading(reader, link, shared, args.pipeline_timeout, request.is_training)
         return PipelineLoader(dataset, reading, batch_size, pins_memory)
+    # Trainer draws a sampler's seed as it makes the loader; here from the states that continue one process.
     with drawing_from(shared):
         sampler = order_of_run(dataset, request.sampler(dataset), args, shared, pipeline.last_seeded)
     stores_slots = may_store and args.activation_cache_views and args.activation_cache != "off"

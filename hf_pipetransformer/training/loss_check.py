@@ -140,6 +140,7 @@ class LossCheck:
         """Compare the parts of the batch that has just run with the whole. Collective over the last stage's ranks."""
         stage = self.pipeline.stage
         groups, entered = stage.groups, [pair for _, pair in sorted(stage.head.entered.items())]
+        # Kept activations would add up over the batches of a step.
         stage.head.entered = {}
         if not groups.is_last:
             return
@@ -150,6 +151,7 @@ class LossCheck:
             except BatchesDifferError:  # On every replica: texts of other lengths, whose mean does not depend on them.
                 found = [float("nan")] * 4
         stage.view.widen()
+        # Every replica of the last stage comes here, also without samples, since all gather.
         sums = torch.tensor(all_gather_trees(found, groups.replica_control, groups.num_replicas), dtype=torch.float64)
         self._found.append(Comparison(*sums.sum(0).tolist()))
 
@@ -219,9 +221,11 @@ class LossCheck:
     def _decide(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of the last batch, after a second run of the step if parts do not add up to the whole."""
         settings = self.pipeline.settings
+        # Parts have other shapes than the whole, for which kernels round otherwise: visibly so in low precision.
         rough = settings.is_mixed or torch.backends.cuda.matmul.allow_tf32 or self._has_half_weights()
         tolerance = ROUGH_TOLERANCE if rough else PARTS_TOLERANCE
         wrong = [each.in_words for each in self._found if not each.agree(tolerance)]
+        # The last stage alone has compared, but all stages must run the step again, or none.
         found = next((each for each in self.context.topology.gather(wrong[0] if wrong else None) if each), None)
         if found is None:
             return loss

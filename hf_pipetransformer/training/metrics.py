@@ -48,6 +48,7 @@ def averages(parts: list[Part]) -> dict[str, float]:
 
 def _of_batch(name: str, parts: list[tuple[float, int]]) -> float:
     choose = _OF_EXTREMES.get(name[:4])
+    # The least of a batch's parts is that of the batch, where a mean of them would be neither.
     if choose is not None:
         return choose([value for value, _ in parts])
     return sum(value * weight for value, weight in parts) / max(sum(weight for _, weight in parts), 1)
@@ -64,6 +65,7 @@ def collect_separately(trainer: Trainer) -> Iterator[trl_compat.Metrics]:
     apart: trl_compat.Metrics = {mode: defaultdict(list) for mode in recorded}
     recorded.update(apart)
     try:
+        # A loss that gathers its metrics would wait for the other stages, which compute none.
         with trainer.accelerator.gathering_nothing():
             yield apart
     finally:
@@ -135,6 +137,7 @@ class MetricAccumulator:
         )
         self._parts[mode] = []
         together = averages([part for each in found for part in each["parts"]])
+        # Lists of one value: TRL logs the mean of what it has recorded since the last entry.
         recorded[mode].update({name: [value] for name, value in together.items()})
         if together and trl_compat.num_tokens_read(self.context.trainer) is not None:
             recorded[mode]["num_tokens"] = [sum(each["tokens"] for each in found)]
@@ -158,6 +161,7 @@ def on_first_rank(compute_metrics: Any, topology: Topology) -> Callable[..., Any
                 answer["metrics"] = _sendable(metrics)
             except Exception as error:
                 refusal, answer = error, {"error": f"{type(error).__name__}: {error}"}
+        # Also after an error, which is sent as the answer: the other ranks wait here.
         answer = topology.broadcast(answer)
         if refusal is not None:
             raise refusal
@@ -241,6 +245,7 @@ class Summary:
         if self._start is None:
             return
         seconds, self._start = self.clock() - self._start, None
+        # A trial of micro-batches changes the layout from step to step; such steps count as one stretch.
         last = self.stretches[-1] if self.stretches else None
         if last is None or _kind(last.layout) != _kind(layout):
             last = Segment(layout, self._predicted)

@@ -63,6 +63,7 @@ class RunOptions:
         is_divided = args.world_size > 1 and args.pipeline_size != 1
         if is_divided or self._freeze or self._ask_for_parts or args.activation_cache == "on":
             return Need.REQUIRED
+        # Trainer's replicas do not give the numbers of one process, but that alone is worth no error.
         if args.world_size > 1 and not has_adapters(model):
             return Need.PREFERRED
         return Need.PREFERRED if args.activation_cache == "auto" and _may_store(model) else Need.NONE
@@ -141,6 +142,7 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
     `values` are its arguments by name.
     """
     args = options.args
+    # Before anything else: independent trainings would pass every check below.
     check_launch(args)
     need = options.need(model)
     if need is Need.NONE:
@@ -156,6 +158,7 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
         if model is not None:
             check_trained_model(model, options, values.get("optimizers", (None, None))[0])
         check_dataset(values.get("train_dataset"), "training")
+    # A run that merely would gain by a pipeline goes on without one; what the user asked for must not be dropped.
     except ValueError as error:
         if need is Need.REQUIRED and not options.does_without(error, model):
             raise

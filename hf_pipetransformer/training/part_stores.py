@@ -78,6 +78,7 @@ class PartStores:
         needed = num_places * record_bytes + content.index_bytes(num_places)
         speed = measure_storage(base, content, length, rows.number, num_places)
         hashing = _seconds_of_hashing(rows)
+        # A record is found by the hash of its inputs, so that each read and each write takes a hash too.
         read, write = speed.read + hashing, speed.write + hashing
         costs = CacheCosts((0.0, found.seconds), 0.0, read, write, is_apart(self.args.device))
         fits = min(1.0, self._max_bytes() / needed)
@@ -115,9 +116,11 @@ class PartStores:
             use = self.use(part)
             limit, base = int(self._max_bytes()), cache_base(self.args)
             attempt(lambda: ContentStore.make(base, price.num_places, content, limit, key, use, num_writers))
+        # The first process of a node names the folder that it has made, and the others open that one.
         path = topology.gather(None if store is None else store.path)[topology.ranks_here[0]]
         if path is not None and not topology.is_first_here:
             attempt(lambda: ContentStore.open(path, number, num_writers))
+        # One node without a store is enough: the run then computes the part everywhere, as in Trainer.
         reason = next((told for told in topology.gather(reason) if told is not None), None)
         if reason is not None or store is None:
             if store is not None:
@@ -137,6 +140,7 @@ class PartStores:
         known = [each for each in (self._trainer.train_dataset, *others) if each is not None]
         if not all(hasattr(each, "__len__") for each in known):
             return MOST_ROWS
+        # Room beyond what is an estimate from a few samples.
         return int(1.1 * of_a_sample * sum(map(len, known))) + 64 * self._topology.world_size
 
     def _max_bytes(self) -> float:

@@ -111,6 +111,7 @@ class ReplicaGather:
     def _mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
         if self.groups.replica_control is None:
             return loss.detach().reshape(1)
+        # A replica without items has the loss nan (0 / 0), which would spread to all by the sum.
         share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
         sums = self._summed(torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)]))
         return (sums[0] / sums[1]).to(loss.dtype).to(loss.device).reshape(1)
@@ -161,6 +162,7 @@ class ReplicaGather:
 
     def _check_rows(self, tensor: torch.Tensor) -> None:
         """Check that a tensor has a row for each sample of this replica, as nobody knows how to join others."""
+        # A replica without samples of its own runs the whole batch, as a batch smaller than the replicas does.
         own = self.loader.samples_of_replicas()[self.groups.replica] or self.loader.progress.size
         is_elsewhere = self.is_for_first_rank and not self.groups.is_first
         is_one_row = self.is_flattened and tensor.dim() > 1
@@ -200,6 +202,7 @@ def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the first `rows` samples, followed by zeros where there are fewer."""
     if tensor.shape[0] == rows:
         return tensor.contiguous()
+    # A collective takes tensors of one shape from all ranks; what is added is cut off again behind it.
     own = tensor.new_zeros((rows, *tensor.shape[1:]))
     own[: min(rows, tensor.shape[0])] = tensor[:rows]
     return own

@@ -75,6 +75,7 @@ class TrainCalls:
         """What the last training adds to `train_results.json`."""
         self.signals: SavesOnSignal
         """Signal handling of the current training."""
+        # A policy changes its state in place, and a second `train()` must find it as it was.
         self._policys_start = deepcopy(dict(self.policy.state()))
         self._made_optimizer: Any = None
         self._ignored_outputs: list[str] | None = None
@@ -143,6 +144,7 @@ class TrainCalls:
         builder, trainer, topology = self.builder, self.context.trainer, self.context.topology
         needs_pipeline, output_dir = builder.needs_pipeline, trainer.args.output_dir
         if not needs_pipeline:
+            # The search below is collective, so all ranks must come to it or none.
             check_agreement(topology, "arguments of train()", {"resume_from_checkpoint=True": where is True})
         if needs_pipeline or where is not True or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             builder.is_left_to_trainer = not needs_pipeline and not is_of_pipeline(where, output_dir)
@@ -202,6 +204,7 @@ class TrainCalls:
         setup.announce()
         pipeline.shared_rng = share_rng_state(context.topology)
         pipeline.last_seeded = context.topology.broadcast(torch.initial_seed())
+        # After the shared state is taken: from here on, each rank draws numbers of its own (dropout).
         context.seeds.begin(pipeline.stage.groups)
         self._until_left.enter_context(pipeline.stage.active())
         self.signals = SavesOnSignal(context)
@@ -298,6 +301,7 @@ class TrainCalls:
         if trainer.args.include_num_input_tokens_seen == "no":
             yield False
             return
+        # Trainer adds this batch's tokens to a count that is the same on all ranks: only the difference is summed.
         before = trainer.state.num_input_tokens_seen
         with trainer.accelerator.gathering_nothing():
             yield self.counts_inputs
@@ -398,5 +402,6 @@ def _make_context(trainer: Trainer, args: PipeTransformerArguments) -> TrainingC
 
 def _shared(args: PipeTransformerArguments) -> dict[str, Any]:
     """Return the arguments that must be equal on all ranks."""
+    # Nodes may have paths of their own, and rank 0 often logs otherwise; none of these changes what is computed.
     local = ("output_dir", "run_name", "disable_tqdm", "log_level", "log_level_replica", "hub_token", "local_rank")
     return comparable({key: value for key, value in args.to_dict().items() if key not in local})

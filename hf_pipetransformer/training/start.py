@@ -139,6 +139,7 @@ class TrainingSetup:
         clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
         frozen, least = layout.num_frozen_layers, args.freeze_min_active_layers
         spans = coming_spans(policy, clock, layout.num_layers, frozen, least)
+        # Nothing more freezes, so there is no second duration to compare with.
         if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
             return
         forecast = make_forecast(self.context.trainer, self.pipeline, cache, steps_per_epoch)
@@ -180,6 +181,7 @@ class TrainingSetup:
         return steps_per_epoch
 
     def _cache(self, loader: Any, steps_per_epoch: int) -> TrainingCache | None:
+        # One rank of each node cleans up: several that delete the same files would get in each other's way.
         if self.context.topology.is_first_here:
             remove_old_stores(self.context.args)
         if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
@@ -206,6 +208,7 @@ class TrainingSetup:
         plans, layout = self.pipeline.start_up.plans, self.pipeline.layout
         path = self.context.journal.log.path if plans.measures_microbatches and layout.pipeline_size > 1 else None
         samples = self.context.args.train_samples_per_device
+        # Rank 0 alone has an events file.
         known = self.context.topology.decide(
             lambda: [[*shape, m] for shape, m in read_known_microbatches(path, layout, samples).items()]
         )
@@ -264,6 +267,7 @@ def start_training(
     request = request_of(loader)
     if request is None:
         check_undivided(loader, "get_train_dataloader", args.pipeline_size or 1)
+    # Before the model is split: stages may replace parameters, whereas a user's optimizer refers to these.
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     description = resumption.description if resumption else RunDescription(context.run, topology, policy)
     resumes_own = resumption is not None and not resumption.is_plain
@@ -311,6 +315,7 @@ def _with_parts_if_too_large(
         return report, layout
     joined = args.pipeline_schedule
     args.run_asked_schedule()
+    # Planned anew: with the asked schedule a rank keeps fewer activations, so that another K may fit.
     other = plans.layout()
     if not plans.fits(other):
         args.run_forwards_first()

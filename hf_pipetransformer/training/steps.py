@@ -145,6 +145,7 @@ class Steps(ABC):
     def _items_of_users(self, counts: list[int], num_batches: int) -> list[int]:
         """Sum the item counts of the user's own loaders; every replica must deliver the same number of batches."""
         given = len(counts)
+        # Padded to the same length on all replicas, so that a different number shows in the sum and not as a deadlock.
         *items, total = self.pipeline.runner.over_replicas([*counts, *[0] * (num_batches - given), given])
         if total != given * self.pipeline.layout.num_replicas:
             raise ValueError(
@@ -205,6 +206,7 @@ class Steps(ABC):
 
         share = self._share(step)
         scale: float | torch.Tensor = share
+        # From the loss on, as accelerate does: stages send gradients in half precision, where small ones would vanish.
         if trainer.accelerator.scaler is not None:
             scale = trainer.accelerator.scaler.scale(torch.full((), share, device=trainer.args.device))
         reference = trl_compat.reference(trainer, shell)
@@ -233,6 +235,7 @@ class SynchronousSteps(Steps):
         scaler = self.trainer.accelerator.scaler
         if scaler is not None:
             optimizer = trainer_compat.torch_optimizer(self.trainer)
+            # Each stage sees its own gradients only, and a step must be skipped on all stages or on none.
             agree_on_overflow(scaler, optimizer, self.trainer.args.device, self.context.topology.largest)
         squares = self.pipeline.runner.norms.squares()
         self.controller.watch_gradients(squares)

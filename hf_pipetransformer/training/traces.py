@@ -64,6 +64,7 @@ class Kept:
         self._model = model
         self._undo: list[Callable[[], None]] = []
         self._seen: set[int] = {id(module) for module in model.modules()}
+        # Weights are large, and no loss changes them.
         self._seen |= {id(parameter) for parameter in model.parameters()}
         self._seen |= {id(buffer) for buffer in model.buffers()}
         self._alive: list[Any] = []
@@ -129,6 +130,7 @@ class Kept:
         before = value.copy()
 
         def undo() -> None:
+            # In place, for others may refer to the same container.
             value.clear()
             (value.extend if isinstance(value, (list, deque)) else value.update)(before)
 

@@ -134,6 +134,7 @@ class Training:
             self.set_random_numbers()
         moved = self.transitions.before_step()
         if moved is not None:
+            # New steps begin with an empty queue, and batches read under the old layout are cut for its replicas.
             if self.steps.num_read_ahead:
                 raise RuntimeError("The layout changes although steps were read ahead, which would be lost.")
             self.progress.report(self.pipeline.stage)
@@ -146,6 +147,7 @@ class Training:
         batches = self.steps.begin(epoch_iterator, num_batches)
         if self.loader is None:
             self.set_random_numbers()  # Reading a user's own loader up to here drew what the checkpoint has drawn.
+        # Behind the reading of batches, which may take longer than any step.
         self.context.timeouts.enter_step()
         return batches
 
@@ -160,6 +162,7 @@ class Training:
         batch = steps.next_batch(inputs, num_items, write)
         loss = steps.loss_of_all(steps.run(batch, self.context.trainer.accelerator.sync_gradients))
         if self._first_loss is None:
+            # Looked at with the first log entry: its value now would make the host wait for the device.
             self._first_loss = loss.detach().clone()
         return loss
 
@@ -181,6 +184,7 @@ class Training:
         meter = self.pipeline.settings.meter
         self._update.enter_context(meter.part("optimizer"))
         self._update.enter_context(meter.tracing("update"))
+        # Entered before `updating`, so it runs after it: the other users of a shared weight get its final value.
         self._update.callback(share_values, self.pipeline.stage.shared)
         self._update.enter_context(self.steps.updating())
 
@@ -215,6 +219,7 @@ class Training:
         if self._is_first_checked or self._first_loss is None:
             return
         self._is_first_checked = True
+        # Read here, where Trainer waits for the device as well; in the first step it would be one more wait.
         losses = self.context.topology.gather(float(self._first_loss))
         if self.context.topology.rank == 0 and not all(map(math.isfinite, losses)):
             logger.warning(

@@ -113,6 +113,7 @@ class WeightLoading:
         return True
 
     def _load(self, folder: str, stage: Stage | None) -> None:
+        # Of other stages a rank has meta tensors, which have no memory to read into.
         names = stage.own_names() | stage.own_buffers() if stage is not None and stage.is_spread else None
         self.context.topology.together(lambda: load_weights(self.context.trainer.model, folder, names))
 
@@ -170,6 +171,7 @@ class Ending:
             )
         make_whole(stage)
         self._give_optimizer_back(stage)
+        # The model is whole from here on, and anyone may call it.
         if self._refusal is not None:
             self._refusal.remove()
 
@@ -179,6 +181,7 @@ class Ending:
         if wanted != "auto":
             return None if wanted == "always" else "pipeline_gather_at_end='never'"
         room = least_room(num_bytes_of(stage.store.named()), stage.settings.topology)
+        # Half of a node stays free for what the script does next.
         return None if 2 * room.needed <= room.free else f"whole models would take over half of a node ({room})"
 
     def _refuse_calls(self, stage: Stage) -> None:
@@ -217,6 +220,7 @@ class ModelSaving:
                 yield
             return
         pipeline.settle()
+        # Rank 0 alone knows what its files need; the other ranks send what it names, in the same order.
         names = topology.decide(self._gathered_to_save) if stage.is_spread else None
         with timeouts.reporting_faults(), whole_on_first_rank(stage, names):
             before, self._lends = self._lends, names == [] and stage.groups.replica == 0

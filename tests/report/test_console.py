@@ -43,9 +43,13 @@ def test_an_entry_is_a_line_in_the_units_that_people_read(entry: dict[str, objec
     assert log_line(entry, 26, 40) == line
 
 
-def test_a_line_ends_where_it_would_be_too_long() -> None:
-    line = log_line({**TRAINED, **{f"rewards/number_{number}": 0.25 for number in range(9)}}, 26, 40)
-    assert 80 < len(line) <= WIDTH and line.endswith(" ...")
+def test_what_does_not_fit_a_line_goes_to_the_next_one() -> None:
+    own = {f"rewards/number_{number}": 0.25 for number in range(9)} | {"note": "x" * 200, "pipeline_depth_of_mine": 4}
+    lines = log_line({**TRAINED, **own, "a\x1b[31mb": 1.0}, 26, 40).split("\n")
+    assert len(lines) > 1 and max(map(len, lines)) <= WIDTH
+    for name in own:
+        assert any(f"  {name} " in f"{line} " for line in lines), name
+    assert not any("\x1b" in line for line in lines)
 
 
 def test_before_a_training_there_is_no_last_step() -> None:

@@ -101,7 +101,8 @@ def test_nothing_of_the_process_is_changed_but_in_a_training(tmp_path: Path, mon
     with pytest.raises(RuntimeError), reporter(tmp_path):
         raise RuntimeError("planted")
     assert state_of_the_process() == before
-    assert not forks and not list(tmp_path.iterdir())
+    # A hook of forks cannot be taken back: one at most, which does nothing but leave signals to the child.
+    assert [set(hooks) for hooks in forks] in ([], [{"after_in_child"}]) and not list(tmp_path.iterdir())
 
 
 def test_below_an_error_stands_where_to_go_on(tmp_path: Path) -> None:
@@ -356,3 +357,27 @@ def test_the_cause_is_asked_for_where_the_process_is_told_to_end_with_others(tmp
     message = ["The run failed: rank 1 does not answer", way_on(tmp_path)]
     assert run(tmp_path, end, RANK="0", WORLD_SIZE="2") == (-signal.SIGTERM, message)
     assert run(tmp_path, end, RANK="1", WORLD_SIZE="2") == (-signal.SIGTERM, [])
+
+
+def test_a_main_thread_that_waits_in_c_is_ended_all_the_same(tmp_path: Path) -> None:
+    """A lock that nobody releases stands for a wait on a lost rank: Python's handlers do not run meanwhile."""
+    script = (
+        "with training():\n"
+        "    import ctypes, threading\n"
+        "    failure.SECONDS_TO_HANDLE = 0.5\n"
+        "    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "    libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(128)\n"
+        "    for _ in range(2): libc.pthread_mutex_lock(lock)"
+    )
+    code, lines = run(tmp_path, script, before="from hf_pipetransformer.report import failure\n")
+    assert code == 128 + signal.SIGTERM
+    assert any("was ended by SIGTERM" in line for line in lines)
+
+
+def test_a_checkpoint_that_is_gone_costs_neither_the_note_nor_the_record(tmp_path: Path) -> None:
+    before = "from hf_pipetransformer.report import failure\n"
+    script = f"failure._is_of_this_launch = lambda path: 1 / 0\nwith training(): {REFUSED}"
+    record = tmp_path / "error.json"
+    code, lines = run(tmp_path, script, before=before, TORCHELASTIC_ERROR_FILE=str(record))
+    assert code == 1 and REFUSAL in record.read_text()
+    assert lines[-2:] == [REFUSAL, f"The run has saved no whole checkpoint in {tmp_path}."]
