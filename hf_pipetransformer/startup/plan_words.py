@@ -54,7 +54,7 @@ def _layouts(plan: RunPlan) -> str:
 
 def _sharded(plan: RunPlan) -> str:
     """Name what shards as counted: where batches are accumulated, FSDP2 under Trainer keeps whole gradients."""
-    return "Trainer, ZeRO-3" if plan.accumulates else "Trainer, FSDP2 or ZeRO-3"
+    return "ZeRO-3" if plan.accumulates else "FSDP2/ZeRO-3"
 
 
 def _row(name: str, option: Option) -> list[str]:
