@@ -285,7 +285,7 @@ def fastest(seconds: Mapping[str, float], ways: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class CacheDecision:
-    """What is stored until the next decision, and why.
+    """Choice of what is stored until the next decision, and its reason.
 
     Args:
         way: `compute`, `keep` or `write`, see `ways_of_storing`.

@@ -41,7 +41,7 @@ SECONDS_TO_HANDLE = 5.0
 
 
 class Faults(Protocol):
-    """What a rank knows of the faults of all ranks in the present run."""
+    """Knowledge of a rank about the faults of all ranks in the present run."""
 
     details: str
     """Traceback of the rank where the first cause lies."""

@@ -149,7 +149,7 @@ def _number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Headline:
-    """What came out of a run: a metric of its model, what to know of it, and the time that its layouts saved."""
+    """Outcome of a run: a metric of its model, what to know of it, and the time that its layouts saved."""
 
     name: str
     metric: str

@@ -97,7 +97,7 @@ class LoaderBatch:
 
 @dataclass(frozen=True)
 class Prediction:
-    """How batches without a backward are run, and what of their outputs is read.
+    """Way to run batches without a backward, and the part of their outputs that is read.
 
     Args:
         write: stores the activations that enter the entry block.

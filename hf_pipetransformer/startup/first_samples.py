@@ -258,7 +258,7 @@ _PEEKED = "_peeked"
 
 
 class _Peeked:
-    """What was read of an iterable before the run, which gets it first when it iterates, and then what follows.
+    """Samples read of an iterable before the run, which gets them first when it iterates, and then what follows.
 
     The iterable may keep its own position, so one iterator serves both. Its `__iter__` is overridden until then.
 

@@ -94,7 +94,7 @@ def check_callbacks(callbacks: list[TrainerCallback], topology: Topology) -> Non
 
 
 class StepEnds(Protocol):
-    """What runs around the callbacks at the end of a step."""
+    """Work around the callbacks at the end of a step."""
 
     def before_callbacks(self) -> None:
         """Correct what Trainer has just written into its state."""
