@@ -19,8 +19,9 @@ from hf_pipetransformer.data.rng import SharedRngState, States, fetch_samples
 
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
     from hf_pipetransformer.data.augmentation import AugmentationSlots
-    from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
 
 def torch_loader(
-    dataset: Any, collate: BatchCollator, args: PipeTransformerArguments, seconds: float, **options: Any
+    dataset: Any, collate: BatchCollator, args: TrainingArguments, seconds: float, **options: Any
 ) -> DataLoader[Any]:
     """Return torch's loader with the user's options for loaders; `options` say how batches are formed.
 
@@ -261,7 +262,8 @@ def torch_loader(
 def order_of_run(
     dataset: Any,
     given: Sampler[int] | None,
-    args: PipeTransformerArguments,
+    args: TrainingArguments,
+    global_batch_size: Callable[[int], int],
     shared: SharedRngState | None,
     last_seeded: int | None = None,
 ) -> Any:
@@ -269,6 +271,7 @@ def order_of_run(
 
     Args:
         given: Trainer's sampler; None reads in order.
+        global_batch_size: samples of a batch over all processes, of the size for one.
         last_seeded: what torch was last seeded with when the run began, by the script or by Trainer: without a
             `data_seed` accelerate takes it. None for what it was last seeded with now.
     """
@@ -289,14 +292,14 @@ def order_of_run(
     sampler = copy.copy(sampler)  # Leave the user's own sampler as it is; it may be used again.
     if _is_trainers_own(sampler, args):
         # It sorts by length within groups of batches, which are global batches here.
-        sampler.batch_size = args.global_batch_size(sampler.batch_size)
+        sampler.batch_size = global_batch_size(sampler.batch_size)
     # Each rank would draw another order from its global generator.
     if shared is None and getattr(sampler, "generator", "none needed") is None:
         sampler.generator = torch.Generator().manual_seed(seed)
     return sampler
 
 
-def _is_trainers_own(sampler: Any, args: PipeTransformerArguments) -> bool:
+def _is_trainers_own(sampler: Any, args: TrainingArguments) -> bool:
     """Return True for a sampler such as Trainer makes with `train_sampling_strategy="group_by_length"`.
 
     Its groups count batches of one device; a script that makes its own chooses the size of the groups itself. Trainer

@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_pipetransformer.elastic.migration import (
-    Bundle,
-    Move,
-    OptimizerState,
-    check_replicas_agree,
-    exchange,
-    plan_moves,
-)
+from hf_pipetransformer.elastic.migration import Bundle, Move, exchange, plan_moves
 from hf_pipetransformer.report import announce, duration
+from hf_pipetransformer.runtime.optimizer_state import OptimizerState, check_replicas_agree
 from hf_pipetransformer.runtime.ownership import frozen_names
 from hf_pipetransformer.runtime.wiring import make_stage, prepare_training
 from hf_pipetransformer.schedules.layout import Layout, counted

@@ -24,16 +24,15 @@ from hf_pipetransformer.planning.costs import BlockCosts, Overheads
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import layers_of
 from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.splitters.quantized import plan_in_4_bits
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, trace_structure
 from hf_pipetransformer.startup.check import run_stages
 from hf_pipetransformer.startup.costs import BlockProfile, block_costs, kept_back, num_launches, saved_activations
 from hf_pipetransformer.startup.model import (
     ProbeTarget,
-    cast_masters,
     dropout_from,
     has_dropout,
-    master_names,
     num_frozen_by_user,
 )
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner, samples_per_microbatch

@@ -197,7 +197,7 @@ def first_batches(
             dataset.set_epoch(0)  # As the run does before it iterates.
         return OwnBatches(dataset, collate, size, rows=rows, has_workers=args.dataloader_num_workers > 0)
     sampler = given.sampler(dataset)
-    order = partial(order_of_run, dataset, sampler, args, SharedRngState(random_state()))
+    order = partial(order_of_run, dataset, sampler, args, args.global_batch_size, SharedRngState(random_state()))
     return OwnBatches(dataset, collate, size, order, sampler, rows)
 
 

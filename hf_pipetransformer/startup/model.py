@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -21,8 +21,9 @@ from hf_pipetransformer.data.batches import IGNORED_LABEL
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.options.refusals import keeps_statistics
 from hf_pipetransformer.schedules.placement import block_of
-from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
+from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
+from hf_pipetransformer.splitters.masters import HALVES, master_names
 from hf_pipetransformer.splitters.quantized import float32_products, is_packed, put_in_evaluation_mode
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from hf_pipetransformer.startup.twin import WHOLE, ProbeSubmodel
@@ -31,8 +32,6 @@ from hf_pipetransformer.startup.twin import WHOLE, ProbeSubmodel
 if TYPE_CHECKING:
     from hf_pipetransformer.splitters.structure import Structure
 
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 MOST_GRADIENTS = 2**22
 """Largest number of elements that the checks take gradients of: the smallest parameters', 16 MiB in float32.
@@ -254,30 +253,9 @@ def in_full_precision(
 def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch with its half-precision tensors cast to float32."""
     return {
-        key: value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
+        key: value.float() if isinstance(value, torch.Tensor) and value.dtype in HALVES else value
         for key, value in inputs.items()
     }
-
-
-def master_names(model: nn.Module) -> set[str]:
-    """Name the parameters and buffers that `pipeline_master_dtype` casts: all of half precision.
-
-    Of a model with adapters only those that are trained: the base model gets no updates that its precision could lose.
-    """
-    only_trained = has_adapters(model)
-    return {
-        name
-        for name, tensor in chain(model.named_parameters(), model.named_buffers())
-        if tensor.dtype in _HALVES and not is_packed(tensor) and (tensor.requires_grad or not only_trained)
-    }
-
-
-def cast_masters(model: nn.Module, names: Collection[str], device: torch.device | None = None) -> None:
-    """Cast the named parameters and buffers to float32, one by one, and move those that are held to `device`."""
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if name in names:
-            target = tensor.device if device is None or tensor.is_meta else device
-            tensor.data = tensor.data.to(target, torch.float32)
 
 
 def with_masters(model: nn.Module, twin: ProbeSubmodel, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -289,7 +267,7 @@ def with_masters(model: nn.Module, twin: ProbeSubmodel, inputs: Mapping[str, Any
 
 @contextmanager
 def _float32_weights(tensors: Iterable[torch.Tensor], rows: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    own = {tensor: tensor.data for tensor in tensors if tensor.dtype in _HALVES and not is_packed(tensor)}
+    own = {tensor: tensor.data for tensor in tensors if tensor.dtype in HALVES and not is_packed(tensor)}
     gradients = {tensor: tensor.grad for tensor in own}
     try:
         for tensor, data in own.items():

@@ -21,6 +21,7 @@ from hf_pipetransformer.planning.slice_costs import TokenCosts
 from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.splitters.base import UnsupportedModelError
+from hf_pipetransformer.splitters.masters import master_names
 from hf_pipetransformer.startup.check import (
     check_loss,
     depends_on_length,
@@ -48,7 +49,6 @@ from hf_pipetransformer.startup.model import (
     has_dropout,
     in_float32,
     in_full_precision,
-    master_names,
     num_frozen_by_user,
     undisturbed,
     with_masters,

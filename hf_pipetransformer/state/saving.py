@@ -6,31 +6,40 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from transformers.trainer_utils import has_length
 
-from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.transfers import plain
+from hf_pipetransformer.compat import trainer_compat
+from hf_pipetransformer.compat.trainer_compat import TRAINER_STATE_NAME
 from hf_pipetransformer.data.rng import random_state
-from hf_pipetransformer.elastic.migration import OptimizerState, check_replicas_agree
+from hf_pipetransformer.runtime.optimizer_state import OptimizerState, check_replicas_agree
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.resumption import Epoch, find_remainder
 from hf_pipetransformer.state.run_state import DataPosition, FileEntry, RankState, RunState, is_split_by_node
-from hf_pipetransformer.trainer_compat import TRAINER_STATE_NAME
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.data.loader import PipelineLoader
-    from hf_pipetransformer.elastic.controller import LayoutController
     from hf_pipetransformer.runtime.context import Context
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.state.description import RunDescription
+
+
+class SavedDecisions(Protocol):
+    """Whatever decides on layouts, as checkpoints see it."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what later decisions depend on."""
+
+    def load_state(self, state: Mapping[str, Any], is_elsewhere: bool, is_same_policy: bool) -> None:
+        """Go on from what `state` returned."""
 
 
 @dataclass
@@ -44,7 +53,7 @@ class Checkpoints:
     pipeline: Pipeline
     loader: PipelineLoader | None
     optimizer_state: OptimizerState
-    controller: LayoutController
+    controller: SavedDecisions
     description: RunDescription
     first_layout: Layout
     epoch: int = 0

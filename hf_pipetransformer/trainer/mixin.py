@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
 
-from hf_pipetransformer import trainer_compat, trl_compat
+from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
 from hf_pipetransformer.report.card import write_card
 from hf_pipetransformer.report.console import shorten_console

@@ -12,7 +12,7 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.refusals import check_dataset

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from transformers import Trainer
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.engine.weights.rates import coming_rates
 from hf_pipetransformer.engine.weights.stage import StageWeights
 from hf_pipetransformer.schedules.asynchronous import micro_batches_ahead

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement
+from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import batch_size, for_model
 from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.head import HeadSlices

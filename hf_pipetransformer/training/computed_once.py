@@ -17,16 +17,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, set_seed
 
-from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
+from hf_pipetransformer.cache.frozen_parts.contents import record_format
+from hf_pipetransformer.cache.frozen_parts.served import Circumstances, ServedPart
+from hf_pipetransformer.cache.frozen_parts.trial import Found, Trial, maximal_frozen
+from hf_pipetransformer.cache.frozen_parts.values import Rows, tensors_of
 from hf_pipetransformer.cache.opening import stored_dtype
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.engine.effects import Alone, buffers_kept
-from hf_pipetransformer.frozen.contents import record_format
-from hf_pipetransformer.frozen.served import Circumstances, ServedPart
-from hf_pipetransformer.frozen.trial import Found, Trial, maximal_frozen
-from hf_pipetransformer.frozen.values import Rows, tensors_of
 from hf_pipetransformer.options.refusals import precision_of
 from hf_pipetransformer.report import announce, in_bytes
 from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
@@ -35,7 +35,7 @@ from hf_pipetransformer.training.traces import leaving_no_trace
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.frozen.part import FrozenPart, Reading
+    from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, Reading
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.training.context import TrainingContext
 

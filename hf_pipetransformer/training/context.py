@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerControl, TrainerState
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.batches import for_model
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.runtime.context import Context

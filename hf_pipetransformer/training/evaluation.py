@@ -12,9 +12,9 @@ import torch
 from accelerate.utils import send_to_device
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.comm.transfers import all_gather_trees, digest_of
+from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import (
     batch_size,
     for_model,

@@ -19,12 +19,12 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.folder import safe_max_bytes
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.cache.opening import cache_base, stored_dtype
 from hf_pipetransformer.cache.planner import StorageSpeed, measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.freeze.policies import freezing_of
 from hf_pipetransformer.freeze.policy import check_policy

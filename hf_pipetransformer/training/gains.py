@@ -16,8 +16,8 @@ import xxhash
 from torch import nn
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.transfers import pack
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.report import logger
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler
 from transformers.trainer_utils import seed_worker
 
-from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.cache.opening import seeded_reading
 from hf_pipetransformer.comm.staging import is_apart
+from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.data.reading import (
     DispatchedReading,
@@ -98,7 +98,9 @@ def make_loader(context: TrainingContext, pipeline: Pipeline, request: Request, 
         return PipelineLoader(dataset, reading, batch_size, pins_memory)
     # Trainer draws a sampler's seed as it makes the loader; here from the states that continue one process.
     with drawing_from(shared):
-        sampler = order_of_run(dataset, request.sampler(dataset), args, shared, pipeline.last_seeded)
+        sampler = order_of_run(
+            dataset, request.sampler(dataset), args, args.global_batch_size, shared, pipeline.last_seeded
+        )
     stores_slots = may_store and args.activation_cache_views and args.activation_cache != "off"
     seeded = seeded_reading(args, topology, start_up, dataset, collate) if stores_slots else None
     samples, of_batch, slots = (

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
 from transformers.trainer_utils import denumpify_detensorize
 
-from hf_pipetransformer import trainer_compat, trl_compat
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.transfers import pack
+from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import rows_per_sample, with_rows
 from hf_pipetransformer.engine.wrappers import runs_again
 from hf_pipetransformer.report import duration

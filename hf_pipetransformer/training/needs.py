@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat, trl_compat
+from hf_pipetransformer.cache.frozen_parts.trial import maximal_frozen
 from hf_pipetransformer.comm.errors import ModelSettingError
+from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
-from hf_pipetransformer.frozen.trial import maximal_frozen
 from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
 from hf_pipetransformer.options.combinations import unused_by_trainer
 from hf_pipetransformer.options.refusals import (

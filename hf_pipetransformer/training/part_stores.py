@@ -13,19 +13,19 @@ from transformers import Trainer
 
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import Use, safe_max_bytes
+from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
 from hf_pipetransformer.cache.opening import cache_base
 from hf_pipetransformer.cache.planner import measure_storage
 from hf_pipetransformer.comm.staging import is_apart
-from hf_pipetransformer.frozen.contents import ContentStore
 from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decide_cache
 
 
 if TYPE_CHECKING:
+    from hf_pipetransformer.cache.frozen_parts.part import FrozenPart
+    from hf_pipetransformer.cache.frozen_parts.served import Circumstances
+    from hf_pipetransformer.cache.frozen_parts.trial import Found, Trial
+    from hf_pipetransformer.cache.frozen_parts.values import Rows
     from hf_pipetransformer.cache.records import RecordFormat
-    from hf_pipetransformer.frozen.part import FrozenPart
-    from hf_pipetransformer.frozen.served import Circumstances
-    from hf_pipetransformer.frozen.trial import Found, Trial
-    from hf_pipetransformer.frozen.values import Rows
     from hf_pipetransformer.training.context import TrainingContext
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.batches import batch_size, rows_per_sample
 from hf_pipetransformer.data.flattened import num_left_out, sequences_of
 from hf_pipetransformer.runtime.messages import without_rows

@@ -12,8 +12,8 @@ import torch
 from transformers import Trainer, TrainerControl
 from transformers.trainer_utils import SaveStrategy
 
-from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.comm.topology import check_agreement, get_topology
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import request_of
 from hf_pipetransformer.data.rng import set_random_state
 from hf_pipetransformer.freeze.policies import make_policy

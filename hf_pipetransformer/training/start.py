@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import has_length
 
-from hf_pipetransformer import trainer_compat
 from hf_pipetransformer.cache.opening import remove_old_stores
 from hf_pipetransformer.cache.training import TrainingCache, begin_cache
 from hf_pipetransformer.comm.topology import check_agreement
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import PipelineLoader, request_of
 from hf_pipetransformer.elastic.controller import LayoutController
 from hf_pipetransformer.elastic.decisions import Decisions
-from hf_pipetransformer.elastic.migration import OptimizerState, keep_parameters
 from hf_pipetransformer.elastic.transition import Transitions, check_unfreezing, longest_pipeline
 from hf_pipetransformer.freeze.policies import coming_spans
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, check_policy, make_clock
@@ -24,6 +23,7 @@ from hf_pipetransformer.planning.planner import reachable_shapes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import read_known_microbatches
 from hf_pipetransformer.report.origin import origin_of
+from hf_pipetransformer.runtime.optimizer_state import OptimizerState, keep_parameters
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption, read_plan

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer
 
-from hf_pipetransformer import trainer_compat, trl_compat
+from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import batch_size, note_samples
 from hf_pipetransformer.engine.losses import agree_on_overflow
 from hf_pipetransformer.runtime.execution import LoaderBatch

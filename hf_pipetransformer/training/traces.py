@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.rng import is_generator, random_state, set_random_state, set_state, state_of
 from hf_pipetransformer.splitters.adapters import bare_model
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from hf_pipetransformer.cache.training import TrainingCache
     from hf_pipetransformer.data.loader import PipelineLoader
     from hf_pipetransformer.elastic.controller import LayoutController
-    from hf_pipetransformer.elastic.migration import OptimizerState
     from hf_pipetransformer.elastic.transition import Transitions
+    from hf_pipetransformer.runtime.optimizer_state import OptimizerState
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.state.resumption import Resumption

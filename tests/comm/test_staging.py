@@ -11,8 +11,8 @@ from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig, Mistral
 
 from hf_pipetransformer.cache.chain import PrefixWatch
 from hf_pipetransformer.comm.staging import CopyStream, KnownMask, pinned
+from hf_pipetransformer.compat.trainer_compat import SelfFilteringLoss
 from hf_pipetransformer.data.batches import take_rows
-from hf_pipetransformer.trainer_compat import SelfFilteringLoss
 from tests.doubles.device import DEVICE, DeviceStandIn
 
 

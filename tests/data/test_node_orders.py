@@ -64,7 +64,7 @@ def test_groups_of_a_scripts_own_sampler_keep_their_size(size: int, generator: A
         data_seed=None, seed=1, world_size=2, train_batch_size=2, gradient_accumulation_steps=2, eval_batch_size=3
     )
     args.global_batch_size = lambda batch_size: 2 * batch_size
-    assert order_of_run(DATA, sampler, args, None).batch_size == found
+    assert order_of_run(DATA, sampler, args, args.global_batch_size, None).batch_size == found
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aab", "abab", "aa"])

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.frozen import trial
+from hf_pipetransformer.cache.frozen_parts import trial
 from tests.distributed.scenarios import Lines, scenario
 from tests.support.frozen_models import CASES, logged, trainer_of
 

@@ -28,7 +28,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from hf_pipetransformer.frozen import trial
+from hf_pipetransformer.cache.frozen_parts import trial
 from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, note, noted, scenario
 from tests.support.every_family import Subject, build, collate, every_subject, rows
 

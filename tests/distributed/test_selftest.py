@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_pipetransformer.cli import main
+from hf_pipetransformer.cli import selftest
+from hf_pipetransformer.cli.main import main
 from hf_pipetransformer.comm import topology
-from hf_pipetransformer.selftest import machines
 from tests.distributed.launcher import LaunchResult, accelerate_launch
 from tests.distributed.scenarios import RANK, scenario, start
 
@@ -40,13 +40,13 @@ def corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
 def vanish(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill rank 1 where it measures."""
     if RANK == 1:
-        monkeypatch.setattr(machines, "_measure_bandwidth", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(selftest, "_measure_bandwidth", lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk of the cache never answer, and the step end after a second."""
 
-    class Short(machines.Guard):
+    class Short(selftest.Guard):
         def step(self, name: str) -> Any:
             if name == "cache folder":
                 self.seconds = 1.0 if RANK == 0 else 4.0
@@ -55,8 +55,8 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         threading.Event().wait()
 
-    monkeypatch.setattr(machines, "Guard", Short)
-    monkeypatch.setattr(machines, "measure_storage", never)
+    monkeypatch.setattr(selftest, "Guard", Short)
+    monkeypatch.setattr(selftest, "measure_storage", never)
 
 
 def part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ CHANGES = {"corrupt": corrupt, "vanish": vanish, "hang": hang, "part": part}
 
 @scenario
 def run_selftest(folder: Path, change: str | None = None) -> None:
-    """Run the command, with a change to this process's share of the machines."""
+    """Run the command, with a change to this process's share of the selftest."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if change is not None:
             CHANGES[change](monkeypatch)
@@ -91,7 +91,7 @@ def test_two_sound_processes_pass_in_ten_lines(tmp_path: Path) -> None:
     assert lines[-1].startswith("selftest: ok in ")
     assert lines_of(LaunchResult(0, "", result.outputs[1:], 0.0)) == []
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found["exactness"]) == 1 + len(machines.SCHEDULE_NAMES)
+    assert len(found["exactness"]) == 1 + len(selftest.SCHEDULE_NAMES)
     assert 0 < max(found["exactness"].values()) <= 1e-5 and found["transition"]["difference"] <= 1e-5
     assert found["transition"]["change"] == "K=2 x R=1 to K=1 x R=2"
     assert all(speed > 0 for speeds in found["bandwidth"].values() for speed in speeds.values())
@@ -106,7 +106,7 @@ def test_two_nodes_are_measured_and_carry_a_pipeline_between_them(tmp_path: Path
     assert lines[1].startswith("groups: K=1 x R=2, K=2 x R=1 in ")
     found = json.loads((tmp_path / "found.json").read_text())
     assert sorted(found["bandwidth"]) == ["all-reduce over 2 ranks", "messages across nodes (ranks 0, 1)"]
-    assert len(found["exactness"]) == 1 + len(machines.SCHEDULE_NAMES) and len(found["cache folder"]) == 2
+    assert len(found["exactness"]) == 1 + len(selftest.SCHEDULE_NAMES) and len(found["cache folder"]) == 2
     assert 0 < max(found["exactness"].values()) <= 1e-5
 
 
@@ -125,7 +125,7 @@ def test_other_numbers_of_processes_pass(tmp_path: Path, num_processes: int) -> 
     [
         ("corrupt", "exactness, K=2, gpipe", "differ by 0.00"),
         ("vanish", "bandwidth", "rank 1 does not answer"),
-        ("hang", "cache folder", "rank 0: the step has not ended within 1 s, in _measure_cache (selftest/machines.py"),
+        ("hang", "cache folder", "rank 0: the step has not ended within 1 s, in _measure_cache (cli/selftest.py"),
     ],
 )
 def test_a_planted_fault_is_found_with_its_first_cause(tmp_path: Path, fault: str, step: str, cause: str) -> None:

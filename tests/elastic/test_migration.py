@@ -16,15 +16,8 @@ from hypothesis import strategies as st
 from hf_pipetransformer.comm import transfers as rounds
 from hf_pipetransformer.comm.transfers import in_rounds
 from hf_pipetransformer.elastic import migration
-from hf_pipetransformer.elastic.migration import (
-    Move,
-    OptimizerState,
-    check_replicas,
-    digests,
-    exchange,
-    keep_parameters,
-    plan_moves,
-)
+from hf_pipetransformer.elastic.migration import Move, exchange, plan_moves
+from hf_pipetransformer.runtime.optimizer_state import OptimizerState, check_replicas, digests, keep_parameters
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import PLACEMENTS
 from tests.support.wires import Wires

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.freeze.gradient_norms import GradientNormMonitor
+from hf_pipetransformer.elastic.controller import GradientNormMonitor
 from hf_pipetransformer.freeze.policies import (
     Auto,
     Fixed,

@@ -45,8 +45,8 @@ import torch
 import transformers
 
 from hf_pipetransformer.comm import transfers
+from hf_pipetransformer.comm.groups import SAID_OF_SOCKETS, share_gpus
 from hf_pipetransformer.schedules.layout import counted
-from hf_pipetransformer.selftest.sharing import SAID_OF_SOCKETS, share_gpus
 from tests.gpu import one_process, stages, wider
 from tests.gpu.runs import Figures
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hf_pipetransformer.selftest import sharing
+from hf_pipetransformer.comm import groups
 from tests.gpu import __main__ as checks
 from tests.gpu import one_process, runs, stages
 
@@ -180,9 +180,9 @@ def test_ranks_that_share_a_gpu_name_hosts_of_their_own(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_here: int, num_all: int, interface: str | None
 ) -> None:
     own = {"RANK": "1", "LOCAL_WORLD_SIZE": str(num_here), "WORLD_SIZE": str(num_all)}
-    monkeypatch.setattr(sharing.os, "environ", own.copy())
+    monkeypatch.setattr(groups.os, "environ", own.copy())
     shares = num_here > num_gpus > 0
-    assert sharing.share_gpus(num_gpus) == shares
-    added = {name: value for name, value in sharing.os.environ.items() if name not in own}
-    expected = {**sharing.OVER_SOCKETS, "NCCL_HOSTID": "host-1"} if shares else {}
+    assert groups.share_gpus(num_gpus) == shares
+    added = {name: value for name, value in groups.os.environ.items() if name not in own}
+    expected = {**groups.OVER_SOCKETS, "NCCL_HOSTID": "host-1"} if shares else {}
     assert added == expected | ({"NCCL_SOCKET_IFNAME": interface} if interface else {})

@@ -21,8 +21,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback, TrainingArguments
 
 import hf_pipetransformer
+from hf_pipetransformer.comm.groups import share_gpus
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.selftest.sharing import share_gpus
 from tests.distributed.scenarios import RANK, scenario, start
 from tests.gpu.runs import (
     ClassWeightsInParts,

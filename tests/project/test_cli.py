@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import hf_pipetransformer
-from hf_pipetransformer.cli import main
+from hf_pipetransformer.cli.main import main
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def test_what_an_asynchronous_schedule_cannot_be_is_refused(options: list[str], 
 
 
 def test_help_and_version_take_no_torch() -> None:
-    code = "import sys; from hf_pipetransformer.cli import main\n" + (
+    code = "import sys; from hf_pipetransformer.cli.main import main\n" + (
         "try: main([sys.argv[1]])\nexcept SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
@@ -103,7 +103,7 @@ def test_the_package_is_a_command_that_takes_no_torch_to_say_what_it_is(option: 
     result = subprocess.run(command, check=True, timeout=60, cwd=REPOSITORY, capture_output=True, text=True)
     assert text in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "hf_pipetransformer.cli" in imported and not {"torch", "transformers", "datasets"} & imported
+    assert "hf_pipetransformer.cli.main" in imported and not {"torch", "transformers", "datasets"} & imported
 
 
 def test_public_names_are_where_the_package_shows_them() -> None:

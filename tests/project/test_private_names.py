@@ -24,7 +24,8 @@ import transformers
 from transformers import LlamaConfig
 
 import hf_pipetransformer
-from hf_pipetransformer import PipeTransformerMixin, PipeTransformerTrainer, trainer_compat
+from hf_pipetransformer import PipeTransformerMixin, PipeTransformerTrainer
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.splitters.base import CACHE_NAME
 from tests.support.decoders import make_decoder
 from tests.support.private_names import (

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import BertModel, Trainer, TrainingArguments
 
-from hf_pipetransformer import PipeTransformerMixin, PipeTransformerTrainer, trainer_compat
+from hf_pipetransformer import PipeTransformerMixin, PipeTransformerTrainer
 from hf_pipetransformer.comm import transfers as rounds
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.runtime import gathering as collecting
 from hf_pipetransformer.runtime.gathering import Wanted, collect_parameters, share_buffers
 from hf_pipetransformer.runtime.ownership import ParameterStore

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from hf_pipetransformer.data.loader import PipelineLoader
-from hf_pipetransformer.elastic.migration import keep_parameters
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.runtime.context import CollectiveTimeouts
+from hf_pipetransformer.runtime.optimizer_state import keep_parameters
 from hf_pipetransformer.schedules import json_values
 from hf_pipetransformer.state import checkpoint, plain_checkpoint, restore
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_optimizer, read_state

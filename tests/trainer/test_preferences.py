@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import DataLoader
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, trainer_compat, trl_compat
-from hf_pipetransformer.trl_compat import check_trainer, metric_weights
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
+from hf_pipetransformer.compat import trainer_compat, trl_compat
+from hf_pipetransformer.compat.trl_compat import check_trainer, metric_weights
 from tests.support.adapted import adapted, lora
 from tests.support.decoders import make_decoder
 from tests.support.preferences import CONFIGS, OURS, assert_logged_alike, logged, make_preference_trainer

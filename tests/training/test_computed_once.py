@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import IntervalStrategy, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
+from hf_pipetransformer.cache.frozen_parts import trial
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.frozen import trial
 from tests.distributed.family_worker import FROZEN, account
 from tests.support.every_family import Subject, every_subject
 from tests.support.frozen_models import (

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
-from hf_pipetransformer import trainer_compat
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.engine.engine import ActionListRun as EngineRun
 from hf_pipetransformer.runtime import gathering

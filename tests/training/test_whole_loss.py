@@ -13,7 +13,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, Trainer, TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, trainer_compat
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.runtime import joining

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
+from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, rebuilt, tensors_of
 
 
 def digests(*args: Any, salt: bytes = b"", **kwargs: Any) -> list[tuple[int, int]]:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from hf_pipetransformer.frozen import trial
-from hf_pipetransformer.frozen.part import Pick
-from hf_pipetransformer.frozen.trial import Found, Trial, maximal_frozen
+from hf_pipetransformer.cache.frozen_parts import trial
+from hf_pipetransformer.cache.frozen_parts.part import Pick
+from hf_pipetransformer.cache.frozen_parts.trial import Found, Trial, maximal_frozen
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_pipetransformer.frozen.part import FrozenPart, forward_replaced, own_forward
-from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
+from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, forward_replaced, own_forward
+from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, rebuilt, tensors_of
 
 
 class ChainedPart(FrozenPart):

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, rebuilt, tensors_of
 from hf_pipetransformer.engine.effects import Draws, draw
-from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.files import Array
-    from hf_pipetransformer.frozen.contents import ContentStore
+    from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import set_seed
 
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, differs
+from hf_pipetransformer.cache.frozen_parts.chained import ChainedPart, numbers_of
+from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, Pick, Reading, Template
+from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, rebuilt, tensors_of
 from hf_pipetransformer.engine.effects import effects_of
-from hf_pipetransformer.frozen.chained import ChainedPart, numbers_of
-from hf_pipetransformer.frozen.part import FrozenPart, Pick, Reading, Template
-from hf_pipetransformer.frozen.values import NotStorableError, Rows, rebuilt, tensors_of
 
 
 WORTH = 0.03

@@ -34,14 +34,13 @@ from hf_pipetransformer.cache.opening import cache_base
 from hf_pipetransformer.cache.planner import measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.comm.errors import FaultBoard, guarded, is_second_hand
-from hf_pipetransformer.comm.groups import why_not_reached
+from hf_pipetransformer.comm.groups import SAID_OF_SOCKETS, share_gpus, why_not_reached
 from hf_pipetransformer.comm.topology import Topology, get_topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_arguments, check_launch
 from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.selftest.sharing import SAID_OF_SOCKETS, share_gpus
 
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24}

@@ -12,15 +12,15 @@ import torch
 import xxhash
 
 from hf_pipetransformer.cache.chain import SAME_BATCH_TOLERANCE, PrefixWatch, differs
+from hf_pipetransformer.cache.frozen_parts.part import Counts, FrozenPart
+from hf_pipetransformer.cache.frozen_parts.values import Rows, tensors_of
 from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.data.rng import generators_kept
-from hf_pipetransformer.frozen.part import Counts, FrozenPart
-from hf_pipetransformer.frozen.values import Rows, tensors_of
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.folder import Use
-    from hf_pipetransformer.frozen.contents import ContentStore
+    from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
 
 
 NUM_CHECKED = 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_pipetransformer.frozen.contents import ContentStore, record_format
+from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, record_format
 
 
 KEY = "part-0123"
