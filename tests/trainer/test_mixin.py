@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 SOURCES = [
     *sorted((PACKAGE / "trainer").glob("*.py")),
     *sorted((PACKAGE / "training").glob("*.py")),
-    PACKAGE / "trainer_compat.py",
+    PACKAGE / "compat" / "trainer_compat.py",
 ]
 ROOMS = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
