@@ -171,9 +171,14 @@ def real_positions(name: str, num_samples: int, seed: int = 0) -> torch.Tensor |
 
 
 # A constant added to every key changes no attention weight, unless positions depend on the keys (DeBERTa).
-_KEY_BIAS = re.compile(r"(key|k_proj|k_lin|attn\.k)\.bias$")
+_KEY_BIAS = re.compile(r"(key|k_proj|k_lin|attn\.k|c_attn|qkv_proj|query_key_value)\.bias$")
 # Question answering takes its softmax over positions, so a constant added to every position changes nothing either.
 _QA_CONSTANTS = re.compile(rf"(qa_outputs\.bias|layer\.{NUM_LAYERS - 1}\.output\.LayerNorm\.bias)$")
+
+
+def is_key_bias(parameter: str) -> bool:
+    """Whether a parameter is the bias of attention keys, or holds it among others."""
+    return bool(_KEY_BIAS.search(parameter))
 
 
 def has_zero_gradient(name: str, parameter: str) -> bool:
@@ -181,9 +186,7 @@ def has_zero_gradient(name: str, parameter: str) -> bool:
 
     AdamW divides by the gradient's size and makes visible steps of the noise; they change no loss.
     """
-    return bool(_KEY_BIAS.search(parameter)) or (
-        MODELS[name].task == "question" and bool(_QA_CONSTANTS.search(parameter))
-    )
+    return is_key_bias(parameter) or (MODELS[name].task == "question" and bool(_QA_CONSTANTS.search(parameter)))
 
 
 def enlarge_weights(model: nn.Module) -> None:
