@@ -24,7 +24,9 @@ def untimed(result: Any) -> Any:
 
 
 def relative_difference(found: float, expected: float) -> float:
-    """Return 0 where both are not a number."""
+    """Return 0 where both are not a number, or the same infinity."""
+    if found == expected:
+        return 0.0
     if math.isnan(expected) or math.isnan(found):
         return 0.0 if math.isnan(expected) and math.isnan(found) else math.inf
     return abs(found - expected) / max(abs(expected), 1e-12)
