@@ -1,9 +1,8 @@
-"""Run rows of features in one launch, with the pipeline or with plain Trainer, and write down what came out."""
+"""Run rows of features with the pipeline or with plain Trainer, and write down what came out."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,15 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from hf_pipetransformer import PipeTransformerTrainer
 from tests.conformance.features import Setup, features_of
 from tests.conformance.pieces import AverageWeights
 from tests.distributed.cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH
-from tests.distributed.equality_worker import (
-    EVAL_SEED,
-    MODEL_SEED,
-    CountEvents,
-    digest,
-)
-from tests.distributed.scenarios import RANK, WORLD_SIZE, run_case, scenario
+from tests.distributed.equality_worker import EVAL_SEED, MODEL_SEED, CountEvents, digest
+from tests.distributed.launches import Layout, run_listed
+from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.support.models import build_model, collate, make_rows
+from tests.support.trainings import End, our_arguments, plain_arguments
 
 
 # Neither is a multiple of its batch: the last ones have 5 samples and 1.
@@ -44,15 +41,6 @@ class ReadsCheckpoints:
         self.model.load_state_dict(best.state_dict())
 
 
-def base_classes(num_stages: int | None) -> tuple[type[Trainer], type[TrainingArguments]]:
-    """The trainer and its arguments; `num_stages` is None for plain Trainer, which runs without the library."""
-    if num_stages is None:
-        return Trainer, TrainingArguments
-    from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-
-    return PipeTransformerTrainer, PipeTransformerArguments
-
-
 def setup_of(features: Mapping[str, str]) -> Setup:
     """What the features make of a run."""
     setup = Setup()
@@ -61,10 +49,9 @@ def setup_of(features: Mapping[str, str]) -> Setup:
     return setup
 
 
-def arguments_of(setup: Setup, output: Path, num_stages: int | None) -> TrainingArguments:
+def arguments_of(setup: Setup, output: Path, layout: Layout | None) -> TrainingArguments:
     options: dict[str, Any] = {
-        "output_dir": str(output),
-        "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+        "batch": GLOBAL_BATCH,
         "per_device_eval_batch_size": GLOBAL_EVAL_BATCH // WORLD_SIZE,
         "num_train_epochs": 2,
         "learning_rate": 1e-3,
@@ -73,25 +60,17 @@ def arguments_of(setup: Setup, output: Path, num_stages: int | None) -> Training
         "adam_epsilon": 1e-6,
         "max_grad_norm": 0.5,
         "lr_scheduler_type": "linear",
-        "logging_steps": 1,
         "eval_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
         "seed": 7,
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **setup.options,
     }
-    options |= setup.options
-    if num_stages is not None:
-        options |= {"pipeline_timeout": 60, "freeze_policy": "none", **setup.pipeline_options}
-        options["pipeline_parallel_size"] = num_stages
-    return base_classes(num_stages)[1](**options)
+    if layout is None:
+        return plain_arguments(output, **options)
+    return our_arguments(output, layout[0], **options | setup.pipeline_options)
 
 
-def trainer_of(setup: Setup, args: TrainingArguments, counter: CountEvents, num_stages: int | None) -> Trainer:
-    base = base_classes(num_stages)[0]
-    if num_stages is None:
-        base = type("ReadingTrainer", (ReadsCheckpoints, base), {})
+def trainer_of(setup: Setup, args: TrainingArguments, counter: CountEvents, is_plain: bool) -> Trainer:
+    base = type("ReadingTrainer", (ReadsCheckpoints, Trainer), {}) if is_plain else PipeTransformerTrainer
     mixed = type(f"My{base.__name__}", (*setup.mixins, base), {})
     arguments: dict[str, Any] = {
         "args": args,
@@ -110,7 +89,7 @@ def trainer_of(setup: Setup, args: TrainingArguments, counter: CountEvents, num_
     if "optimizers" in arguments:
         arguments["optimizers"] = arguments["optimizers"](arguments["model"])
     trainer = mixed(**arguments)
-    if num_stages is None and setup.loss_ignores_num_items:
+    if is_plain and setup.loss_ignores_num_items:
         # Else Trainer takes the loss for one that honours `num_items_in_batch` and counts accumulation twice.
         trainer.model_accepts_loss_kwargs = False
     return trainer
@@ -130,10 +109,10 @@ def dataset_of(setup: Setup, num_samples: int, seed: int = 0, is_for_training: b
     return setup.as_dataset(rows, is_for_training)
 
 
-def run(setup: Setup, num_stages: int | None, output: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Train, evaluate, predict; what is a plain value, and what is a tensor. `output` is the same on all ranks."""
-    counter = CountEvents()
-    trainer = trainer_of(setup, arguments_of(setup, output, num_stages), counter, num_stages)
+def train(features: Mapping[str, str], layout: Layout | None, output: Path) -> End:
+    """Train, evaluate, predict with a row of features; `output` is the same on all ranks."""
+    setup, counter = setup_of(features), CountEvents()
+    trainer = trainer_of(setup, arguments_of(setup, output, layout), counter, layout is None)
     trained = trainer.train()
     weights = named("weights", dict(trainer.model.named_parameters()))
     for callback in setup.callbacks:
@@ -200,16 +179,7 @@ def tensorboard_scalars(output: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-RunOne = Callable[[Mapping[str, str], int | None, Path], tuple[dict[str, Any], dict[str, torch.Tensor]]]
-
-
 @scenario
-def run_rows(folder: Path, listed: str, num_stages: int | None = None) -> None:
-    """Run rows of the covering array with the pipeline, or without `num_stages` with plain Trainer."""
-    run_listed(folder, listed, num_stages, lambda features, stages, output: run(setup_of(features), stages, output))
-
-
-def run_listed(folder: Path, listed: str, num_stages: int | None, run_one: RunOne) -> None:
-    for row in json.loads(Path(listed).read_text()):
-        name = row["name"]
-        run_case(folder, name, partial(run_one, row["features"], num_stages, folder / f"{name}-output"), ValueError)
+def run_rows(folder: Path, listed: str) -> None:
+    """Run rows of the covering array."""
+    run_listed(folder, listed, train, ValueError)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Future
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,13 +11,16 @@ from typing import Any
 import torch
 import transformers.trainer
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
-from tests.conformance.conformance_worker import arguments_of, base_classes, named, run_listed
+from hf_pipetransformer import PipeTransformerTrainer
+from tests.conformance.conformance_worker import arguments_of, named
 from tests.conformance.features import Setup
 from tests.distributed.equality_worker import EVAL_SEED, MODEL_SEED
+from tests.distributed.launches import Layout, run_listed
 from tests.distributed.scenarios import scenario
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import End
 
 
 MODEL = "vit"
@@ -59,22 +61,22 @@ class CountPushes(TrainerCallback):
         self.pushes += 1
 
 
-def run_pushes(features: Mapping[str, str], num_stages: int | None, output: Path) -> Any:
+def train(strategy: str, layout: Layout | None, output: Path) -> End:
     """Train with uploads at every save, and one at the end."""
     hub, counter = LocalHub(), CountPushes()
     transformers.trainer.hf_api = lambda: hub
     setup = Setup(
         options={
             "push_to_hub": True,
-            "hub_strategy": features["strategy"],
+            "hub_strategy": strategy,
             "save_strategy": "steps",
             "save_steps": 3,
             "save_only_model": True,
         }
     )
-    trainer = base_classes(num_stages)[0](
+    trainer = (Trainer if layout is None else PipeTransformerTrainer)(
         model=build_model(MODEL, MODEL_SEED),
-        args=arguments_of(setup, output, num_stages),
+        args=arguments_of(setup, output, layout),
         train_dataset=make_dataset(MODEL, 29),
         eval_dataset=make_dataset(MODEL, 13, EVAL_SEED),
         data_collator=collate,
@@ -86,5 +88,5 @@ def run_pushes(features: Mapping[str, str], num_stages: int | None, output: Path
 
 
 @scenario
-def push_all(folder: Path, listed: str, num_stages: int | None = None) -> None:
-    run_listed(folder, listed, num_stages, run_pushes)
+def push_all(folder: Path, listed: str) -> None:
+    run_listed(folder, listed, train)

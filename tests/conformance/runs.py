@@ -1,17 +1,15 @@
-"""Short runs with features of Trainer, and the comparison of what two of them wrote down."""
+"""What two runs with features of Trainer wrote down, compared."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
-from tests.distributed.launches import Layout, Outcome
+from tests.distributed.launches import Outcome
 from tests.support.comparison import relative_difference, untimed
 
 
-__all__ = ["LAYOUT_SCALARS", "TOLERANCE", "Run", "cases_of", "differences", "differs", "logged"]
+__all__ = ["IN_EVERY_ENTRY", "LAYOUT_SCALARS", "TOLERANCE", "differences", "differs", "logged"]
 
 TOLERANCE = 1e-5
 
@@ -23,33 +21,6 @@ LAYOUT_SCALARS = {
     *("samples_per_second", "tokens_per_second", "memory_gb", "bubble_share"),
 }
 """What the pipeline logs of its own."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One short run.
-
-    Args:
-        name: names its files.
-        features: what it is, for the worker.
-        layout: K and R; None for plain Trainer in one process.
-    """
-
-    name: str
-    features: Mapping[str, str] = field(hash=False)
-    layout: Layout | None
-
-    @property
-    def reference(self) -> Run:
-        return Run(self.name, self.features, None)
-
-
-def cases_of(runs: Sequence[Run]) -> dict[Layout | None, dict[str, Any]]:
-    """Return what a scenario reads, by layout and name."""
-    cases: dict[Layout | None, dict[str, Any]] = defaultdict(dict)
-    for run in runs:
-        cases[run.layout][run.name] = {"name": run.name, "features": dict(run.features)}
-    return cases
 
 
 def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:

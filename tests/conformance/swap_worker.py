@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from transformers import Trainer
 
-from tests.conformance.conformance_worker import arguments_of, base_classes, named, run_listed
+from hf_pipetransformer import PipeTransformerTrainer
+from tests.conformance.conformance_worker import arguments_of, named
 from tests.conformance.features import Setup
 from tests.conformance.pieces import Scores
 from tests.distributed.cases import GLOBAL_EVAL_BATCH
 from tests.distributed.equality_worker import EVAL_SEED, MODEL_SEED
+from tests.distributed.launches import Layout, run_listed
 from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import End
 
 
 MODEL = "bert_sequence"
@@ -95,19 +97,19 @@ def subclasses(base: type) -> dict[str, type]:
     return {name: kind for name, kind in locals().items() if name != "base"}
 
 
-def run_subclass(features: Mapping[str, str], num_stages: int | None, output: Path) -> Any:
+def train(name: str, layout: Layout | None, output: Path) -> End:
     """Evaluate, train, evaluate, predict with one of the subclasses."""
     setup = Setup(options={"eval_strategy": "epoch", "gradient_accumulation_steps": 2})
     setup.pipeline_options = {"pipeline_parallel_num_microbatches": 2}
-    trainer = subclasses(base_classes(num_stages)[0])[features["class"]](
+    trainer = subclasses(Trainer if layout is None else PipeTransformerTrainer)[name](
         model=build_model(MODEL, MODEL_SEED),
-        args=arguments_of(setup, output, num_stages),
+        args=arguments_of(setup, output, layout),
         train_dataset=make_dataset(MODEL, NUM_SAMPLES),
         eval_dataset=make_dataset(MODEL, NUM_EVAL_SAMPLES, EVAL_SEED),
         data_collator=collate,
         compute_metrics=Scores(),
     )
-    if num_stages is None:
+    if layout is None:
         # Else Trainer takes BERT's loss for one that honours `num_items_in_batch`.
         trainer.model_accepts_loss_kwargs = False
     before = trainer.evaluate()
@@ -124,5 +126,5 @@ def run_subclass(features: Mapping[str, str], num_stages: int | None, output: Pa
 
 
 @scenario
-def swap_all(folder: Path, listed: str, num_stages: int | None = None) -> None:
-    run_listed(folder, listed, num_stages, run_subclass)
+def swap_all(folder: Path, listed: str) -> None:
+    run_listed(folder, listed, train, ValueError)

@@ -21,13 +21,11 @@ from tests.conformance.runs import (
     IN_EVERY_ENTRY,
     LAYOUT_SCALARS,
     TOLERANCE,
-    Run,
-    cases_of,
     differences,
     differs,
     logged,
 )
-from tests.distributed.launches import Launches, Outcome
+from tests.distributed.launches import Launches, Outcome, Run, selected_runs
 from tests.support.comparison import relative_difference, tensor_difference, untimed
 from tests.support.models import IGNORED, MODELS, has_zero_gradient
 
@@ -53,46 +51,34 @@ def _runs() -> Iterator[Any]:
     for index, row in enumerate(ROWS):
         for layout in (TWO_STAGES, (TWO_REPLICAS, BOTH)[index % 2]):
             marks = [] if layout == TWO_STAGES and row in few else [pytest.mark.slow]
-            run = Run(f"row{index:02}", row, layout)
-            yield pytest.param(run, id=f"{layout[0]}x{layout[1]}-{run.name}", marks=marks)
+            run = Run(f"row{index:02}", layout)
+            yield pytest.param(run, id=f"{layout[0]}x{layout[1]}-{run.case}", marks=marks)
 
 
 def _refused_runs() -> Iterator[Any]:
     for index, refusal in enumerate(REFUSED):
-        run = Run(f"refused{index:02}", BASE_ROW | dict(refusal.pair), TWO_STAGES)
+        run = Run(f"refused{index:02}", TWO_STAGES)
         yield pytest.param(run, refusal, id=" with ".join(map("-".join, refusal.pair)).replace(" ", "_"))
 
+
+FEATURES = {f"row{index:02}": row for index, row in enumerate(ROWS)}
+FEATURES |= {f"refused{index:02}": BASE_ROW | dict(refusal.pair) for index, refusal in enumerate(REFUSED)}
 
 compared = pytest.mark.parametrize("run", list(_runs()))
 
 
 @pytest.fixture(scope="module")
 def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    selected: dict[str, Run] = {}
-    for item in request.session.items:
-        if item.path == request.path and "run" in getattr(item, "fixturenames", ()):
-            run = item.callspec.params["run"]
-            selected[str(run)] = run
-            if "plain" in item.fixturenames:
-                selected[str(run.reference)] = run.reference
-    return Launches(run_rows, tmp_path_factory.mktemp("conformance"), cases_of(list(selected.values())))
-
-
-@pytest.fixture
-def ours(launches: Launches, run: Run) -> Outcome:
-    return launches.outcome(run.layout, run.name)
-
-
-@pytest.fixture
-def plain(launches: Launches, run: Run) -> Outcome:
-    return launches.outcome(None, run.name)
+    cases = {run: FEATURES[run.case] for run in selected_runs(request)}
+    without = {run: features for run, features in cases.items() if run.layout or run.case.startswith("row")}
+    return Launches(run_rows, tmp_path_factory.mktemp("conformance"), without, strict=())
 
 
 @pytest.fixture(autouse=True)
 def _shown_features(request: pytest.FixtureRequest) -> None:
     """A test that fails shows what its row changes."""
     if hasattr(request.node, "callspec"):
-        features = request.node.callspec.params["run"].features
+        features = FEATURES[request.node.callspec.params["run"].case]
         print({factor: level for factor, level in features.items() if level != BASE_ROW[factor]})
 
 
@@ -111,8 +97,8 @@ def test_metrics_and_state_are_trainers(ours: Outcome, plain: Outcome, run: Run)
     assert differences(mine["state"], theirs["state"]) == {}
     keys = ["training_loss", "num_input_tokens_seen", "checkpoints"]
     # Replicas may pad their texts to lengths of their own, which Trainer's estimate counts, and the cache saves work.
-    pads_alike = run.layout == TWO_STAGES or MODELS[run.features["model"]].task == "image"
-    if pads_alike and run.features["activation_cache"] == "off":
+    pads_alike = run.layout == TWO_STAGES or MODELS[FEATURES[run.case]["model"]].task == "image"
+    if pads_alike and FEATURES[run.case]["activation_cache"] == "off":
         keys.append("total_flos")
     assert {key: (mine[key], theirs[key]) for key in keys if differs(mine[key], theirs[key])} == {}
 
@@ -133,7 +119,7 @@ def test_weights_follow_trainer(ours: Outcome, plain: Outcome, run: Run):
     for name, theirs in expected.items():
         parameter = re.sub(r"^(weights|averaged|saved in checkpoint-\d+)\.", "", name)
         difference = tensor_difference(found[name], theirs)
-        if difference > TOLERANCE and not has_zero_gradient(run.features["model"], parameter):
+        if difference > TOLERANCE and not has_zero_gradient(FEATURES[run.case]["model"], parameter):
             far[name] = difference
     assert far == {}
 
@@ -151,7 +137,7 @@ def test_predictions_are_trainers(ours: Outcome, plain: Outcome, run: Run):
         if labels is not None and labels.ndim > 1:
             # What stands where no label is may be padding, whose value depends on how far a batch was padded.
             mine, theirs = mine[labels != IGNORED], theirs[labels != IGNORED]
-        elif MODELS[run.features["model"]].task == "question" and theirs.is_floating_point() and theirs.ndim > 1:
+        elif MODELS[FEATURES[run.case]["model"]].task == "question" and theirs.is_floating_point() and theirs.ndim > 1:
             # A constant added to every position means nothing, and is moved by rounding noise alone; but not what
             # Trainer fills short batches with.
             is_real = theirs != IGNORED
@@ -164,7 +150,7 @@ def test_predictions_are_trainers(ours: Outcome, plain: Outcome, run: Run):
 @compared
 def test_reports_hold_trainers_scalars(ours: Outcome, plain: Outcome, run: Run):
     mine, theirs = ours.ranks[0]["scalars"], plain.ranks[0]["scalars"]
-    assert bool(theirs) == (run.features["reports"] == "tensorboard" and find_spec("tensorboard") is not None)
+    assert bool(theirs) == (FEATURES[run.case]["reports"] == "tensorboard" and find_spec("tensorboard") is not None)
     own = {f"train/{name}" for name in LAYOUT_SCALARS | {"total_flos"}}
     found, expected = (
         {tag: entries for tag, entries in scalars.items() if tag not in own and not tag.endswith(TIMED)}
@@ -190,7 +176,7 @@ def test_every_rank_ends_with_the_same_whole_model(ours: Outcome, run: Run):
 @compared
 def test_the_row_tests_something(plain: Outcome, run: Run):
     """A comparison of runs that train too little, or do not use their features, would show nothing."""
-    reference, features = plain.ranks[0], run.features
+    reference, features = plain.ranks[0], FEATURES[run.case]
     assert 2 <= reference["state"]["global_step"] <= 24
     at_the_end_and_start = 1 + (features["evaluation on start"] == "yes")
     num_sets = 2 if features["evaluation"] == "several sets" else 1
@@ -204,7 +190,7 @@ def test_the_row_tests_something(plain: Outcome, run: Run):
 
 @pytest.mark.parametrize(("run", "refusal"), list(_refused_runs()))
 def test_what_is_refused_is_refused_before_training(launches: Launches, run: Run, refusal: Refusal):
-    for rank in launches.ranks(run.layout, run.name, allows_errors=True):
+    for rank in launches.ranks(run, allows_errors=True):
         assert "ValueError" in rank["error"]
         assert re.search(refusal.text, rank["error"])
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import pytest
 
-from tests.conformance.runs import TOLERANCE, Run, cases_of, differences, differs, logged
+from tests.conformance.runs import TOLERANCE, differences, differs, logged
 from tests.conformance.swap_worker import swap_all
-from tests.distributed.launches import Launches, Layout
-from tests.support.comparison import tensor_difference, untimed
+from tests.distributed.launches import Launches, Layout, Outcome, Run, launches_of, slow_unless
+from tests.support.comparison import far_tensors, untimed
 from tests.support.models import has_zero_gradient
 
 
@@ -23,36 +26,22 @@ WITH_OWN_LOADER = ("LoadsByItself", "LoadsEvaluationByItself")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
-def run_of(name: str, layout: Layout | None) -> Run:
-    return Run(name, {"class": name}, layout)
+launches = launches_of(swap_all)
 
 
-WORKING = [
-    *(run_of(name, TWO_STAGES) for name in EVERYWHERE),
-    *(run_of(name, TWO_REPLICAS) for name in EVERYWHERE),
-    *(run_of(name, ALONE) for name in ("WeightsClasses", "LoadsByItself")),
-]
-REFUSED = [run_of(name, TWO_STAGES) for name in WITH_OWN_LOADER]
+def runs(names: Iterable[str], layout: Layout) -> list[Any]:
+    return [slow_unless(layout == TWO_STAGES, Run(name, layout)) for name in names]
 
 
-def _id(run: Run) -> str:
-    return f"{run.layout[0]}x{run.layout[1]}-{run.name}" if run.layout else run.name
-
-
-def _marked(run: Run) -> object:
-    return pytest.param(run, id=_id(run), marks=[] if run.layout == TWO_STAGES else [pytest.mark.slow])
-
-
-@pytest.fixture(scope="module")
-def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    runs = [item.callspec.params["run"] for item in request.session.items if item.path == request.path]
-    selected = {str(run): run for one in runs for run in (one, one.reference)}
-    return Launches(swap_all, tmp_path_factory.mktemp("swap"), cases_of(list(selected.values())))
-
-
-@pytest.mark.parametrize("run", list(map(_marked, WORKING)))
-def test_a_subclass_gives_trainers_numbers(launches: Launches, run: Run):
-    ours, plain = launches.outcome(run.layout, run.name), launches.outcome(None, run.name)
+@pytest.mark.parametrize(
+    "run",
+    [
+        *runs(EVERYWHERE, TWO_STAGES),
+        *runs(EVERYWHERE, TWO_REPLICAS),
+        *runs(("WeightsClasses", "LoadsByItself"), ALONE),
+    ],
+)
+def test_a_subclass_gives_trainers_numbers(ours: Outcome, plain: Outcome):
     found, expected = logged(ours), logged(plain)
     assert [list(entry) for entry in found] == [list(entry) for entry in expected]
     assert [wrong for one, other in zip(found, expected, strict=True) if (wrong := differences(one, other))] == []
@@ -60,18 +49,11 @@ def test_a_subclass_gives_trainers_numbers(launches: Launches, run: Run):
         for key in ("before", "metrics"):
             assert differences(untimed(rank[key]), untimed(plain.ranks[0][key])) == {}, key
         assert not differs(rank["training_loss"], plain.ranks[0]["training_loss"])
-    assert ours.tensors.keys() == plain.tensors.keys()
-    far = {
-        name: difference
-        for name, theirs in plain.tensors.items()
-        if not has_zero_gradient(MODEL, name)
-        and (difference := tensor_difference(ours.tensors[name], theirs)) > TOLERANCE
-    }
-    assert far == {}
+    assert far_tensors(ours.tensors, plain.tensors, TOLERANCE, partial(has_zero_gradient, MODEL)) == {}
 
 
-@pytest.mark.parametrize("run", list(map(_marked, REFUSED)))
+@pytest.mark.parametrize("run", runs(WITH_OWN_LOADER, TWO_STAGES))
 def test_a_loader_of_ones_own_is_refused_with_more_processes(launches: Launches, run: Run):
-    for rank in launches.ranks(run.layout, run.name, allows_errors=True):
+    for rank in launches.ranks(run, allows_errors=True):
         assert "ValueError" in rank["error"]
         assert re.search(r"dataloader makes a DataLoader, .*self\._get_dataloader", rank["error"])

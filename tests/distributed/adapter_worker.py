@@ -1,12 +1,11 @@
 """Models with adapters in pipelines, beside plain Trainer or one stage of ours on one process.
 
-Rank 0 writes `FOLDER/<case>-<K>x<R>.json`: losses, gradient norms, the last layout, whether saved adapters give the
-same logits. Every rank writes what it keeps for the training (see `Holdings`), into `<case>-<K>x<R>-<rank>.json`.
+Beside what it logs, a run notes whether saved adapters give the same logits, and of every rank what it keeps for the
+training (see `Holdings`).
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -14,17 +13,18 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.planning.costs import trained_elements
 from hf_pipetransformer.splitters.quantized import prepare_quantized
-from tests.distributed.scenarios import WORLD_SIZE, scenario
+from tests.distributed.launches import Layout, run_listed
+from tests.distributed.scenarios import scenario
 from tests.support.adapted import METHODS, adapted, base_of, data_of
+from tests.support.trainings import End, end_of, our_arguments, plain_arguments
 
 
 STEPS, SAVED_AT = 6, 4
-ONE_STAGE = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -124,22 +124,20 @@ def note_what_is_held(trainer: Any, held: list[int]) -> None:
     trainer.model.save_pretrained = noting
 
 
-def make_trainer(case: AdapterCase, folder: Path, layout: tuple[int, int], is_plain: bool = False) -> Any:
-    common: dict[str, Any] = {
-        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 8 // WORLD_SIZE, "seed": 3,
-        "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
-        "save_steps": SAVED_AT, **case.training,
+def make_trainer(case: AdapterCase, output: Path, layout: Layout | None, is_plain: bool = False) -> Any:
+    options = {
+        "max_steps": STEPS, "learning_rate": 1e-2, "seed": 3, "save_strategy": "steps", "save_steps": SAVED_AT,
+        **case.training,
     }  # fmt: skip
     model, data = adapted(case.family, case.method, case.is_added), data_of(case.family)
     if is_plain:
-        trainer = Trainer(model, TrainingArguments(**common), **data)
+        trainer = Trainer(model, plain_arguments(output, **options), **data)
         if case.family == "bert":
             trainer.model_accepts_loss_kwargs = False  # transformers#47688
         return trainer
-    options = {"freeze_policy": "none", "activation_cache": "off", **case.options}
-    return PipeTransformerTrainer(
-        model, PipeTransformerArguments(**common, pipeline_parallel_size=layout[0], **options), **data
-    )
+    own = {"activation_cache": "off", **case.options}
+    args = our_arguments(output, 1 if layout is None else layout[0], **options, **own)
+    return PipeTransformerTrainer(model, args, **data)
 
 
 def loaded(case: AdapterCase, folder: Path) -> Any:
@@ -158,33 +156,23 @@ def logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model.eval()(**batch).logits
 
 
-def run(name: str, case: AdapterCase, layout: tuple[int, int], folder: Path) -> None:
-    where = f"{name}-{layout[0]}x{layout[1]}"
-    trainer = make_trainer(case, folder / where, layout, is_plain=layout == ONE_STAGE and not case.freezes)
-    is_ours = isinstance(trainer, PipeTransformerTrainer)
-    if is_ours and layout != ONE_STAGE:
-        holdings = Holdings(trainer)
+def train(name: str, layout: Layout | None, output: Path) -> End:
+    case = CASES[name]
+    trainer = make_trainer(case, output, layout, is_plain=layout is None and not case.freezes)
+    holdings = Holdings(trainer)
+    if layout is not None:
         trainer.add_callback(holdings)
     held: list[int] = []
     note_what_is_held(trainer, held)
     trainer.train()
     trainer.save_model()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    found: dict[str, Any] = {key: [entry[key] for entry in history] for key in ("loss", "grad_norm")}
-    if is_ours:
-        found |= {"layout": trainer.layout.as_event(), "held_at_saves": held}
-    if is_ours and layout != ONE_STAGE:
-        (folder / f"{where}-{trainer.args.process_index}.json").write_text(json.dumps(holdings.found))
+    values, _ = end_of(trainer, held_at_saves=held, kept=holdings.found)
     if trainer.is_world_process_zero():
         batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
-        found["loads"] = torch.equal(logits(loaded(case, folder / where), batch), logits(trainer.model, batch))
-        (folder / f"{where}.json").write_text(json.dumps(found))
+        values["loads"] = torch.equal(logits(loaded(case, output), batch), logits(trainer.model, batch))
+    return values, {}  # The weights that train are in the saved adapters.
 
 
 @scenario
-def run_all(folder: Path, names: list[str]) -> None:
-    for name in names:
-        case = CASES[name]
-        for layout in case.layouts if WORLD_SIZE > 1 else (ONE_STAGE,):
-            if layout[0] * layout[1] == WORLD_SIZE:
-                run(name, case, layout, folder)
+def run_all(folder: Path, listed: str) -> None:
+    run_listed(folder, listed, train)

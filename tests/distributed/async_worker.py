@@ -1,8 +1,6 @@
 """Asynchronous trainings in pipelines, and the same in one process, with every version of the weights kept.
 
-On several processes rank 0 writes `FOLDER/<case>-<K>x<R>.json` and `.safetensors`: losses, who owns which parameter,
-and the weights at the end. On one process, for each of these that is there, the same under
-`<case>-<K>x<R>-simulated`.
+A run in one process is told by a pipeline's who owned which parameter: that one must have run.
 """
 
 from __future__ import annotations
@@ -16,16 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.engine.weights.rows import casting_again
-from tests.distributed.scenarios import WORLD_SIZE, scenario
+from tests.distributed.launches import Layout, run_listed
+from tests.distributed.scenarios import noted, scenario
 from tests.support.async_simulation import SimulatedStage, versions
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import End, end_of, our_arguments, plain_arguments
 
 
 MODEL, GLOBAL_BATCH, NUM_EVALUATED = "bert_sequence", 8, 6
@@ -54,7 +53,7 @@ class AsyncCase:
         num_samples: of the data set.
         asks: steps after which a callback asks for a checkpoint, for an evaluation, or reads the model.
         ends: other steps after which a window ends.
-        resumes: goes on from that checkpoint in another run.
+        resumes: the checkpoint from which the run whose name ends so goes on.
         draws: the collator draws random numbers for training batches.
     """
 
@@ -176,69 +175,57 @@ CASES = {
 }
 
 
-def options_of(case: AsyncCase, folder: Path) -> dict[str, Any]:
+RESUMED, SIMULATED, PLAIN = "-resumed", "-simulated", "-plain"
+"""Ends of names: of a run that goes on from a checkpoint, and of those in one process."""
+
+
+def options_of(case: AsyncCase) -> dict[str, Any]:
     return {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+        "batch": GLOBAL_BATCH,
         "gradient_accumulation_steps": case.accumulation,
         "num_train_epochs": 2,
         "learning_rate": 1e-2,
         "warmup_steps": 3,
         "max_grad_norm": 0.0,
         "logging_steps": 4,  # Stages wait for each other to log.
-        "save_strategy": "no",
-        "report_to": "none",
         "seed": 7,
-        "disable_tqdm": True,
-        "use_cpu": True,
         **OPTIMIZERS[case.optimizer],
         **case.trainers,
     }
 
 
-def parts_of(trainer: Trainer) -> dict[str, Any]:
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {key: [entry[key] for entry in entries] for key in ("loss", "grad_norm", "learning_rate")}
+def data_of(case: AsyncCase) -> dict[str, Any]:
+    return {
+        "train_dataset": make_dataset(MODEL, case.num_samples),
+        "eval_dataset": make_dataset(MODEL, NUM_EVALUATED, seed=1),
+        "data_collator": case.collator,
+    }
 
 
-def save(trainer: Trainer, where: Path, **more: Any) -> None:
-    where.with_suffix(".json").write_text(json.dumps(parts_of(trainer) | more))
-    weights = {name: p.detach().clone().contiguous() for name, p in trainer.model.named_parameters()}
-    save_file(weights, where.with_suffix(".safetensors"))
-
-
-def train(name: str, folder: Path, layout: tuple[int, int], checkpoint: str | None = None) -> None:
-    case = CASES[name]
-    where = folder / f"{name}-{layout[0]}x{layout[1]}{'' if checkpoint is None else '-resumed'}"
-    args = PipeTransformerArguments(
-        **options_of(case, where),
-        pipeline_parallel_size=layout[0],
+def train(name: str, layout: Layout | None, output: Path) -> End:
+    if layout is None:
+        return train_in_one_process(name, output)
+    case = CASES[name.removesuffix(RESUMED)]
+    args = our_arguments(
+        output,
+        layout[0],
+        **options_of(case),
         pipeline_parallel_num_microbatches=case.num_microbatches,
         pipeline_schedule="async_1f1b",
         pipeline_weights=case.kind,
         pipeline_drain_interval=case.interval,
-        pipeline_timeout=60,
-        **{"freeze_policy": "none"} | case.options,
+        **case.options,
     )
     torch.manual_seed(11)
-    trainer = PipeTransformerTrainer(
-        model=build_model(MODEL),
-        args=args,
-        train_dataset=make_dataset(MODEL, case.num_samples),
-        eval_dataset=make_dataset(MODEL, NUM_EVALUATED, seed=1),
-        data_collator=case.collator,
-    )
+    trainer = PipeTransformerTrainer(build_model(MODEL), args, **data_of(case))
     owners: dict[int, list[list[str]]] = {}
     trainer.add_callback(NotesOwners(trainer, owners))
     sums: list[float] = []
     trainer.add_callback(Asks(trainer, case.asks, sums))
-    trainer.train(
-        resume_from_checkpoint=None
-        if checkpoint is None
-        else str(folder / f"{name}-{layout[0]}x{layout[1]}" / checkpoint)
-    )
-    if trainer.is_world_process_zero():
-        save(trainer, where, owners=owners, sums=sums)
+    # The checkpoint is one of the whole run.
+    whole = output.with_name(output.name.replace(RESUMED, ""))
+    trainer.train(resume_from_checkpoint=str(whole / str(case.resumes)) if name.endswith(RESUMED) else None)
+    return end_of(trainer, owners=owners, sums=sums)
 
 
 class Asks(TrainerCallback):
@@ -393,47 +380,23 @@ class NotesUpdates(TrainerCallback):
         self.trainer.note_update()
 
 
-def simulate(name: str, folder: Path, layout: tuple[int, int]) -> None:
-    case = CASES[name]
-    where = folder / f"{name}-{layout[0]}x{layout[1]}"
-    if not where.with_suffix(".json").exists():
-        return
-    told = json.loads(where.with_suffix(".json").read_text())["owners"]
-    owners = {int(step): by_stage for step, by_stage in told.items()}
-    args = TrainingArguments(**options_of(case, where))
+def train_in_one_process(name: str, output: Path) -> End:
+    """Train with plain Trainer, or as a pipeline did whose run's name precedes `SIMULATED`."""
     torch.manual_seed(11)
-    trainer = DelayedTrainer(
-        case,
-        owners,
-        model=build_model(MODEL),
-        args=args,
-        train_dataset=make_dataset(MODEL, case.num_samples),
-        eval_dataset=make_dataset(MODEL, NUM_EVALUATED, seed=1),
-        data_collator=case.collator,
-    )
+    if name.endswith(PLAIN):
+        case = CASES[name.removesuffix(PLAIN)]
+        trainer = Trainer(build_model(MODEL), plain_arguments(output, **options_of(case)), **data_of(case))
+    else:
+        told = name.removesuffix(SIMULATED)
+        case = CASES[told.rpartition("-")[0]]
+        by_step = json.loads(noted(output.parent, told, 0).read_text())["owners"]
+        owners = {int(step): by_stage for step, by_stage in by_step.items()}
+        args = plain_arguments(output, **options_of(case))
+        trainer = DelayedTrainer(case, owners, model=build_model(MODEL), args=args, **data_of(case))
     trainer.train()
-    save(trainer, where.with_name(f"{where.name}-simulated"))
-
-
-def train_plainly(name: str, folder: Path) -> None:
-    case, where = CASES[name], folder / f"{name}-plain"
-    torch.manual_seed(11)
-    args = TrainingArguments(**options_of(case, where))
-    data = make_dataset(MODEL, case.num_samples)
-    trainer = Trainer(model=build_model(MODEL), args=args, train_dataset=data, data_collator=collate)
-    trainer.train()
-    save(trainer, where)
+    return end_of(trainer)
 
 
 @scenario
-def run_all(folder: Path, names: list[str]) -> None:
-    for name in names:
-        if WORLD_SIZE == 1 and name == "still":
-            train_plainly(name, folder)
-        for layout in CASES[name].layouts:
-            if WORLD_SIZE == 1:
-                simulate(name, folder, layout)
-            elif layout[0] * layout[1] == WORLD_SIZE:
-                train(name, folder, layout)
-                if CASES[name].resumes is not None:
-                    train(name, folder, layout, CASES[name].resumes)
+def run_all(folder: Path, listed: str) -> None:
+    run_listed(folder, listed, train)

@@ -27,13 +27,14 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, set_seed
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import cache
 from hf_pipetransformer.cache.folder import StoreFolder
 from hf_pipetransformer.startup import costs
-from tests.distributed.scenarios import RANK, WORLD_SIZE, note, scenario
+from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, note, scenario
 from tests.distributed.transition_observer import encoder_parts
 from tests.support.models import build_model, collate, make_rows
+from tests.support.trainings import our_arguments
 
 
 # 37 samples are five steps an epoch.
@@ -48,7 +49,7 @@ DISTURBED_AT = 12
 SAVED_AT = 6
 
 OFF: dict[str, Any] = {"activation_cache": "off"}
-REPLICAS: dict[str, Any] = {"pipeline_parallel_size": 1}
+REPLICAS: dict[str, Any] = {"num_stages": 1}
 
 
 class CountedRows(Dataset):
@@ -103,15 +104,6 @@ class RunsWithoutReads(TrainerCallback):
         self.rows.num_read = 0
 
 
-class RecordWarnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @dataclass
 class Setting:
     """One run.
@@ -164,20 +156,13 @@ class Scenario:
             callback.model = model
         rows = setting.rows or CountedRows(make_rows(setting.model, NUM_SAMPLES))
         options: dict[str, Any] = {
-            "output_dir": str(output),
-            "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+            "batch": GLOBAL_BATCH,
             "per_device_eval_batch_size": 2,
             "num_train_epochs": EPOCHS,
             "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
             "seed": 7,
-            "pipeline_parallel_size": WORLD_SIZE,
+            "num_stages": WORLD_SIZE,
             "pipeline_parallel_num_microbatches": 2,
-            "pipeline_timeout": 60,
             "elastic": False,
             "freeze_policy": "fixed",
             "freeze_at": FREEZE_AT,
@@ -186,12 +171,12 @@ class Scenario:
             "activation_cache_dir": str(self.cache_folder(setting)),
         }
         self.cache_folder(setting).mkdir(parents=True, exist_ok=True)
-        warnings = RecordWarnings()
+        warnings = Lines(logging.WARNING)
         logger = logging.getLogger("hf_pipetransformer")
         logger.addHandler(warnings)
         trainer = PipeTransformerTrainer(
             model=model,
-            args=PipeTransformerArguments(**(options | setting.options)),
+            args=our_arguments(output, **options | setting.options),
             train_dataset=rows,
             eval_dataset=make_rows(setting.model, 8, 1),
             data_collator=collate,
@@ -207,7 +192,7 @@ class Scenario:
             self.runs[name] = {
                 "losses": [entry["loss"] for entry in history if "loss" in entry],
                 "eval_losses": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
-                "warnings": warnings.texts,
+                "warnings": warnings.lines,
                 "num_read": rows.num_read,
                 "left": [path.name for path in self.stored(setting, "") if path.is_dir()],
                 "best_step": trainer.state.best_global_step,

@@ -1,11 +1,24 @@
-"""One launch for all tests of changing layouts: starting Python takes longer than most cases."""
+"""Outcomes of runs, for the test modules whose fixture `launches` launches them all together."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.distributed.launches import Launches, Outcome, Run
 from tests.distributed.transition_cases import CASES, SLOW_CASES, TransitionCase
-from tests.distributed.transition_runs import Outcome, TransitionRuns
+from tests.distributed.transition_runs import TransitionRuns
+
+
+@pytest.fixture
+def ours(launches: Launches, run: Run) -> Outcome:
+    """The run that the test's parameter names."""
+    return launches.outcome(run)
+
+
+@pytest.fixture
+def plain(launches: Launches, run: Run) -> Outcome:
+    """What that run is compared with, on one process."""
+    return launches.outcome(run.reference)
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,19 @@
-"""Causal language models in pipelines, with whole sequences and with slices, beside plain Trainer on one process.
-
-Rank 0 writes `FOLDER/<case>-<K>x<R>.json`: losses, gradient norms, the loss of an evaluation and the last layout.
-"""
+"""Causal language models in pipelines, with whole sequences and with slices, beside plain Trainer on one process."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import Trainer, default_data_collator
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
+from tests.distributed.launches import Layout, run_listed
 from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.support.decoders import DECODERS, collate_tokens, make_decoder, make_packed_rows, make_rows, ties_embeddings
+from tests.support.trainings import End, end_of, our_arguments, plain_arguments
 
 
 STEPS = 8
@@ -116,49 +114,37 @@ def rows_of(case: DecoderCase, num: int) -> list[dict[str, Any]]:
     return make_packed_rows(num) if case.is_packed else make_rows(num, case.task)
 
 
-def make_trainer(case: DecoderCase, folder: Path, layout: tuple[int, int]) -> Trainer:
+def make_trainer(case: DecoderCase, layout: Layout | None, output: Path) -> Trainer:
     torch.manual_seed(0)
     model = make_decoder(case.model, case.task, **case.config)
     data = {
         "train_dataset": rows_of(case, case.num_rows),
         "data_collator": default_data_collator if case.is_packed else collate_tokens,
     }
-    common: dict[str, Any] = {
-        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 8 // WORLD_SIZE, "seed": 3,
-        "per_device_eval_batch_size": 8 // WORLD_SIZE, "logging_steps": 1, "learning_rate": 1e-3, "use_cpu": True,
-        "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+    options = {
+        "max_steps": STEPS, "per_device_eval_batch_size": 8 // WORLD_SIZE, "learning_rate": 1e-3, "seed": 3,
         "gradient_accumulation_steps": case.accumulation,
     }  # fmt: skip
-    if layout == (1, 1) and not case.freezes:
-        plain = Trainer(model, TrainingArguments(**common), **data)
+    if layout is None and not case.freezes:
+        plain = Trainer(model, plain_arguments(output, **options), **data)
         plain.model_accepts_loss_kwargs = case.task == "words"  # transformers#47688
         return plain
-    options = case.options
-    if layout == (1, 1):
+    own = case.options
+    if layout is None:
         # Whole sequences on one process, which other tests compare with plain Trainer.
-        options = {key: value for key, value in options.items() if key.startswith("freeze")}
-    options = {"freeze_policy": "none", "activation_cache": "off", "activation_cache_dir": str(folder), **options}
-    args = PipeTransformerArguments(**common, pipeline_parallel_size=layout[0], **options)
+        own = {key: value for key, value in own.items() if key.startswith("freeze")}
+    own = {"activation_cache": "off", "activation_cache_dir": str(output), **own}
+    args = our_arguments(output, 1 if layout is None else layout[0], **options, **own)
     return PipeTransformerTrainer(model, args, **data)
 
 
-def run(name: str, case: DecoderCase, layout: tuple[int, int], folder: Path) -> None:
-    where = f"{name}-{layout[0]}x{layout[1]}"
-    trainer = make_trainer(case, folder / where, layout)
+def train(name: str, layout: Layout | None, output: Path) -> End:
+    case = CASES[name]
+    trainer = make_trainer(case, layout, output)
     trainer.train()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    found: dict[str, Any] = {key: [entry[key] for entry in history] for key in ("loss", "grad_norm")}
-    if isinstance(trainer, PipeTransformerTrainer):
-        found["layout"] = trainer.layout.as_event()
-    found["evaluated"] = trainer.evaluate(rows_of(case, 12))["eval_loss"]
-    if trainer.is_world_process_zero():
-        (folder / f"{where}.json").write_text(json.dumps(found))
+    return end_of(trainer, evaluated=trainer.evaluate(rows_of(case, 12))["eval_loss"])
 
 
 @scenario
-def run_all(folder: Path, names: list[str]) -> None:
-    for name in names:
-        case = CASES[name]
-        for layout in case.layouts if WORLD_SIZE > 1 else ((1, 1),):
-            if layout[0] * layout[1] == WORLD_SIZE:
-                run(name, case, layout, folder)
+def run_all(folder: Path, listed: str) -> None:
+    run_listed(folder, listed, train)

@@ -1,16 +1,11 @@
-"""Run a list of cases in one launch, with the pipeline or with plain Trainer, and write down what came out.
-
-Starting Python and importing torch takes longer than a case, hence many cases a launch.
-"""
+"""Train, evaluate and predict the cases of Law 1, with the pipeline or with plain Trainer."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +22,12 @@ from transformers import (
     set_seed,
 )
 
+from hf_pipetransformer import PipeTransformerTrainer
 from tests.distributed.cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH, NUM_EVAL_SAMPLES, Case
-from tests.distributed.scenarios import WORLD_SIZE, run_case, scenario
+from tests.distributed.launches import Layout, run_listed
+from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.support.models import IGNORED, MODELS, QA_LENGTH, build_model, collate, make_dataset, make_rows
+from tests.support.trainings import End, our_arguments, plain_arguments, weights_of
 
 
 MODEL_SEED = 11
@@ -115,10 +113,9 @@ def datasets_of(case: Case) -> tuple[Dataset, Dataset]:
     return Dataset.from_list(rows), make_dataset(case.model, NUM_EVAL_SAMPLES, EVAL_SEED)
 
 
-def arguments_of(case: Case, output: str, num_stages: int | None) -> TrainingArguments:
+def arguments_of(case: Case, output: Path, layout: Layout | None) -> TrainingArguments:
     options: dict[str, Any] = {
-        "output_dir": output,
-        "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+        "batch": GLOBAL_BATCH,
         "per_device_eval_batch_size": GLOBAL_EVAL_BATCH // WORLD_SIZE,
         "gradient_accumulation_steps": case.accumulation,
         "num_train_epochs": case.epochs,
@@ -127,24 +124,17 @@ def arguments_of(case: Case, output: str, num_stages: int | None) -> TrainingArg
         "max_grad_norm": 0.5,
         "warmup_steps": 5,
         "lr_scheduler_type": "linear",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
         "seed": 7,
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **case.options,
     }
-    options |= case.options
-    if num_stages is None:
-        return TrainingArguments(**options)
-    from hf_pipetransformer import PipeTransformerArguments
-
-    return PipeTransformerArguments(
+    if layout is None:
+        return plain_arguments(output, **options)
+    return our_arguments(
+        output,
+        layout[0],
         **options,
-        pipeline_parallel_size=num_stages,
         pipeline_parallel_num_microbatches=case.num_microbatches,
         pipeline_schedule=case.schedule,
-        pipeline_timeout=60,
         freeze_policy="fixed" if case.num_frozen_layers else "none",
         freeze_at=f"0:{case.num_frozen_layers}" if case.num_frozen_layers else None,
         **case.pipeline_options,
@@ -165,16 +155,12 @@ def freeze_by_hand(model: PreTrainedModel, num_layers: int) -> None:
             parameter.requires_grad_(False)
 
 
-def trainer_of(case: Case, args: TrainingArguments, counter: CountEvents, num_stages: int | None) -> Trainer:
-    base: type[Trainer] = Trainer
-    if num_stages is not None:
-        from hf_pipetransformer import PipeTransformerTrainer
-
-        base = PipeTransformerTrainer
+def trainer_of(case: Case, args: TrainingArguments, counter: CountEvents, is_plain: bool) -> Trainer:
+    base: type[Trainer] = Trainer if is_plain else PipeTransformerTrainer
     if case.loss == "override":
         base = type(f"Focal{base.__name__}", (FocalLoss, base), {})
     model = build_model(case.model, MODEL_SEED, case.attention)
-    if num_stages is None:
+    if is_plain:
         freeze_by_hand(model, case.num_frozen_layers)
     train, evaluation = datasets_of(case)
     trainer = base(
@@ -189,24 +175,24 @@ def trainer_of(case: Case, args: TrainingArguments, counter: CountEvents, num_st
         callbacks=[counter, *([EarlyStoppingCallback(early_stopping_patience=2)] if case.stop_early else [])],
     )
     smooths_labels = bool(case.options.get("label_smoothing_factor"))
-    if num_stages is None and not MODELS[case.model].loss_uses_num_items and not smooths_labels:
+    if is_plain and not MODELS[case.model].loss_uses_num_items and not smooths_labels:
         # Else Trainer takes the loss for one that honours `num_items_in_batch` and counts accumulation twice. Its
         # own label smoothing, which takes the place of the model's loss, does honour it.
         trainer.model_accepts_loss_kwargs = False
     return trainer
 
 
-def run(case: Case, num_stages: int | None, output: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Train, evaluate, predict; what is a plain value, and what is a tensor. `output` is the same on all ranks."""
-    counter = CountEvents()
+def train(fields: Mapping[str, Any], layout: Layout | None, output: Path) -> End:
+    """Train, evaluate, predict; `output` is the same on all ranks."""
+    case, counter = Case(**fields), CountEvents()
     tensors: dict[str, torch.Tensor] = {}
-    trainer = trainer_of(case, arguments_of(case, str(output), num_stages), counter, num_stages)
+    trainer = trainer_of(case, arguments_of(case, output, layout), counter, layout is None)
     if case.evaluate_first:
         tensors |= prediction_tensors("predictions.before", trainer.predict(trainer.eval_dataset))
     if case.change == "seeded":
         set_seed(8)
     trained = trainer.train()
-    weights = {f"weights.{name}": value.detach().clone() for name, value in trainer.model.named_parameters()}
+    weights = weights_of(trainer)
     metrics = trainer.evaluate()
     predicted = trainer.predict(trainer.eval_dataset)
     tensors |= prediction_tensors("predictions.after", predicted)
@@ -225,10 +211,10 @@ def run(case: Case, num_stages: int | None, output: Path) -> tuple[dict[str, Any
         "events": dict(counter.counts),
         "digests": {"weights": digest(weights), "predictions": digest(tensors)},
     }
-    if num_stages is not None:
-        layout = trainer.layout
-        values["layout"] = [layout.pipeline_size, layout.num_replicas, layout.num_frozen_layers]
-        values["num_microbatches"] = layout.num_microbatches
+    if layout is not None:
+        last = trainer.layout
+        values["layout"] = [last.pipeline_size, last.num_replicas, last.num_frozen_layers]
+        values["num_microbatches"] = last.num_microbatches
     return values, tensors | weights
 
 
@@ -258,8 +244,5 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 @scenario
-def run_all(folder: Path, listed: str, num_stages: int | None = None) -> None:
-    """Run a list of cases with the pipeline, or without `num_stages` with plain Trainer."""
-    for fields in json.loads(Path(listed).read_text()):
-        case = Case(**fields)
-        run_case(folder, case.name, partial(run, case, num_stages, folder / f"{case.name}-output"), ValueError)
+def run_all(folder: Path, listed: str) -> None:
+    run_listed(folder, listed, train, ValueError)

@@ -10,9 +10,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from tests.distributed.scenarios import RANK, scenario
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import our_arguments
 
 
 MODEL = "bert_sequence"
@@ -47,16 +48,13 @@ def train_and_fail(folder: Path, how: str, *, rank: int = 1) -> None:
     """Train until it fails on `rank`, or without end where the test ends it."""
     if how == "option":
         print(READY, file=sys.stderr, flush=True)
-    args = PipeTransformerArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
+    args = our_arguments(
+        folder,
+        2,
         max_steps=1_000_000,
         save_strategy="steps",
         save_steps=SAVE_STEPS,
         logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        pipeline_parallel_size=2,
         pipeline_timeout=15,
         freeze_policy="gradnorm" if how == "option" else "none",
     )

@@ -1,12 +1,7 @@
-"""Batches whose samples stand in one row, in pipelines and beside plain Trainer, which takes a batch as one row.
-
-Rank 0 writes `FOLDER/<case>.json`: losses, gradient norms, metrics and the last layout; and
-`FOLDER/<case>.safetensors`: weights, predictions and their labels.
-"""
+"""Batches whose samples stand in one row, in pipelines and beside plain Trainer, which takes a batch as one row."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -15,14 +10,15 @@ from typing import Any
 
 import torch
 from peft import get_peft_model
-from safetensors.torch import save_file
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+from transformers import AttentionInterface, DataCollatorWithFlattening, Trainer, TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
+from tests.distributed.launches import Layout, run_listed
 from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.support.adapted import lora
 from tests.support.decoders import make_decoder, make_rows
+from tests.support.trainings import End, end_of, our_arguments, plain_arguments
 
 
 # Four batches an epoch; the last one has one sample, so that a second replica has none.
@@ -134,7 +130,8 @@ ON_FOUR = {
     "both-resumed": FlattenedCase("qwen2", (2, 2), in_parts(4), stops_at=5),
     "both-drawn": FlattenedCase("llama", (2, 2), in_parts(3), draws=True),
 }
-CASES = {1: ON_ONE, 2: ON_TWO | MANY, 4: ON_FOUR}
+OURS = ON_ONE | ON_TWO | MANY | ON_FOUR
+CASES = OURS | {case.plain.name: case.plain for case in OURS.values()}
 
 
 class Drawing(torch.utils.data.Dataset[Any]):
@@ -174,16 +171,14 @@ def next_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.where(labels[:, 1:] == -100, 0, logits[:, :-1].argmax(-1)).float()
 
 
-def make_trainer(case: FlattenedCase, folder: Path) -> Trainer:
+def make_trainer(case: FlattenedCase, output: Path) -> Trainer:
     torch.manual_seed(0)
     model, rows = make_decoder(case.model, attn_implementation=case.attention), make_rows(NUM_ROWS)
     if case.has_adapters:
         model = get_peft_model(model, lora("llama"))
-    num_ranks = case.layout[0] * case.layout[1]
-    common: dict[str, Any] = {
-        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": GLOBAL_BATCH // num_ranks,
-        "per_device_eval_batch_size": GLOBAL_BATCH // num_ranks, "logging_steps": 1, "learning_rate": 1e-3, "seed": 3,
-        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "gradient_accumulation_steps": case.accumulation,
+    options = {
+        "max_steps": STEPS, "per_device_eval_batch_size": GLOBAL_BATCH // WORLD_SIZE, "learning_rate": 1e-3, "seed": 3,
+        "gradient_accumulation_steps": case.accumulation,
         "save_strategy": "no" if case.stops_at is None else "steps", "save_steps": case.stops_at or 1,
     }  # fmt: skip
     data = {
@@ -193,40 +188,33 @@ def make_trainer(case: FlattenedCase, folder: Path) -> Trainer:
         "compute_metrics": count_right,
     }
     if case.layout == (1, 1) and not case.options:
-        plain = Trainer(model, TrainingArguments(**common), **data)
+        plain = Trainer(model, plain_arguments(output, **options), **data)
         plain.model_accepts_loss_kwargs = True  # A PeftModel hides that its model does.
         return plain
-    options = {"freeze_policy": "none", "activation_cache": "off", **case.options}
-    args = PipeTransformerArguments(**common, pipeline_parallel_size=case.layout[0], **options)
+    args = our_arguments(output, case.layout[0], **options, **{"activation_cache": "off", **case.options})
     return PipeTransformerTrainer(model, args, **data)
 
 
-def run_case(name: str, case: FlattenedCase, folder: Path) -> None:
-    make = partial(make_trainer, case, folder / name)
+def train(name: str, _layout: Layout | None, output: Path) -> End:
+    case = CASES[name]
+    make = partial(make_trainer, case, output)
     trainer = make()
     if case.stops_at is not None:
         trainer.add_callback(Stop(case.stops_at))
         trainer.train()
         trainer = make()
     trainer.train(resume_from_checkpoint=case.stops_at is not None)
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    found: dict[str, Any] = {key: [entry[key] for entry in history] for key in ("loss", "grad_norm")}
-    if isinstance(trainer, PipeTransformerTrainer):
-        found["layout"] = trainer.layout.as_event()
     names = ("eval_loss", "eval_right", "eval_tokens")
-    found["metrics"] = {name: value for name, value in trainer.evaluate().items() if name in names}
-    tensors = {f"weight {name}": weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    metrics = {name: value for name, value in trainer.evaluate().items() if name in names}
+    values, tensors = end_of(trainer, metrics=metrics)
     predicted = trainer.predict(make_rows(NUM_EVALUATED))
     tensors["predictions"] = torch.as_tensor(predicted.predictions).clone()
     tensors["labels"] = torch.as_tensor(predicted.label_ids).clone()
     trainer.preprocess_logits_for_metrics, trainer.compute_metrics = next_tokens, None
     tensors["next tokens"] = torch.as_tensor(trainer.predict(make_rows(NUM_EVALUATED)).predictions).clone()
-    if trainer.is_world_process_zero():
-        (folder / f"{name}.json").write_text(json.dumps(found))
-        save_file(tensors, folder / f"{name}.safetensors")
+    return values, tensors
 
 
 @scenario
-def run_all(folder: Path, names: list[str]) -> None:
-    for name in names:
-        run_case(name, CASES[WORLD_SIZE][name], folder)
+def run_all(folder: Path, listed: str) -> None:
+    run_listed(folder, listed, train)

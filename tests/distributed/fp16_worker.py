@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.training import steps as steps_of_training
-from tests.distributed.scenarios import WORLD_SIZE, run_case, scenario
+from tests.distributed.launches import Layout, run_listed
+from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.doubles.fp16 import use_fp16
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import End, end_of, our_arguments, plain_arguments
 
 
 MODEL = "vit"
@@ -30,10 +34,17 @@ CASES: dict[str, dict[str, Any]] = {
         "pipeline": {"freeze_policy": "fixed", "freeze_at": "2:1,5:3", "elastic": True},
     },
 }
+SCHEDULES = ("gpipe", "interleaved_1f1b", "zb_h1", "zb_v")
+CASES |= {
+    f"first_stage-{schedule}": CASES["first_stage"] | {"pipeline": {"pipeline_schedule": schedule}}
+    for schedule in SCHEDULES
+}
 """Options of `GradScaler`, of both trainers and of pipelines, and steps at which a parameter's gradient is infinite.
 
 Where layers freeze, which plain Trainer does not do, one stage on one process is compared with.
 """
+RESUMED = "-resumed"
+"""Ends the name of a run that goes on from a checkpoint of another one."""
 
 
 class Notes(TrainerCallback):
@@ -65,8 +76,9 @@ class Notes(TrainerCallback):
         self.learning_rates.append(self.trainer.lr_scheduler.get_last_lr()[0])
 
 
-def note_overflows(found: list[bool]) -> None:
-    """Note for each step whether this rank's own gradients overflowed."""
+@contextmanager
+def noting_overflows(found: list[bool]) -> Iterator[None]:
+    """Note for each step inside whether this rank's own gradients overflowed."""
     agree = steps_of_training.agree_on_overflow
 
     def noting(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any) -> None:
@@ -75,63 +87,43 @@ def note_overflows(found: list[bool]) -> None:
         agree(scaler, optimizer, *args)
 
     steps_of_training.agree_on_overflow = noting
+    try:
+        yield
+    finally:
+        steps_of_training.agree_on_overflow = agree
 
 
-def train(
-    folder: Path, case: str, num_stages: int, is_plain: bool, resumes: bool = False, **changes: Any
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Train a case; plain Trainer accumulates the micro-batches that pipelines run. Returns notes and weights."""
-    own = CASES[case]
-    name = "-".join([case, f"{num_stages}x{WORLD_SIZE // num_stages}", *map(str, changes.values())])
-    output = folder / ("plain-" + case if is_plain else name)
-    parts = GLOBAL_BATCH // MICRO_BATCH
-    common: dict[str, Any] = {
-        "output_dir": str(output), "max_steps": STEPS, "learning_rate": 1e-3, "logging_steps": 1, "fp16": True,
-        "per_device_train_batch_size": MICRO_BATCH if is_plain else GLOBAL_BATCH // WORLD_SIZE, "max_grad_norm": 0.5,
-        "gradient_accumulation_steps": parts if is_plain else 1, "save_steps": SAVED_AT, "use_cpu": True,
-        "report_to": "none", "disable_tqdm": True, "weight_decay": 0.1,
+def train(name: str, layout: Layout | None, output: Path) -> End:
+    """Train a case; plain Trainer accumulates the micro-batches that pipelines run."""
+    case = name.removesuffix(RESUMED)
+    own, parts = CASES[case], GLOBAL_BATCH // MICRO_BATCH
+    where = output.with_name(output.name.replace(RESUMED, ""))
+    options: dict[str, Any] = {
+        "max_steps": STEPS, "learning_rate": 1e-3, "fp16": True, "max_grad_norm": 0.5, "weight_decay": 0.1,
+        "save_strategy": "steps", "save_steps": SAVED_AT, **own.get("options", {}),
     }  # fmt: skip
-    common |= own.get("options", {})
     notes = Notes(own.get("infinite", {}))
     data = {"train_dataset": make_dataset(MODEL, 32), "data_collator": collate, "callbacks": [notes]}
     model = build_model(MODEL, seed=5)
     trainer: Any
-    if is_plain and "pipeline" not in own:
-        trainer = Trainer(model, TrainingArguments(**common), **data)
+    if layout is None and "freeze_policy" not in own.get("pipeline", {}):
+        args = plain_arguments(where, batch=MICRO_BATCH, gradient_accumulation_steps=parts, **options)
+        trainer = Trainer(model, args, **data)
     else:
-        common |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE}
-        options = {
-            "pipeline_parallel_size": num_stages,
-            "pipeline_parallel_num_microbatches": parts * num_stages // WORLD_SIZE,
-            "freeze_policy": "none", "activation_cache": "off", "pipeline_gather_at_end": "always",
-            **own.get("pipeline", {}),
-        }  # fmt: skip
-        trainer = PipeTransformerTrainer(model, PipeTransformerArguments(**common | options | changes), **data)
+        num_stages = 1 if layout is None else layout[0]
+        options |= {"activation_cache": "off", "pipeline_gather_at_end": "always", **own.get("pipeline", {})}
+        num_microbatches = parts * num_stages // WORLD_SIZE
+        args = our_arguments(where, num_stages, pipeline_parallel_num_microbatches=num_microbatches, **options)
+        trainer = PipeTransformerTrainer(model, args, **data)
     trainer.model_accepts_loss_kwargs = False
     notes.trainer = trainer
     use_fp16(trainer, **SCALING | own.get("scaling", {}))
-    trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{SAVED_AT}") if resumes else None)
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    layout = getattr(trainer, "layout", None)
-    last = None if layout is None else [layout.pipeline_size, layout.num_frozen_layers]
-    seen = {"last": last, "scales": notes.scales, "learning_rates": notes.learning_rates}
-    return {key: [step[key] for step in steps] for key in ("loss", "grad_norm")} | seen, {
-        name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()
-    }
+    overflows: list[bool] = []
+    with noting_overflows(overflows):
+        trainer.train(resume_from_checkpoint=str(where / f"checkpoint-{SAVED_AT}") if name != case else None)
+    return end_of(trainer, scales=notes.scales, learning_rates=notes.learning_rates, overflows=overflows)
 
 
 @scenario
-def run_all(folder: Path, runs: list[list[Any]], is_plain: bool = False) -> None:
-    """Run `(case, number of stages, options, whether it resumes)` one after the other."""
-    overflows: list[bool] = []
-    note_overflows(overflows)
-    for case, num_stages, changes, resumes in runs:
-        overflows.clear()
-        layout = "plain" if is_plain else f"{num_stages}x{WORLD_SIZE // num_stages}"
-        name = "-".join([case, layout, *map(str, changes.values()), *["resumed"] * resumes])
-
-        def act() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-            found, weights = train(folder, case, num_stages, is_plain, resumes, **changes)  # noqa: B023
-            return found | {"overflows": overflows.copy()}, weights
-
-        run_case(folder, name, act)
+def run_all(folder: Path, listed: str) -> None:
+    run_listed(folder, listed, train)

@@ -9,13 +9,14 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.elastic import transition
 from hf_pipetransformer.runtime import gathering
 from tests.distributed.fault_worker import fall_silent
 from tests.distributed.hosts import cut_cable, move_to
 from tests.distributed.scenarios import RANK, scenario
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import our_arguments
 
 
 MODEL = "bert_sequence"
@@ -93,12 +94,10 @@ def train_with_loss_of(
     lose_in = {moment: LOSSES[what]} if rank == RANK and not resume else {}
     trainer = LosingTrainer(
         model=build_model(MODEL),
-        args=PipeTransformerArguments(
-            output_dir=str(folder), per_device_train_batch_size=4, max_steps=NUM_STEPS, logging_steps=1,
-            save_strategy="steps", save_steps=SAVED_AT, eval_strategy="steps", eval_steps=LOST_AT, report_to="none",
-            disable_tqdm=True, pipeline_parallel_size=2, pipeline_parallel_num_microbatches=2,
-            pipeline_timeout=timeout, freeze_policy="fixed", freeze_at=f"{LOST_AT}:2", freeze_warmup=0,
-            pipeline_compression="memory",
+        args=our_arguments(
+            folder, 2, max_steps=NUM_STEPS, save_strategy="steps", save_steps=SAVED_AT, eval_strategy="steps",
+            eval_steps=LOST_AT, pipeline_parallel_num_microbatches=2, pipeline_timeout=timeout,
+            freeze_policy="fixed", freeze_at=f"{LOST_AT}:2", freeze_warmup=0, pipeline_compression="memory",
         ),
         train_dataset=make_dataset(MODEL, 53),
         eval_dataset=make_dataset(MODEL, 20),

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch.utils.data import SequentialSampler
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, set_seed
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
-from tests.distributed.scenarios import WORLD_SIZE, scenario
+from hf_pipetransformer import PipeTransformerMixin, PipeTransformerTrainer
+from tests.distributed.scenarios import scenario
 from tests.support.models import QA_LENGTH, build_model, collate, make_dataset, make_rows
+from tests.support.trainings import losses_of, our_arguments, plain_arguments
 
 
 NUM_SAMPLES = 53
@@ -76,9 +77,8 @@ def losses(folder: Path, kind: str, model: str, num_stages: str = "2", change: s
     """
     set_seed(0)
     common: dict[str, Any] = {
-        "output_dir": str(folder), "max_steps": 20, "learning_rate": 1e-3, "weight_decay": 0.1,
-        "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "report_to": "none",
-        "seed": 1, "gradient_accumulation_steps": 2 if change == "predict_first" else 1,
+        "max_steps": 20, "learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "seed": 1,
+        "gradient_accumulation_steps": 2 if change == "predict_first" else 1,
     }  # fmt: skip
     data: dict[str, Any] = {
         "train_dataset": make_dataset(model, NUM_SAMPLES),
@@ -91,16 +91,12 @@ def losses(folder: Path, kind: str, model: str, num_stages: str = "2", change: s
     }
     built = build_model(model)
     if kind == "plain":
-        arguments = TrainingArguments(per_device_train_batch_size=8, **common)
+        arguments = plain_arguments(folder, **common)
         plain_class = SharpTrainer if change == "sharp" else TaughtTrainer if change == "taught" else Trainer
         trainer = plain_class(built, arguments, **data)
         trainer.model_accepts_loss_kwargs = model == "vit"
     else:
-        args = PipeTransformerArguments(
-            per_device_train_batch_size=8 // WORLD_SIZE, pipeline_parallel_size=num_stages,
-            pipeline_parallel_num_microbatches="2", pipeline_timeout=60,
-            freeze_policy="none", **common,
-        )  # fmt: skip
+        args = our_arguments(folder, num_stages, pipeline_parallel_num_microbatches="2", **common)
         trainer_class = EveryThird if change == "evaluate_three" else PipeTransformerTrainer
         trainer_class = TaughtPipeTransformerTrainer if change == "taught" else trainer_class
         trainer = (SharpPipelineTrainer if change == "sharp" else trainer_class)(built, args, **data)
@@ -109,7 +105,7 @@ def losses(folder: Path, kind: str, model: str, num_stages: str = "2", change: s
         trainer.predict([{key: value for key, value in row.items() if key != "labels"} for row in rows])
     trainer.train()
     return {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "losses": losses_of(trainer),
         "evaluated": trainer.evaluate()["eval_count"] if change == "evaluate_three" else None,
         "metrics": {name: value for name, value in trainer.evaluate().items() if name in METRICS}
         if change == "sharp"

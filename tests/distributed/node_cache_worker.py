@@ -6,6 +6,7 @@ Each rank writes `FOLDER/<act>.rank<r>.json`, rank 0 also `FOLDER/<act>.<run>.sa
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections import defaultdict
@@ -15,9 +16,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import opening as cache_stores
 from hf_pipetransformer.cache import training as cache_training
 from hf_pipetransformer.cache.planner import StorageSpeed
@@ -26,9 +27,10 @@ from hf_pipetransformer.comm.transfers import ObjectSender
 from hf_pipetransformer.data.sampler import ReplicaBatchSampler
 from hf_pipetransformer.planning import storing as decision
 from hf_pipetransformer.training import loaders
-from tests.distributed.cache_worker import At, CountedRows, RecordWarnings, RunsWithoutReads, logging
-from tests.distributed.scenarios import RANK, WORLD_SIZE, note, scenario
+from tests.distributed.cache_worker import At, CountedRows, RunsWithoutReads
+from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, note, scenario
 from tests.support.models import build_model, collate, make_rows
+from tests.support.trainings import our_arguments, plain_arguments
 
 
 # Neither batches nor nodes divide them: five batches an epoch, the last one of five.
@@ -121,14 +123,12 @@ class Act:
         rows = rows or CountedRows(make_rows("bert_sequence", NUM_SAMPLES))
         evaluated = CountedRows(make_rows("bert_sequence", NUM_EVALUATED, 1), "evaluated")
         options: dict[str, Any] = {
-            "output_dir": str(output), "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
-            "per_device_eval_batch_size": 2, "num_train_epochs": EPOCHS, "learning_rate": 1e-3, "logging_steps": 1,
-            "save_strategy": "no", "eval_strategy": "epoch", "report_to": "none", "disable_tqdm": True,
-            "use_cpu": True, "seed": 7, "pipeline_parallel_size": 1, "pipeline_parallel_num_microbatches": 2,
-            "pipeline_timeout": 60, "elastic": False, "freeze_policy": "fixed", "freeze_at": "0:2",
-            "freeze_min_active_layers": 0, "activation_cache": "on",
+            "batch": GLOBAL_BATCH, "per_device_eval_batch_size": 2, "num_train_epochs": EPOCHS, "learning_rate": 1e-3,
+            "eval_strategy": "epoch", "seed": 7, "pipeline_parallel_num_microbatches": 2, "elastic": False,
+            "freeze_policy": "fixed", "freeze_at": "0:2", "freeze_min_active_layers": 0, "activation_cache": "on",
         }  # fmt: skip
-        warnings, found = RecordWarnings(), Found(self, evaluated)
+        num_stages = changes.pop("pipeline_parallel_size", 1)
+        warnings, found = Lines(logging.WARNING), Found(self, evaluated)
         sent = noting_batches()
         logging.getLogger("hf_pipetransformer").addHandler(warnings)
         NotingSampler.noted = {}
@@ -136,7 +136,7 @@ class Act:
             callback.model = model
         trainer = PipeTransformerTrainer(
             model=model,
-            args=PipeTransformerArguments(**(options | changes)),
+            args=our_arguments(output, num_stages, **options | changes),
             train_dataset=rows,
             eval_dataset=evaluated,
             data_collator=collate,
@@ -157,7 +157,7 @@ class Act:
             "evaluations_read": found.evaluations_read,
             "files": found.files,
             "lengths": found.lengths,
-            "warnings": warnings.texts,
+            "warnings": warnings.lines,
             "left": [str(path) for path in self.stored()],
         }
         trainer.topology.barrier()
@@ -392,13 +392,11 @@ def train_plainly(folder: Path) -> None:
     """Train as `OFF` does with plain Trainer, in one process."""
     set_seed(0)
     model = build_model("bert_sequence", 11)
-    options: dict[str, Any] = {
-        "output_dir": str(folder / "plain-output"), "per_device_train_batch_size": GLOBAL_BATCH,
-        "num_train_epochs": EPOCHS, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True, "use_cpu": True, "seed": 7,
-    }  # fmt: skip
+    args = plain_arguments(
+        folder / "plain-output", batch=GLOBAL_BATCH, num_train_epochs=EPOCHS, learning_rate=1e-3, seed=7
+    )
     rows = CountedRows(make_rows("bert_sequence", NUM_SAMPLES))
-    trainer = Trainer(model=model, args=TrainingArguments(**options), train_dataset=rows, data_collator=collate)
+    trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collate)
     trainer.model_accepts_loss_kwargs = False
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -12,6 +12,7 @@ from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.splitters.test_own_models import MODELS, OwnSplitter, Stack, rows
 from tests.support import uncommon
 from tests.support.models import collate
+from tests.support.trainings import losses_of, our_arguments
 
 
 ACROSS = ("wav2vec2", "openai_gpt", "longformer", "clip")
@@ -43,14 +44,9 @@ def train_all(folder: Path) -> dict[str, Any]:
 
 
 def arguments(output: Path, **options: Any) -> PipeTransformerArguments:
-    return PipeTransformerArguments(
-        output_dir=str(output), per_device_train_batch_size=8 // WORLD_SIZE, use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="no", logging_steps=1, pipeline_parallel_size=WORLD_SIZE,
-        pipeline_parallel_num_microbatches=2, **options,
-    )  # fmt: skip
+    return our_arguments(output, WORLD_SIZE, pipeline_parallel_num_microbatches=2, **options)
 
 
 def trained(trainer: PipeTransformerTrainer) -> dict[str, Any]:
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "layout": trainer.layout.as_event()}
+    return {"losses": losses_of(trainer), "layout": trainer.layout.as_event()}

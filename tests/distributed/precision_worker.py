@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from peft import get_peft_model
+from safetensors.torch import save_model
 from torch import nn
-from transformers import AutoModelForMaskedLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import BertForMaskedLM, Trainer, TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.runtime import wiring
-from tests.distributed.scenarios import WORLD_SIZE, run_case, scenario
+from tests.distributed.launches import Layout, run_listed
+from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.support.adapted import lora
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import End, end_of, our_arguments, plain_arguments
 
 
-STEPS, SAVED_AT, GLOBAL_BATCH = 6, 3, 8
+STEPS, SAVED_AT = 6, 3
 MASTERS = {"pipeline_master_dtype": "float32"}
 SUMS = {"pipeline_gradient_dtype": "float32"}
 ELASTIC = {"freeze_policy": "fixed", "freeze_at": "2:1,4:3", "elastic": True}
@@ -27,16 +33,23 @@ CASES: dict[str, dict[str, Any]] = {
     "elastic": MASTERS | ELASTIC,
     "adapters": MASTERS | {"bf16": True},
     "bfloat16": SUMS,
+    "bfloat16-weights": {"pipeline_gradient_dtype": "weights"},
 }
 """Options of our trainer by name."""
+RESUMED = "-resumed"
+"""Ends the name of a run that goes on from a checkpoint of another one."""
 
 
-def load(folder: Path, case: str, dtype: torch.dtype) -> Any:
+def load(case: str, dtype: torch.dtype) -> Any:
     """Load the model of a case in a dtype; what the adapters train has that dtype too, their base is bfloat16."""
-    if case == "bfloat16":
+    if case.startswith("bfloat16"):
         return build_model("vit", seed=5).bfloat16()  # Images: micro-batches of any layout have the same shapes.
     base = torch.bfloat16 if case == "adapters" else dtype
-    model = AutoModelForMaskedLM.from_pretrained(folder / "saved", dtype=base)
+    whole = build_model("bert_masked", seed=5).bfloat16()
+    with TemporaryDirectory() as saved:
+        whole.config.save_pretrained(saved)
+        save_model(whole, f"{saved}/model.safetensors", {"format": "pt"})  # `save_pretrained` writes on rank 0 only.
+        model = BertForMaskedLM.from_pretrained(saved, dtype=base)
     if case != "adapters":
         return model
     torch.manual_seed(1)
@@ -66,47 +79,42 @@ class Notes(TrainerCallback):
         self.sizes.append(1 if layout is None else layout.pipeline_size)
 
 
-def train(
-    folder: Path, case: str, num_stages: int, kind: str, resumes: bool = False, **changes: Any
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Train as `pipeline`, or on one process as `single` or `plain`, which load in float32 what others cast.
+def train(name: str, layout: Layout | None, output: Path) -> End:
+    """Train in a pipeline; the reference is of plain Trainer, or of one stage, and loads in float32 what others cast.
 
-    Returns what was logged and seen, and the weights on rank 0.
+    What is resumed goes on in the folder of the whole run.
     """
-    own, notes = CASES[case] | changes, Notes()
-    output = folder / f"{case}-{kind}-{num_stages}x{WORLD_SIZE // num_stages}"
-    common: dict[str, Any] = {
-        "output_dir": str(output), "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE, "max_steps": STEPS,
-        "learning_rate": 1e-3, "logging_steps": 1, "save_steps": SAVED_AT, "use_cpu": True, "report_to": "none",
-        "disable_tqdm": True, "bf16": bool(own.get("bf16")),
+    case = name.removesuffix(RESUMED)
+    own, notes, is_vit = CASES[case], Notes(), case.startswith("bfloat16")
+    where = output.with_name(output.name.replace(RESUMED, ""))
+    options = {
+        "max_steps": STEPS, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": SAVED_AT,
+        "bf16": bool(own.get("bf16")),
     }  # fmt: skip
-    model = load(folder, case, torch.bfloat16 if kind == "pipeline" or case == "bfloat16" else torch.float32)
-    name = "vit" if case == "bfloat16" else "bert_masked"
-    data = {"train_dataset": make_dataset(name, 29), "data_collator": collate, "callbacks": [notes]}
+    model = load(case, torch.float32 if layout is None and not is_vit else torch.bfloat16)
+    dataset = make_dataset("vit" if is_vit else "bert_masked", 29)
+    data = {"train_dataset": dataset, "data_collator": collate, "callbacks": [notes]}
     trainer: Any
-    if kind == "plain":
-        trainer = Trainer(model, TrainingArguments(**common), **data)
+    if layout is None and case in ("tied", "autocast", "adapters"):
+        trainer = Trainer(model, plain_arguments(where, **options), **data)
     else:
-        options = {"freeze_policy": "none", "activation_cache": "off", "pipeline_gather_at_end": "always", **own}
-        if kind == "single":
-            options.pop("pipeline_master_dtype", None)
-        size = {
-            "pipeline_parallel_size": num_stages,
-            "pipeline_parallel_num_microbatches": 8 * num_stages // WORLD_SIZE,
-        }
-        trainer = PipeTransformerTrainer(model, PipeTransformerArguments(**common | size | options), **data)
+        num_stages = 1 if layout is None else layout[0]
+        own = {"activation_cache": "off", "pipeline_gather_at_end": "always", **options, **own}
+        if layout is None:
+            own.pop("pipeline_master_dtype", None)
+        args = our_arguments(where, num_stages, pipeline_parallel_num_microbatches=8 * num_stages // WORLD_SIZE, **own)
+        trainer = PipeTransformerTrainer(model, args, **data)
     trainer.model_accepts_loss_kwargs = False
     notes.watch(trainer)
-    trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{SAVED_AT}") if resumes else None)
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    seen = {"dtypes": notes.dtypes, "sizes": notes.sizes, "output": str(output)}
-    return {key: [step[key] for step in steps] for key in ("loss", "grad_norm")} | seen, {
-        name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()
-    }
+    held: list[float] = []
+    with noting_casts(held):
+        trainer.train(resume_from_checkpoint=str(where / f"checkpoint-{SAVED_AT}") if name != case else None)
+    return end_of(trainer, dtypes=notes.dtypes, sizes=notes.sizes, held=held)
 
 
-def note_casts(held: list[float]) -> None:
-    """Note the share of the model's weights that a rank holds whenever it casts."""
+@contextmanager
+def noting_casts(held: list[float]) -> Iterator[None]:
+    """Note the share of the model's weights that a rank holds whenever it casts inside."""
     cast = wiring.cast_masters
 
     def noting(model: nn.Module, *args: Any) -> None:
@@ -115,25 +123,12 @@ def note_casts(held: list[float]) -> None:
         held.append(sum(size for size, is_meta in sizes if not is_meta) / sum(size for size, _ in sizes))
 
     wiring.cast_masters = noting
+    try:
+        yield
+    finally:
+        wiring.cast_masters = cast
 
 
 @scenario
-def save(folder: Path) -> None:
-    build_model("bert_masked", seed=5).bfloat16().save_pretrained(folder / "saved")
-
-
-@scenario
-def run_all(folder: Path, runs: list[list[Any]], kind: str) -> None:
-    """Run `(case, number of stages, options)` one after the other; a pipeline then once more, from its checkpoint."""
-    held: list[float] = []
-    note_casts(held)
-    for case, num_stages, changes in runs:
-        name = "-".join([case, kind, f"{num_stages}x{WORLD_SIZE // num_stages}", *changes.values()])
-        for resumes in (False, True) if kind == "pipeline" and case != "bfloat16" else (False,):
-            held.clear()
-
-            def act() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-                found, weights = train(folder, case, num_stages, kind, resumes, **changes)  # noqa: B023
-                return found | {"held": held.copy()}, weights
-
-            run_case(folder, f"{name}-resumed" if resumes else name, act)
+def run_all(folder: Path, listed: str) -> None:
+    run_listed(folder, listed, train)

@@ -15,12 +15,13 @@ from transformers import (
     DataCollatorWithPadding,
     PreTrainedModel,
     Trainer,
-    TrainingArguments,
     ViTForImageClassification,
     set_seed,
 )
 
-from tests.distributed.scenarios import WORLD_SIZE, scenario
+from hf_pipetransformer import PipeTransformerTrainer
+from tests.distributed.scenarios import scenario
+from tests.support.trainings import our_arguments, plain_arguments
 
 
 GLOBAL_BATCH = 8
@@ -68,32 +69,19 @@ def ten_steps(folder: Path, task: str, model: str, data: str, num_stages: int) -
     set_seed(42)
     pretrained, dataset, collate = {"text": text, "images": images}[task](Path(model), Path(data))
     options: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+        "batch": GLOBAL_BATCH,
         "max_steps": NUM_STEPS,
         "learning_rate": 5e-5,
         "warmup_steps": 2,
         "weight_decay": 0.01,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
         # Images are decoded in the collator.
         "remove_unused_columns": task == "text",
-        "use_cpu": True,
     }
     if num_stages:
-        from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-
-        args = PipeTransformerArguments(
-            **options,
-            pipeline_parallel_size=num_stages,
-            pipeline_parallel_num_microbatches=4,
-            freeze_policy="none",
-        )
+        args = our_arguments(folder, num_stages, pipeline_parallel_num_microbatches=4, **options)
         trainer = PipeTransformerTrainer(model=pretrained, args=args, train_dataset=dataset, data_collator=collate)
     else:
-        args = TrainingArguments(**options)
+        args = plain_arguments(folder, **options)
         trainer = Trainer(model=pretrained, args=args, train_dataset=dataset, data_collator=collate)
         # The loss of BERT ignores `num_items_in_batch`, that of ViT does not.
         trainer.model_accepts_loss_kwargs = task == "images"

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial
 from hf_pipetransformer.startup import costs
 from tests.distributed.scenarios import RANK, scenario
 from tests.distributed.transition_worker import FreezeByHand
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import our_arguments, plain_arguments
 
 
 MODEL = "bert_sequence"
@@ -62,16 +63,7 @@ def train(
 ) -> dict[str, Any]:
     if planted is not None:
         plant(**planted)
-    settings = {
-        "output_dir": str(folder / "output"),
-        "per_device_train_batch_size": 8,
-        "max_steps": 20,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    settings_of_pipeline = {"pipeline_parallel_size": 2, "pipeline_timeout": 30, "freeze_policy": "none"}
+    options = {"per_device_train_batch_size": 8, "max_steps": 20, **options}
     torch.manual_seed(0)
     model = build_model(MODEL)
     for module in model.modules():
@@ -80,13 +72,11 @@ def train(
     note = Note()
     parts: dict[str, Any] = {"model": model, "train_dataset": make_dataset(MODEL, 53), "data_collator": collate}
     if frozen_by_hand is None:
-        args = PipeTransformerArguments(**settings | settings_of_pipeline | options)
+        args = our_arguments(folder / "output", 2, **{"pipeline_timeout": 30, **options})
         trainer: Trainer = PipeTransformerTrainer(args=args, callbacks=[note], **parts)
     else:
         by_hand = FreezeByHand({int(step): layers for step, layers in frozen_by_hand.items()})
-        trainer = Trainer(
-            args=TrainingArguments(use_cpu=True, **settings | options), callbacks=[note, by_hand], **parts
-        )
+        trainer = Trainer(args=plain_arguments(folder / "output", **options), callbacks=[note, by_hand], **parts)
         trainer.model_accepts_loss_kwargs = False  # transformers#47688
     note.trainer = trainer
     trainer.train()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ from hf_pipetransformer.runtime.ownership import is_whole
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.gpu.runs import SavedBytes
 from tests.support.models import NUM_LAYERS, build_model, collate, make_dataset, vit_config
+from tests.support.trainings import our_arguments
 
 
 MODELS = ["bert_sequence", "bert_masked", "vit"]
@@ -37,21 +37,12 @@ def evaluation_set(name: str):
 
 def arguments(output: Path, num_stages: int, **changes: Any) -> PipeTransformerArguments:
     options = {
-        "output_dir": str(output),
-        "per_device_train_batch_size": 8 // WORLD_SIZE,
         "per_device_eval_batch_size": EVAL_BATCH // WORLD_SIZE,
         "learning_rate": 1e-3,
         "max_steps": NUM_STEPS,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "pipeline_parallel_size": num_stages,
         "pipeline_parallel_num_microbatches": 2,
-        "pipeline_timeout": 60,
-        "freeze_policy": "none",
     }
-    return PipeTransformerArguments(**(options | changes))
+    return our_arguments(output, num_stages, **options | changes)
 
 
 def trainer_of(model: PreTrainedModel, name: str, args: TrainingArguments, **changes: Any) -> PipeTransformerTrainer:
@@ -283,7 +274,6 @@ def recomputation(folder: Path, num_stages: int) -> None:
                 layout_plan=plan,
                 pipeline_schedule=schedule,
                 pipeline_checkpoint=mode,
-                logging_steps=1,
             )
             trainer = trainer_of(build_model("vit"), "vit", args)
             count = SavedBytes(trainer)
@@ -292,24 +282,3 @@ def recomputation(folder: Path, num_stages: int) -> None:
             losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
             record = {"peak": count.most, "left": count.now, "losses": losses}
             (folder / f"{schedule}-{mode}.rank{RANK}.json").write_text(json.dumps(record))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["train", "load", "memory", "recomputation"])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--num_stages", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.what == "load":
-        load(options.folder)
-    else:
-        act = {"train": train, "memory": memory, "recomputation": recomputation}[options.what]
-        act(options.folder, options.num_stages)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -42,8 +42,8 @@ _SCENARIOS: dict[str, Callable[..., Any]] = {}
 class Lines(logging.Handler):
     """Keeps the texts that a logger is given."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:

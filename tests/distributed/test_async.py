@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.distributed.async_worker import CASES, KINDS, run_all
-from tests.distributed.scenarios import start
+from tests.distributed.async_worker import CASES, KINDS, PLAIN, RESUMED, SIMULATED, run_all
+from tests.distributed.launches import Launches, Outcome, Run, assert_trained_alike, launches_of, slow_unless
 
 
 # In every run of CI, on two processes.
@@ -24,84 +22,60 @@ QUICK = (
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
-def run(folder: Path, num_processes: int, names: list[str]) -> Path:
-    start(run_all, folder, num_processes, {"names": names}, timeout=120, strict_nccl=True)
-    return folder
+launches = launches_of(run_all)
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = run(tmp_path_factory.mktemp("asynchronous"), 2, list(QUICK))
-    return run(folder, 1, list(QUICK))
+def simulated(name: str, layout: tuple[int, int]) -> Run:
+    """The run of a case in a pipeline, which is compared with its simulation."""
+    return Run(name, layout, f"{Run(name, layout)}{SIMULATED}")
 
 
-@pytest.fixture(scope="module")
-def all_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    names = [name for name in CASES if name not in QUICK]
-    folder = run(tmp_path_factory.mktemp("more"), 2, names)
-    return run(folder, 1, names)
+def runs() -> list[Any]:
+    return [
+        slow_unless(name in QUICK and k * r == 2, simulated(name, (k, r)))
+        for name, case in CASES.items()
+        for k, r in case.layouts
+    ]
 
 
-@pytest.fixture(scope="module")
-def on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = run(tmp_path_factory.mktemp("four"), 4, list(CASES))
-    return run(folder, 1, list(CASES))
+def of_two(name: str) -> Any:
+    return pytest.mark.parametrize("run", [simulated(name, (2, 1))], ids=str)
 
 
-def logs(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-    return found
-
-
-def parameters() -> list[Any]:
-    found = []
-    for name, case in CASES.items():
-        for stages, replicas in case.layouts:
-            is_quick = name in QUICK and stages * replicas == 2
-            fixture = "on_two" if is_quick else "on_four" if stages * replicas == 4 else "all_on_two"
-            marks = [] if is_quick else [pytest.mark.slow]
-            where = f"{name}-{stages}x{replicas}"
-            found.append(pytest.param(where, fixture, replicas, id=where, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize(("name", "fixture", "num_replicas"), parameters())
+@pytest.mark.parametrize("run", runs())
 def test_weights_and_losses_are_those_of_one_process_with_explicit_delays(
-    name: str, fixture: str, num_replicas: int, request: pytest.FixtureRequest
+    ours: Outcome, plain: Outcome, run: Run
 ) -> None:
     """Difference 0.0, but where replicas sum gradients."""
-    folder = request.getfixturevalue(fixture)
-    found, expected = logs(folder, name), logs(folder, f"{name}-simulated")
-    weights, simulated = (load_file(folder / f"{each}.safetensors") for each in (name, f"{name}-simulated"))
-    if num_replicas > 1 or name.startswith("elastic"):  # Sums over replicas round differently.
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    if run.layout[1] > 1 or run.case == "elastic":  # Sums over replicas round differently.
+        assert ours.values("loss") == pytest.approx(plain.values("loss"), rel=1e-5)
         return
-    if name.startswith("bf16"):  # What passes between stages rounds in other places.
-        assert found["loss"] == pytest.approx(expected["loss"], rel=2**-8)
+    if run.case.startswith("bf16"):  # What passes between stages rounds in other places.
+        assert ours.values("loss") == pytest.approx(plain.values("loss"), rel=2**-8)
         return
-    assert found["loss"] == expected["loss"]
-    assert found["learning_rate"] == expected["learning_rate"]
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-    differences = {key: float((weights[key] - simulated[key]).abs().max()) for key in weights}
-    assert max(differences.values()) == 0.0, differences
+    assert_trained_alike(ours, plain, 0.0, ("loss", "learning_rate"))
+    assert ours.values("grad_norm") == pytest.approx(plain.values("grad_norm"), rel=1e-5)
 
 
-def test_weights_that_stand_still_give_trainers_numbers(on_two: Path) -> None:
+@pytest.mark.parametrize("run", [Run("still", (2, 1), f"still{PLAIN}")], ids=str)
+def test_weights_that_stand_still_give_trainers_numbers(ours: Outcome, plain: Outcome) -> None:
     """Learning rate 0: whatever the delay, every forward sees the same weights."""
-    found, plain = logs(on_two, "still-2x1"), logs(on_two, "still-plain")
-    assert len(found["loss"]) == 12
-    for key in ("loss", "grad_norm"):
-        assert found[key] == pytest.approx(plain[key], rel=1e-5)
+    assert len(ours.logged("loss")) == 12
+    assert_trained_alike(ours, plain)
 
 
-def test_delays_do_change_what_is_learned(on_two: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "other"), [(simulated("pipeoptim-adamw-a1", (2, 1)), simulated("vanilla-fused-a1", (2, 1)))], ids=str
+)
+def test_delays_do_change_what_is_learned(ours: Outcome, launches: Launches, other: Run) -> None:
     """The cases would prove nothing if all kinds came to the same."""
-    ends = [load_file(on_two / f"{kind}-2x1.safetensors") for kind in ("pipeoptim-adamw-a1", "vanilla-fused-a1")]
+    ends = ours.weights, launches.outcome(other).weights
     assert max(float((ends[0][key] - ends[1][key]).abs().max()) for key in ends[0]) > 1e-4
 
 
-def test_the_log_shows_what_a_stage_predicted(on_two: Path) -> None:
-    lines = (on_two / "pipeoptim-adamw-a1-2x1" / "pipetransformer_events.jsonl").read_text().splitlines()
+@of_two("pipeoptim-adamw-a1")
+def test_the_log_shows_what_a_stage_predicted(ours: Outcome) -> None:
+    lines = (ours.output / "pipetransformer_events.jsonl").read_text().splitlines()
     told = [event for event in map(json.loads, lines) if event.get("what") == "prediction"]
     assert told
     for event in told:
@@ -112,20 +86,31 @@ def test_the_log_shows_what_a_stage_predicted(on_two: Path) -> None:
     assert 0 < stage["error_unpredicted"] < 1
 
 
-@pytest.mark.parametrize("name", ["asked", "saved"])
-def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_same_bits(name: str, on_two: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "again"),
+    [
+        (simulated(name, (2, 1)), Run(f"{name}{RESUMED}", (2, 1), f"{Run(name, (2, 1))}{SIMULATED}"))
+        for name in ("asked", "saved")
+    ],
+    ids=str,
+)
+def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_same_bits(
+    ours: Outcome, launches: Launches, again: Run
+) -> None:
     """One that everybody knew of before, and one that a callback asked for while forwards were in flight."""
-    ends = [load_file(on_two / f"{name}-2x1{which}.safetensors") for which in ("", "-resumed")]
-    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+    resumed = launches.outcome(again).weights
+    assert all(torch.equal(resumed[key], weight) for key, weight in ours.weights.items())
 
 
-def test_freed_ranks_become_replicas_between_two_windows(on_two: Path) -> None:
-    lines = (on_two / "elastic-2x1" / "pipetransformer_events.jsonl").read_text().splitlines()
-    moves = [event["to"] for event in map(json.loads, lines) if event["event"] == "transition"]
-    assert [(to["num_frozen_layers"], to["num_stages"], to["num_replicas"]) for to in moves][-1] == (3, 1, 2)
+@of_two("elastic")
+def test_freed_ranks_become_replicas_between_two_windows(ours: Outcome) -> None:
+    last = ours.events("transition")[-1]["to"]
+    assert (last["num_frozen_layers"], last["num_stages"], last["num_replicas"]) == (3, 1, 2)
 
 
-def test_whoever_reads_the_model_finds_the_weights_of_one_step(on_two: Path) -> None:
-    assert len(logs(on_two, "asked-2x1")["sums"]) == 2
-    assert all(torch.tensor(logs(on_two, "asked-2x1")["sums"]).isfinite())
-    assert (on_two / "asked-2x1" / "checkpoint-3" / "model.safetensors").exists()
+@of_two("asked")
+def test_whoever_reads_the_model_finds_the_weights_of_one_step(ours: Outcome) -> None:
+    sums = ours.ranks[0]["sums"]
+    assert len(sums) == 2
+    assert all(torch.tensor(sums).isfinite())
+    assert (ours.output / "checkpoint-3" / "model.safetensors").exists()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.distributed.cache_worker import (
     act_all,
 )
 from tests.distributed.scenarios import read_notes, run_each
-from tests.support.comparison import relative_difference, tensor_difference
+from tests.support.comparison import far_tensors, relative_difference
 from tests.support.models import has_zero_gradient
 
 
@@ -124,15 +125,8 @@ def assert_equal_runs(outcome: Outcome) -> None:
         }
         assert far == {}, f"{key}: with the cache, without"
     assert outcome.of("with", "losses")
-    found, expected = outcome.weights("with"), outcome.weights("without")
-    far = {
-        name: difference
-        for name, weight in expected.items()
-        if not has_zero_gradient("bert_sequence", name)
-        and not (difference := tensor_difference(found[name], weight)) <= TOLERANCE
-    }
-    assert far == {}
-    assert found.keys() == expected.keys()
+    weights = outcome.weights("with"), outcome.weights("without")
+    assert far_tensors(*weights, TOLERANCE, partial(has_zero_gradient, "bert_sequence")) == {}
     assert outcome.of("without", "events") == []
 
 

@@ -7,8 +7,8 @@ in another; the tests below look at what they wrote down.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,89 +17,67 @@ import torch
 from hf_pipetransformer.schedules import find_schedule
 from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, SLOW_CASES, Case
 from tests.distributed.equality_worker import EVAL_SEED, run_all
-from tests.distributed.launches import Launches, Layout, Outcome
-from tests.support.comparison import METRIC_TOLERANCE, relative_difference, tensor_difference, untimed
+from tests.distributed.launches import Launches, Outcome, Run, selected_runs
+from tests.support.comparison import (
+    METRIC_TOLERANCE,
+    far_steps,
+    far_tensors,
+    relative_difference,
+    tensor_difference,
+    untimed,
+)
 from tests.support.models import MODELS, has_zero_gradient, real_positions
 
 
-# Transfers alone, and beside a reduction: the double costs time.
-UNDER_NCCLS_RULES = ((2, 1), (2, 2))
+CASES = {
+    Run(case.name, layout, case.reference.name): case
+    for layout in LAYOUTS
+    for case in [*CI_CASES[layout], *SLOW_CASES[layout]]
+}
+
+
+def _selectable_runs() -> Iterator[Any]:
+    for run, case in CASES.items():
+        marks = [] if case in CI_CASES[run.layout] else [pytest.mark.slow]
+        yield pytest.param(run, id=f"{run.layout[0]}x{run.layout[1]}-{case.name}", marks=marks)
 
 
 pytestmark = [
     pytest.mark.distributed,
     # The first test of a layout waits for the launch of all its cases.
     pytest.mark.timeout(3000),
+    pytest.mark.parametrize("run", list(_selectable_runs())),
 ]
-
-
-def _selectable_runs() -> Iterator[Any]:
-    for layout in LAYOUTS:
-        name = f"{layout[0]}x{layout[1]}"
-        for case in CI_CASES[layout]:
-            yield pytest.param((layout, case), id=f"{name}-{case.name}")
-        for case in SLOW_CASES[layout]:
-            yield pytest.param((layout, case), id=f"{name}-{case.name}", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
 def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    selected: dict[Layout | None, dict[str, Any]] = defaultdict(dict)
-    for item in request.session.items:
-        if item.path == request.path:
-            layout, case = item.callspec.params["run"]
-            selected[layout][case.name] = case.as_json()
-            selected[None][case.reference.name] = case.reference.as_json()
-    return Launches(run_all, tmp_path_factory.mktemp("equality"), selected, UNDER_NCCLS_RULES)
-
-
-@pytest.fixture(params=list(_selectable_runs()))
-def run(request: pytest.FixtureRequest) -> tuple[Layout, Case]:
-    return request.param
+    plain = {run.reference: case.reference for run, case in CASES.items()}
+    cases = {run: (CASES | plain)[run].as_json() for run in selected_runs(request)}
+    return Launches(run_all, tmp_path_factory.mktemp("equality"), cases)
 
 
 @pytest.fixture
-def layout(run: tuple[Layout, Case]) -> Layout:
-    return run[0]
-
-
-@pytest.fixture
-def case(run: tuple[Layout, Case]) -> Case:
-    return run[1]
-
-
-@pytest.fixture
-def ours(launches: Launches, layout: Layout, case: Case) -> Outcome:
-    return launches.outcome(layout, case.name)
-
-
-@pytest.fixture
-def plain(launches: Launches, case: Case) -> Outcome:
-    return launches.outcome(None, case.reference.name)
+def case(run: Run) -> Case:
+    return CASES[run]
 
 
 def test_losses_and_gradient_norms_follow_trainer(ours: Outcome, plain: Outcome, case: Case):
-    found, expected = ours.logged("loss"), plain.logged("loss")
-    assert [entry["step"] for entry in found] == [entry["step"] for entry in expected]
     for key in ("loss", "grad_norm"):
-        far = {
-            mine["step"]: (mine[key], theirs[key])
-            for mine, theirs in zip(found, expected, strict=True)
-            if relative_difference(mine[key], theirs[key]) > case.tolerance
-        }
+        far = far_steps(ours.logged("loss"), plain.logged("loss"), key, case.tolerance)
         assert far == {}, f"{key} by step: ours, Trainer's"
     ends = ours.ranks[0]["training_loss"], plain.ranks[0]["training_loss"]
     assert relative_difference(*ends) <= case.tolerance
 
 
-def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: Outcome, layout: Layout, case: Case):
+def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: Outcome, run: Run, case: Case):
     layout_scalars = {
         *("pipeline_stages", "pipeline_replicas", "pipeline_microbatches"),
         *("frozen_layers", "cached_layers"),
     }
-    if layout[0] > 1 and find_schedule(case.schedule).abilities.default_chunks > 1:
+    if run.layout[0] > 1 and find_schedule(case.schedule).abilities.default_chunks > 1:
         layout_scalars.add("pipeline_chunks")
-    if layout[0] == 1 and not case.num_frozen_layers:
+    if run.layout[0] == 1 and not case.num_frozen_layers:
         layout_scalars = set()  # It is one that Trainer has too.
     count = None
     # A layout that is decided on before the first step has an entry of its own, as later transitions have.
@@ -131,15 +109,7 @@ def test_learning_rates_steps_and_log_keys_equal_trainers(ours: Outcome, plain: 
 
 
 def test_weights_follow_trainer(ours: Outcome, plain: Outcome, case: Case):
-    found, expected = ours.named("weights."), plain.named("weights.")
-    assert found.keys() == expected.keys()
-    far = {
-        name: difference
-        for name in expected
-        if not has_zero_gradient(case.model, name)
-        and (difference := tensor_difference(found[name], expected[name])) > case.tolerance
-    }
-    assert far == {}
+    assert far_tensors(ours.weights, plain.weights, case.tolerance, partial(has_zero_gradient, case.model)) == {}
 
 
 def test_evaluation_equals_trainers(ours: Outcome, plain: Outcome, case: Case):
@@ -175,8 +145,8 @@ def test_predictions_are_complete_and_in_order(ours: Outcome, plain: Outcome, ca
             assert tensor_difference(one, other) <= case.tolerance, (name, position)
 
 
-def test_every_rank_ends_with_the_same_whole_model(ours: Outcome, layout: Layout):
-    assert len(ours.ranks) == layout[0] * layout[1]
+def test_every_rank_ends_with_the_same_whole_model(ours: Outcome, run: Run):
+    assert len(ours.ranks) == run.num_ranks
     for rank in ours.ranks[1:]:
         assert rank["digests"] == ours.ranks[0]["digests"]
         assert rank["test_metrics"].keys() == ours.ranks[0]["test_metrics"].keys()
@@ -184,9 +154,9 @@ def test_every_rank_ends_with_the_same_whole_model(ours: Outcome, layout: Layout
             assert rank[key] == ours.ranks[0][key]
 
 
-def test_the_layout_is_the_one_asked_for(ours: Outcome, layout: Layout, case: Case):
+def test_the_layout_is_the_one_asked_for(ours: Outcome, run: Run, case: Case):
     for rank in ours.ranks:
-        assert rank["layout"] == [*layout, case.num_frozen_layers]
+        assert rank["layout"] == [*run.layout, case.num_frozen_layers]
         if case.num_microbatches != "auto":
             assert rank["num_microbatches"] == case.num_microbatches
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.distributed.node_cache_worker import (
     train_plainly,
 )
 from tests.distributed.scenarios import start
-from tests.support.comparison import relative_difference, tensor_difference
+from tests.support.comparison import far_tensors, relative_difference
 from tests.support.models import has_zero_gradient
 
 
@@ -91,9 +92,8 @@ def assert_equal_runs(outcome: Outcome) -> None:
 
 
 def assert_equal_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    compared = [name for name in expected if not has_zero_gradient("bert_sequence", name)]
-    far = [name for name in compared if not tensor_difference(found[name], expected[name]) <= TOLERANCE]
-    assert compared and far == []
+    assert expected
+    assert far_tensors(found, expected, TOLERANCE, partial(has_zero_gradient, "bert_sequence")) == {}
 
 
 def assert_each_sample_once(epochs: list[list[int]]) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer.schedules.placement import Placement
+from tests.distributed.launches import Outcome
 from tests.distributed.test_transitions import selectable
 from tests.distributed.transition_cases import CACHED_CASES, GLOBAL_BATCH, TransitionCase
 from tests.distributed.transition_observer import encoder_parts, frozen_names
-from tests.distributed.transition_runs import Outcome, TransitionRuns
+from tests.distributed.transition_runs import TransitionRuns
 from tests.support.models import NUM_LAYERS, build_model
 
 

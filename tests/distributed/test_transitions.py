@@ -7,13 +7,15 @@ hand, so that the reference itself is checked.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
+from tests.distributed.launches import Outcome, assert_trained_alike
 from tests.distributed.transition_cases import BROAD, CASES, NUM_EVAL_SAMPLES, SLOW_CASES, TransitionCase
-from tests.distributed.transition_runs import Outcome, TransitionRuns
-from tests.support.comparison import METRIC_TOLERANCE, relative_difference, tensor_difference, untimed
+from tests.distributed.transition_runs import TransitionRuns
+from tests.support.comparison import METRIC_TOLERANCE, far_steps, relative_difference, tensor_difference, untimed
 from tests.support.models import has_zero_gradient
 
 
@@ -43,26 +45,9 @@ def reference(request: pytest.FixtureRequest, transition_runs: TransitionRuns, c
 def test_losses_gradient_norms_and_weights_follow_one_process(
     moved: Outcome, reference: Outcome, case: TransitionCase
 ):
-    found, expected = moved.logged("loss"), reference.logged("loss")
-    assert [entry["step"] for entry in found] == [entry["step"] for entry in expected]
-    for key in ("loss", "grad_norm"):
-        far = {
-            mine["step"]: (mine[key], theirs[key])
-            for mine, theirs in zip(found, expected, strict=True)
-            if not relative_difference(mine[key], theirs[key]) <= case.tolerance
-        }
-        assert far == {}, f"{key} by step: ours, one process's"
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-12)
-        assert mine["epoch"] == pytest.approx(theirs["epoch"], rel=1e-12)
-    far = {
-        name: difference
-        for name, weight in reference.weights.items()
-        if not has_zero_gradient(case.model, name)
-        and not (difference := tensor_difference(moved.weights[name], weight)) <= case.tolerance
-    }
-    assert far == {}
-    assert moved.weights.keys() == reference.weights.keys()
+    assert_trained_alike(moved, reference, case.tolerance, ignored=partial(has_zero_gradient, case.model))
+    for key in ("learning_rate", "epoch"):
+        assert far_steps(moved.logged("loss"), reference.logged("loss"), key, 1e-12) == {}
     assert relative_difference(moved.ranks[0]["training_loss"], reference.ranks[0]["training_loss"]) <= case.tolerance
 
 
@@ -140,7 +125,7 @@ def test_a_layer_that_the_user_froze_stays_so_through_transitions(moved: Outcome
         for entry in rank["steps"]:
             assert not frozen & {*entry["in_optimizer"], *entry["with_state"]}
     for name in frozen:
-        assert tensor_difference(moved.weights[f"weights.{name}"], reference.weights[f"weights.{name}"]) == 0
+        assert tensor_difference(moved.weights[name], reference.weights[name]) == 0
 
 
 @pytest.mark.parametrize("case", selectable("compiled-layers", "adamw-vit"))

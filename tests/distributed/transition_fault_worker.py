@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.elastic import transition
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.state import resumption as replay
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.distributed.transition_cases import Phase, TransitionCase
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import our_arguments
 
 
 MODEL = "bert_sequence"
@@ -141,16 +142,9 @@ def train_with(
     """Train with one of `FAULTS`; `resume` goes on after the fault, which does not come again."""
     what = FAULTS[fault]
     options: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
         "max_steps": max_steps,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "pipeline_parallel_size": 2,
         "pipeline_parallel_num_microbatches": 2,
         "pipeline_timeout": timeout,
-        "freeze_policy": "none",
         "freeze_warmup": 0,
         "freeze_min_active_layers": 0,
         **what.get("options", {}),
@@ -162,7 +156,7 @@ def train_with(
     callback = BeforeTransition(what.get("act", nothing) if RANK == 1 and not resume else nothing)
     trainer = PipeTransformerTrainer(
         model=build_model(MODEL),
-        args=PipeTransformerArguments(**options),
+        args=our_arguments(folder, 2, **options),
         train_dataset=make_dataset(MODEL, 53),
         data_collator=collate,
         policy=what["policy"]() if "policy" in what else None,

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import load_file
-
+from tests.distributed.launches import Outcome
 from tests.distributed.scenarios import read_notes, run_each
 from tests.distributed.transition_cases import WORLD_SIZE, TransitionCase
 from tests.distributed.transition_worker import run_all
@@ -23,26 +18,10 @@ CASE_SECONDS = 25
 PIPELINE, REFERENCES = ("pipeline",), ("single", "plain")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What the ranks of one run of one case wrote down."""
-
-    ranks: list[dict[str, Any]]
-    weights: dict[str, torch.Tensor]
-    output: Path
-
-    def logged(self, key: str) -> list[dict[str, float]]:
-        return [entry for entry in self.ranks[0]["log_history"] if key in entry]
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        lines = (self.output / "pipetransformer_events.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
 def read_outcome(folder: Path, case: TransitionCase, num_ranks: int, output: str) -> Outcome:
     """What a case wrote into `folder`; fails with the ranks' `output` if it came to no end."""
     ranks = read_notes(folder, case.name, num_ranks, output)
-    return Outcome(ranks, load_file(folder / f"{case.name}.safetensors"), folder / f"{case.name}-output")
+    return Outcome(ranks, folder / case.name)
 
 
 class TransitionRuns:

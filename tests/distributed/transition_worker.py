@@ -22,14 +22,15 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.elastic import migration
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from tests.distributed.equality_worker import digest
-from tests.distributed.scenarios import RANK, WORLD_SIZE, run_case, scenario
+from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, run_case, scenario
 from tests.distributed.transition_cases import GLOBAL_BATCH, GLOBAL_EVAL_BATCH, NUM_EVAL_SAMPLES, TransitionCase
 from tests.distributed.transition_observer import Observer, encoder_parts, observe
 from tests.support.models import MODELS, build_model, collate, make_rows
+from tests.support.trainings import our_arguments, plain_arguments, weights_of
 
 
 MODEL_SEED = 11
@@ -189,15 +190,6 @@ def norm_of(parameters: list[nn.Parameter]) -> float:
     return sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None) ** 0.5
 
 
-class RecordWarnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def model_of(case: TransitionCase) -> nn.Module:
     model = build_model(case.model, MODEL_SEED)
     embeddings, layers = encoder_parts(model)
@@ -218,8 +210,7 @@ def model_of(case: TransitionCase) -> nn.Module:
 
 def arguments_of(case: TransitionCase, output: Path, kind: str) -> TrainingArguments:
     options: dict[str, Any] = {
-        "output_dir": str(output),
-        "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
+        "batch": GLOBAL_BATCH,
         "per_device_eval_batch_size": GLOBAL_EVAL_BATCH // WORLD_SIZE,
         "gradient_accumulation_steps": case.accumulation,
         "num_train_epochs": case.epochs,
@@ -227,25 +218,20 @@ def arguments_of(case: TransitionCase, output: Path, kind: str) -> TrainingArgum
         "weight_decay": 0.1,
         "max_grad_norm": 0.5,
         "warmup_steps": 5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
         "seed": 7,
-        "disable_tqdm": True,
-        "use_cpu": True,
         **case.options,
     }
     if kind == "plain":
-        return TrainingArguments(**options)
+        return plain_arguments(output, **options)
     # Whether a cache pays hangs on the clock: it is on or off.
-    options |= {"pipeline_timeout": 60, "freeze_policy": "none", "activation_cache": "off"}
+    options["activation_cache"] = "off"
     if kind == "single":
         if case.freeze_at:
             options |= {"freeze_policy": "fixed", "freeze_at": case.freeze_at}
         else:
             # No decision comes so late; a run that never freezes is left to Trainer.
             options |= {"freeze_policy": "schedule", "freeze_warmup": 0.999}
-        return PipeTransformerArguments(**options)
+        return our_arguments(output, "auto", **options)
     options["pipeline_schedule"] = case.schedule
     if case.cached:
         options |= {"activation_cache": "on", "activation_cache_dir": str(output.with_name(f"{case.name}-cache"))}
@@ -255,7 +241,7 @@ def arguments_of(case: TransitionCase, output: Path, kind: str) -> TrainingArgum
         options["layout_plan"] = str(plan.rename(output.with_suffix(".plan")))
     if case.follows:
         options["layout_plan"] = str(output.with_name(f"{case.follows}-output") / "pipetransformer_events.jsonl")
-    return PipeTransformerArguments(**(options | case.pipeline_options))
+    return our_arguments(output, "auto", **options | case.pipeline_options)
 
 
 def trainer_of(case: TransitionCase, output: Path, kind: str, observer: Observer) -> Trainer:
@@ -287,7 +273,7 @@ def run(case: TransitionCase, output: Path, kind: str) -> tuple[dict[str, Any], 
     set_seed(0)
     torch._dynamo.utils.counters.clear()
     migration.LARGE_BYTES = 2**10 if "small_messages" in case.changes else LARGE_BYTES
-    warnings = RecordWarnings()
+    warnings = Lines(logging.WARNING)
     logger = logging.getLogger("hf_pipetransformer")
     logger.addHandler(warnings)
     observer = Observer(case)
@@ -295,7 +281,7 @@ def run(case: TransitionCase, output: Path, kind: str) -> tuple[dict[str, Any], 
     flags = {name: p.requires_grad for name, p in trainer.model.named_parameters()}
     trained = trainer.train()
     loader_workers = len(multiprocessing.active_children())
-    weights = {f"weights.{name}": value.detach().clone() for name, value in trainer.model.named_parameters()}
+    weights = weights_of(trainer)
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, Average):
             weights |= {f"weights.average of {name}": value for name, value in callback.average.items()}
@@ -308,7 +294,7 @@ def run(case: TransitionCase, output: Path, kind: str) -> tuple[dict[str, Any], 
         "weights": digest(weights),
         "buffers": {name: value.tolist() for name, value in trainer.model.named_buffers() if "saved" in name},
         "norms": getattr(trainer, "norms", []),
-        "warnings": warnings.texts,
+        "warnings": warnings.lines,
         "loader_workers": loader_workers,
         "num_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "graph_breaks": list(torch._dynamo.utils.counters["graph_break"]),

@@ -171,9 +171,14 @@ def real_positions(name: str, num_samples: int, seed: int = 0) -> torch.Tensor |
 
 
 # A constant added to every key changes no attention weight, unless positions depend on the keys (DeBERTa).
-_KEY_BIAS = re.compile(r"(key|k_proj|k_lin|attn\.k)\.bias$")
+_KEY_BIAS = re.compile(r"(key|k_proj|k_lin|attn\.k|c_attn|qkv_proj|query_key_value)\.bias$")
 # Question answering takes its softmax over positions, so a constant added to every position changes nothing either.
 _QA_CONSTANTS = re.compile(rf"(qa_outputs\.bias|layer\.{NUM_LAYERS - 1}\.output\.LayerNorm\.bias)$")
+
+
+def is_key_bias(parameter: str) -> bool:
+    """Whether a parameter is the bias of attention keys, or holds it among others."""
+    return bool(_KEY_BIAS.search(parameter))
 
 
 def has_zero_gradient(name: str, parameter: str) -> bool:
@@ -181,9 +186,7 @@ def has_zero_gradient(name: str, parameter: str) -> bool:
 
     AdamW divides by the gradient's size and makes visible steps of the noise; they change no loss.
     """
-    return bool(_KEY_BIAS.search(parameter)) or (
-        MODELS[name].task == "question" and bool(_QA_CONSTANTS.search(parameter))
-    )
+    return is_key_bias(parameter) or (MODELS[name].task == "question" and bool(_QA_CONSTANTS.search(parameter)))
 
 
 def enlarge_weights(model: nn.Module) -> None:
@@ -196,56 +199,36 @@ def enlarge_weights(model: nn.Module) -> None:
             parameter.data.mul_(6)
 
 
-def _bert_config(**changes: Any) -> BertConfig:
-    return BertConfig(**_text_sizes(), **changes)
-
-
-def _text_sizes() -> dict[str, Any]:
-    return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "max_position_embeddings": 32,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "pad_token_id": PAD,
-    }
-
-
-def _image_sizes() -> dict[str, Any]:
-    return {
-        "image_size": IMAGE_SIZE,
-        "patch_size": PATCH_SIZE,
-        "hidden_size": 32,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "num_labels": NUM_LABELS,
-    }
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": NUM_LAYERS,
+    "intermediate_size": 64,
+}
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_TEXT: dict[str, Any] = {
+    **_SIZES,
+    **_NO_DROPOUT,
+    "vocab_size": VOCABULARY,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": PAD,
+}
+# For RoBERTa and its kin, whose positions start behind the padding index.
+_SHIFTED_TEXT = {**_TEXT, "max_position_embeddings": 40}
+_IMAGE: dict[str, Any] = {
+    **_SIZES,
+    **_NO_DROPOUT,
+    "image_size": IMAGE_SIZE,
+    "patch_size": PATCH_SIZE,
+    "num_attention_heads": 2,
+    "num_labels": NUM_LABELS,
+}
+_DINOV2 = {**{name: size for name, size in _IMAGE.items() if name != "intermediate_size"}, "mlp_ratio": 2}
 
 
 def vit_config(num_layers: int) -> ViTConfig:
     """The ViT of `MODELS` with another number of layers."""
-    return ViTConfig(**{**_image_sizes(), "num_hidden_layers": num_layers})
-
-
-def _shifted_text_sizes() -> dict[str, Any]:
-    """For RoBERTa and its kin, whose positions start behind the padding index."""
-    return {**_text_sizes(), "max_position_embeddings": 40}
-
-
-def _roberta() -> PreTrainedModel:
-    config = RobertaConfig(**_shifted_text_sizes(), num_labels=NUM_LABELS, type_vocab_size=1)
-    return RobertaForSequenceClassification(config)
-
-
-def _xlm_roberta() -> PreTrainedModel:
-    config = XLMRobertaConfig(**_shifted_text_sizes(), num_labels=NUM_TOKEN_LABELS, type_vocab_size=1)
-    return XLMRobertaForTokenClassification(config)
+    return ViTConfig(**{**_IMAGE, "num_hidden_layers": num_layers})
 
 
 def _distilbert() -> PreTrainedModel:
@@ -263,21 +246,10 @@ def _distilbert() -> PreTrainedModel:
     return DistilBertForMaskedLM(config)
 
 
-def _electra() -> PreTrainedModel:
-    # As in the small ELECTRA, the embeddings are narrower than the layers.
-    return ElectraForTokenClassification(
-        ElectraConfig(**_text_sizes(), embedding_size=16, num_labels=NUM_TOKEN_LABELS)
-    )
-
-
-def _mpnet() -> PreTrainedModel:
-    return MPNetForQuestionAnswering(MPNetConfig(**_shifted_text_sizes()))
-
-
 def _deberta() -> PreTrainedModel:
     # Attention as in DeBERTa-v3; with so few buckets, far positions share one.
     config = DebertaV2Config(
-        **_text_sizes(),
+        **_TEXT,
         num_labels=NUM_LABELS,
         relative_attention=True,
         position_buckets=4,
@@ -309,25 +281,10 @@ def _modernbert() -> PreTrainedModel:
     return ModernBertForMaskedLM(config)
 
 
-def _dinov2_sizes() -> dict[str, Any]:
-    sizes = {**_image_sizes(), "mlp_ratio": 2}
-    del sizes["intermediate_size"]
-    return sizes
-
-
-def _dinov2() -> PreTrainedModel:
-    return Dinov2ForImageClassification(Dinov2Config(**_dinov2_sizes()))
-
-
-def _dinov2_with_registers() -> PreTrainedModel:
-    config = Dinov2WithRegistersConfig(**_dinov2_sizes(), num_register_tokens=2)
-    return Dinov2WithRegistersForImageClassification(config)
-
-
 def _beit() -> PreTrainedModel:
     # Both position biases at once: one of each layer, one that all layers share.
     config = BeitConfig(
-        **_image_sizes(),
+        **_IMAGE,
         use_relative_position_bias=True,
         use_shared_relative_position_bias=True,
         drop_path_rate=0.0,
@@ -336,50 +293,54 @@ def _beit() -> PreTrainedModel:
 
 
 def _siglip() -> PreTrainedModel:
-    vision = {
-        "image_size": IMAGE_SIZE,
-        "patch_size": PATCH_SIZE,
-        "hidden_size": 32,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    }
+    vision = {name: _IMAGE[name] for name in (*_SIZES, "image_size", "patch_size", "num_attention_heads")}
     return SiglipForImageClassification(SiglipConfig(vision_config=vision, num_labels=NUM_LABELS))
 
 
 def _ast() -> PreTrainedModel:
-    sizes = _image_sizes()
-    del sizes["image_size"]
-    config = ASTConfig(
-        **sizes,
-        max_length=NUM_FRAMES,
-        num_mel_bins=NUM_MEL_BINS,
-        frequency_stride=PATCH_SIZE,
-        time_stride=PATCH_SIZE,
-    )
+    sizes = {name: size for name, size in _IMAGE.items() if name != "image_size"}
+    frames = {"max_length": NUM_FRAMES, "num_mel_bins": NUM_MEL_BINS}
+    config = ASTConfig(**sizes, **frames, frequency_stride=PATCH_SIZE, time_stride=PATCH_SIZE)
     return ASTForAudioClassification(config)
 
 
+def _of(model: Any, config: Any, sizes: dict[str, Any], **changes: Any) -> Callable[[], PreTrainedModel]:
+    """Return a function that makes the model of a config with these sizes."""
+    return lambda: model(config(**sizes, **changes))
+
+
+_CLASSES: dict[str, Any] = {"num_labels": NUM_LABELS}
+_TAGS: dict[str, Any] = {"num_labels": NUM_TOKEN_LABELS}
+_DINOV2_REGISTERS = _of(
+    Dinov2WithRegistersForImageClassification, Dinov2WithRegistersConfig, _DINOV2, num_register_tokens=2
+)
 MODELS: dict[str, TinyModel] = {
-    "bert_sequence": TinyModel(
-        "BERT", lambda: BertForSequenceClassification(_bert_config(num_labels=NUM_LABELS)), "sequence"
+    "bert_sequence": TinyModel("BERT", _of(BertForSequenceClassification, BertConfig, _TEXT, **_CLASSES), "sequence"),
+    "bert_question": TinyModel("BERT", _of(BertForQuestionAnswering, BertConfig, _TEXT), "question"),
+    "bert_token": TinyModel("BERT", _of(BertForTokenClassification, BertConfig, _TEXT, **_TAGS), "token"),
+    "bert_masked": TinyModel("BERT", _of(BertForMaskedLM, BertConfig, _TEXT, tie_word_embeddings=True), "masked"),
+    "roberta_sequence": TinyModel(
+        "RoBERTa",
+        _of(RobertaForSequenceClassification, RobertaConfig, _SHIFTED_TEXT, **_CLASSES, type_vocab_size=1),
+        "sequence",
     ),
-    "bert_question": TinyModel("BERT", lambda: BertForQuestionAnswering(_bert_config()), "question"),
-    "bert_token": TinyModel(
-        "BERT", lambda: BertForTokenClassification(_bert_config(num_labels=NUM_TOKEN_LABELS)), "token"
+    "xlm_roberta_token": TinyModel(
+        "XLM-RoBERTa",
+        _of(XLMRobertaForTokenClassification, XLMRobertaConfig, _SHIFTED_TEXT, **_TAGS, type_vocab_size=1),
+        "token",
     ),
-    "bert_masked": TinyModel("BERT", lambda: BertForMaskedLM(_bert_config(tie_word_embeddings=True)), "masked"),
-    "roberta_sequence": TinyModel("RoBERTa", _roberta, "sequence"),
-    "xlm_roberta_token": TinyModel("XLM-RoBERTa", _xlm_roberta, "token"),
     "distilbert_masked": TinyModel("DistilBERT", _distilbert, "masked"),
-    "electra_token": TinyModel("ELECTRA", _electra, "token"),
-    "mpnet_question": TinyModel("MPNet", _mpnet, "question"),
+    # As in the small ELECTRA, the embeddings are narrower than the layers.
+    "electra_token": TinyModel(
+        "ELECTRA", _of(ElectraForTokenClassification, ElectraConfig, _TEXT, **_TAGS, embedding_size=16), "token"
+    ),
+    "mpnet_question": TinyModel("MPNet", _of(MPNetForQuestionAnswering, MPNetConfig, _SHIFTED_TEXT), "question"),
     "deberta_sequence": TinyModel("DeBERTa-v2, v3", _deberta, "sequence"),
     "modernbert_masked": TinyModel("ModernBERT", _modernbert, "masked", True),
-    "vit": TinyModel("ViT", lambda: ViTForImageClassification(vit_config(NUM_LAYERS)), "image", True),
-    "deit": TinyModel("DeiT", lambda: DeiTForImageClassification(DeiTConfig(**_image_sizes())), "image", True),
-    "dinov2": TinyModel("DINOv2", _dinov2, "image", True),
-    "dinov2_with_registers": TinyModel("DINOv2 with registers", _dinov2_with_registers, "image", True),
+    "vit": TinyModel("ViT", _of(ViTForImageClassification, ViTConfig, _IMAGE), "image", True),
+    "deit": TinyModel("DeiT", _of(DeiTForImageClassification, DeiTConfig, _IMAGE), "image", True),
+    "dinov2": TinyModel("DINOv2", _of(Dinov2ForImageClassification, Dinov2Config, _DINOV2), "image", True),
+    "dinov2_with_registers": TinyModel("DINOv2 with registers", _DINOV2_REGISTERS, "image", True),
     "beit": TinyModel("BEiT", _beit, "image"),
     "siglip": TinyModel("SigLIP (vision)", _siglip, "image"),
     "ast": TinyModel("AST", _ast, "audio", True),
