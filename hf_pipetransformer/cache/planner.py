@@ -166,14 +166,14 @@ class CachePlanner:
             active_s=active,
             pipeline_size=layout.pipeline_size,
             num_at_once=self.num_at_once,
-            fresh_share=decision.fresh_share,
+            refresh_fraction=decision.refresh_fraction,
         )
         does = f"stored after {decision.level} layers" if decision.use else "not stored"
         if decision.way == "write" and self.num_slots:
             slots = "one augmentation slot of each sample, which the first epoch fills"
             if self.num_slots > 1:
                 slots = f"{self.num_slots} augmentation slots of each sample, which as many epochs fill"
-            does += f", {slots}; later ones augment {decision.fresh_share:.1%} of the samples again"
+            does += f", {slots}; later ones augment {decision.refresh_fraction:.1%} of the samples again"
         announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).", is_decision=True)
         if decision.use:
             self._announce_size()

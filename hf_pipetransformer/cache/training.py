@@ -114,7 +114,7 @@ class TrainingCache:
         if self._opened is None:
             return
         if self.loader.slots is not None:
-            self.loader.slots.follow(stage.layout.cache_level > 0, stage.layout.fresh_share)
+            self.loader.slots.follow(stage.layout.cache_level > 0, stage.layout.refresh_fraction)
         self._say_who_is_in_evaluation_mode()
         # Before the loader takes from the cache, which serves records of the weights named last.
         self._name_weights(self._opened)

@@ -173,9 +173,9 @@ def test_a_collator_draws_for_each_sample_apart(make: Callable[[], Any]) -> None
 def test_new_draws_cost_no_more_than_the_budget() -> None:
     costs = decision.CacheCosts(prefix=(0.1, 1.0, 2.0), input=0.5, read=0.1, write=0.2)
     # A new draw costs 2.7 less 0.1 s, a pass that reads all 0.1 and 10 s.
-    assert decision.fresh_share(costs.beside(10.0), 2) == 0.388
-    assert decision.fresh_share(costs.beside(0.0), 2) == 0.003
-    assert decision.fresh_share(costs.beside(1e6), 2) == 1.0
+    assert decision.refresh_fraction(costs.beside(10.0), 2) == 0.388
+    assert decision.refresh_fraction(costs.beside(0.0), 2) == 0.003
+    assert decision.refresh_fraction(costs.beside(1e6), 2) == 1.0
 
 
 def test_views_cost_a_writing_pass_each() -> None:
@@ -183,7 +183,7 @@ def test_views_cost_a_writing_pass_each() -> None:
     slots = decision.SlotCosts(3, 0.5)
     found = decision.decide_cache(costs, 1, decision.StoreContents(), 10.0, "auto", slots)
     assert found.seconds["write"] == pytest.approx(3 * 1.7 + 7 * (0.5 * 0.1 + 0.5 * 1.7))
-    assert found.way == "write" and found.fresh_share == 0.5
+    assert found.way == "write" and found.refresh_fraction == 0.5
     left = decision.decide_cache(costs, 1, decision.StoreContents(), 3.0, "on", slots)
     assert left.way == "compute" and "3 epochs left for 3 slots" in left.reason
 
@@ -335,7 +335,7 @@ def test_rows_hold_the_labels_of_the_tokens_that_were_masked(
 
 
 def test_a_run_that_goes_on_in_an_epoch_takes_the_same_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "fresh_share", lambda *_: 0.4)
+    monkeypatch.setattr(planner, "refresh_fraction", lambda *_: 0.4)
     options = {"activation_cache_views": 2, "save_strategy": "steps", "save_steps": 10}
     whole = trainer_of(tmp_path, Images(), collate, **options)
     whole.train()
