@@ -152,7 +152,7 @@ class CachePlanner:
             level=decision.level,
             num_frozen_layers=num_frozen,
             reason=decision.reason,
-            seconds_left=decision.seconds,
+            seconds_left=decision.run_seconds,
             prefix_s=prefix[num_frozen],
             input_s=self.input_seconds,
             read_s=costs.read,
@@ -183,7 +183,7 @@ class CachePlanner:
         if self.has_said_dropout or not would.use:
             return
         self.has_said_dropout = True
-        saved = 1 - would.seconds[would.way] / would.seconds["compute"]
+        saved = 1 - would.run_seconds[would.way] / would.run_seconds["compute"]
         announce(
             "Layers that the script froze compute something else in training mode (dropout, for example) and are "
             "computed as in Trainer. activation_cache='on' would store what they give in evaluation mode: about "

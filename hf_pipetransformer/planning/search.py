@@ -219,7 +219,8 @@ class _Look:
         why = explained(ways, *asked, "the rest of the run")
         if storing.keeps_dropout(self.num_frozen):
             why = KEEPS_DROPOUT
-        decision = CacheDecision(chosen, ways[chosen].level, seconds, why, ways[chosen].refresh_fraction)
+        way = ways[chosen]
+        decision = CacheDecision(chosen, way.level, why, way.refresh_fraction, run_seconds=seconds)
         return replace(options[chosen], decision=decision)
 
     def _ways(self, layout: Layout) -> tuple[Mapping[str, Way], SlotCosts]:

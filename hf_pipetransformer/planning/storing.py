@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 MODES = ("auto", "on", "off")
@@ -290,15 +290,17 @@ class CacheDecision:
     Args:
         way: `compute`, `keep` or `write`, see `ways_of_storing`.
         level: the number of layers whose output is stored; 0 for none.
-        seconds: the compared costs by way, of the rest of the run or of a sample in it.
+        run_seconds: the compared times of the rest of the run by way, if the layouts were compared.
+        sample_seconds: those of a sample over the rest of the run, if `decide_cache` compared them.
         refresh_fraction: see `Way`.
     """
 
     way: str
     level: int
-    seconds: dict[str, float]
     reason: str
     refresh_fraction: float = 0.0
+    run_seconds: dict[str, float] = field(default_factory=dict)
+    sample_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def use(self) -> bool:
@@ -376,4 +378,4 @@ def decide_cache(
     seconds = {name: seconds_of(way) for name, way in ways.items()}
     chosen = fastest(seconds, allowed_ways(list(ways), mode))
     why = explained(ways, seconds, chosen, num_frozen, epochs_left, mode, slots.num_slots, "a sample")
-    return CacheDecision(chosen, ways[chosen].level, seconds, why, ways[chosen].refresh_fraction)
+    return CacheDecision(chosen, ways[chosen].level, why, ways[chosen].refresh_fraction, sample_seconds=seconds)

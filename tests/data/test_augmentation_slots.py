@@ -19,10 +19,10 @@ import torch
 from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.cache import planner
 from hf_pipetransformer.cache.opening import seeded_reading
 from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode, uniform
 from hf_pipetransformer.data.rng import PlainRows, SeededCollator, SeededGenerators, SeededReading, SeededSamples
+from hf_pipetransformer.planning import search
 from hf_pipetransformer.planning import storing as decision
 from tests.data.test_loaders import LateGenerator
 from tests.support.drawing import Augmented, Masked, masking
@@ -182,7 +182,7 @@ def test_views_cost_a_writing_pass_each() -> None:
     costs = decision.CacheCosts(prefix=(0.1, 1.0), input=0.5, read=0.1, write=0.2)
     slots = decision.SlotCosts(3, 0.5)
     found = decision.decide_cache(costs, 1, decision.StoreContents(), 10.0, "auto", slots)
-    assert found.seconds["write"] == pytest.approx(3 * 1.7 + 7 * (0.5 * 0.1 + 0.5 * 1.7))
+    assert found.sample_seconds["write"] == pytest.approx(3 * 1.7 + 7 * (0.5 * 0.1 + 0.5 * 1.7))
     assert found.way == "write" and found.refresh_fraction == 0.5
     left = decision.decide_cache(costs, 1, decision.StoreContents(), 3.0, "on", slots)
     assert left.way == "compute" and "3 epochs left for 3 slots" in left.reason
@@ -335,7 +335,7 @@ def test_rows_hold_the_labels_of_the_tokens_that_were_masked(
 
 
 def test_a_run_that_goes_on_in_an_epoch_takes_the_same_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "refresh_fraction", lambda *_: 0.4)
+    monkeypatch.setattr(search, "refresh_fraction", lambda *_: 0.4)
     options = {"activation_cache_views": 2, "save_strategy": "steps", "save_steps": 10}
     whole = trainer_of(tmp_path, Images(), collate, **options)
     whole.train()
