@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ class NodeOrder:
 
 
 def _widths(bounds: Sequence[int]) -> list[int]:
-    return [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [stop - start for start, stop in pairwise(bounds)]
 
 
 @dataclass(frozen=True)
