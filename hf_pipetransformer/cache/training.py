@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_pipetransformer.cache.cache import ActivationCache
-from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, FrozenWeights, differs
+from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, FrozenWeights, coarsest, differs
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_samples_here, samples_here
 from hf_pipetransformer.cache.planner import CachePlanner, measure_storage
 from hf_pipetransformer.cache.store import StoreSize, store_size
@@ -424,10 +424,9 @@ def _are_alike(some: Mapping[str, Any], output: torch.Tensor, precision: str) ->
     """Return True if the layers' output is that of the stored records, see `ActivationCache.some_records`."""
     stored = some["activation"]
     # Records stored in 16 bits are rounded more than the precision of the run says.
-    rounded = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    coarser = next((rounded[kind] for kind in rounded if kind in (stored.dtype, output.dtype)), precision)
+    tolerance = OTHER_BATCH_TOLERANCE[coarsest(precision, stored.dtype, output.dtype)]
     shown = torch.arange(output.shape[1]) < torch.tensor(some["tokens"])[:, None]
-    return not differs(output[shown], stored[shown].to(output.dtype), OTHER_BATCH_TOLERANCE[coarser])
+    return not differs(output[shown], stored[shown].to(output.dtype), tolerance)
 
 
 def begin_cache(context: Context, pipeline: Pipeline, loader: Any, steps_per_epoch: int) -> TrainingCache | None:

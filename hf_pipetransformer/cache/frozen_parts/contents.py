@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 
 import numpy as np
 import torch
@@ -60,7 +59,7 @@ class ContentStore:
 
         Raises like `take_store`. Without a key no later run finds it; with one, `use` is what it is listed with.
         """
-        folder, store = take_store(base, key or f"unnamed-{uuid.uuid4().hex}", num_places, content, max_bytes)
+        folder, store = take_store(base, key, num_places, content, max_bytes)
         if key is not None:
             folder.keep(use)
         return cls(store, 0, num_writers, folder)
@@ -159,11 +158,5 @@ class ContentStore:
     def close(self, use: Use | None = None) -> None:
         """Close the store; who made it deletes its folder, unless it is kept for later runs, as `use` says."""
         self._store.close()
-        if self._folder is None:
-            return
-        if self._folder.is_kept:
-            if use is not None:
-                self._folder.keep(use)
-            self._folder.release()
-        else:
-            self._folder.remove()
+        if self._folder is not None:
+            self._folder.close(use)
