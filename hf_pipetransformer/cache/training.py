@@ -62,14 +62,13 @@ class TrainingCache:
         self.loader = loader
         self.source = source
         self.stores = CacheStores(inputs)
-        record_format = inputs.record_format(source)
         self.planner = CachePlanner(
             mode=inputs.args.activation_cache,
             # DataLoader workers hide the time to read samples.
             input_seconds=0.0 if inputs.args.dataloader_num_workers else source.report.seconds_per_sample,
             measure=lambda: measure_storage(
                 inputs.base,
-                record_format,
+                inputs.record_format(source),
                 source.record_length,
                 # Stage 0 reads for the whole pipeline.
                 inputs.args.train_samples_per_device * pipeline.layout.pipeline_size,
@@ -280,10 +279,8 @@ class TrainingCache:
         """
         self._is_due = False
         self.notice_changed_weights()
-        if self._opened is not None and self._weights is not None:
-            changed = self._weights.what_changed()
-            if changed:
-                self._end_or_distrust(changed)
+        if self._opened is not None and self._weights is not None and (changed := self._weights.what_changed()):
+            self._end_or_distrust(changed)
         self._checked_at, self._has_served = self.run.state.global_step, False
 
     def check_end(self) -> None:
@@ -325,9 +322,10 @@ class TrainingCache:
         if id(dataset) not in self._of_evaluations:
             cached_layers, passes_left = self.pipeline.layout.cache_level, self._evaluations_left()
             fits_share = self._store_size(loader).share
-            if not self.topology.decide(
+            pays = self.topology.decide(
                 lambda: self.planner.pays_for_evaluation(cached_layers, passes_left, fits_share)
-            ):
+            )
+            if not pays:
                 return
             source = self.inputs.source_of(loader, is_training=False)
             opened = None if source is None else self.stores.open(loader, source, is_training=False)
@@ -352,9 +350,8 @@ class TrainingCache:
         args, state = self.run.args, self.run.state
         if args.eval_strategy == "no":
             return 1
-        is_by_steps = args.eval_strategy == "steps"
-        interval = max(1, int(state.eval_steps)) if is_by_steps else self.planner.steps_per_epoch
-        return 1 + (state.max_steps - state.global_step) // interval
+        steps = state.eval_steps if args.eval_strategy == "steps" else self.planner.steps_per_epoch
+        return 1 + (state.max_steps - state.global_step) // max(1, int(steps))
 
     @contextmanager
     def storing_for(self, loader: Any) -> Iterator[None]:
@@ -389,10 +386,9 @@ class TrainingCache:
             self.notice_changed_weights()
             # Otherwise early samples of the next epoch would miss records that are still being written.
             self._opened.writer.wait()
-        store = self._opened.store
         # The ranks of a machine share one store, whose bytes count once.
-        own = {"bytes_stored": store.bytes_stored if self.topology.is_first_here else 0, **self._opened.take_counts()}
-        counts: list[Mapping[str, float]] = self.topology.gather(own)
+        num_bytes = self._opened.store.bytes_stored if self.topology.is_first_here else 0
+        counts = self.topology.gather({"bytes_stored": num_bytes, **self._opened.take_counts()})
         totals = {name: sum(count[name] for count in counts) for name in counts[0]}
         self.inputs.context.journal.write("cache", what="epoch", **totals)
         self._drop_on_all_nodes(self._opened)

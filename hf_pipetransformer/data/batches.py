@@ -163,6 +163,7 @@ def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[s
     if size == 0:
         return []
     count = min(num_microbatches, size)
+    # Rounded down one by one: no two sizes differ by more than a sample, without a remainder to deal out.
     bounds = [size * i // count for i in range(count + 1)]
     return [take_samples(inputs, slice(bounds[i], bounds[i + 1])) for i in range(count)]
 
@@ -276,6 +277,7 @@ def count_items(inputs: Mapping[str, Any], shifts_labels: bool = False) -> int:
         return labels.numel() if labels.is_floating_point() else int((labels != IGNORED_LABEL).sum())
     positions, tokens = inputs.get("start_positions"), inputs.get("input_ids")
     if isinstance(positions, torch.Tensor) and isinstance(tokens, torch.Tensor):
+        # Models clamp an answer beyond the sequence to its length, which their loss ignores.
         return int((positions < tokens.shape[1]).sum())
     return batch_size(inputs)
 

@@ -78,6 +78,7 @@ class NodeOrder:
 
     def counts(self, num_samples: int) -> list[int]:
         """Return how many of `num_samples` samples belong to each node."""
+        # The last batch is rounded by itself, as `arranged` cuts it: a share of the whole could differ by one.
         num_full, rest = divmod(num_samples, self.batch_size)
         full, last = _widths(self.bounds(self.batch_size)), _widths(self.bounds(rest))
         return [num_full * each + left for each, left in zip(full, last, strict=True)]
