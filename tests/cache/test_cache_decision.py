@@ -302,34 +302,28 @@ def test_records_that_are_read_while_a_device_computes_are_stored(is_apart, acti
     assert planner.pays_for_evaluation(1, passes_left=20, fits_share=1.0) == bool(level)
 
 
-def told(caplog: pytest.LogCaptureFixture, size: StoreSize, mode: str = "on") -> list[tuple[str, str]]:
-    """What a planner logs when it decides twice on caching: level and text."""
-    planner = planner_of(StorageSpeed(0.01, 0.02), mode, size)
+@pytest.mark.parametrize(
+    ("size", "mode", "level", "told"),
+    [
+        ((4.2e6, 1e3, 9e9), "on", "INFO", "needs 4.2 MB on this node; the activation cache may take 9.0 GB."),
+        ((1e9, 0.0, 0.75e9), "on", "INFO", "the activation cache may take 750 MB: 75% of them are stored."),
+        (
+            (390e9, 0.0, 38e9),
+            "on",
+            "WARNING",
+            "may take 38 GB: 10% of them are stored. The others are computed in every",
+        ),
+        ((1e9, 0.0, 1e9), "off", "", ""),
+    ],
+)
+def test_bytes_and_share_of_a_store_that_is_used_are_told_once(
+    size: tuple[float, float, float], mode: str, level: str, told: str, caplog: pytest.LogCaptureFixture
+):
+    planner = planner_of(StorageSpeed(0.01, 0.02), mode, StoreSize(*size))
     with caplog.at_level("INFO", "hf_pipetransformer"):
         for steps in (90, 80):
             searched(planner, 2.0, 1.0, steps=steps)
-    return [(record.levelname, record.getMessage()) for record in caplog.records if "every sample" in record.msg]
-
-
-def test_bytes_and_share_of_a_store_are_told_once(caplog: pytest.LogCaptureFixture):
-    (fits,) = told(caplog, StoreSize(needed=4.2e6, index=1e3, allowed=9e9))
-    assert fits == (
-        "INFO",
-        "A record of every sample needs 4.2 MB on this node; the activation cache may take 9.0 GB.",
-    )
-
-
-def test_a_store_that_is_too_small_for_most_samples_is_warned_of(caplog: pytest.LogCaptureFixture):
-    ((level, text),) = told(caplog, StoreSize(needed=390e9, index=0.0, allowed=38e9))
-    assert level == "WARNING"
-    assert "needs 390 GB on this node, and the activation cache may take 38 GB: 10% of them are stored." in text
-    assert "activation_cache_max_gb" in text
-
-
-def test_a_store_for_more_than_half_of_the_samples_is_no_warning(caplog: pytest.LogCaptureFixture):
-    ((level, text),) = told(caplog, StoreSize(needed=1e9, index=0.0, allowed=0.75e9))
-    assert level == "INFO" and "75% of them are stored" in text
-
-
-def test_nothing_is_told_of_a_store_that_is_not_used(caplog: pytest.LogCaptureFixture):
-    assert told(caplog, StoreSize(needed=1e9, index=0.0, allowed=1e9), mode="off") == []
+    found = [record for record in caplog.records if "A record of every sample needs" in record.msg]
+    assert [record.levelname for record in found] == ([level] if level else [])
+    assert all(told in record.getMessage() for record in found)
+    assert ("Raise activation_cache_max_gb" in caplog.text) == (level == "WARNING")
