@@ -239,9 +239,12 @@ def _examine(probe: Probe, placeholders: frozenset[str]) -> InputReport:
     groups: list[Sequence[int]] = [indices, *parts]
     batches = [whole, *(probe.batch(part) for part in parts)]
     _check_alike(batches)
-    token_fields = _find_token_fields(batches, main_input) if is_text else frozenset[str]()
-    fill_values: dict[str, int | float] = {}
+    token_fields, fill_values = frozenset[str](), dict[str, int | float]()
     if is_text:
+        # The main input is `(batch, seq)`, as `_is_text` has checked.
+        token_fields = frozenset(
+            name for name in whole if all(batch[name].shape == batch[main_input].shape for batch in batches)
+        )
         _check_padding_side(batches, main_input)
         token_fields, fill_values = _find_fill_values(batches, token_fields, main_input)
     # Before `_check_mixing`: a field that is random differs between two batches as well.
@@ -288,14 +291,6 @@ def _check_alike(batches: list[Batch]) -> None:
                 f"that {_listed(differing)} are absent or of another dtype in some batches",
                 "let the collator return the same fields for all samples",
             )
-
-
-def _find_token_fields(batches: list[Batch], main_input: str) -> frozenset[str]:
-    return frozenset(
-        name
-        for name in batches[0]
-        if all(batch[name].dim() == 2 and batch[name].shape == batch[main_input].shape for batch in batches)
-    )
 
 
 def _check_padding_side(batches: list[Batch], main_input: str) -> None:
