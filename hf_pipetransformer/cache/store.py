@@ -355,14 +355,17 @@ class ActivationStore:
         entries["input_digest"] = np.asarray(input_digests)[chosen]
         for name, field in sample_fields.items():
             entries[name] = field[chosen]
+        # Crash safety: `_place` has set ids to 0, and `put` sets them only after all tokens are written.
+        self._write_tokens(places, values)
+        self._index.put(targets, entries)
+        return len(targets)
+
+    def _write_tokens(self, places: list[tuple[int, ...]], values: list[list[Array]]) -> None:
         # A record keeps its place, which may be in the file of another writer, one of an earlier run, say.
         for writer in {place[1] for place in places}:
             self._file(writer).size()
-        # Crash safety: `_place` has set ids to 0, and `put` sets them only after all tokens are written.
         for (_, writer, start, _, _), tokens in zip(places, values, strict=True):
             self._file(writer).write(start, tokens)
-        self._index.put(targets, entries)
-        return len(targets)
 
     def _place(self, sample: int, entry: np.void, space: Space) -> bool:
         """Find space for a record, put it into `entry`, and mark the record as being written.
