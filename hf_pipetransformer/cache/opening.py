@@ -365,19 +365,16 @@ class CacheStores:
 
     def _own_store(self, loader: PipelineLoader, source: SampleSource) -> ActivationStore:
         """Create the node's store, or reopen one that an earlier run kept here."""
-        key = self._data_key(loader, source)
+        use = Use.of(self.inputs.context.run.model, "the frozen layers", loader.dataset)
         folder, store = take_store(
             self.inputs.base,
-            key,
+            self._data_key(loader, source),
             len(loader.dataset) * source.num_slots,
             self.inputs.record_format(source),
             int(self.max_bytes()),
+            use if self.args.activation_cache_keep else None,
         )
-        use = Use.of(self.inputs.context.run.model, "the frozen layers", loader.dataset)
         self._folders.append((folder, use))
-        # Marked from the start: of a run that is killed, the next one still finds the records.
-        if self.args.activation_cache_keep and key is not None:
-            folder.keep(use)
         return store
 
     def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:

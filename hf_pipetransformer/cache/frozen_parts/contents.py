@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import torch
 
 from hf_pipetransformer.cache.files import Array, StoreDamagedError
-from hf_pipetransformer.cache.folder import StoreFolder, Use, take_store
+from hf_pipetransformer.cache.folder import StoreFolder, Use
 from hf_pipetransformer.cache.records import RecordFormat, field_column
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.report import logger
@@ -43,26 +41,6 @@ class ContentStore:
         self._next = writer
         self._weights_id = 0
         self.is_off = False
-
-    @classmethod
-    def make(
-        cls,
-        base: str | os.PathLike[str],
-        num_places: int,
-        content: RecordFormat,
-        max_bytes: int,
-        key: str | None = None,
-        use: Use | None = None,
-        num_writers: int = 1,
-    ) -> ContentStore:
-        """Make a store of `num_places` records, or open the one that an earlier run kept under `key`.
-
-        Raises like `take_store`. Without a key no later run finds it; with one, `use` is what it is listed with.
-        """
-        folder, store = take_store(base, key, num_places, content, max_bytes)
-        if key is not None:
-            folder.keep(use)
-        return cls(store, 0, num_writers, folder)
 
     @classmethod
     def open(cls, path: str, writer: int, num_writers: int) -> ContentStore:
