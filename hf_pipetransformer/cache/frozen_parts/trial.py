@@ -162,7 +162,7 @@ class Trial:
         try:
             rows = Rows.of(call.args, call.kwargs)
             if not rows.number:
-                raise NotStorableError("gets an empty batch")
+                return Found(part, call, 0.0, 0, "gets an empty batch")
             if (hook := _hook_inside(part)) is not None:
                 raise NotStorableError(f"has a hook on {hook} that stored outputs would pass by")
             seconds = call.seconds / rows.number
