@@ -240,11 +240,14 @@ class ActivationCache:
 
     def _levels(self, index: Indices, weights_ids: Indices, draws: Any) -> Indices:
         """Return the number of blocks each record covers; 0 for other weights or another augmentation."""
-        levels = np.array([self._level_of_id.get(found, 0) for found in weights_ids.tolist()], dtype=np.int64)
+        levels = self._levels_of_weights(weights_ids)
         if self.source.slots is not None:
             # The record may contain an older augmentation, or that of a run resumed from another checkpoint.
             levels[np.asarray(draws) != self.source.slots.draw_numbers(index)] = 0
         return levels
+
+    def _levels_of_weights(self, weights_ids: Indices) -> Indices:
+        return np.array([self._level_of_id.get(found, 0) for found in weights_ids.tolist()], dtype=np.int64)
 
     def stored_share(self, samples: Indices) -> float:
         """Return the share of the samples' records that are stored for the present weights; 0 to 1.
@@ -260,8 +263,7 @@ class ActivationCache:
 
         At most `most` samples of each level; those whose input is not the stored one any more are left out.
         """
-        places = np.arange(self.store.num_samples)
-        levels = np.array([self._level_of_id.get(found, 0) for found in self.store.weights_ids(places).tolist()])
+        levels = self._levels_of_weights(self.store.weights_ids(np.arange(self.store.num_samples)))
         return [self._some_of_level(level, np.flatnonzero(levels == level), most) for level in sorted({*levels} - {0})]
 
     def _some_of_level(self, level: int, places: Indices, most: int) -> dict[str, Any]:

@@ -164,6 +164,8 @@ NOT_SETTINGS = ("architectures", "dtype", "_name_or_path", "transformers_version
 """Config entries that do not affect activations."""
 
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The coarsest first: of dtypes that differ, it decides how far activations may."""
+
 _TELLING = "telling the other stages of this pipeline if frozen weights have changed"
 
 
@@ -176,11 +178,23 @@ OTHER_BATCH_TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2}
 
 def differs(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
     """Return True if two activations differ by more than rounding; nan in the same places is no difference."""
+    # Rotary embeddings of some models are complex.
+    found, expected = (torch.view_as_real(each) if each.is_complex() else each for each in (found, expected))
     if found.shape != expected.shape or not torch.equal(found.isfinite(), expected.isfinite()):
         return True
     # In float64, because the norm of many float16 values exceeds the range of float16.
     found, expected = (torch.where(values.isfinite(), values, 0).double() for values in (found, expected))
     return float((found - expected).detach().norm()) > tolerance * float(expected.detach().norm())
+
+
+def any_differs(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], tolerance: float) -> bool:
+    """Return True if one of equally many activations differs from its counterpart, see `differs`."""
+    return any(differs(one, other, tolerance) for one, other in zip(found, expected, strict=True))
+
+
+def coarsest(precision: str, *dtypes: torch.dtype) -> str:
+    """Return the coarsest precision of a computation in `precision` and of values of these dtypes."""
+    return next((name for dtype, name in _PRECISIONS.items() if dtype in dtypes), precision)
 
 
 class FrozenWeights:
@@ -226,7 +240,7 @@ class FrozenWeights:
         """By number of blocks, a key for everything that affects their output."""
         self._compute, self.output = compute, compute()
         # A model that was loaded in 16 bits rounds as coarsely as its dtype, whatever the arguments say.
-        self.precision = precision_of(args) if self.output.dtype.itemsize > 2 else _PRECISIONS[self.output.dtype]
+        self.precision = coarsest(precision_of(args), self.output.dtype)
         is_watched = stage.groups.position in self._watching
         # The first block that uses a parameter decides: an embedding tied to the head counts as the embedding.
         watched = [p for name, p in parameters.items() if structure.blocks_of_parameter[name][0] in below_entry]

@@ -137,6 +137,15 @@ class StoreFolder:
             os.close(self._lock)
             self._lock = -1
 
+    def close(self, use: Use | None = None) -> None:
+        """Release a kept folder, with its last `use` noted if given, and delete any other."""
+        if not self.is_kept:
+            self.remove()
+            return
+        if use is not None:
+            self.keep(use)
+        self.release()
+
     def remove(self) -> None:
         """Delete the folder unless it contains foreign files. Failures give a warning, never an exception."""
         try:
@@ -153,9 +162,29 @@ class StoreFolder:
 
 
 def take_store(
-    base: str | os.PathLike[str], key: str, num_samples: int, record_format: RecordFormat, max_bytes: int
+    base: str | os.PathLike[str],
+    key: str | None,
+    num_samples: int,
+    record_format: RecordFormat,
+    max_bytes: int,
+    use: Use | None = None,
 ) -> tuple[StoreFolder, ActivationStore]:
-    """Open the store kept under `key`, or create one, as writer 0; raises like `take` and `create`."""
+    """Open the store kept under `key`, or create one, as writer 0; raises like `take` and `create`.
+
+    Without a key no later run finds it. With one, and the `use` that it is listed with, it is kept for later runs.
+    """
+    folder, store = _take_store(base, key, num_samples, record_format, max_bytes)
+    # Marked from the start: of a run that is killed, the next one still finds the records.
+    if key is not None and use is not None:
+        folder.keep(use)
+    return folder, store
+
+
+def _take_store(
+    base: str | os.PathLike[str], key: str | None, num_samples: int, record_format: RecordFormat, max_bytes: int
+) -> tuple[StoreFolder, ActivationStore]:
+    # No other run takes this name, whose records nobody could know again.
+    key = key or f"unnamed-{uuid.uuid4().hex}"
     folder = StoreFolder.take(base, key)
     if folder.is_reusable(num_samples, record_format):
         try:

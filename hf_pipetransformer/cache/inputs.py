@@ -6,10 +6,10 @@ independent of the other samples in the batch, and if the collator's padding fol
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from hf_pipetransformer.data.batches import MASK, field_digests, real_lengths
 from hf_pipetransformer.data.flattened import find_sequences, sequences_of
-from hf_pipetransformer.data.rng import generators_kept, plain_row
+from hf_pipetransformer.data.rng import fetch_samples, generators_kept, plain_row, seed_on_host
 
 
 NUM_SAMPLES = 8
@@ -53,22 +53,13 @@ class Probe:
         """Median time to read and collate a sample; 0 if nothing was read."""
         return float(np.median(self._times)) if self._times else 0.0
 
-    def samples(self, indices: Sequence[int]) -> list[Any]:
-        """Fetch samples the way a DataLoader does, with `__getitems__` if the data set has it."""
-        if hasattr(self.dataset, "__getitems__"):
-            return list(self.dataset.__getitems__(list(indices)))
-        return [self.dataset[index] for index in indices]
-
     def batch(self, indices: Sequence[int], draw: int = 0) -> Batch:
         """Return the collated batch of these samples, read with the global RNGs seeded by `draw`."""
         # Another seed for each draw: what stays equal under all of them draws nothing.
         seed = 7919 * (draw + 1)
-        random.seed(seed)
-        np.random.seed(seed)
-        # torch.manual_seed would also seed every GPU, including ones that are not initialized yet.
-        torch.default_generator.manual_seed(seed)
+        seed_on_host(seed, seed, seed)
         start = time.perf_counter()
-        batch = self.collate(self.samples(indices))
+        batch = self.collate(fetch_samples(self.dataset, list(indices)))
         if len(indices) == len(self.indices):
             # Time full batches only, as in training: collating a single sample costs more per sample.
             self._times.append((time.perf_counter() - start) / len(indices))
@@ -150,7 +141,7 @@ def _shortened(probe: Probe, batches: list[Batch]) -> list[tuple[int, int]]:
 
     Return nothing if it is the data set that pads, or if the collator rejects truncated samples.
     """
-    samples = [plain_row(sample) for sample in probe.samples(probe.indices)]
+    samples = [plain_row(sample) for sample in fetch_samples(probe.dataset, probe.indices)]
     sizes = [_size(sample.get(probe.main_input)) if isinstance(sample, Mapping) else 0 for sample in samples]
     if sizes != real_lengths(batches[0], probe.main_input).tolist():
         return []
@@ -243,15 +234,17 @@ def _examine(probe: Probe, placeholders: frozenset[str]) -> InputReport:
     main_input, indices = probe.main_input, probe.indices
     whole = probe.batch(indices)
     is_text = _is_text(whole[main_input], main_input, placeholders)
-    pairs = list(zip(indices, indices[1:], strict=False))
-    parts = [indices[::-1], *([index] for index in indices), *pairs]
+    parts = [indices[::-1], *([index] for index in indices), *pairwise(indices)]
     # Single samples and pairs expose padding and mixing that the full batch hides.
     groups: list[Sequence[int]] = [indices, *parts]
     batches = [whole, *(probe.batch(part) for part in parts)]
     _check_alike(batches)
-    token_fields = _find_token_fields(batches, main_input) if is_text else frozenset[str]()
-    fill_values: dict[str, int | float] = {}
+    token_fields, fill_values = frozenset[str](), dict[str, int | float]()
     if is_text:
+        # The main input is `(batch, seq)`, as `_is_text` has checked.
+        token_fields = frozenset(
+            name for name in whole if all(batch[name].shape == batch[main_input].shape for batch in batches)
+        )
         _check_padding_side(batches, main_input)
         token_fields, fill_values = _find_fill_values(batches, token_fields, main_input)
     # Before `_check_mixing`: a field that is random differs between two batches as well.
@@ -298,14 +291,6 @@ def _check_alike(batches: list[Batch]) -> None:
                 f"that {_listed(differing)} are absent or of another dtype in some batches",
                 "let the collator return the same fields for all samples",
             )
-
-
-def _find_token_fields(batches: list[Batch], main_input: str) -> frozenset[str]:
-    return frozenset(
-        name
-        for name in batches[0]
-        if all(batch[name].dim() == 2 and batch[name].shape == batch[main_input].shape for batch in batches)
-    )
 
 
 def _check_padding_side(batches: list[Batch], main_input: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -360,30 +359,22 @@ class CacheStores:
         for opened in self._opened:
             opened.close()
         for folder, use in self._folders:
-            if folder.is_kept:
-                own = [cache for cache in self._opened if cache.store.folder == folder.path]
-                hits, misses = (sum(getattr(cache, name) for cache in own) for name in ("num_hits", "num_misses"))
-                folder.keep(replace(use, hits=hits, misses=misses))
-                folder.release()
-            else:
-                folder.remove()
+            own = [cache for cache in self._opened if cache.store.folder == folder.path]
+            hits, misses = (sum(getattr(cache, name) for cache in own) for name in ("num_hits", "num_misses"))
+            folder.close(replace(use, hits=hits, misses=misses))
 
     def _own_store(self, loader: PipelineLoader, source: SampleSource) -> ActivationStore:
         """Create the node's store, or reopen one that an earlier run kept here."""
-        key = self._data_key(loader, source)
+        use = Use.of(self.inputs.context.run.model, "the frozen layers", loader.dataset)
         folder, store = take_store(
             self.inputs.base,
-            # Without a key no later run can know the records, so the name must be one that nobody else takes.
-            key or f"unnamed-{uuid.uuid4().hex}",
+            self._data_key(loader, source),
             len(loader.dataset) * source.num_slots,
             self.inputs.record_format(source),
             int(self.max_bytes()),
+            use if self.args.activation_cache_keep else None,
         )
-        use = Use.of(self.inputs.context.run.model, "the frozen layers", loader.dataset)
         self._folders.append((folder, use))
-        # Marked from the start: of a run that is killed, the next one still finds the records.
-        if self.args.activation_cache_keep and key is not None:
-            folder.keep(use)
         return store
 
     def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:

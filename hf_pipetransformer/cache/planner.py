@@ -152,7 +152,7 @@ class CachePlanner:
             level=decision.level,
             num_frozen_layers=num_frozen,
             reason=decision.reason,
-            seconds_left=decision.seconds,
+            seconds_left=decision.run_seconds,
             prefix_s=prefix[num_frozen],
             input_s=self.input_seconds,
             read_s=costs.read,
@@ -166,14 +166,14 @@ class CachePlanner:
             active_s=active,
             pipeline_size=layout.pipeline_size,
             num_at_once=self.num_at_once,
-            fresh_share=decision.fresh_share,
+            refresh_fraction=decision.refresh_fraction,
         )
         does = f"stored after {decision.level} layers" if decision.use else "not stored"
         if decision.way == "write" and self.num_slots:
             slots = "one augmentation slot of each sample, which the first epoch fills"
             if self.num_slots > 1:
                 slots = f"{self.num_slots} augmentation slots of each sample, which as many epochs fill"
-            does += f", {slots}; later ones augment {decision.fresh_share:.1%} of the samples again"
+            does += f", {slots}; later ones augment {decision.refresh_fraction:.1%} of the samples again"
         announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).", is_decision=True)
         if decision.use:
             self._announce_size()
@@ -183,7 +183,7 @@ class CachePlanner:
         if self.has_said_dropout or not would.use:
             return
         self.has_said_dropout = True
-        saved = 1 - would.seconds[would.way] / would.seconds["compute"]
+        saved = 1 - would.run_seconds[would.way] / would.run_seconds["compute"]
         announce(
             "Layers that the script froze compute something else in training mode (dropout, for example) and are "
             "computed as in Trainer. activation_cache='on' would store what they give in evaluation mode: about "

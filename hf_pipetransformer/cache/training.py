@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_pipetransformer.cache.cache import ActivationCache
-from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, FrozenWeights, differs
+from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, FrozenWeights, coarsest, differs
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_samples_here, samples_here
 from hf_pipetransformer.cache.planner import CachePlanner, measure_storage
 from hf_pipetransformer.cache.store import StoreSize, store_size
@@ -62,14 +62,13 @@ class TrainingCache:
         self.loader = loader
         self.source = source
         self.stores = CacheStores(inputs)
-        record_format = inputs.record_format(source)
         self.planner = CachePlanner(
             mode=inputs.args.activation_cache,
             # DataLoader workers hide the time to read samples.
             input_seconds=0.0 if inputs.args.dataloader_num_workers else source.report.seconds_per_sample,
             measure=lambda: measure_storage(
                 inputs.base,
-                record_format,
+                inputs.record_format(source),
                 source.record_length,
                 # Stage 0 reads for the whole pipeline.
                 inputs.args.train_samples_per_device * pipeline.layout.pipeline_size,
@@ -114,7 +113,7 @@ class TrainingCache:
         if self._opened is None:
             return
         if self.loader.slots is not None:
-            self.loader.slots.follow(stage.layout.cache_level > 0, stage.layout.fresh_share)
+            self.loader.slots.follow(stage.layout.cache_level > 0, stage.layout.refresh_fraction)
         self._say_who_is_in_evaluation_mode()
         # Before the loader takes from the cache, which serves records of the weights named last.
         self._name_weights(self._opened)
@@ -280,10 +279,8 @@ class TrainingCache:
         """
         self._is_due = False
         self.notice_changed_weights()
-        if self._opened is not None and self._weights is not None:
-            changed = self._weights.what_changed()
-            if changed:
-                self._end_or_distrust(changed)
+        if self._opened is not None and self._weights is not None and (changed := self._weights.what_changed()):
+            self._end_or_distrust(changed)
         self._checked_at, self._has_served = self.run.state.global_step, False
 
     def check_end(self) -> None:
@@ -325,9 +322,10 @@ class TrainingCache:
         if id(dataset) not in self._of_evaluations:
             cached_layers, passes_left = self.pipeline.layout.cache_level, self._evaluations_left()
             fits_share = self._store_size(loader).share
-            if not self.topology.decide(
+            pays = self.topology.decide(
                 lambda: self.planner.pays_for_evaluation(cached_layers, passes_left, fits_share)
-            ):
+            )
+            if not pays:
                 return
             source = self.inputs.source_of(loader, is_training=False)
             opened = None if source is None else self.stores.open(loader, source, is_training=False)
@@ -352,9 +350,8 @@ class TrainingCache:
         args, state = self.run.args, self.run.state
         if args.eval_strategy == "no":
             return 1
-        is_by_steps = args.eval_strategy == "steps"
-        interval = max(1, int(state.eval_steps)) if is_by_steps else self.planner.steps_per_epoch
-        return 1 + (state.max_steps - state.global_step) // interval
+        steps = state.eval_steps if args.eval_strategy == "steps" else self.planner.steps_per_epoch
+        return 1 + (state.max_steps - state.global_step) // max(1, int(steps))
 
     @contextmanager
     def storing_for(self, loader: Any) -> Iterator[None]:
@@ -389,10 +386,9 @@ class TrainingCache:
             self.notice_changed_weights()
             # Otherwise early samples of the next epoch would miss records that are still being written.
             self._opened.writer.wait()
-        store = self._opened.store
         # The ranks of a machine share one store, whose bytes count once.
-        own = {"bytes_stored": store.bytes_stored if self.topology.is_first_here else 0, **self._opened.take_counts()}
-        counts: list[Mapping[str, float]] = self.topology.gather(own)
+        num_bytes = self._opened.store.bytes_stored if self.topology.is_first_here else 0
+        counts = self.topology.gather({"bytes_stored": num_bytes, **self._opened.take_counts()})
         totals = {name: sum(count[name] for count in counts) for name in counts[0]}
         self.inputs.context.journal.write("cache", what="epoch", **totals)
         self._drop_on_all_nodes(self._opened)
@@ -424,10 +420,9 @@ def _are_alike(some: Mapping[str, Any], output: torch.Tensor, precision: str) ->
     """Return True if the layers' output is that of the stored records, see `ActivationCache.some_records`."""
     stored = some["activation"]
     # Records stored in 16 bits are rounded more than the precision of the run says.
-    rounded = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    coarser = next((rounded[kind] for kind in rounded if kind in (stored.dtype, output.dtype)), precision)
+    tolerance = OTHER_BATCH_TOLERANCE[coarsest(precision, stored.dtype, output.dtype)]
     shown = torch.arange(output.shape[1]) < torch.tensor(some["tokens"])[:, None]
-    return not differs(output[shown], stored[shown].to(output.dtype), OTHER_BATCH_TOLERANCE[coarser])
+    return not differs(output[shown], stored[shown].to(output.dtype), tolerance)
 
 
 def begin_cache(context: Context, pipeline: Pipeline, loader: Any, steps_per_epoch: int) -> TrainingCache | None:

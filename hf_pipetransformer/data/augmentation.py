@@ -31,6 +31,7 @@ class ItemCode:
 
     def items(self, samples: Numbers, draws: Numbers, slots: Numbers) -> Numbers:
         """Return the items `(n,)` of samples, draw numbers and slot numbers, `(n,)` each."""
+        # The sample comes last, so that draw 0 in slot 0 is the plain index that code without slots knows.
         return (draws * self.num_slots + slots) * self.num_samples + samples
 
     def samples_of(self, items: Any) -> Any:

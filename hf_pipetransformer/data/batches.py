@@ -24,7 +24,6 @@ from hf_pipetransformer.data.flattened import (
     find_sequences,
     sequences_of,
     take_sequences,
-    without_sequences,
 )
 
 
@@ -159,11 +158,12 @@ def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[s
         parts = [take_sequences(inputs, part) for part in assign_sequences(flattened.lengths, num_microbatches)]
         # Copies of pinned tensors are not pinned, and the host would wait for the device to take them.
         is_pinned = any(isinstance(value, torch.Tensor) and value.is_pinned() for value in inputs.values())
-        return [without_sequences(pinned(part) if is_pinned else part) for part in parts]
+        return [for_model(pinned(part) if is_pinned else part) for part in parts]
     size = batch_size(inputs)
     if size == 0:
         return []
     count = min(num_microbatches, size)
+    # Rounded down one by one: no two sizes differ by more than a sample, without a remainder to deal out.
     bounds = [size * i // count for i in range(count + 1)]
     return [take_samples(inputs, slice(bounds[i], bounds[i + 1])) for i in range(count)]
 
@@ -277,6 +277,7 @@ def count_items(inputs: Mapping[str, Any], shifts_labels: bool = False) -> int:
         return labels.numel() if labels.is_floating_point() else int((labels != IGNORED_LABEL).sum())
     positions, tokens = inputs.get("start_positions"), inputs.get("input_ids")
     if isinstance(positions, torch.Tensor) and isinstance(tokens, torch.Tensor):
+        # Models clamp an answer beyond the sequence to its length, which their loss ignores.
         return int((positions < tokens.shape[1]).sum())
     return batch_size(inputs)
 
@@ -385,11 +386,16 @@ def real_lengths(batch: Mapping[str, Any], main_input: str = "input_ids") -> np.
     """
     mask, value = batch.get(MASK), batch.get(main_input)
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        shown = mask.cpu().numpy() != 0
-        return np.where(shown.any(axis=1), shown.shape[1] - np.argmax(shown[:, ::-1], axis=1), 0)
+        return shown_lengths(mask)
     if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
         return np.full(value.shape[0], value.shape[1])
     return np.zeros(_num_rows(batch), dtype=np.int64)
+
+
+def shown_lengths(mask: torch.Tensor) -> np.ndarray:
+    """Return the position behind the last one that each row of a mask `(batch, seq)` shows, `(batch,)`; 0 for none."""
+    shown = (mask.detach().cpu() != 0).numpy()
+    return np.where(shown.any(axis=1), shown.shape[1] - np.argmax(shown[:, ::-1], axis=1), 0)
 
 
 def sample_digests(batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]) -> np.ndarray:

@@ -58,11 +58,6 @@ def sequences_of(batch: Mapping[str, Any]) -> Sequences | None:
     return None if entry is None else Sequences(tuple(entry["bounds"]), entry["num_samples"])
 
 
-def without_sequences(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch as the model takes it."""
-    return {key: value for key, value in batch.items() if key != SEQUENCES}
-
-
 def find_sequences(batch: Mapping[str, Any], num_samples: int) -> Mapping[str, Any]:
     """Return what a collator made of `num_samples` samples, with its `Sequences` if it is flattened.
 

@@ -92,6 +92,7 @@ class Progress:
     def add(self, part: Part) -> None:
         self.size = part.size
         self.num_seen += part.size
+        # The epoch had ended before this batch, such as one that is resumed at its end.
         if part.is_none:
             self.last = self.next - 1
             return
@@ -198,6 +199,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
     def samples_of_replicas(self) -> list[int]:
         """Return how many samples of the current global batch count for each replica; see `repeat_small`."""
         num_replicas, size = self.link.groups.num_replicas, self.progress.size
+        # In an evaluation every replica has all of so small a batch, and one copy counts.
         if size < num_replicas:
             return [size] + [0] * (num_replicas - 1)
         slices = [replica_slice(size, replica, num_replicas) for replica in range(num_replicas)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ class NodeOrder:
 
     def counts(self, num_samples: int) -> list[int]:
         """Return how many of `num_samples` samples belong to each node."""
+        # The last batch is rounded by itself, as `arranged` cuts it: a share of the whole could differ by one.
         num_full, rest = divmod(num_samples, self.batch_size)
         full, last = _widths(self.bounds(self.batch_size)), _widths(self.bounds(rest))
         return [num_full * each + left for each, left in zip(full, last, strict=True)]
@@ -112,7 +113,7 @@ class NodeOrder:
 
 
 def _widths(bounds: Sequence[int]) -> list[int]:
-    return [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [stop - start for start, stop in pairwise(bounds)]
 
 
 @dataclass(frozen=True)

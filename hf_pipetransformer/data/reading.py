@@ -336,6 +336,7 @@ class DispatchedReading(Reading):
         self._draw_order(start)
         if self._reads:
             self._open(start)
+        # Each batch tells if it is the last one: of a stream, only reading on shows that.
         return None
 
     def _draw_order(self, start: EpochStart) -> None:

@@ -99,6 +99,15 @@ def drawing_from(shared: SharedRngState | None) -> AbstractContextManager[None]:
     return nullcontext() if shared is None else shared.drawing()
 
 
+def seed_on_host(of_python: int, of_numpy: int, of_torch: int) -> None:
+    """Seed the global generators of the host, and those of no device."""
+    random.seed(of_python)
+    # numpy takes 32 bits.
+    np.random.seed(of_numpy % 2**32)
+    # torch.manual_seed would seed the GPUs too, even those that are not in use yet.
+    torch.default_generator.manual_seed(of_torch)
+
+
 @contextmanager
 def drawing_with(seed: int, device: torch.device) -> Iterator[None]:
     """Draw the numbers of a seed inside the context; the generators get their own states back at the end."""
@@ -329,10 +338,7 @@ class SeededGenerators:
     def begin(self, sample: int, draw: int, what: str) -> None:
         """Seed all generators for one draw of a sample; `what` is part of the seed."""
         assert self._generators is not None
-        random.seed(self._seed(what, sample, draw, 0))
-        np.random.seed(self._seed(what, sample, draw, 1) % 2**32)
-        # torch.manual_seed would seed the GPUs too, even those that are not in use yet.
-        torch.default_generator.manual_seed(self._seed(what, sample, draw, 2))
+        seed_on_host(*(self._seed(what, sample, draw, number) for number in range(3)))
         for number, generator in enumerate(self._generators.found, start=3):
             _seed(generator, self._seed(what, sample, draw, number))
 

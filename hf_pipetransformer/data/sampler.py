@@ -193,6 +193,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         """Batches returned by `__next__` that the loader has not popped from here yet."""
         self.select: Callable[[list[int]], list[int]] | None = None
         """Function that returns the samples of a batch that must be read from the data set; None: all."""
+        # As torch's batch samplers have them, for callbacks and accelerate.
         self.sampler = order.sampler
         self.batch_size = getattr(order.global_batches, "batch_size", None)
         self.drop_last = bool(getattr(order.global_batches, "drop_last", False))

@@ -309,7 +309,7 @@ class LayoutController:
     def _replayed(self, new: Layout, layout: Layout) -> Change | None:
         if not self._has_cache:
             # The replayed run may have stored where this one cannot; its layouts hold all the same.
-            new = replace(new, cache_level=0, fresh_share=0.0)
+            new = replace(new, cache_level=0, refresh_fraction=0.0)
         if new == layout:
             return None
         moves = replace(new, num_microbatches=layout.num_microbatches) != layout

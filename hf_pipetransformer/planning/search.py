@@ -39,7 +39,7 @@ from hf_pipetransformer.planning.storing import (
     allowed_ways,
     explained,
     fastest,
-    fresh_share,
+    refresh_fraction,
     ways_of_storing,
 )
 from hf_pipetransformer.schedules.placement import attention_of, first_above, num_layers, pipeline_sizes
@@ -87,7 +87,7 @@ class Storing:
         """Return the costs in a pipeline, beside what it computes, and those of augmentation slots."""
         costs = replace(self.costs, prefix=prefix_seconds(blocks))
         costs = costs.beside(active_seconds(blocks, num_frozen), pipeline_size)
-        share = fresh_share(costs, num_frozen) if self.num_slots else 0.0
+        share = refresh_fraction(costs, num_frozen) if self.num_slots else 0.0
         return costs, SlotCosts(max(1, self.num_slots), share)
 
 
@@ -138,7 +138,7 @@ def search(
 
     def as_it_is(level: int) -> Layout:
         stored = inputs.stored(current.pipeline_size, level)
-        return replace(current, num_frozen_layers=num_frozen, cache_level=stored, fresh_share=0.0)
+        return replace(current, num_frozen_layers=num_frozen, cache_level=stored, refresh_fraction=0.0)
 
     look = _Look(current, num_frozen, horizon, inputs, storing)
     if not inputs.rules.elastic:
@@ -219,7 +219,8 @@ class _Look:
         why = explained(ways, *asked, "the rest of the run")
         if storing.keeps_dropout(self.num_frozen):
             why = KEEPS_DROPOUT
-        decision = CacheDecision(chosen, ways[chosen].level, seconds, why, ways[chosen].fresh_share)
+        way = ways[chosen]
+        decision = CacheDecision(chosen, way.level, why, way.refresh_fraction, run_seconds=seconds)
         return replace(options[chosen], decision=decision)
 
     def _ways(self, layout: Layout) -> tuple[Mapping[str, Way], SlotCosts]:
@@ -232,7 +233,7 @@ class _Look:
 
     def _option(self, layout: Layout, way: Way) -> _Option:
         inputs, rules = self.inputs, self.inputs.rules
-        layout = replace(layout, fresh_share=way.fresh_share)
+        layout = replace(layout, refresh_fraction=way.refresh_fraction)
         seconds = seconds_left(layout, way.passes, self.without_reading) + moving_seconds(self.current, layout, inputs)
         judged = inputs.judge(layout, inputs.cut_by)
         # Where no measured time may decide, a step by operations stands for the rest of the run.

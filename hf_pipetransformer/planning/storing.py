@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 MODES = ("auto", "on", "off")
@@ -125,11 +125,11 @@ class SlotCosts:
 
     Args:
         num_slots: the number of records per sample V; 1 also for samples that are not random.
-        fresh_share: share of the samples that a pass augments again once the first V passes have filled the records.
+        refresh_fraction: share of the samples that a pass augments again once V passes have filled the records.
     """
 
     num_slots: int = 1
-    fresh_share: float = 0.0
+    refresh_fraction: float = 0.0
 
 
 ONE_SLOT = SlotCosts()
@@ -138,7 +138,7 @@ FRESH_BUDGET = 0.1
 """Fresh augmentations may add this fraction to a pass that reads all records and trains the blocks above."""
 
 
-def fresh_share(costs: CacheCosts, num_frozen: int) -> float:
+def refresh_fraction(costs: CacheCosts, num_frozen: int) -> float:
     """Return the share of the samples, 0 to 1 by 0.001, that each pass may augment again by `FRESH_BUDGET`."""
     prefix = costs.prefix[num_frozen]
     extra = costs.input + prefix + costs.writing(prefix) - costs.reading()
@@ -191,7 +191,7 @@ def passes_ahead(
     first = min(steps_left, slots.num_slots * steps_per_epoch)
     found = [Pass(first, stored.level if share else 0, share, reading_seconds(costs, share, above_old) + written)]
     if steps_left > first:
-        read, new = fits * (1 - slots.fresh_share), fits * slots.fresh_share
+        read, new = fits * (1 - slots.refresh_fraction), fits * slots.refresh_fraction
         later = reading_seconds(costs, read, above_new) + new * costs.writing(whole)
         found.append(Pass(steps_left - first, level, read, later))
     return tuple(found)
@@ -215,12 +215,12 @@ class Way:
     Args:
         level: the number of layers whose output is stored from now on; 0 for none.
         passes: steps that follow.
-        fresh_share: share of the samples that each later pass augments again, replacing their oldest slot.
+        refresh_fraction: share of the samples that each later pass augments again, replacing their oldest slot.
     """
 
     level: int
     passes: tuple[Pass, ...]
-    fresh_share: float = 0.0
+    refresh_fraction: float = 0.0
 
 
 def ways_of_storing(
@@ -250,9 +250,9 @@ def ways_of_storing(
         )
 
     def way(level: int) -> Way:
-        used = slots if level == num_frozen else replace(slots, fresh_share=0.0)
+        used = slots if level == num_frozen else replace(slots, refresh_fraction=0.0)
         passes = passes_ahead(costs, num_frozen, level, stored, steps_left, steps_per_epoch, used)
-        return Way(level, passes, used.fresh_share if level else 0.0)
+        return Way(level, passes, used.refresh_fraction if level else 0.0)
 
     found = {"compute": way(0)}
     if stored.share > 0 and 0 < stored.level <= num_frozen:
@@ -290,15 +290,17 @@ class CacheDecision:
     Args:
         way: `compute`, `keep` or `write`, see `ways_of_storing`.
         level: the number of layers whose output is stored; 0 for none.
-        seconds: the compared costs by way, of the rest of the run or of a sample in it.
-        fresh_share: see `Way`.
+        run_seconds: the compared times of the rest of the run by way, if the layouts were compared.
+        sample_seconds: those of a sample over the rest of the run, if `decide_cache` compared them.
+        refresh_fraction: see `Way`.
     """
 
     way: str
     level: int
-    seconds: dict[str, float]
     reason: str
-    fresh_share: float = 0.0
+    refresh_fraction: float = 0.0
+    run_seconds: dict[str, float] = field(default_factory=dict)
+    sample_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def use(self) -> bool:
@@ -376,4 +378,4 @@ def decide_cache(
     seconds = {name: seconds_of(way) for name, way in ways.items()}
     chosen = fastest(seconds, allowed_ways(list(ways), mode))
     why = explained(ways, seconds, chosen, num_frozen, epochs_left, mode, slots.num_slots, "a sample")
-    return CacheDecision(chosen, ways[chosen].level, seconds, why, ways[chosen].fresh_share)
+    return CacheDecision(chosen, ways[chosen].level, why, ways[chosen].refresh_fraction, sample_seconds=seconds)

@@ -42,7 +42,7 @@ class Layout:
         cache_level: the activations after this many layers are stored and read back; at most F, 0 without a cache.
         num_chunks: stages per rank V; 1 if the pipeline is one rank.
         token_slices: lengths of token slices, see `placement.Plans`; empty if sequences stay whole.
-        fresh_share: share of samples that each pass computes from a new random view instead of a stored one, 0 to 1.
+        refresh_fraction: share of samples, 0 to 1, that each pass augments anew instead of reading a stored view.
 
     Raises:
         ValueError: blocks not covered exactly once, an empty stage, K * V stages that do not fit, or a value out of
@@ -60,7 +60,7 @@ class Layout:
     num_chunks: int = 1
     placement: str = "loop"
     token_slices: Plans = ()
-    fresh_share: float = 0.0
+    refresh_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         expected_ends = (0, self.num_blocks)
@@ -90,8 +90,8 @@ class Layout:
                 f"cache_level must be from 0 to the number of frozen layers, {self.num_frozen_layers}, "
                 f"found {self.cache_level}."
             )
-        if not 0 <= self.fresh_share <= 1:
-            raise ValueError(f"fresh_share must be from 0 to 1, found {self.fresh_share}.")
+        if not 0 <= self.refresh_fraction <= 1:
+            raise ValueError(f"refresh_fraction must be from 0 to 1, found {self.refresh_fraction}.")
 
     @property
     def pipeline_size(self) -> int:
@@ -157,6 +157,9 @@ class Layout:
             ValueError: these are not the values of a layout.
         """
         found = dict(entries(fields, "layout"))
+        if "fresh_share" in found:
+            # Its name in the checkpoints and events of earlier releases.
+            found["refresh_fraction"] = found.pop("fresh_share")
         for own in dataclass_fields(cls):
             if own.name not in found and own.default is MISSING:
                 raise ValueError(f"found no {own.name!r} of a layout")
@@ -176,7 +179,7 @@ class Layout:
             tuple(whole_number(length, "token_slices", 1) for length in items(plan, "token_slices"))
             for plan in items(found.get("token_slices", []), "token_slices")
         )
-        number(found.get("fresh_share", 0.0), "fresh_share", 0, 1)
+        number(found.get("refresh_fraction", 0.0), "refresh_fraction", 0, 1)
         find_schedule(text(found["schedule"], "schedule"))
         text(found.get("placement", ""), "placement")
         return cls(**found)

@@ -12,7 +12,7 @@ import xxhash
 from transformers import Trainer
 
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.folder import Use, safe_max_bytes
+from hf_pipetransformer.cache.folder import Use, safe_max_bytes, take_store
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
 from hf_pipetransformer.cache.opening import cache_base
 from hf_pipetransformer.cache.planner import measure_storage
@@ -85,7 +85,8 @@ class PartStores:
         decision = decide_cache(
             costs, 1, StoreContents(fits_share=fits), self._epochs_left(), self.args.activation_cache
         )
-        saved = (decision.seconds["compute"] - decision.seconds.get("write", math.inf)) * num_places
+        seconds = decision.sample_seconds
+        saved = (seconds["compute"] - seconds.get("write", math.inf)) * num_places
         # A backward takes twice its forward.
         part, rest = found.seconds * rows.number, 3 * (trial.seconds - found.seconds * rows.number)
         return Price(
@@ -113,9 +114,13 @@ class PartStores:
                 reason = str(error)
 
         if topology.is_first_here:
-            use = self.use(part)
-            limit, base = int(self._max_bytes()), cache_base(self.args)
-            attempt(lambda: ContentStore.make(base, price.num_places, content, limit, key, use, num_writers))
+            where, limit = (cache_base(self.args), key), int(self._max_bytes())
+
+            def make() -> ContentStore:
+                folder, made = take_store(*where, price.num_places, content, limit, self.use(part))
+                return ContentStore(made, 0, num_writers, folder)
+
+            attempt(make)
         # The first process of a node names the folder that it has made, and the others open that one.
         path = topology.gather(None if store is None else store.path)[topology.ranks_here[0]]
         if path is not None and not topology.is_first_here:

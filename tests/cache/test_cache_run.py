@@ -73,6 +73,10 @@ def cache_events(trainer: PipeTransformerTrainer, what: str) -> list[dict[str, A
     return [event for event in map(json.loads, lines) if event["event"] == "cache" and event["what"] == what]
 
 
+def losses_of(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 @pytest.fixture
 def caches(monkeypatch: pytest.MonkeyPatch) -> list[TrainingCache]:
     """Those of the trainings that begin."""
@@ -149,7 +153,7 @@ def test_weights_that_change_while_fewer_layers_are_cached_are_noticed_when_more
         change = ChangesUnwatched(caches if mode == "on" else [None], low, layer)
         trainer = trainer_of(tmp_path / mode, callbacks=[change], activation_cache=mode)
         trainer.train()
-        losses[mode] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses[mode] = losses_of(trainer)
         if mode == "on":
             assert [event["hits"] for event in cache_events(trainer, "epoch")][-1] == 12
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
@@ -190,7 +194,7 @@ def test_what_frozen_layers_compute_may_change_between_epochs(
     for mode in ("on", "off"):
         trainer = trainer_of(tmp_path / mode, callbacks=[ChangesUnseen(change, epoch=2)], activation_cache=mode)
         trainer.train()
-        losses[mode] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses[mode] = losses_of(trainer)
         if mode == "on":
             # The first batch of the third epoch was read before it was checked, and then read again.
             assert [event["hits"] for event in cache_events(trainer, "epoch")] == [0, 12, 4, 12]
@@ -219,7 +223,7 @@ def test_a_kept_store_is_served_only_if_the_layers_still_compute_what_it_has(
         if not is_same:
             epsilon(trainer.model)
         trainer.train()
-        losses[mode] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses[mode] = losses_of(trainer)
         if mode == "on":
             assert [event["hits"] for event in cache_events(trainer, "epoch")] == [12 if is_same else 0, 12]
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
@@ -256,7 +260,7 @@ def test_auto_stores_what_the_script_froze_only_where_that_has_no_dropout(
             trainer = PipeTransformerTrainer(model, arguments, **data)
         with caplog.at_level(logging.INFO):
             trainer.train()
-        losses[kind] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses[kind] = losses_of(trainer)
         if kind == "auto":
             assert (trainer.layout.num_frozen_layers, trainer.layout.cache_level) == (2, 0 if rate else 2)
     assert losses["auto"] == pytest.approx(losses["plain"], rel=1e-5)
@@ -333,8 +337,7 @@ def test_a_kept_row_is_served_only_if_the_collator_still_gives_the_same_input(
     with caplog.at_level(logging.INFO):
         found = train("with", collate_others)
     expected = train("without", collate_others, activation_cache="off")
-    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (found, expected)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-5)
     epochs = cache_events(found, "epoch")
     assert [event["hits"] for event in epochs] == [NUM_KNOWN - len(CHANGED), NUM_KNOWN]
     # The first epoch reads each sample once, later ones what is read now and then.

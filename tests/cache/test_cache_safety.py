@@ -170,23 +170,7 @@ def change_file(path: Path, chance: random.Random, other: Path) -> None:
     # The words that are in use, and any word.
     words = [i for i in range(0, len(content) - 7, 8) if any(content[i : i + 8])]
     first, second = chance.choice(words), chance.choice(words)
-    kind = chance.choice(
-        [
-            "flip",
-            "top bits",
-            "swap",
-            "reverse",
-            "copy",
-            "zero",
-            "noise",
-            "cut",
-            "empty",
-            "longer",
-            "gone",
-            "link",
-            "other",
-        ]
-    )
+    kind = chance.choice(CHANGES)
     if kind == "flip":
         content[first + chance.randrange(8)] ^= 1 << chance.randrange(8)
     elif kind == "top bits":

@@ -19,11 +19,12 @@ import torch
 from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.cache import planner
 from hf_pipetransformer.cache.opening import seeded_reading
 from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode, uniform
 from hf_pipetransformer.data.rng import PlainRows, SeededCollator, SeededGenerators, SeededReading, SeededSamples
+from hf_pipetransformer.planning import search
 from hf_pipetransformer.planning import storing as decision
+from tests.cache.test_cache_run import cache_events, losses_of
 from tests.data.test_loaders import LateGenerator
 from tests.support.drawing import Augmented, Masked, masking
 from tests.support.models import build_model, collate, make_dataset
@@ -173,17 +174,17 @@ def test_a_collator_draws_for_each_sample_apart(make: Callable[[], Any]) -> None
 def test_new_draws_cost_no_more_than_the_budget() -> None:
     costs = decision.CacheCosts(prefix=(0.1, 1.0, 2.0), input=0.5, read=0.1, write=0.2)
     # A new draw costs 2.7 less 0.1 s, a pass that reads all 0.1 and 10 s.
-    assert decision.fresh_share(costs.beside(10.0), 2) == 0.388
-    assert decision.fresh_share(costs.beside(0.0), 2) == 0.003
-    assert decision.fresh_share(costs.beside(1e6), 2) == 1.0
+    assert decision.refresh_fraction(costs.beside(10.0), 2) == 0.388
+    assert decision.refresh_fraction(costs.beside(0.0), 2) == 0.003
+    assert decision.refresh_fraction(costs.beside(1e6), 2) == 1.0
 
 
 def test_views_cost_a_writing_pass_each() -> None:
     costs = decision.CacheCosts(prefix=(0.1, 1.0), input=0.5, read=0.1, write=0.2)
     slots = decision.SlotCosts(3, 0.5)
     found = decision.decide_cache(costs, 1, decision.StoreContents(), 10.0, "auto", slots)
-    assert found.seconds["write"] == pytest.approx(3 * 1.7 + 7 * (0.5 * 0.1 + 0.5 * 1.7))
-    assert found.way == "write" and found.fresh_share == 0.5
+    assert found.sample_seconds["write"] == pytest.approx(3 * 1.7 + 7 * (0.5 * 0.1 + 0.5 * 1.7))
+    assert found.way == "write" and found.refresh_fraction == 0.5
     left = decision.decide_cache(costs, 1, decision.StoreContents(), 3.0, "on", slots)
     assert left.way == "compute" and "3 epochs left for 3 slots" in left.reason
 
@@ -282,15 +283,6 @@ def trainer_of(folder: Path, dataset: Any, collator: Any, **changes: Any) -> Pip
     )  # fmt: skip
 
 
-def losses(trainer: PipeTransformerTrainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def cache_events(trainer: PipeTransformerTrainer, what: str) -> list[dict[str, Any]]:
-    lines = Path(str(trainer.events.path)).read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == "cache" and event["what"] == what]
-
-
 @pytest.fixture
 def nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sample is drawn anew once its slots are stored."""
@@ -315,8 +307,8 @@ def test_a_run_with_views_is_one_on_the_draws_of_its_first_epochs(
     again = Again(images.given)
     frozen = trainer_of(tmp_path / "off", again, collate, activation_cache="off", callbacks=[Forgets(again.read)])
     frozen.train()
-    assert losses(trainer) == pytest.approx(losses(frozen), rel=1e-5)
-    assert len(losses(trainer)) == 5 * STEPS_PER_EPOCH
+    assert losses_of(trainer) == pytest.approx(losses_of(frozen), rel=1e-5)
+    assert len(losses_of(trainer)) == 5 * STEPS_PER_EPOCH
 
 
 @pytest.mark.parametrize("num_slots", SOME_VIEWS)
@@ -331,11 +323,11 @@ def test_rows_hold_the_labels_of_the_tokens_that_were_masked(
     again = MaskedAgain(masks.given)
     frozen = trainer_of(tmp_path / "off", rows, again, activation_cache="off", callbacks=[Forgets(again.again.read)])
     frozen.train()
-    assert losses(trainer) == pytest.approx(losses(frozen), rel=1e-5)
+    assert losses_of(trainer) == pytest.approx(losses_of(frozen), rel=1e-5)
 
 
 def test_a_run_that_goes_on_in_an_epoch_takes_the_same_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "fresh_share", lambda *_: 0.4)
+    monkeypatch.setattr(search, "refresh_fraction", lambda *_: 0.4)
     options = {"activation_cache_views": 2, "save_strategy": "steps", "save_steps": 10}
     whole = trainer_of(tmp_path, Images(), collate, **options)
     whole.train()
@@ -347,7 +339,7 @@ def test_a_run_that_goes_on_in_an_epoch_takes_the_same_draws(tmp_path: Path, mon
     assert cache_events(again, "epoch")[-1]["misses"] > NUM_SAMPLES - hits[-1]
     # Samples that are computed together in one run and apart in the other may differ in the last bit; another draw of
     # a single image changes a loss in the third digit.
-    assert losses(again) == pytest.approx(losses(whole), rel=1e-6)
+    assert losses_of(again) == pytest.approx(losses_of(whole), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -362,7 +354,7 @@ def test_layers_that_freeze_later_bring_each_view_to_their_level(tmp_path: Path,
         **{**options, "activation_cache": "off", "activation_cache_views": 0},
     )  # fmt: skip
     frozen.train()
-    assert losses(trainer) == pytest.approx(losses(frozen), rel=1e-5)
+    assert losses_of(trainer) == pytest.approx(losses_of(frozen), rel=1e-5)
     # In the middle of the third epoch: two passes read the first layer's output, then all is stored.
     written = [event["written"] for event in cache_events(trainer, "epoch")]
     assert written[-1] == 0 and sum(written) == 4 * NUM_SAMPLES

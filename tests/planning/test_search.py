@@ -92,7 +92,7 @@ def test_the_seconds_of_a_choice_by_hand() -> None:
     on = search(alone, 3, epochs(3), inputs, storing(read=0.25, write=1.0, mode="on"))
     first, later = 4 * (15 + 1) + 2, 4 * (15 - 7 + 0.25 - 0.5) + 2
     assert (on.seconds, on.layout.cache_level) == (10 * first + 20 * later, 3)
-    assert on.storing is not None and on.storing.seconds == {"compute": off.seconds, "write": on.seconds}
+    assert on.storing is not None and on.storing.run_seconds == {"compute": off.seconds, "write": on.seconds}
 
 
 def test_a_store_may_pay_with_one_number_of_stages_alone() -> None:

@@ -76,6 +76,12 @@ def test_an_event_without_chunks_is_a_layout_of_one_stage_a_rank():
     assert Layout.from_event(event) == layout()
 
 
+def test_an_event_of_an_earlier_release_has_an_older_name_for_the_fraction_to_refresh():
+    event = layout(refresh_fraction=0.25).as_event()
+    event["fresh_share"] = event.pop("refresh_fraction")
+    assert Layout.from_event(event) == layout(refresh_fraction=0.25)
+
+
 def test_the_words_for_one_stage_a_rank_do_not_speak_of_chunks():
     assert str(layout()).startswith("2 stages x 2 replicas, 4 micro-batches")
     assert str(layout(4, num_chunks=2)).startswith("2 ranks of 2 stages x 2 replicas, 4 micro-batches")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, DataCollatorWithFlattening
 
-from hf_pipetransformer.data.batches import count_items
-from hf_pipetransformer.data.flattened import find_sequences, take_sequences, without_sequences
+from hf_pipetransformer.data.batches import count_items, for_model
+from hf_pipetransformer.data.flattened import find_sequences, take_sequences
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
 from hf_pipetransformer.startup.model import ProbeTarget
@@ -37,7 +37,7 @@ def test_what_a_sample_sees_of_others_shows_in_gradients(name: str, num_samples:
     batch = take_sequences(find_sequences(DataCollatorWithFlattening()(rows), 4), range(num_samples))
 
     def compute(inputs: dict[str, Any], _num_items: int) -> torch.Tensor:
-        loss: torch.Tensor = model(**without_sequences(inputs)).loss
+        loss: torch.Tensor = model(**for_model(inputs)).loss
         return loss
 
     target = ProbeTarget(model, find_splitter(model), batch, compute, partial(count_items, shifts_labels=True))

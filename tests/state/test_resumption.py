@@ -302,7 +302,7 @@ def test_a_state_that_is_nested_too_deep_is_refused(saved: Path, state: Any) -> 
 # What a layout, or a state, of an earlier release lacks.
 OF_SCHEDULES = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 MAY_BE_GONE = {
-    *("cache_level", "num_chunks", "placement", "token_slices", "fresh_share", "group_size", "nodes"),
+    *("cache_level", "num_chunks", "placement", "token_slices", "refresh_fraction", "group_size", "nodes"),
     *("is_counted", "policy_class", "slots", "weights", "scaler", *OF_SCHEDULES),
 }
 

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, forward_replaced, own_forward
-from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, rebuilt, tensors_of
+from hf_pipetransformer.cache.frozen_parts.values import (
+    NotStorableError,
+    Rows,
+    form_of,
+    no_row_each,
+    rebuilt,
+    tensors_of,
+)
 
 
 class ChainedPart(FrozenPart):
@@ -85,8 +92,7 @@ class ChainedPart(FrozenPart):
             leaves = tensors_of(output)
             # `_returned` makes the outputs for any number of rows from a single one.
             if any(leaf.shape[:1] != (rows.number,) for leaf in leaves):
-                shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
-                raise NotStorableError(f"gives outputs of shape {shapes} for {rows.number} rows")
+                raise NotStorableError(no_row_each(leaves, rows.number))
             empty = rebuilt(output, lambda tensor: tensor.detach().new_empty(0))
             self._likes[rows.kind] = empty, [leaf.detach()[:1].clone() for leaf in leaves]
             numbers = iter(self._numbers)
@@ -141,8 +147,7 @@ class _Following:
 def _form(given: Any) -> str:
     """Return arguments as text, without what is in their tensors; of what cannot be stored, what it is."""
     try:
-        # On the CPU, so that the text names no device.
-        return repr(rebuilt(given, lambda tensor: tensor.new_empty(0, device="cpu")))
+        return form_of(given)
     except NotStorableError as error:
         return str(error)
 

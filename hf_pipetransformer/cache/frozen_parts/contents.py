@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import uuid
-
 import numpy as np
 import torch
 
 from hf_pipetransformer.cache.files import Array, StoreDamagedError
-from hf_pipetransformer.cache.folder import StoreFolder, Use, take_store
+from hf_pipetransformer.cache.folder import StoreFolder, Use
 from hf_pipetransformer.cache.records import RecordFormat, field_column
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.report import logger
@@ -44,26 +41,6 @@ class ContentStore:
         self._next = writer
         self._weights_id = 0
         self.is_off = False
-
-    @classmethod
-    def make(
-        cls,
-        base: str | os.PathLike[str],
-        num_places: int,
-        content: RecordFormat,
-        max_bytes: int,
-        key: str | None = None,
-        use: Use | None = None,
-        num_writers: int = 1,
-    ) -> ContentStore:
-        """Make a store of `num_places` records, or open the one that an earlier run kept under `key`.
-
-        Raises like `take_store`. Without a key no later run finds it; with one, `use` is what it is listed with.
-        """
-        folder, store = take_store(base, key or f"unnamed-{uuid.uuid4().hex}", num_places, content, max_bytes)
-        if key is not None:
-            folder.keep(use)
-        return cls(store, 0, num_writers, folder)
 
     @classmethod
     def open(cls, path: str, writer: int, num_writers: int) -> ContentStore:
@@ -159,11 +136,5 @@ class ContentStore:
     def close(self, use: Use | None = None) -> None:
         """Close the store; who made it deletes its folder, unless it is kept for later runs, as `use` says."""
         self._store.close()
-        if self._folder is None:
-            return
-        if self._folder.is_kept:
-            if use is not None:
-                self._folder.keep(use)
-            self._folder.release()
-        else:
-            self._folder.remove()
+        if self._folder is not None:
+            self._folder.close(use)

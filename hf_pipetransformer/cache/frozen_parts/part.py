@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, rebuilt, tensors_of
+from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each, rebuilt, tensors_of
 from hf_pipetransformer.engine.effects import Draws, draw
 
 
@@ -84,8 +84,7 @@ class Reading:
         read = [pick.of(leaves[pick.number]) for pick in self.picks]
         own = self.share if rows.is_flat else 0
         if any(rows.share_of(each) != own or not (own or each.shape[:1] == (rows.number,)) for each in read):
-            shapes = ", ".join(str(tuple(each.shape)) for each in read)
-            raise NotStorableError(f"gives outputs of shape {shapes} for {rows.number} rows")
+            raise NotStorableError(no_row_each(read, rows.number))
         kinds = {each.dtype for each in read if each.is_floating_point()}
         stored = [each.to(next(iter(kinds), torch.float32)) for each in read]
         # Masks and small whole numbers are stored among the others.

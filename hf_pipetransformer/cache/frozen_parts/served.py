@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from hf_pipetransformer.cache.chain import SAME_BATCH_TOLERANCE, PrefixWatch, differs
+from hf_pipetransformer.cache.chain import SAME_BATCH_TOLERANCE, PrefixWatch, any_differs
 from hf_pipetransformer.cache.frozen_parts.part import Counts, FrozenPart
 from hf_pipetransformer.cache.frozen_parts.values import Rows, tensors_of
 from hf_pipetransformer.comm.transfers import digest_of
@@ -110,8 +110,7 @@ class ServedPart:
     def is_what_it_was(self) -> bool:
         """Return False if bytes of the weights, or what the part makes of some rows, have changed; takes a while."""
         tolerance = SAME_BATCH_TOLERANCE[self.around.precision]
-        pairs = zip(self._computed(), self._expected, strict=True)
-        is_other = any(differs(one, other, tolerance) for one, other in pairs)
+        is_other = any_differs(self._computed(), self._expected, tolerance)
         is_other |= self._watch.has_changed(thoroughly=True) or self._digests_of_buffers() != self._buffers
         return not is_other
 

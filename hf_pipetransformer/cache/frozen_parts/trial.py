@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers import set_seed
 
-from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, differs
+from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, any_differs, differs
 from hf_pipetransformer.cache.frozen_parts.chained import ChainedPart, numbers_of
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, Pick, Reading, Template
-from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, rebuilt, tensors_of
+from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each, rebuilt, tensors_of
 from hf_pipetransformer.engine.effects import effects_of
 
 
@@ -187,7 +187,7 @@ class Trial:
         found = effects_of(
             lambda: _tensors_in(part.compute(call.args, call.kwargs)),
             part.modules,
-            lambda found, expected: _are_alike(found, expected, tolerance),
+            lambda found, expected: not any_differs(found, expected, tolerance),
         )
         part.draws = found.num_draws > 0
         return found.why_not_repeatable
@@ -218,12 +218,11 @@ class Trial:
             share or each.shape[:1] == (rows.number,) for each, share in zip(expected, part.shares, strict=True)
         ]
         if not expected or not all(is_known):
-            shapes = ", ".join(str(tuple(each.shape)) for each in expected)
-            return f"gives outputs of shape {shapes or 'none'} for {rows.number} rows"
+            return no_row_each(expected, rows.number)
         # In another order, and alone.
         for chosen in (order, order[:1]):
             found = tensors_of(self._again(part, *rows.take(chosen), 1))
-            if not _are_alike(found, [rows.rows_of(each, chosen) for each in expected], tolerance):
+            if any_differs(found, [rows.rows_of(each, chosen) for each in expected], tolerance):
                 return "depends on the other samples of its batch"
         if rows.is_flat:
             part.reading = Reading(
@@ -237,7 +236,7 @@ class Trial:
             grown &= {n for n, each in enumerate(expected) if each.dim() > 1 and each.shape[1] == rows.length}
             part.reading = Reading((), of_tokens=frozenset(grown))
             cut = [each[:, : rows.length] if number in grown else each for number, each in enumerate(found)]
-            if not _are_alike(cut, expected, tolerance):
+            if any_differs(cut, expected, tolerance):
                 return "depends on how far its batch is padded"
         return None
 
@@ -362,7 +361,7 @@ class Trial:
             len(numbers) == 1
             and len(found) == len(expected)
             and not any(
-                differs(_as_float(one), _as_float(other), tolerance)
+                differs(one, other, tolerance)
                 for one, other in zip(found, expected, strict=True)
                 if _memory(one) not in handed_on
             )
@@ -373,17 +372,15 @@ class Trial:
 
 @contextmanager
 def _noting(name: str, module: nn.Module, given: set[int], calls: list[Call]) -> Iterator[None]:
-    started: list[float] = []
-
-    given_to: list[Any] = []
+    under_way: list[tuple[Any, Any, float]] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Copies of their containers, into which modules may write, this one or a later one.
-        given_to.append([_copied(args), _copied(kwargs)])
-        started.append(_now())
+        under_way.append((_copied(args), _copied(kwargs), _now()))
 
     def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        seconds, (args, kwargs) = _now() - started.pop(), given_to.pop()
+        args, kwargs, start = under_way.pop()
+        seconds = _now() - start
         inputs = _tensors_in((args, kwargs))
         # Without gradients, as in a recomputed layer, only the samples themselves are known not to depend on training.
         is_free = torch.is_grad_enabled() and not any(each.requires_grad for each in inputs)
@@ -421,16 +418,6 @@ def _copied(output: Any) -> Any:
 def _memory(tensor: torch.Tensor) -> int:
     # A tensor without elements has no memory to be known by.
     return tensor.untyped_storage().data_ptr() or id(tensor)
-
-
-def _are_alike(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], tolerance: float) -> bool:
-    pairs = zip(found, expected, strict=True)
-    return all(not differs(_as_float(one), _as_float(other), tolerance) for one, other in pairs)
-
-
-def _as_float(tensor: torch.Tensor) -> torch.Tensor:
-    # Rotary embeddings of some models are complex.
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.float()
 
 
 def _num_values(found: Found) -> int:

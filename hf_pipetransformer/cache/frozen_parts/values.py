@@ -11,12 +11,13 @@ import torch
 import xxhash
 from transformers.utils import ModelOutput
 
+from hf_pipetransformer.data.batches import MASK, shown_lengths
+
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.files import Array
 
 
-MASK = "attention_mask"
 GRID = "grid_thw"
 OF_THE_LOSS = "num_items_in_batch"
 """Argument that Trainer has for the loss, and that models hand to their parts among others."""
@@ -51,6 +52,18 @@ def rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if type(value) is dict:
         return {name: rebuilt(each, change) for name, each in value.items()}
     raise NotStorableError(f"has a {type(value).__name__} among its inputs or outputs, expected tensors")
+
+
+def form_of(value: Any) -> str:
+    """Return a value as text, without what is in its tensors; raises like `tensors_of`."""
+    # On the CPU, so that the text names no device.
+    return repr(rebuilt(value, lambda tensor: tensor.new_empty(0, device="cpu")))
+
+
+def no_row_each(outputs: Sequence[torch.Tensor], num_rows: int) -> str:
+    """Return why outputs that do not have a row for each row of the call cannot be stored."""
+    shapes = ", ".join(str(tuple(each.shape)) for each in outputs)
+    return f"gives outputs of shape {shapes or 'none'} for {num_rows} rows"
 
 
 @dataclass(frozen=True)
@@ -94,10 +107,8 @@ class Rows:
         if not cuts_padding or not is_mask or not number:
             return cls(tuple(given), tensors, number)
         assert isinstance(mask, torch.Tensor)
-        shown = mask.detach().cpu() != 0
         # A row without any token keeps one: the store takes no empty records.
-        ends = torch.where(shown.any(1), shown.shape[1] - shown.flip(1).int().argmax(1), 1)
-        return cls(tuple(given), tensors, number, ends.numpy().astype(np.int64))
+        return cls(tuple(given), tensors, number, np.maximum(shown_lengths(mask), 1))
 
     @property
     def length(self) -> int:
@@ -148,7 +159,7 @@ class Rows:
     @property
     def form(self) -> str:
         """Arguments that are no tensors and that outputs may depend on, and the places of the tensors, as text."""
-        return repr(rebuilt(self._read, lambda tensor: tensor.new_empty(0, device="cpu")))
+        return form_of(self._read)
 
     @property
     def kind(self) -> bytes:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_pipetransformer.cache.folder import Use, take_store
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, record_format
 
 
@@ -17,7 +18,9 @@ KEY = "part-0123"
 
 
 def open_store(folder: Path, num_places: int = 8, max_bytes: int = 10**7, key: str | None = None) -> ContentStore:
-    store = ContentStore.make(folder, num_places, record_format(2, torch.float32), max_bytes, key)
+    content, use = record_format(2, torch.float32), Use("a part", "some data")
+    taken, made = take_store(folder, key, num_places, content, max_bytes, use)
+    store = ContentStore(made, folder=taken)
     store.use_weights("weights")
     return store
 
