@@ -200,11 +200,13 @@ class PipeTransformerArguments(TrainingArguments):
         "if it fits in memory. See docs/how_it_works.md, The loss of a batch.",
         choices=LOSS_SCOPES,
     )
-    pipeline_head_slices: Annotated[int, whole_number("a number of slices, 1 or more", least=1)] = option(
-        1,
+    pipeline_head_slices: Annotated[str, count_or("auto")] = option(
+        "1",
         "Slices of each sequence in which the stage with the head of a causal language model computes logits, loss "
         "and their gradients, one after the other, so that the logits of one slice are all that is in memory: a "
-        "vocabulary of 128,000 words takes 4 GB for 8,192 tokens in float32. Same numbers, and nothing is recomputed.",
+        "vocabulary of 128,000 words takes 4 GB for 8,192 tokens in float32. Same numbers, and nothing is recomputed. "
+        "`auto` takes the fewest slices (1, 2, 4, ... 64) with which the first layout fits in memory, and says so; it "
+        "leaves the head whole where the loss may read the logits.",
     )
     pipeline_checkpoint: Annotated[str, choice(RECOMPUTE_MODES, on="always", off="never")] = option(
         "never",
@@ -528,6 +530,11 @@ class PipeTransformerArguments(TrainingArguments):
             return None
         lengths = tuple(int(length) for length in self.pipeline_token_slices.split(","))
         return ((1,) * lengths[0] if len(lengths) == 1 else lengths,)
+
+    @property
+    def head_slices(self) -> int | None:
+        """Requested slices of the head; None for "auto"."""
+        return None if self.pipeline_head_slices == "auto" else int(self.pipeline_head_slices)
 
     @property
     def num_microbatches(self) -> int | None:

@@ -133,12 +133,12 @@ def _refused_on_this_schedule(args: Options) -> list[Refusal]:
             "Leave pipeline_loss out, or use pipeline_schedule='1f1b'.",
         ),
         (
-            args.pipeline_head_slices > 1 and not able.runs_steps_whole,
+            (args.head_slices or 1) > 1 and not able.runs_steps_whole,
             f"pipeline_head_slices={args.pipeline_head_slices} {here}, which runs its head in other ways. Leave "
             "pipeline_head_slices out, or use pipeline_schedule='1f1b'.",
         ),
         (
-            args.pipeline_head_slices > 1 and args.pipeline_loss in ("batch", "replica"),
+            (args.head_slices or 1) > 1 and args.pipeline_loss in ("batch", "replica"),
             f"pipeline_head_slices={args.pipeline_head_slices} with pipeline_loss={args.pipeline_loss!r}: a loss of "
             "slices sees no whole batch. Choose one.",
         ),

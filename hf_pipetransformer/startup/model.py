@@ -55,6 +55,7 @@ class ProbeTarget:
         scope: samples that one call of the loss sees in the run.
         shape_without_rows: returns the shape of an output for some inputs, if evaluations of the run gather it and it
             has no row for each sample.
+        why_whole_head: reason why the loss of the run may not be computed in slices of the sequence; None if it may.
     """
 
     model: nn.Module
@@ -67,6 +68,7 @@ class ProbeTarget:
     has_reference: bool = False
     scope: LossScope = LossScope.PARTS
     shape_without_rows: Callable[[dict[str, Any]], str | None] = lambda _inputs: None
+    why_whole_head: str | None = None
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of `inputs`, divided by the number of items of the whole batch `self.inputs`."""
