@@ -234,7 +234,9 @@ class PipelineBuilder:
             samples = topology.decide(lambda: probe_samples(*parts))
         why_whole = why_whole_head(trainer)
         if is_training and (args.head_slices or 1) > 1 and why_whole is not None:
-            raise ValueError(f"pipeline_head_slices={args.head_slices}: {why_whole}. Leave the option out.")
+            raise ValueError(
+                f"pipeline_head_slices={args.head_slices} would change the numbers: {why_whole}. Leave the option out."
+            )
         # TRL's trainers compute their loss in evaluations too, also of batches that have no labels.
         needs_loss = is_training or trl_compat.metrics(trainer) is not None
         needs_loss = needs_loss or all(samples.get(name) is not None for name in trainer.label_names)
