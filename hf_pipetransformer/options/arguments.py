@@ -342,6 +342,7 @@ class PipeTransformerArguments(TrainingArguments):
     def __post_init__(self) -> None:
         check_connected()
         _check_output_dir(self.output_dir)
+        # Here rather than with the other refusals: Trainer's own `__post_init__` reads the file and starts DeepSpeed.
         if self.deepspeed:
             raise ValueError(
                 "deepspeed: the DeepSpeed engine owns model and optimizer itself, a pipeline stage does so here. "
@@ -354,6 +355,7 @@ class PipeTransformerArguments(TrainingArguments):
         read_trainers_numbers(self)
         self._take_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         check_combinations(self)
+        # After the checks, which refuse both ways to say it at once.
         if self.freeze_layers is not None:
             self.freeze_policy, self.freeze_at = "fixed", f"0:{self.freeze_layers}"
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
@@ -364,6 +366,7 @@ class PipeTransformerArguments(TrainingArguments):
             logger.warning(why)
         self._load_kernels_at_once()
         super().__post_init__()  # It connects the processes.
+        # Depends on their number, which is known from here on.
         self._recompute_in_pipeline()
 
     def _load_kernels_at_once(self) -> None:
@@ -513,6 +516,7 @@ def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
     # Copied, not constructed: Trainer's __post_init__ has derived values already and must not run twice.
     taken = copy.copy(args)
     taken.__class__ = both
+    # Through the readers, as defaults are written as a person would.
     for option in fields(PipeTransformerArguments):
         if option.name not in vars(taken):
             setattr(taken, option.name, READERS[option.name](option.name, option.default))

@@ -48,6 +48,7 @@ def check_arguments(args: PipeTransformerArguments) -> None:
 
 def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
     optimizer = OptimizerNames(args.optim).value
+    # `accelerate launch` says in the environment what its config asks for: the arguments show nothing of it.
     return [
         (
             bool(args.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP"),
@@ -130,6 +131,7 @@ def _refused_with_processes(args: PipeTransformerArguments) -> list[Refusal]:
 
 def _refused_with_stages(args: PipeTransformerArguments) -> list[Refusal]:
     """List what would be wrong, or have no effect, with several stages."""
+    # With one stage each rank has the whole model, for which all of these mean what they mean in Trainer.
     compiles, mode, backend = args.torch_compile, args.torch_compile_mode, args.torch_compile_backend
     refusals = [
         (
