@@ -15,6 +15,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, for_model, rows_per_sample
+from hf_pipetransformer.splitters.adapters import bare_model
 
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ def rows_of_sample(trainer: Trainer) -> int:
 
 def _is_trls(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "trl"
+
+
+def has_fused_head(trainer: Trainer) -> bool:
+    """Return True if TRL has given the model a head that turns pieces of logits into log-probabilities at once."""
+    forward = getattr(vars(bare_model(trainer.model)).get("forward"), "__func__", None)
+    # By its code, since module, name and signature are those of the forward that it wraps.
+    return "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ())
 
 
 # ---- metrics ----

@@ -24,6 +24,7 @@ from hf_pipetransformer.options.reading import (
     number,
     optional,
     path,
+    read_trainers_numbers,
     truth,
     whole_number,
 )
@@ -52,47 +53,6 @@ LONGEST_WAIT = 1e9
 """Longest timeout in seconds; a longer one would overflow in the transports."""
 
 read_timeout = number(f"a number of seconds from 0.001 to {LONGEST_WAIT:.0f}", lambda x: 1e-3 <= x <= LONGEST_WAIT)
-
-
-_at_least_one = whole_number("a positive whole number", least=1)
-_whole = whole_number("a whole number", least=-(10**18))
-_any_number = number("a number")
-_not_negative = number("a number, 0 or more", lambda x: x >= 0)
-_decay = number("a number in [0, 1)", lambda x: 0 <= x < 1)
-
-TRAINERS_NUMBERS: dict[str, Reader] = {
-    "gradient_accumulation_steps": _at_least_one,
-    "per_device_train_batch_size": _at_least_one,
-    "per_device_eval_batch_size": _at_least_one,
-    "eval_accumulation_steps": optional(_at_least_one),
-    "max_steps": _whole,
-    "num_train_epochs": number("a number of epochs, 0 or more", lambda x: x >= 0),
-    "learning_rate": optional(_not_negative),  # Adafactor takes None.
-    "warmup_steps": _not_negative,
-    "weight_decay": _any_number,
-    "adam_beta1": _decay,
-    "adam_beta2": _decay,
-    "adam_epsilon": _not_negative,
-    "max_grad_norm": optional(number("a number", may_be_infinite=True)),
-    "label_smoothing_factor": _any_number,
-    "neftune_noise_alpha": optional(_not_negative),
-    "logging_steps": optional(_any_number),
-    "eval_steps": optional(_any_number),
-    "save_steps": optional(_any_number),
-    "eval_delay": optional(number("a number", may_be_infinite=True)),
-    "save_total_limit": optional(_whole),
-    "seed": whole_number(f"a whole number from 0 to {2**32 - 1}", least=0, most=2**32 - 1),
-    "data_seed": optional(_whole),
-    "dataloader_num_workers": whole_number("a whole number, 0 or more", least=0),
-}
-"""Ranges of Trainer's own numeric options. Outside them Trainer silently trains nothing, gets NaN, or fails late."""
-
-STRATEGIES_READING = {
-    "logging_steps": ("logging_strategy", ("steps",)),
-    "save_steps": ("save_strategy", ("steps",)),
-    "eval_delay": ("eval_strategy", ("steps", "epoch")),
-}
-"""Strategies with which Trainer compares one of these options with a number of steps, so that it may not be None."""
 
 _NO_PIPELINE = (
     "PipeTransformerArguments were given to a Trainer without a pipeline, which ignores pipeline_*, freeze_* and "
@@ -200,11 +160,13 @@ class PipeTransformerArguments(TrainingArguments):
         "if it fits in memory. See docs/how_it_works.md, The loss of a batch.",
         choices=LOSS_SCOPES,
     )
-    pipeline_head_slices: Annotated[int, whole_number("a number of slices, 1 or more", least=1)] = option(
-        1,
+    pipeline_head_slices: Annotated[str, count_or("auto")] = option(
+        "1",
         "Slices of each sequence in which the stage with the head of a causal language model computes logits, loss "
         "and their gradients, one after the other, so that the logits of one slice are all that is in memory: a "
-        "vocabulary of 128,000 words takes 4 GB for 8,192 tokens in float32. Same numbers, and nothing is recomputed.",
+        "vocabulary of 128,000 words takes 4 GB for 8,192 tokens in float32. Same numbers, and nothing is recomputed. "
+        "`auto` takes the fewest slices (1, 2, 4, ... 64) with which the first layout fits in memory, and says so; it "
+        "leaves the head whole where the loss may read the logits.",
     )
     pipeline_checkpoint: Annotated[str, choice(RECOMPUTE_MODES, on="always", off="never")] = option(
         "never",
@@ -380,6 +342,7 @@ class PipeTransformerArguments(TrainingArguments):
     def __post_init__(self) -> None:
         check_connected()
         _check_output_dir(self.output_dir)
+        # Here rather than with the other refusals: Trainer's own `__post_init__` reads the file and starts DeepSpeed.
         if self.deepspeed:
             raise ValueError(
                 "deepspeed: the DeepSpeed engine owns model and optimizer itself, a pipeline stage does so here. "
@@ -389,9 +352,10 @@ class PipeTransformerArguments(TrainingArguments):
         for name, read in READERS.items():
             setattr(self, name, read(name, getattr(self, name)))
         self.ddp_timeout = read_timeout("ddp_timeout", self.ddp_timeout)
-        self._read_trainers_numbers()
+        read_trainers_numbers(self)
         self._take_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         check_combinations(self)
+        # After the checks, which refuse both ways to say it at once.
         if self.freeze_layers is not None:
             self.freeze_policy, self.freeze_at = "fixed", f"0:{self.freeze_layers}"
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
@@ -402,6 +366,7 @@ class PipeTransformerArguments(TrainingArguments):
             logger.warning(why)
         self._load_kernels_at_once()
         super().__post_init__()  # It connects the processes.
+        # Depends on their number, which is known from here on.
         self._recompute_in_pipeline()
 
     def _load_kernels_at_once(self) -> None:
@@ -423,24 +388,6 @@ class PipeTransformerArguments(TrainingArguments):
                 "with CUDA_MODULE_LOADING=EAGER."
             )
         os.environ["CUDA_MODULE_LOADING"] = "EAGER"
-
-    def _read_trainers_numbers(self) -> None:
-        """Check Trainer's numeric options and convert those given as text."""
-        for name, read in TRAINERS_NUMBERS.items():
-            value = getattr(self, name)
-            if name == "num_train_epochs" and isinstance(self.max_steps, int) and self.max_steps > 0:
-                continue  # max_steps overrides it.
-            found = read(name, value)
-            strategy, needing = STRATEGIES_READING.get(name, ("", ()))
-            if found is None and needing and getattr(self, strategy) in needing:
-                word = str(getattr(getattr(self, strategy), "value", getattr(self, strategy)))
-                raise ValueError(
-                    f"{name} must be a number with {strategy}={word!r}, found {value!r}. Set it, or {strategy}='no'."
-                )
-            if isinstance(found, float) and isinstance(value, str) and found.is_integer():
-                found = int(found)
-            if isinstance(found, int) or isinstance(value, str):
-                setattr(self, name, found)
 
     def _take_precision(self, of_launcher: str) -> None:
         """Set the option for the precision that `accelerate launch` or its configuration names, unless one is set.
@@ -530,6 +477,11 @@ class PipeTransformerArguments(TrainingArguments):
         return ((1,) * lengths[0] if len(lengths) == 1 else lengths,)
 
     @property
+    def head_slices(self) -> int | None:
+        """Requested slices of the head; None for "auto"."""
+        return None if self.pipeline_head_slices == "auto" else int(self.pipeline_head_slices)
+
+    @property
     def num_microbatches(self) -> int | None:
         """Requested number of micro-batches M; None for "auto" and "measured"."""
         count = self.pipeline_parallel_num_microbatches
@@ -552,7 +504,7 @@ def _check_output_dir(value: Any) -> None:
 def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
     """Return arguments with all pipeline options: other `TrainingArguments` are copied and get the defaults."""
     if isinstance(args, PipeTransformerArguments):
-        args._read_trainers_numbers()
+        read_trainers_numbers(args)
         args.is_taken = True
         return args
     _check_output_dir(args.output_dir)
@@ -564,10 +516,11 @@ def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
     # Copied, not constructed: Trainer's __post_init__ has derived values already and must not run twice.
     taken = copy.copy(args)
     taken.__class__ = both
+    # Through the readers, as defaults are written as a person would.
     for option in fields(PipeTransformerArguments):
         if option.name not in vars(taken):
             setattr(taken, option.name, READERS[option.name](option.name, option.default))
-    taken._read_trainers_numbers()
+    read_trainers_numbers(taken)
     taken._take_precision(taken.mixed_precision)
     taken.is_taken = taken.was_plain = True
     taken._recompute_in_pipeline()

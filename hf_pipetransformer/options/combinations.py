@@ -36,6 +36,7 @@ OPTIONS_OF_SCHEDULES: dict[str, Callable[[Abilities], bool]] = {
 
 def raise_first(refusals: Iterable[Refusal]) -> None:
     """Raise ValueError with the message of the first refusal that is true."""
+    # All messages have been built by now, so that none may need what its own condition makes sure of.
     for is_refused, text in refusals:
         if is_refused:
             raise ValueError(text)
@@ -100,6 +101,7 @@ def _refused_on_other_schedules(args: Options) -> list[Refusal]:
 def _refused_on_this_schedule(args: Options) -> list[Refusal]:
     able, here = args.schedule.abilities, f"with pipeline_schedule={args.pipeline_schedule!r}"
     fewest, most = able.min_chunks, able.max_chunks
+    # Slices of sequences, and passes of several steps at a time, have no outputs of whole samples to store.
     stores_nothing = is_uncompiled = not able.runs_steps_whole
     return [
         (
@@ -133,12 +135,12 @@ def _refused_on_this_schedule(args: Options) -> list[Refusal]:
             "Leave pipeline_loss out, or use pipeline_schedule='1f1b'.",
         ),
         (
-            args.pipeline_head_slices > 1 and not able.runs_steps_whole,
+            (args.head_slices or 1) > 1 and not able.runs_steps_whole,
             f"pipeline_head_slices={args.pipeline_head_slices} {here}, which runs its head in other ways. Leave "
             "pipeline_head_slices out, or use pipeline_schedule='1f1b'.",
         ),
         (
-            args.pipeline_head_slices > 1 and args.pipeline_loss in ("batch", "replica"),
+            (args.head_slices or 1) > 1 and args.pipeline_loss in ("batch", "replica"),
             f"pipeline_head_slices={args.pipeline_head_slices} with pipeline_loss={args.pipeline_loss!r}: a loss of "
             "slices sees no whole batch. Choose one.",
         ),
@@ -193,4 +195,5 @@ def unused_by_trainer(args: Options, names: Iterable[str]) -> str | None:
 
 
 def _defaults(args: Options) -> dict[str, Any]:
+    # Those of the instance's own class: a class that combines ours with TRL's may have others.
     return {option.name: option.default for option in fields(args)}

@@ -236,3 +236,66 @@ def _refusal(name: str, expected: str, value: Any, words: Iterable[str] = ()) ->
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}..."
+
+
+# ---- numeric options of Trainer ----
+
+_at_least_one = whole_number("a positive whole number", least=1)
+_any_whole = whole_number("a whole number", least=-(10**18))
+_any_number = number("a number")
+_not_negative = number("a number, 0 or more", lambda x: x >= 0)
+_decay = number("a number in [0, 1)", lambda x: 0 <= x < 1)
+
+TRAINERS_NUMBERS: dict[str, Reader] = {
+    "gradient_accumulation_steps": _at_least_one,
+    "per_device_train_batch_size": _at_least_one,
+    "per_device_eval_batch_size": _at_least_one,
+    "eval_accumulation_steps": optional(_at_least_one),
+    "max_steps": _any_whole,
+    "num_train_epochs": number("a number of epochs, 0 or more", lambda x: x >= 0),
+    "learning_rate": optional(_not_negative),  # Adafactor takes None.
+    "warmup_steps": _not_negative,
+    "weight_decay": _any_number,
+    "adam_beta1": _decay,
+    "adam_beta2": _decay,
+    "adam_epsilon": _not_negative,
+    "max_grad_norm": optional(number("a number", may_be_infinite=True)),
+    "label_smoothing_factor": _any_number,
+    "neftune_noise_alpha": optional(_not_negative),
+    "logging_steps": optional(_any_number),
+    "eval_steps": optional(_any_number),
+    "save_steps": optional(_any_number),
+    "eval_delay": optional(number("a number", may_be_infinite=True)),
+    "save_total_limit": optional(_any_whole),
+    "seed": whole_number(f"a whole number from 0 to {2**32 - 1}", least=0, most=2**32 - 1),
+    "data_seed": optional(_any_whole),
+    "dataloader_num_workers": whole_number("a whole number, 0 or more", least=0),
+}
+"""Ranges of Trainer's own numeric options. Outside them Trainer silently trains nothing, gets NaN, or fails late."""
+
+STRATEGIES_READING = {
+    "logging_steps": ("logging_strategy", ("steps",)),
+    "save_steps": ("save_strategy", ("steps",)),
+    "eval_delay": ("eval_strategy", ("steps", "epoch")),
+}
+"""Strategies with which Trainer compares one of these options with a number of steps, so that it may not be None."""
+
+
+def read_trainers_numbers(args: Any) -> None:
+    """Check Trainer's numeric options and convert those given as text."""
+    for name, read in TRAINERS_NUMBERS.items():
+        value = getattr(args, name)
+        if name == "num_train_epochs" and isinstance(args.max_steps, int) and args.max_steps > 0:
+            continue  # max_steps overrides it.
+        found = read(name, value)
+        strategy, needing = STRATEGIES_READING.get(name, ("", ()))
+        if found is None and needing and getattr(args, strategy) in needing:
+            word = str(getattr(getattr(args, strategy), "value", getattr(args, strategy)))
+            raise ValueError(
+                f"{name} must be a number with {strategy}={word!r}, found {value!r}. Set it, or {strategy}='no'."
+            )
+        # Read as a float, but Trainer takes an int for a number of steps, and a float for a share of the run.
+        if isinstance(found, float) and isinstance(value, str) and found.is_integer():
+            found = int(found)
+        if isinstance(found, int) or isinstance(value, str):
+            setattr(args, name, found)

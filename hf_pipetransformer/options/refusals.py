@@ -48,6 +48,7 @@ def check_arguments(args: PipeTransformerArguments) -> None:
 
 def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
     optimizer = OptimizerNames(args.optim).value
+    # `accelerate launch` says in the environment what its config asks for: the arguments show nothing of it.
     return [
         (
             bool(args.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP"),
@@ -86,8 +87,9 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
         ),
         (
             args.use_liger_kernel,
-            "use_liger_kernel=True replaces the forward of the head and skips logits. Remove it; with "
-            "pipeline_head_slices=8 no logits of whole sequences are kept either.",
+            "use_liger_kernel=True replaces the forward of the head and skips logits; its kernels, which need a GPU, "
+            "have not been compared with plain Trainer in stages. Remove it: with pipeline_head_slices=8 no logits of "
+            "whole sequences are kept either. One stage where nothing freezes is left to Trainer, with its kernels.",
         ),
         (
             args.eval_use_gather_object,
@@ -129,6 +131,7 @@ def _refused_with_processes(args: PipeTransformerArguments) -> list[Refusal]:
 
 def _refused_with_stages(args: PipeTransformerArguments) -> list[Refusal]:
     """List what would be wrong, or have no effect, with several stages."""
+    # With one stage each rank has the whole model, for which all of these mean what they mean in Trainer.
     compiles, mode, backend = args.torch_compile, args.torch_compile_mode, args.torch_compile_backend
     refusals = [
         (

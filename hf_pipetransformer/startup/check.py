@@ -526,10 +526,10 @@ def why_unsliceable(target: ProbeTarget, structure: Structure, rule: LossRule) -
 
 
 def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSlices) -> str | None:
-    """Return why head and loss in slices of a sequence do not reproduce those of the whole; None if they do."""
+    """Return why head and loss in slices of a sequence do not give what whole ones do, without a period, or None."""
     name = type(target.model).__name__
     if not target.is_text or sequences_of(target.inputs) is not None:
-        return f"{name} is not given rows of tokens, each of one text."
+        return f"{name} is not given rows of tokens, each of one text"
     labels, tokens = target.inputs.get("labels"), target.inputs[target.main_input]
     if isinstance(labels, torch.Tensor) and labels.shape == tokens.shape:
         # Every token is a target, those at the ends of slices, too.
@@ -551,7 +551,7 @@ def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSl
             raise
         # A model that reads another form of labels may raise anything.
         except Exception as error:
-            return f"the head of {name} does not run on slices of a sequence ({type(error).__name__}: {error})."
+            return f"the head of {name} does not run on slices of a sequence ({type(error).__name__}: {error})"
         finally:
             view.remove()
         found = _Result(float(loss), gradient_norms(target.parameters))
@@ -559,5 +559,5 @@ def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSl
         return None
     return (
         f"{name} gives the loss {found.loss:.8g} in slices of the sequence and {expected.loss:.8g} for whole ones "
-        f"(gradient norms {found.total_norm:.8g} and {expected.total_norm:.8g})."
+        f"(gradient norms {found.total_norm:.8g} and {expected.total_norm:.8g})"
     )

@@ -20,19 +20,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel
 
+from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
-from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.adapters import bare_model, cast_masters, master_names
 from hf_pipetransformer.splitters.base import layers_of
 from hf_pipetransformer.splitters.families import find_splitter
-from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.splitters.quantized import plan_in_4_bits
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, trace_structure
 from hf_pipetransformer.startup.check import run_stages
 from hf_pipetransformer.startup.costs import BlockProfile, block_costs, kept_back, num_launches, saved_activations
+from hf_pipetransformer.startup.head_slices import why_whole_by_options
 from hf_pipetransformer.startup.model import (
     ProbeTarget,
     dropout_from,
     has_dropout,
+    is_causal_lm,
     num_frozen_by_user,
 )
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner, samples_per_microbatch
@@ -222,6 +224,8 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         has_dropout(model),
         0,
         dropout_from=dropout_from(model, structure),
+        why_whole_head=why_whole_by_options(args, LossScope.PARTS)
+        or (None if is_causal_lm(model) else f"{type(bare_model(model)).__name__} is no causal language model"),
     )
 
 

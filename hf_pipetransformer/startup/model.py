@@ -21,9 +21,8 @@ from hf_pipetransformer.data.batches import IGNORED_LABEL
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.options.refusals import keeps_statistics
 from hf_pipetransformer.schedules.placement import block_of
-from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.adapters import HALVES, bare_model, master_names
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
-from hf_pipetransformer.splitters.masters import HALVES, master_names
 from hf_pipetransformer.splitters.quantized import float32_products, is_packed, put_in_evaluation_mode
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from hf_pipetransformer.startup.twin import WHOLE, ProbeSubmodel
@@ -55,6 +54,7 @@ class ProbeTarget:
         scope: samples that one call of the loss sees in the run.
         shape_without_rows: returns the shape of an output for some inputs, if evaluations of the run gather it and it
             has no row for each sample.
+        why_whole_head: reason why the loss of the run may not be computed in slices of the sequence; None if it may.
     """
 
     model: nn.Module
@@ -67,6 +67,7 @@ class ProbeTarget:
     has_reference: bool = False
     scope: LossScope = LossScope.PARTS
     shape_without_rows: Callable[[dict[str, Any]], str | None] = lambda _inputs: None
+    why_whole_head: str | None = None
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of `inputs`, divided by the number of items of the whole batch `self.inputs`."""

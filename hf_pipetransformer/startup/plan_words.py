@@ -31,7 +31,8 @@ NO_GAIN = 0.97
 
 def in_words(plan: RunPlan) -> str:
     """Return the plan as text: layouts, ranks, schedules, host memory, freezing and cache, where times are from."""
-    parts = [_head(plan), _layouts(plan), _ranks(plan), _host(plan), _schedules(plan), _course(plan), _sources(plan)]
+    memory = _ranks(plan), plan.head_slices, _host(plan)
+    parts = [_head(plan), _layouts(plan), *memory, _schedules(plan), _course(plan), _sources(plan)]
     return "\n\n".join(filter(None, [*parts, "\n".join(verdicts(plan))]))
 
 

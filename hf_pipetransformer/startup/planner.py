@@ -50,7 +50,9 @@ _MEANING = {
 """Description of each value of `pipeline_weights`, for the start-up line."""
 
 
-def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes: float) -> dict[str, Any]:
+def memory_conditions(
+    args: PipeTransformerArguments, probe: Probe, device_bytes: float, head_slices: int
+) -> dict[str, Any]:
     """Return everything except the layout that a rank's memory depends on, as JSON values."""
     names = (
         "per_device_train_batch_size",
@@ -66,7 +68,7 @@ def memory_conditions(args: PipeTransformerArguments, probe: Probe, device_bytes
         "num_microbatches": args.num_microbatches,
         "schedule": args.pipeline_schedule,
         "num_chunks": args.num_chunks,
-        **({"head_slices": args.pipeline_head_slices} if args.pipeline_head_slices > 1 else {}),
+        **({"head_slices": head_slices} if head_slices > 1 else {}),
         **({"weights": args.pipeline_weights} if args.schedule.abilities.overlaps_steps else {}),
         "num_layers": probe.structure.num_layers,
         "device_bytes": device_bytes,
@@ -107,6 +109,8 @@ class RunPlanner:
         sums: if gradients of half-precision weights are added in float32, once a training has begun; None before.
         dropout_from: see `model.dropout_from`.
         scope: samples that one call of the loss sees.
+        why_whole_head: reason why the head may not run in slices of the sequence; None if it may.
+        head_slices: slices of the head that the run has chosen; None if it goes by the options.
     """
 
     args: PipeTransformerArguments
@@ -121,11 +125,24 @@ class RunPlanner:
     sums: bool | None = None
     dropout_from: float = math.inf
     scope: LossScope = LossScope.PARTS
+    why_whole_head: str | None = None
+    head_slices: int | None = None
 
     def trying(self, layout: Layout) -> dict[str, Any]:
         """Return the fields that an out-of-memory event under `layout` records for `read_unfit`."""
-        conditions = memory_conditions(self.args, self.probe, self.device_bytes)
-        return {"layout": layout.as_event(), "conditions": conditions}
+        return {"layout": layout.as_event(), "conditions": self.conditions}
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        return memory_conditions(self.args, self.probe, self.device_bytes, self.num_head_slices)
+
+    @property
+    def num_head_slices(self) -> int:
+        """Slices of the head, as chosen or as the options say."""
+        if self.head_slices is None:
+            return self.args.head_slices or 1
+        # A plan compares schedules, of which some cannot slice.
+        return self.head_slices if self.args.schedule.abilities.runs_steps_whole else 1
 
     @property
     def measures_microbatches(self) -> bool:
@@ -140,20 +157,25 @@ class RunPlanner:
         """Rules of the optimizer, recomputation and precision that memory depends on."""
         args, casts = self.args, bool(self.args.bf16 or self.args.fp16)
         optim = OptimizerNames(args.optim).value
-        slices = args.pipeline_head_slices
-        return MemoryRules(optim, args.pipeline_checkpoint, casts, loss_sees=self.scope.value, head_slices=slices)
+        scope, slices = self.scope.value, self.num_head_slices
+        return MemoryRules(optim, args.pipeline_checkpoint, casts, loss_sees=scope, head_slices=slices)
 
     def sums_in_float32(self, layout: Layout) -> bool:
         """Return True if a run that begins with `layout` adds the gradients of half-precision weights in float32."""
         if self.sums is not None:
             return self.sums
-        args, blocks, asked = self.args, self.costs.blocks, self.args.pipeline_gradient_dtype
+        asked = self.args.pipeline_gradient_dtype
         if asked != "auto":
             return asked == "float32"
-        samples, memory = args.train_samples_per_device * layout.pipeline_size, replace(self.memory_rules, sums=True)
+        fits = self.needed_bytes(layout, sums=True) <= self.device_bytes * (1 - MEMORY_RESERVE)
+        return any(sum_bytes(self.costs.blocks)) and fits
+
+    def needed_bytes(self, layout: Layout, **rules: Any) -> float:
+        """Return the bytes of a layout's fullest rank; `rules` override `memory_rules`."""
+        args, memory = self.args, replace(self.memory_rules, **rules)
+        samples = args.train_samples_per_device * layout.pipeline_size
         more = args.gradient_accumulation_steps, args.pipeline_weights, memory
-        needed = max(rank.total for rank in rank_memory(layout, blocks, samples, *more))
-        return any(sum_bytes(blocks)) and needed <= self.device_bytes * (1 - MEMORY_RESERVE)
+        return max(rank.total for rank in rank_memory(layout, self.costs.blocks, samples, *more))
 
     @property
     def _is_free(self) -> bool:
@@ -226,10 +248,14 @@ class RunPlanner:
         return Layout.from_event(chosen)
 
     def _choose(self, num_frozen: int) -> Layout:
-        size = self.args.pipeline_size
-        if size is not None:
-            self.topology.check_pipeline_size(size)
-            return self.plan(size, num_frozen)
+        if self.args.pipeline_size is not None:
+            self.topology.check_pipeline_size(self.args.pipeline_size)
+        return self.choose(num_frozen)
+
+    def choose(self, num_frozen: int) -> Layout:
+        """Return the first layout. Pure."""
+        if self.args.pipeline_size is not None:
+            return self.plan(self.args.pipeline_size, num_frozen)
         possible = [k for k in self.topology.pipeline_sizes if self.num_chunks(k)]
         # A shorter pipeline has more on each rank, so that it runs out of memory as well.
         untried = [k for k in possible if k > self.unfit]

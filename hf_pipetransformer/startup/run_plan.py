@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.planning.costs import (
     BlockCosts,
@@ -27,6 +26,7 @@ from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 from hf_pipetransformer.splitters.quantized import num_bytes
+from hf_pipetransformer.startup.head_slices import choose_head_slices
 from hf_pipetransformer.startup.model import MOST_GRADIENTS, is_causal_lm
 
 
@@ -126,7 +126,7 @@ class RunPlan:
     layouts of all schedules that the options allow on several stages, fastest first; `refused` says why the others are
     not among them. `host` has the host memory of the fullest rank by phase. `computing_seconds` are those of the
     chosen step if launching operations took no time. `remedy` says what to change where nothing fits.
-    `accumulates` says that a step has several batches.
+    `accumulates` says that a step has several batches. `head_slices` is the line on `pipeline_head_slices="auto"`.
     """
 
     model: str
@@ -150,6 +150,7 @@ class RunPlan:
     computing_seconds: float
     remedy: Remedy | None = None
     accumulates: bool = False
+    head_slices: str | None = None
 
     @property
     def budget(self) -> float:
@@ -163,13 +164,8 @@ class RunPlan:
         return min(fitting or self.options, key=lambda each: each.step_seconds)
 
 
-def plan_run(
-    model: Any, planner: RunPlanner, machine: Machine, course: RunSchedule, may_slice: bool = True
-) -> RunPlan:
-    """Plan every possible number of stages of a run. `model` is read for its name and sizes, not run.
-
-    `may_slice` is False if the loss of the run cannot be computed in slices of the sequence.
-    """
+def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSchedule) -> RunPlan:
+    """Plan every possible number of stages of a run. `model` is read for its name and sizes, not run."""
     args, frozen = planner.args, planner.num_frozen_by_user
     sizes = list(filter(planner.num_chunks, planner.topology.pipeline_sizes))
     if args.pipeline_size is not None and args.pipeline_size not in sizes:
@@ -177,6 +173,9 @@ def plan_run(
             f"pipeline_parallel_size={args.pipeline_size} cannot be planned: the nodes, and the places where the "
             f"model may be cut, allow {sizes}."
         )
+    head_slices = None
+    if args.head_slices is None:
+        planner, head_slices = choose_head_slices(planner, lambda other: other.choose(frozen))
     options = tuple(make_option(planner, planner.plan(k, frozen), machine) for k in sizes)
     # As a run chooses: the shortest pipeline that fits.
     chosen = next((each for each in options if each.fits), options[-1])
@@ -213,18 +212,20 @@ def plan_run(
         timeline=predict_timeline(chosen.layout, *costs, *more),
         computing_seconds=predict_step(chosen.layout, *at_once, *more).seconds,
         accumulates=args.gradient_accumulation_steps > 1,
-        remedy=None if any(each.fits for each in options) else _remedy(model, planner, machine, sizes, may_slice),
+        remedy=None if any(each.fits for each in options) else _remedy(model, planner, machine, sizes),
+        head_slices=head_slices,
     )
 
 
-def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[int], may_slice: bool) -> Remedy:
+def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[int]) -> Remedy:
     """Try what saves memory and costs least, one after the other and together, on every number of stages."""
     args = planner.args
     sizes = [k for k in sizes if args.pipeline_size in (None, k)]
     others = [] if has_adapters(model) else ["adapters (PEFT)"]
     others += [] if "8bit" in planner.memory_rules.optim else ["an 8-bit optimizer"]
     slices: dict[str, Any] = {}
-    if may_slice and _slices_its_head(model, planner):
+    asked = args.head_slices
+    if planner.why_whole_head is None and asked is not None and asked < HEAD_SLICES:
         slices = {"pipeline_head_slices": HEAD_SLICES}
     recomputed = {} if args.pipeline_checkpoint == "layers" else {"pipeline_checkpoint": "layers"}
     tried = [slices, recomputed, slices | recomputed]
@@ -241,11 +242,6 @@ def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[i
             if option.fits:
                 return Remedy(changes, option, tuple(others))
     return Remedy(None, None, tuple(others))
-
-
-def _slices_its_head(model: Any, planner: RunPlanner) -> bool:
-    able = planner.args.schedule.abilities.runs_steps_whole and planner.scope is LossScope.PARTS
-    return able and is_causal_lm(model) and planner.args.pipeline_head_slices < HEAD_SLICES
 
 
 def _costs(planner: RunPlanner, layout: Layout) -> tuple[BlockCosts, Overheads]:
@@ -333,7 +329,8 @@ def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
     args = copy.copy(planner.args)
     for name, value in changes.items():
         setattr(args, name, value)
-    return replace(planner, args=args)
+    # What the run chose by itself gives way to what is changed.
+    return replace(planner, args=args, head_slices=None if "pipeline_head_slices" in changes else planner.head_slices)
 
 
 def _other_schedules(

@@ -20,8 +20,8 @@ from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.slice_costs import TokenCosts
 from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.report.events import read_unfit
+from hf_pipetransformer.splitters.adapters import master_names
 from hf_pipetransformer.splitters.base import UnsupportedModelError
-from hf_pipetransformer.splitters.masters import master_names
 from hf_pipetransformer.startup.check import (
     check_loss,
     depends_on_length,
@@ -42,6 +42,7 @@ from hf_pipetransformer.startup.costs import (
     smallest_device_bytes,
     with_batch,
 )
+from hf_pipetransformer.startup.head_slices import NUMBERS, why_whole_by_options
 from hf_pipetransformer.startup.model import (
     MOST_GRADIENTS,
     ProbeTarget,
@@ -104,7 +105,9 @@ def inspect_model(
     model = given.model
     cuts_tokens = args.schedule.abilities.cuts_tokens
     is_shown = topology.rank == 0 and not args.disable_tqdm
-    num_parts = _NUM_PARTS + 2 * cuts_tokens + (is_training and args.pipeline_head_slices > 1)
+    why_whole_head = given.why_whole_head or why_whole_by_options(args, given.scope)
+    tries_slices = is_training and args.head_slices != 1 and why_whole_head is None
+    num_parts = _NUM_PARTS + 2 * cuts_tokens + tries_slices
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar("Inspecting the model", num_parts, is_shown))
         inspection = Inspection(topology, type(model).__name__, bar)
@@ -140,11 +143,13 @@ def inspect_model(
                     exact.shape_without_rows(exact.inputs) if topology.world_size > 1 else None,
                 ]
             )
-            slices = HeadSlices(args.pipeline_head_slices, loss_rule.rule)
-            if slices.number > 1 and is_training:
-                why = inspection.on_first_rank(lambda: why_no_head_slices(exact, probe.structure, slices))
-                if why is not None:
-                    raise ValueError(f"pipeline_head_slices={slices.number} changes the numbers of this model: {why}")
+            if tries_slices:
+                slices = HeadSlices(args.head_slices or NUMBERS[0], loss_rule.rule)
+                why_whole_head = inspection.on_first_rank(lambda: why_no_head_slices(exact, probe.structure, slices))
+                if why_whole_head is not None and args.head_slices is not None:
+                    raise ValueError(
+                        f"pipeline_head_slices={slices.number} changes the numbers of this model: {why_whole_head}."
+                    )
             # After the rule of the loss is known, by which the losses of slices are added.
             if cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, loss_rule.rule))
@@ -174,11 +179,14 @@ def inspect_model(
             device_bytes,
             frozen,
             has_dropout(model),
-            topology.decide(lambda: read_unfit(events, memory_conditions(args, probe, device_bytes))),
+            topology.decide(
+                lambda: read_unfit(events, memory_conditions(args, probe, device_bytes, args.head_slices or 1))
+            ),
             batch_size(given.inputs),
             # What differs in training without a rate that names a layer counts from the first one on.
             dropout_from=1 if has_modes else drops_from,
             scope=loss_rule.scope,
+            why_whole_head=why_whole_head,
         ),
     )
 

@@ -18,7 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_pipetransformer.data.rng import generators_kept
 from hf_pipetransformer.options.refusals import comparable
-from hf_pipetransformer.splitters.masters import master_names
+from hf_pipetransformer.splitters.adapters import master_names
 from hf_pipetransformer.state.run_state import DataDescription, RunIdentity, RunState
 
 
@@ -151,6 +151,9 @@ def check_same_run(folder: str, saved: RunState, present: RunIdentity, data: Dat
 def _describe_changes(saved: RunState, present: RunIdentity) -> str | None:
     old_arguments, arguments = saved.arguments, present.arguments
     changed = [name for name in old_arguments if name in arguments and arguments[name] != old_arguments[name]]
+    # Chosen later in the start, and compared there.
+    if arguments.get("pipeline_head_slices") == "auto" and "pipeline_head_slices" in changed:
+        changed.remove("pipeline_head_slices")
     told = [f"{name}={arguments[name]} (was {old_arguments[name]})" for name in changed]
     for found, old, what in (
         (present.policy_class, saved.policy_class, "as class of the freeze policy, which begins anew"),
@@ -200,7 +203,9 @@ class RunDescription:
         dtypes = dict.fromkeys(master_names(model) if args.pipeline_master_dtype else (), torch.float32)
         return RunIdentity(
             world_size=topology.world_size,
-            arguments=comparable({name: arguments[name] for name in TOLD_ARGUMENTS}),
+            # Slices as a number, which checkpoints have.
+            arguments=comparable({name: arguments[name] for name in TOLD_ARGUMENTS})
+            | {"pipeline_head_slices": args.head_slices or "auto"},
             has_plan=args.layout_plan is not None,
             policy=policy.describe(),
             policy_class=type(policy).__name__,

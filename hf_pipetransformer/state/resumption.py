@@ -198,6 +198,15 @@ class Resumption:
             )
         return planned
 
+    def compare_head_slices(self, number: int) -> None:
+        """Warn if the run has chosen another number of slices of the head than it was saved with."""
+        saved = None if self.is_plain else self.state.arguments.get("pipeline_head_slices")
+        if saved not in (None, number):
+            logger.warning(
+                f"pipeline_head_slices='auto': {number} from here on, {saved} in the run that was saved. Losses and "
+                f"gradients are the same but for rounding; pipeline_head_slices={saved} keeps their bits."
+            )
+
     @property
     def known_microbatches(self) -> dict[tuple[int, int], int] | None:
         """Saved best number of micro-batches M, by stages K and chunks V; None if it must be measured again."""

@@ -140,6 +140,9 @@ class Checkpoints:
         progress, seeds, loader, place = self.context.run.state, self.context.seeds, self.loader, self._place()
         values: dict[str, Any] = {
             **vars(self.description.identity),
+            # What is in force, where the options leave it open.
+            "arguments": self.description.identity.arguments
+            | {"pipeline_head_slices": self.pipeline.settings.head_slices.number},
             **self.kinds(),
             **self._schedules(),
             "data": self.description.data(),

@@ -41,8 +41,8 @@ from hf_pipetransformer.training.needs import (
     Need,
     RunOptions,
     check_trained_model,
-    may_slice_head,
     say_left_to_trainer,
+    why_whole_head,
 )
 from hf_pipetransformer.training.replica_gather import REMEDY, shape_without_rows
 from hf_pipetransformer.training.traces import leaving_no_trace
@@ -69,6 +69,11 @@ class ModelReport:
     def adding_losses(self) -> ModelReport:
         """Return the report of a run that adds the losses of micro-batches."""
         return replace(self, start_up=self.start_up.with_scope(LossScope.PARTS))
+
+    def slicing_head(self, number: int, unfit: int) -> ModelReport:
+        """Return the report of a training that has chosen the slices of its head; see `RunPlanner`."""
+        plans = replace(self.start_up.plans, head_slices=number, unfit=unfit)
+        return replace(self, start_up=replace(self.start_up, plans=plans))
 
     def adding(self, in_float32: bool) -> ModelReport:
         """Return the report of a training whose gradients of half-precision weights are added in float32, or not."""
@@ -227,11 +232,10 @@ class PipelineBuilder:
             parts = (batches, main_input_of(trainer.model), count, most_samples(args))
             # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
             samples = topology.decide(lambda: probe_samples(*parts))
-        if is_training and args.pipeline_head_slices > 1 and not may_slice_head(trainer):
+        why_whole = why_whole_head(trainer)
+        if is_training and (args.head_slices or 1) > 1 and why_whole is not None:
             raise ValueError(
-                f"pipeline_head_slices={args.pipeline_head_slices}: the loss of {type(trainer).__name__} is more than "
-                "that of a causal language model of transformers, and may read the logits of whole sequences. Leave "
-                "the option out."
+                f"pipeline_head_slices={args.head_slices} would change the numbers: {why_whole}. Leave the option out."
             )
         # TRL's trainers compute their loss in evaluations too, also of batches that have no labels.
         needs_loss = is_training or trl_compat.metrics(trainer) is not None
@@ -251,6 +255,7 @@ class PipelineBuilder:
                     has_reference=trl_compat.reference(trainer, shell) is not None,
                     scope=scope,
                     shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored_outputs),
+                    why_whole_head=why_whole,
                 ),
                 args,
                 topology,
@@ -356,7 +361,7 @@ class PipelineBuilder:
             is_mixed=trainer.accelerator.native_amp,
             sums_in_float32=report.is_training and start_up.plans.sums_in_float32(layout),
             masters_in_float32=args.pipeline_master_dtype is not None,
-            head_slices=HeadSlices(args.pipeline_head_slices, start_up.loss_rule.rule),
+            head_slices=HeadSlices(start_up.plans.num_head_slices, start_up.loss_rule.rule),
         )
         stage = start_stage(trainer.model, report.splitter, layout, settings, report.is_training)
         shifts_labels = trainer_compat.shifts_labels(trainer)

@@ -36,7 +36,6 @@ from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches
 from hf_pipetransformer.startup.plan_words import as_json
 from hf_pipetransformer.startup.plan_words import in_words as plan_in_words
 from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, RunPlan, plan_run
-from hf_pipetransformer.training.needs import may_slice_head
 
 
 if TYPE_CHECKING:
@@ -215,7 +214,7 @@ def _plan(builder: PipelineBuilder, start_up: StartUp, batches: FirstBatches, le
         per_step=args.train_samples_per_device * args.gradient_accumulation_steps * reading,
     )
     planner = replace(plans, costs=replace(plans.costs, overheads=overheads))
-    return plan_run(trainer.model, planner, machine, course, may_slice_head(trainer))
+    return plan_run(trainer.model, planner, machine, course)
 
 
 def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputReport, num_samples: int) -> DiskProfile:

@@ -66,6 +66,8 @@ class RunOptions:
         # Trainer's replicas do not give the numbers of one process, but that alone is worth no error.
         if args.world_size > 1 and not has_adapters(model):
             return Need.PREFERRED
+        if args.head_slices is None:
+            return Need.PREFERRED
         return Need.PREFERRED if args.activation_cache == "auto" and _may_store(model) else Need.NONE
 
     def does_without(self, error: ValueError, model: Any) -> bool:
@@ -92,7 +94,7 @@ class RunOptions:
     def only_store(self) -> bool:
         """True if a pipeline would be of use for nothing but storing what the script froze."""
         own = self._freeze or self._ask_for_parts or self.args.plan_only or self.args.activation_cache_views
-        return self.is_undivided and not own
+        return self.is_undivided and not own and self.args.head_slices is not None
 
     @property
     def is_undivided(self) -> bool:
@@ -111,7 +113,7 @@ class RunOptions:
             or args.num_microbatches not in (None, 1)
             or (args.pipeline_checkpoint != "never" and not args.recomputes_for_trainer)
             or args.pipeline_token_slices != "auto"
-            or args.pipeline_head_slices > 1
+            or (args.head_slices or 1) > 1
             or args.layout_plan is not None
             or args.pipeline_trace_step is not None
             or self.splitter is not None
@@ -188,7 +190,15 @@ def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -
     check_model(model, num_stages, options.is_undivided, (users_optimizer, None))
 
 
-def may_slice_head(trainer: Trainer) -> bool:
-    """Return True if the loss is that of a causal language model of transformers, and nothing else reads logits."""
+def why_whole_head(trainer: Trainer) -> str | None:
+    """Return why the head must see whole sequences; None if the loss is that of a causal language model alone."""
+    name = type(trainer).__name__
+    if trl_compat.has_fused_head(trainer):
+        return f"the loss of {name} computes logits in pieces of its own and keeps none of them"
     is_models = trainer_compat.has_plain_loss(trainer) and trainer_compat.has_known_loss(trainer)
-    return is_models and trl_compat.metrics(trainer) is None and is_causal_lm(trainer.model)
+    if is_models and trl_compat.metrics(trainer) is None and is_causal_lm(trainer.model):
+        return None
+    return (
+        f"the loss of {name} is more than that of a causal language model of transformers, and may read the logits of "
+        "whole sequences"
+    )

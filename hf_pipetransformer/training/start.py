@@ -21,10 +21,11 @@ from hf_pipetransformer.freeze.policies import coming_spans
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, check_policy, make_clock
 from hf_pipetransformer.planning.planner import reachable_shapes
 from hf_pipetransformer.report import announce, logger
-from hf_pipetransformer.report.events import read_known_microbatches
+from hf_pipetransformer.report.events import read_known_microbatches, read_unfit
 from hf_pipetransformer.report.origin import origin_of
 from hf_pipetransformer.runtime.optimizer_state import OptimizerState, keep_parameters
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
+from hf_pipetransformer.startup.head_slices import choose_head_slices
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption, read_plan
 from hf_pipetransformer.state.saving import Checkpoints
@@ -39,6 +40,7 @@ from hf_pipetransformer.training.training import Training
 if TYPE_CHECKING:
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.startup.planner import RunPlanner
     from hf_pipetransformer.training.builder import ModelReport, PipelineBuilder
     from hf_pipetransformer.training.context import TrainingContext
 
@@ -276,6 +278,8 @@ def start_training(
     if report is None:
         return None
     replay = read_plan(args, report.start_up.probe.structure, topology)
+    if args.head_slices is None:
+        report = _with_head_slices(context, report, resumption, replay)
     report, layout = _first_layout(builder, report, resumption, replay)
     start_up, plans = report.start_up, report.start_up.plans
     longest = longest_pipeline(layout, None if resumption is None else resumption.first_layout, policy, replay)
@@ -289,6 +293,31 @@ def start_training(
     context.gains.begin()
     pipeline = builder.start(report.adding(sums), layout, longest)
     return TrainingSetup(context, policy, pipeline, replay, names, description, resumption, keeps_optimizer)
+
+
+def _with_head_slices(
+    context: TrainingContext, report: ModelReport, resumption: Resumption | None, replay: Mapping[int, Layout] | None
+) -> ModelReport:
+    """Choose the slices of the head for a run that leaves them open. Collective: call on every rank."""
+    plans, topology = report.start_up.plans, context.topology
+
+    def first(planner: RunPlanner) -> Layout:
+        return planner.choose(plans.num_frozen_by_user) if replay is None else replay[0]
+
+    def unfit(planner: RunPlanner) -> int:
+        return read_unfit(context.journal.log.path, planner.conditions)
+
+    def choose() -> list[Any]:
+        if context.args.pipeline_size is not None:
+            topology.check_pipeline_size(context.args.pipeline_size)
+        chosen, line = choose_head_slices(plans, first, unfit)
+        announce(line, is_decision=True)
+        return [chosen.num_head_slices, chosen.unfit]
+
+    number, num_unfit = topology.decide(choose)
+    if resumption is not None and topology.rank == 0:
+        resumption.compare_head_slices(number)
+    return report.slicing_head(number, num_unfit)
 
 
 def _first_layout(

@@ -561,6 +561,7 @@ def test_what_ran_out_of_memory_is_remembered_for_its_stages_of_a_rank(tmp_path:
             ),
             probe,
             1e9,
+            1,
         )
         for chunks in (None, 2, 3)
     ]

@@ -15,6 +15,8 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.program import MicroBatch
+from hf_pipetransformer.startup import start
+from hf_pipetransformer.state.checkpoint import read_state
 from tests.support.decoders import collate_tokens, make_decoder, make_rows
 
 
@@ -120,13 +122,108 @@ def test_a_loss_that_may_read_whole_logits_is_refused(tmp_path: Path) -> None:
             trainer.train()
 
 
+# ---- slices that the run chooses ----
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
+    monkeypatch.setattr(start, "smallest_device_bytes", lambda *_: num_bytes)
+
+
+def slices_of(trainer: Any) -> int:
+    return int(trainer.pipeline_run.pipeline.settings.head_slices.number)
+
+
+def test_slices_that_the_run_chooses_are_saved_and_compared_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own: dict[str, Any] = {"pipeline_head_slices": "auto", "save_strategy": "steps", "save_steps": 2}
+    plain = logged(trainer_of(Trainer, tmp_path / "plain", model_of("llama")))
+    first = trainer_of(PipeTransformerTrainer, tmp_path / "ours", model_of("llama"), **own)
+    plant(monkeypatch, 1e12)
+    np.testing.assert_allclose(logged(first), plain, rtol=1e-5)
+    folder = tmp_path / "ours" / "checkpoint-2"
+    assert slices_of(first) == read_state(str(folder)).arguments["pipeline_head_slices"] == 1
+    for num_bytes, expected in ((1e12, 1), (1.0, 64)):
+        plant(monkeypatch, num_bytes)
+        again = trainer_of(PipeTransformerTrainer, tmp_path / "ours", model_of("llama"), **own)
+        with caplog.at_level("WARNING", "hf_pipetransformer"):
+            again.train(resume_from_checkpoint=str(folder))
+        assert slices_of(again) == expected
+        found = [entry["loss"] for entry in again.state.log_history if "grad_norm" in entry]
+        np.testing.assert_allclose(found, [loss for loss, _ in plain], rtol=1e-5)
+        warning = "pipeline_head_slices='auto': 64 from here on, 1 in the run that was saved"
+        assert (warning in caplog.text) == (expected == 64)
+        assert "goes on with other settings" not in caplog.text
+
+
+def test_a_loss_of_the_users_keeps_the_head_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plant(monkeypatch, 1.0)
+    trainer = trainer_of(Doubled, tmp_path, model_of("llama"), pipeline_head_slices="auto", max_steps=1)
+    with caplog.at_level("INFO", "hf_pipetransformer"):
+        trainer.train()
+    assert slices_of(trainer) == 1
+    assert "GB, but the loss of Doubled is more than that of a causal language model of transformers" in caplog.text
+
+
+def test_a_head_that_mixes_tokens_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plant(monkeypatch, 1.0)
+    model: Any = model_of("llama")
+    model.lm_head.register_forward_pre_hook(lambda _module, given: (given[0] + given[0].mean(1, keepdim=True),))
+    trainer = trainer_of(PipeTransformerTrainer, tmp_path, model, pipeline_head_slices="auto", max_steps=1)
+    with caplog.at_level("INFO", "hf_pipetransformer"):
+        trainer.train()
+    assert slices_of(trainer) == 1
+    assert "but LlamaForCausalLM gives the loss" in caplog.text
+
+
+def test_a_plan_counts_the_slices_that_the_run_would_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, 1.0)
+    trainer = trainer_of(
+        PipeTransformerTrainer, tmp_path, model_of("llama"), pipeline_head_slices="auto", plan_only=True
+    )
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert "pipeline_head_slices='auto': the head runs in 64 slices." in capsys.readouterr().out
+
+
+# ---- TRL ----
+
+
+def test_trls_own_head_keeps_no_logits_in_stages_and_is_not_sliced(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    from hf_pipetransformer.trl import SFTPipelineTrainer
+    from tests.support.sft import make_sft_trainer
+
+    trainer = make_sft_trainer(SFTPipelineTrainer, tmp_path / "sliced", max_steps=1, pipeline_head_slices=2)
+    with pytest.raises(
+        ValueError, match="=2 would change the numbers: the loss of SFTPipelineTrainer computes logits in pieces"
+    ):
+        trainer.train()
+    options: dict[str, Any] = {"pipeline_parallel_num_microbatches": 2, "pipeline_head_slices": "auto"}
+    trainer = make_sft_trainer(
+        SFTPipelineTrainer, tmp_path / "whole", max_steps=2, eval_strategy="no", logging_steps=1, **options
+    )
+    calls: list[int] = []
+    trainer.model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    trainer.train()
+    assert slices_of(trainer) == 1
+    assert not calls, "the whole logits of a batch"
+    assert "mean_token_accuracy" in trainer.state.log_history[0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"pipeline_schedule": "token"}, "token', which runs its head in other ways"),
         ({"pipeline_schedule": "async_1f1b"}, "async_1f1b', which runs its head in other ways"),
         ({"pipeline_loss": "batch"}, "a loss of slices sees no whole batch"),
-        ({"pipeline_head_slices": 0}, "a number of slices, 1 or more"),
+        ({"pipeline_head_slices": 0}, "must be .auto. or a positive whole number"),
     ],
 )
 def test_options_that_exclude_it_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
