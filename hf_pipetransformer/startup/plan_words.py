@@ -120,6 +120,7 @@ def _of_stage(blocks: range, num_blocks: int) -> str:
     words += [f"attention of layer {block_of(own[-1])}"] if is_cut_above else []
     return ", ".join([*words, *(["head"] if num_blocks - 1 in blocks else [])])
 
+
 def _course(plan: RunPlan) -> str:
     """Return the length of the run, what freezes when, and what is stored."""
     course, freezing = plan.course, plan.course.freezing
@@ -238,12 +239,12 @@ def _whether_to_freeze(plan: RunPlan) -> str:
         texts = [f"No gain: {epochs}, in which freezing and cache take {share:.2f} of the full run's time."]
     else:
         at_least = "" if course.freezing.is_certain else "at least "
-        texts = [
-            f"Freezing is predicted to take {at_least}{duration(took.seconds)}, {share:.2f} of the full run's time. It "
-            f"may cost accuracy: compare it with {took.equal_epochs:.3g} epochs of full fine-tuning, which take as "
-            "long.",
-            *filter(None, [course.evidence]),
-        ]
+        text = (
+            f"Freezing is predicted to take {at_least}{duration(took.seconds)}, {share:.2f} of the full run's time. "
+            f"It may cost accuracy: compare it with {took.equal_epochs:.3g} epochs of full fine-tuning, which take as "
+            "long."
+        )
+        texts = [text, *filter(None, [course.evidence])]
     if caching is not None and caching.is_used and caching.share < HALF:
         texts.append(
             f"Only {caching.share:.0%} of the samples fit into the activation cache: raise activation_cache_max_gb, "
