@@ -16,7 +16,7 @@ import torch
 from hf_pipetransformer.cache.files import Array, StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder
 from hf_pipetransformer.cache.store import ActivationStore, StoreSize
-from hf_pipetransformer.planning.costs import BlockCosts, active_seconds
+from hf_pipetransformer.planning.blocks import BlockCosts, active_seconds
 from hf_pipetransformer.planning.search import Choice, Horizon, Storing, prefix_seconds
 from hf_pipetransformer.planning.storing import (
     CacheCosts,

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hf_pipetransformer.planning.costs import (
+from hf_pipetransformer.planning.blocks import (
     BlockCosts,
-    Overheads,
     block_backwards,
     block_forwards,
     gradient_bytes,
     trained_elements,
 )
+from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 
 

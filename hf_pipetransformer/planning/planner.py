@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_pipetransformer.planning.costs import (
-    WORK_OVERHEADS,
-    BlockCosts,
-    Overheads,
-    Prediction,
-    block_loads,
-    costs_by_work,
-    predict_step,
-)
+from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
+from hf_pipetransformer.planning.costs import WORK_OVERHEADS, Overheads, Prediction, costs_by_work, predict_step
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 from hf_pipetransformer.planning.partition import partition
-from hf_pipetransformer.planning.token_plans import cut_layout
+from hf_pipetransformer.planning.token_slices import cut_layout
 from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Plans, num_layers

@@ -12,14 +12,8 @@ from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from hf_pipetransformer.planning.costs import (
-    BlockCosts,
-    Prediction,
-    active_seconds,
-    predict_step,
-    trained_elements,
-    with_launches,
-)
+from hf_pipetransformer.planning.blocks import BlockCosts, active_seconds, trained_elements
+from hf_pipetransformer.planning.costs import Prediction, predict_step, with_launches
 from hf_pipetransformer.planning.partition import compress_by_memory
 from hf_pipetransformer.planning.planner import (
     Candidate,

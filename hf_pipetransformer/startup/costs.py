@@ -25,8 +25,8 @@ from hf_pipetransformer.data.batches import batch_size, take_samples
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
 from hf_pipetransformer.engine.timing import settled_seconds
-from hf_pipetransformer.planning.costs import BlockCosts
-from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
+from hf_pipetransformer.planning.blocks import BlockCosts
+from hf_pipetransformer.planning.token_slices import SliceTime, TokenCosts, fit_token_costs
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
 from hf_pipetransformer.splitters.quantized import is_packed, num_bytes, num_weights
 from hf_pipetransformer.startup.check import run_slices

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from hf_pipetransformer.planning.costs import stage_elements, trained_elements
+from hf_pipetransformer.planning.blocks import stage_elements, trained_elements
 from hf_pipetransformer.planning.memory import RankMemory
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules.layout import Layout, counted

@@ -13,15 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.options.combinations import check_combinations
-from hf_pipetransformer.planning.costs import (
-    BlockCosts,
-    Overheads,
-    predict_step,
-    predict_timeline,
-)
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory
+from hf_pipetransformer.planning.blocks import BlockCosts
+from hf_pipetransformer.planning.costs import Overheads, predict_step, predict_timeline, shard_seconds
+from hf_pipetransformer.planning.forecast import Forecast
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory, shard_memory
 from hf_pipetransformer.planning.search import Storing
-from hf_pipetransformer.planning.sharded import shard_memory, shard_seconds
 from hf_pipetransformer.planning.storing import CacheCosts, Caching, StoreContents, why_not_over_nodes
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
@@ -32,7 +28,7 @@ from hf_pipetransformer.startup.model import MOST_GRADIENTS, is_causal_lm
 
 if TYPE_CHECKING:
     from hf_pipetransformer.planning.course import RunSchedule
-    from hf_pipetransformer.planning.forecast import Duration, Forecast
+    from hf_pipetransformer.planning.forecast import Duration
     from hf_pipetransformer.planning.simulator import Timeline
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.startup.planner import RunPlanner
@@ -188,7 +184,8 @@ def plan_run(
     caching = _caching(planner, chosen.layout, machine, course)
     storing = _storing(planner, chosen.layout, machine, course, caching)
     costs = _costs(planner, chosen.layout)
-    forecast = planner.forecast(chosen.layout, *costs, course.steps_per_epoch, storing)
+    inputs = replace(planner.inputs(chosen.layout), blocks=costs[0], overheads=costs[1])
+    forecast = Forecast(chosen.layout, inputs, course.steps_per_epoch, storing)
     step = args.train_samples_per_device * chosen.layout.pipeline_size
     more = step, args.gradient_accumulation_steps
     # The same step on a device that never waits for Python.

@@ -17,7 +17,7 @@ from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule, LossScope
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.slice_costs import TokenCosts
+from hf_pipetransformer.planning.token_slices import TokenCosts
 from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.splitters.base import UnsupportedModelError

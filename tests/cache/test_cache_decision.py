@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads
+from hf_pipetransformer.planning.blocks import BlockCosts
+from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.planner import PlanInputs, PlanRules
 from hf_pipetransformer.planning.search import Choice, Horizon, search
 from hf_pipetransformer.planning.storing import (

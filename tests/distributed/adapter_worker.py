@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.planning.costs import trained_elements
+from hf_pipetransformer.planning.blocks import trained_elements
 from hf_pipetransformer.splitters.quantized import prepare_quantized
 from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.support.adapted import METHODS, adapted, base_of, data_of

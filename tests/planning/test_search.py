@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads
+from hf_pipetransformer.planning.blocks import BlockCosts
+from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.planner import WORTH_MOVING, PipelineShape, PlanInputs, PlanRules
 from hf_pipetransformer.planning.search import (
     TIE,
