@@ -22,23 +22,13 @@ from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.masters import master_names
-from hf_pipetransformer.startup.check import (
-    check_loss,
-    depends_on_length,
-    depends_on_padding,
-    probe_model,
-    reads_first_alone,
-    why_no_head_slices,
-    why_unsliceable,
-)
+from hf_pipetransformer.startup.check import check_loss, probe_model
 from hf_pipetransformer.startup.costs import (
-    MOST_SEQUENCES,
     BlockProfile,
     ReadBatch,
     affordable_sequences,
     block_costs,
     measure_blocks,
-    measure_slices,
     smallest_device_bytes,
     with_batch,
 )
@@ -53,7 +43,6 @@ from hf_pipetransformer.startup.model import (
     undisturbed,
     with_masters,
 )
-from hf_pipetransformer.startup.modes import computes_otherwise_in_training
 from hf_pipetransformer.startup.planner import (
     MeasuredCosts,
     RunPlanner,
@@ -62,12 +51,19 @@ from hf_pipetransformer.startup.planner import (
     samples_per_microbatch,
 )
 from hf_pipetransformer.startup.rows import why_mixed
+from hf_pipetransformer.startup.slices import MOST_SEQUENCES, measure_slices, why_no_head_slices, why_unsliceable
+from hf_pipetransformer.startup.storable import (
+    computes_otherwise_in_training,
+    depends_on_length,
+    depends_on_padding,
+    reads_first_alone,
+)
 from hf_pipetransformer.startup.twin import as_twin, moved
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.splitters.structure import Probe
+    from hf_pipetransformer.splitters.structure import Probe, Structure
 
 
 T = TypeVar("T")
@@ -102,9 +98,8 @@ def inspect_model(
         ValueError: the ranks' models differ, or token slices are requested and compute other numbers.
     """
     model = given.model
-    cuts_tokens = args.schedule.abilities.cuts_tokens
     is_shown = topology.rank == 0 and not args.disable_tqdm
-    num_parts = _NUM_PARTS + 2 * cuts_tokens + (is_training and args.pipeline_head_slices > 1)
+    num_parts = _NUM_PARTS + 2 * args.schedule.abilities.cuts_tokens + (is_training and args.pipeline_head_slices > 1)
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar("Inspecting the model", num_parts, is_shown))
         inspection = Inspection(topology, type(model).__name__, bar)
@@ -123,33 +118,17 @@ def inspect_model(
         _check_same_model(topology, model, probe)
         # Found by comparing bits, which may differ between kinds of devices: all ranks need one answer.
         probe = replace(probe, placeholders=frozenset(topology.decide(lambda: sorted(probe.placeholders))))
+        # Before the checks stop the gradients of large parameters, which the script may train.
+        frozen, drops_from = num_frozen_by_user(model, probe.structure), dropout_from(model, probe.structure)
         with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
             loss_rule = _find_loss_rule(exact, probe, args, inspection)
-            frozen, caches = num_frozen_by_user(model, probe.structure), args.activation_cache != "off"
-            is_stored_whole = caches and frozen == probe.structure.num_layers
-            drops_from = dropout_from(model, probe.structure)
             # Layers with dropout are known to compute otherwise in training: nothing has to be tried.
-            is_tried = is_training and caches and 0 < frozen < drops_from
-            pads_alike, keeps_padding, reads_first, has_modes, shape_without_rows = inspection.on_first_rank(
-                lambda: [
-                    topology.world_size > 1 and (_joins_texts(exact, args) or depends_on_length(exact)),
-                    args.activation_cache == "off" or depends_on_padding(exact, probe),
-                    is_stored_whole and reads_first_alone(exact, probe),
-                    is_tried and computes_otherwise_in_training(exact, probe.structure, frozen),
-                    exact.shape_without_rows(exact.inputs) if topology.world_size > 1 else None,
-                ]
-            )
-            slices = HeadSlices(args.pipeline_head_slices, loss_rule.rule)
-            if slices.number > 1 and is_training:
-                why = inspection.on_first_rank(lambda: why_no_head_slices(exact, probe.structure, slices))
-                if why is not None:
-                    raise ValueError(f"pipeline_head_slices={slices.number} changes the numbers of this model: {why}")
+            is_tried = is_training and 0 < frozen < drops_from
+            found = inspection.on_first_rank(lambda: _find_traits(exact, probe, args, topology, frozen, is_tried))
             # After the rule of the loss is known, by which the losses of slices are added.
-            if cuts_tokens:
-                why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, loss_rule.rule))
-                if why is not None:
-                    raise ValueError(f"pipeline_schedule='token': {why}")
+            slices = HeadSlices(args.pipeline_head_slices if is_training else 1, loss_rule.rule)
+            _check_slices(exact, probe.structure, args, inspection, slices)
         # Outside of full precision, as costs are those of the run's own dtypes.
         costs = _measure_costs(target, probe, loss_rule.rule, args, inspection, read)
     if args.pipeline_size != 1 and topology.world_size > 1:
@@ -159,10 +138,10 @@ def inspect_model(
     return StartUp(
         probe=probe,
         loss_rule=loss_rule,
-        common_length=CommonLength(target.main_input, target.pad_token_id) if pads_alike else None,
-        sees_padding=keeps_padding,
-        reads_first=reads_first,
-        shape_without_rows=shape_without_rows,
+        common_length=CommonLength(target.main_input, target.pad_token_id) if found["pads_alike"] else None,
+        sees_padding=found["sees_padding"],
+        reads_first=found["reads_first"],
+        shape_without_rows=found["shape_without_rows"],
         pad_token_id=target.pad_token_id,
         main_dtype=target.inputs[target.main_input].dtype,
         samples={key: each.cpu() if isinstance(each, torch.Tensor) else each for key, each in target.inputs.items()},
@@ -177,7 +156,7 @@ def inspect_model(
             topology.decide(lambda: read_unfit(events, memory_conditions(args, probe, device_bytes))),
             batch_size(given.inputs),
             # What differs in training without a rate that names a layer counts from the first one on.
-            dropout_from=1 if has_modes else drops_from,
+            dropout_from=1 if found["has_modes"] else drops_from,
             scope=loss_rule.scope,
         ),
     )
@@ -316,6 +295,43 @@ def _find_loss_rule(
     if why is not None and is_split:
         raise LossDoesNotDecomposeError(why)
     return FoundRule(LossRule(rule), ignores_num_items, refusal, is_finite, exact.scope)
+
+
+def _find_traits(
+    exact: ProbeTarget,
+    probe: Probe,
+    args: PipeTransformerArguments,
+    topology: Topology,
+    num_frozen: int,
+    tries_modes: bool,
+) -> dict[str, Any]:
+    """Return what a run has to know of its model to pad, store and gather: JSON values. Runs on one rank."""
+    several, caches = topology.world_size > 1, args.activation_cache != "off"
+    return {
+        "pads_alike": several and (_joins_texts(exact, args) or depends_on_length(exact)),
+        "sees_padding": not caches or depends_on_padding(exact, probe),
+        "reads_first": caches and num_frozen == probe.structure.num_layers and reads_first_alone(exact, probe),
+        "has_modes": caches and tries_modes and computes_otherwise_in_training(exact, probe.structure, num_frozen),
+        "shape_without_rows": exact.shape_without_rows(exact.inputs) if several else None,
+    }
+
+
+def _check_slices(
+    exact: ProbeTarget,
+    structure: Structure,
+    args: PipeTransformerArguments,
+    inspection: Inspection,
+    slices: HeadSlices,
+) -> None:
+    """Refuse slices of the head or of sequences that change the numbers of the model. Collective."""
+    if slices.number > 1:
+        why = inspection.on_first_rank(lambda: why_no_head_slices(exact, structure, slices))
+        if why is not None:
+            raise ValueError(f"pipeline_head_slices={slices.number} changes the numbers of this model: {why}")
+    if args.schedule.abilities.cuts_tokens:
+        why = inspection.on_first_rank(lambda: why_unsliceable(exact, structure, slices.rule))
+        if why is not None:
+            raise ValueError(f"pipeline_schedule='token': {why}")
 
 
 def _joins_texts(target: ProbeTarget, args: PipeTransformerArguments) -> bool:

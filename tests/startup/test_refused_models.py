@@ -22,9 +22,10 @@ from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import ActivationShape, _check_order
 from hf_pipetransformer.startup import check
-from hf_pipetransformer.startup.check import probe_model, why_unsliceable
+from hf_pipetransformer.startup.check import probe_model
 from hf_pipetransformer.startup.estimate import batch_on_meta
 from hf_pipetransformer.startup.first_samples import _first_of
+from hf_pipetransformer.startup.slices import why_unsliceable
 from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import SpreadModel
 from hf_pipetransformer.training.evaluation import Evaluations
