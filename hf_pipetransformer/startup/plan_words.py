@@ -1,20 +1,23 @@
-"""Text and JSON values of a `RunPlan`."""
+"""Text, JSON values and picture of a `RunPlan`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.planning.blocks import stage_elements, trained_elements
 from hf_pipetransformer.planning.memory import RankMemory
 from hf_pipetransformer.report import duration
+from hf_pipetransformer.report.drawing import save_chart
+from hf_pipetransformer.schedules import Op
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_of
-from hf_pipetransformer.startup.timeline import spans_as_json
 
 
 if TYPE_CHECKING:
+    from hf_pipetransformer.planning.simulator import Timeline
     from hf_pipetransformer.startup.run_plan import Option, RunPlan
 
 
@@ -306,4 +309,85 @@ def _option(each: Option) -> dict[str, Any]:
         "fullest": each.fullest,
         "memory": [{**asdict(rank), "total": rank.total} for rank in each.memory],
         "layout": each.layout.as_event(),
+    }
+
+
+# ---- timeline ----
+
+_KINDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward, input",
+    Op.BACKWARD_WEIGHT: "backward, weights",
+    Op.UPDATE: "update",
+}
+_WIDTH = 860
+"""Width of a picture in pixels."""
+_LEAST_WIDTH = 14
+"""Least width in pixels of a pass that has its number."""
+
+_COLORS = ("#4c78a8", "#f58518", "#e8a15f", "#9d755d", "#54a24b")
+
+
+def spans_as_json(timeline: Timeline) -> dict[str, Any]:
+    """Return a simulated timeline as JSON values: what each rank computes, from when to when."""
+    spans = [[span.rank, str(span.action), span.start, span.end] for span in timeline.spans]
+    return {"end": timeline.end, "bubble": timeline.bubble, "busy": list(timeline.busy), "spans": spans}
+
+
+def save_pictures(timeline: Timeline, title: str, unit: str, paths: Iterable[str]) -> None:
+    """Draw a timeline as a chart with a row for each rank, in files whose endings name their format (.png, .svg).
+
+    Raises:
+        ValueError: the chart library is not installed, or a file cannot be written.
+    """
+    chart = chart_of(timeline, title, unit)
+    for path in map(Path, paths):
+        save_chart(chart, path)
+
+
+def chart_of(timeline: Timeline, title: str, unit: str) -> dict[str, Any]:
+    """Return a timeline as a chart of Vega-Lite: a bar for each pass, with the number of its micro-batch."""
+    bars = [
+        {
+            "rank": span.rank, "start": span.start, "end": span.end, "pass": _KINDS[span.action.op],
+            "number": span.action.micro_batch, "middle": (span.start + span.end) / 2,
+        }
+        for span in timeline.spans
+    ]  # fmt: skip
+    found = {bar["pass"] for bar in bars}
+    kinds = [kind for kind in _KINDS.values() if kind in found]
+    least = _LEAST_WIDTH / _WIDTH * timeline.end
+    rank = {"field": "rank", "type": "ordinal", "title": "rank", "scale": {"paddingInner": 0.15}}
+    colors = {"domain": list(_KINDS.values()), "range": list(_COLORS)}
+    passes = {
+        "mark": {"type": "bar", "stroke": "white", "strokeWidth": 0.5},
+        "encoding": {
+            "x": {
+                "field": "start", "type": "quantitative", "title": unit,
+                "scale": {"domain": [0, timeline.end], "nice": False},
+            },
+            "x2": {"field": "end"},
+            "y": rank,
+            "color": {
+                "field": "pass", "type": "nominal", "scale": colors,
+                "legend": {"title": None, "orient": "top", "values": kinds},
+            },
+        },
+    }  # fmt: skip
+    numbers = {
+        "transform": [{"filter": f"datum.end - datum.start > {least}"}],
+        "mark": {"type": "text", "color": "white", "fontSize": 10},
+        "encoding": {
+            "x": {"field": "middle", "type": "quantitative"},
+            "y": rank,
+            "text": {"field": "number", "type": "quantitative"},
+        },
+    }
+    return {
+        "title": f"{title}: {timeline.end:.3g} {unit}, {timeline.bubble:.0%} waiting",
+        "width": _WIDTH,
+        "height": 34 * len(timeline.busy),
+        "data": {"values": bars},
+        "layer": [passes, numbers],
     }
