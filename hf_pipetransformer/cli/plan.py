@@ -251,6 +251,7 @@ def _storage(
     record = RecordFormat(activation.hidden_shape[-1], stored_dtype(args, planner.probe.boundary_dtypes[-1]), {}, {})
     size = float(record.record_bytes(activation.hidden_shape[0]))
     seconds = size / (1e9 * options.disk_bandwidth)
+    # The same limit as in a run: half of what is free.
     allowed = safe_max_bytes(cache_base(args)) if limit is None else 1e9 * limit
     storage = DiskProfile(
         size, allowed, seconds, seconds, 0.0 if args.dataloader_num_workers else machine.reading, is_shared=True

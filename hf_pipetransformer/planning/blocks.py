@@ -98,6 +98,7 @@ class BlockCosts:
             self,
             forward=tuple(forward * seconds for seconds in self.forward),
             backward=tuple(backward * seconds for seconds in self.backward),
+            # The same factor: a step measures both kinds of backward together.
             edge_backward=tuple(backward * seconds for seconds in self.edge_backward),
         )
 
@@ -105,6 +106,7 @@ class BlockCosts:
 def block_backwards(costs: BlockCosts, num_frozen_layers: int) -> list[float]:
     """Return each block's backward in seconds per sample; zero below the first active block."""
     first = first_above(num_frozen_layers)
+    # Nothing below the first active block is trained, so that its input needs no gradient.
     return [0.0] * first + [costs.edge_backward[first], *costs.backward[first + 1 :]]
 
 

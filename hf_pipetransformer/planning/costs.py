@@ -157,6 +157,7 @@ def predict_step(
     batch has `samples_per_pipeline` samples, an optimizer step `accumulation` batches.
     """
     microbatches, durations = _durations(layout, costs, overheads, samples_per_pipeline)
+    # The rate is measured over two ranks, where this factor is 1.
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
     # Gradients of a block can be reduced while the last micro-batch's backward runs through the blocks below it.
     hidden = by_rank(layout, [overheads.hidden_reduction * each for each in durations.backward])
@@ -180,6 +181,7 @@ def predict_step(
             # The reference reads whole micro-batches: the shares of token slices are those of the training pass.
             passes.append((FORWARD_ONLY[layout.placement].table(*shape), replace(durations, factors=())))
         timelines = [simulate(*each, layout.places) for each in passes]
+        # Batches of a step run one after the other: each fills and drains the pipeline again.
         pipeline = accumulation * sum(each.end for each in timelines)
         reduction, optimizer = max(reductions), max(updates) + overheads.of_norms(layout)
         busy = [accumulation * sum(each) for each in zip(*(each.busy for each in timelines), strict=True)]
@@ -231,6 +233,7 @@ def _durations(
     def seconds(of_blocks: Sequence[float], least: Iterable[float], first: int, fixed: float) -> tuple[float, ...]:
         """Return the seconds of each stage's pass, of which blocks from `first` on run."""
         pairs = enumerate(zip(of_blocks, least, strict=True))
+        # Python launches one operation after the other, however little each computes.
         blocks = [max(samples * each, launch) if block >= first else 0.0 for block, (each, launch) in pairs]
         return tuple(each + fixed for each in by_stage(layout, blocks))
 
@@ -274,6 +277,7 @@ def shard_seconds(
     """
     scale = 0.5 if casts else 1.0
     all_bytes, trained = scale * (sum(costs.trained_sizes) + sum(costs.kept_sizes)), scale * sum(costs.trained_sizes)
+    # The pass of the reference reads all weights once more.
     gathers = NUM_GATHERS + overheads.has_reference
     ring = (world_size - 1) / world_size * overheads.reduction_per_byte
     # Half of an all-reduce's ring each, for every layer and for the outermost module.

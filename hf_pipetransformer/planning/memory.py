@@ -150,6 +150,7 @@ def rank_memory(
         kind, num_stages = find_weights(weights), layout.num_stages
         # A window has one stage a rank, so that stages are ranks here.
         for stage, own in enumerate(active):
+            # The current version is among the weights above.
             versions = kind.copies(stage, num_stages, accumulation * microbatches)
             beside = copies_beside(kind.direction, memory.optim) if kind.predicts(stage, num_stages) else 0
             found[stage].copies += own * (versions - 1 + beside)

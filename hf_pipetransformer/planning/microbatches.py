@@ -107,6 +107,7 @@ def candidates(pipeline_size: int, samples_per_pipeline: int) -> list[int]:
 
     Large M comes first because the smallest micro-batches need the least memory.
     """
+    # A set, because small batches limit several multiples to the same number.
     tried = {max(1, min(multiple * pipeline_size, samples_per_pipeline)) for multiple in MULTIPLES}
     return sorted(tried, reverse=True)
 

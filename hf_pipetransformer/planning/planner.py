@@ -133,6 +133,7 @@ def choose_num_microbatches(
         counts = range(1, pipeline_batch_size + 1)
         possible = (count for count in counts if _is_possible(weights, pipeline_size, accumulation * count))
         return next(possible, max(1, pipeline_batch_size))
+    # Below this size a launch takes longer than what it computes, and a smaller bubble gains nothing.
     wanted = min(4 * pipeline_size, pipeline_batch_size // SAMPLES_PER_MICROBATCH)
     return max(1, min(max(wanted, pipeline_size), pipeline_batch_size))
 
@@ -221,6 +222,7 @@ def cut_at_nodes(
         return layout
     last = layout.num_stages
     far = [0, *(n + 1 for n in range(last - 1) if layout.places.leaves_node(n, node_size))]
+    # A boundary moves its neighbors, so that all are tried again until none gets better.
     best, is_better = even, True
     while is_better:
         is_better = False
@@ -297,6 +299,7 @@ class PlanInputs:
         """
         rules, size, schedule = self.rules, shape.pipeline_size, find_schedule(shape.schedule)
         samples = self.samples_per_device * size
+        # M of the user comes before M of a trial, which comes before the rule.
         known = rules.num_microbatches or rules.known_microbatches.get((size, shape.num_chunks))
         by_rule = choose_num_microbatches(size, samples, schedule.abilities, self.accumulation, rules.weights)
         level, (costs, overheads) = self.stored(size, cache_level), self.cut_by

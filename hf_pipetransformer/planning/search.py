@@ -236,6 +236,7 @@ def _shapes(current: Layout, num_frozen: int, inputs: PlanInputs) -> dict[int, i
     """Return the K to consider, in increasing order, with their V. The current and the longest K are never unfit."""
     rules = inputs.rules
     most = min(current.num_blocks - first_above(num_frozen), len(rules.cut_positions) - 1)
+    # Only layers that train again need more ranks than now, at most those of the start.
     is_unfreezing = num_frozen < current.num_frozen_layers
     longest = max(current.pipeline_size, rules.initial_size if is_unfreezing else 0)
     sizes = pipeline_sizes(longest, inputs.overheads.node_size or longest)
@@ -262,6 +263,7 @@ def choose_by_throughput(candidates: Sequence[Choosable]) -> Choosable:
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         return max(candidates, key=lambda candidate: candidate.layout.pipeline_size)
+    # Predictions err by more than a percent; of equals, fewer ranks wait for each other.
     limit = (1 + TIE) * min(candidate.cost for candidate in fitting)
     equals = [candidate for candidate in fitting if candidate.cost <= limit]
     return min(equals, key=lambda candidate: (candidate.layout.pipeline_size, candidate.cost))
@@ -270,6 +272,7 @@ def choose_by_throughput(candidates: Sequence[Choosable]) -> Choosable:
 def _choose(options: Sequence[_Option], inputs: PlanInputs) -> _Option:
     if inputs.rules.compression == "throughput":
         return choose_by_throughput(options)
+    # Eq. 2 goes down from the longest pipeline, and asks for one size after the other.
     by_size = {option.layout.pipeline_size: option for option in options}
 
     def size(k: int) -> float:
@@ -289,6 +292,7 @@ def seconds_left(layout: Layout, passes: Iterable[Pass], inputs: PlanInputs) -> 
     """
     samples, overheads = inputs.samples_per_device * layout.pipeline_size, inputs.overheads
 
+    # Each level is simulated: a bubble does not shrink in proportion to what is computed.
     def step_seconds(level: int) -> float:
         under = replace(layout, cache_level=level)
         return predict_step(under, inputs.blocks, overheads, samples, inputs.accumulation).seconds

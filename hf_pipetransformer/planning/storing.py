@@ -60,6 +60,7 @@ class CacheCosts:
 
     def writing(self, computed: float = 0.0) -> float:
         """Return what a record that is written adds, like `reading`."""
+        # Records are written when their batch is through, so that each batch of a step hides its own.
         return max(0.0, self.write - self.active - computed) if self.is_apart else self.write
 
 
@@ -143,6 +144,7 @@ def fresh_share(costs: CacheCosts, num_frozen: int) -> float:
     prefix = costs.prefix[num_frozen]
     extra = costs.input + prefix + costs.writing(prefix) - costs.reading()
     budget = FRESH_BUDGET * (costs.reading() + costs.active)
+    # Rounded down, as it is announced: the budget is kept.
     return 1.0 if extra <= budget else math.floor(1000 * budget / extra) / 1000
 
 
@@ -180,6 +182,7 @@ def passes_ahead(
     """
     if not level:
         return (Pass(steps_left, record_seconds=costs.input),)
+    # Records of layers that train again hold what the weights of earlier steps computed.
     share, whole = stored.share if 0 < stored.level <= level else 0.0, costs.prefix[num_frozen]
     fits = max(stored.fits_share, share)
     # Frozen blocks above a record run while the device's host reads, and everything runs while it writes anew.

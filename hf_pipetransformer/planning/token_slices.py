@@ -341,6 +341,7 @@ class SlicePlanner:
         counts = [num_microbatches] if num_microbatches else sorted(count for count in wanted if count <= samples)
         plans = []
         for count in counts:
+            # The largest batch slice, which the others wait for.
             size = -(-samples // count)
             # One plan where the best cut is the whole sequence.
             for lengths in dict.fromkeys([(length,), self._best_lengths(length, size, count)]):

@@ -80,6 +80,7 @@ def _ranks(plan: RunPlan) -> str:
         counts = [_count(count) for count in (stage.parameters, stage.trained)]
         sizes = [_gigabytes(getattr(memory, part)) for part in parts] + [_gigabytes(memory.total)]
         rows.append([str(rank), stage.blocks, *counts, *sizes])
+    # The largest alone decides if a host is large enough; JSON has all.
     phase = max(plan.host, key=plan.host.__getitem__)
     return "\n".join(
         [

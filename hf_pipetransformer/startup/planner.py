@@ -180,6 +180,7 @@ class RunPlanner:
     ) -> PlanInputs:
         """Return the inputs of the plans of a run, of those after its first layout if it is given."""
         args, blocks, memory = self.args, self.costs.blocks, self.memory_rules
+        # The first layout has nothing to be compared with.
         largest, size = 0.0, 0
         if began_under is not None:
             largest, size = largest_rank_size(blocks.parameters, began_under), began_under.pipeline_size

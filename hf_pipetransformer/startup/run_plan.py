@@ -224,6 +224,7 @@ def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[i
     if may_slice and _slices_its_head(model, planner):
         slices = {"pipeline_head_slices": HEAD_SLICES}
     recomputed = {} if args.pipeline_checkpoint == "layers" else {"pipeline_checkpoint": "layers"}
+    # What costs least comes first: slices hardly any time, recomputation a forward, small batches launches.
     tried = [slices, recomputed, slices | recomputed]
     size, number = args.per_device_train_batch_size, args.gradient_accumulation_steps
     for smaller in (own for own in range(size - 1, 0, -1) if size % own == 0):
@@ -379,6 +380,7 @@ def _host_memory(option: Option, planner: RunPlanner, machine: Machine, weights:
     layers = [blocks.parameters[attention_of(i)] + blocks.parameters[mlp_of(i)] for i in range(layout.num_layers)]
     own = max(rank.weights for rank in option.memory)
     state = option.fullest if machine.is_host else 0.0
+    # The whole model is put together again unless the run says never.
     gathered = planner.args.pipeline_gather_at_end != "never" and several
     return {
         "model loaded": whole,

@@ -104,6 +104,7 @@ def inspect_model(
         bar = stack.enter_context(progress_bar("Inspecting the model", num_parts, is_shown))
         inspection = Inspection(topology, type(model).__name__, bar)
         read = None if read is None else inspection.reading(read)
+        # The bar moves with each run of the model, since a single check of a large one takes minutes.
         given = replace(given, compute=inspection.showing_time(given.compute))
         # Before the move: only what the twin computes with goes to the device.
         twin = stack.enter_context(as_twin(model, given.splitter))
@@ -221,6 +222,7 @@ class Inspection:
             value, refusal = self._attempt(call)
             return [value, None if refusal is None else str(refusal)]
 
+        # Only JSON values travel: the others raise the text, rank 0 the error itself with its cause.
         value, text = self.topology.decide(attempt)
         if text is not None:
             raise refusal or UnsupportedModelError(text)
