@@ -16,11 +16,10 @@ import torch
 from hf_pipetransformer.cache.files import Array, StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder
 from hf_pipetransformer.cache.store import ActivationStore, StoreSize
-from hf_pipetransformer.planning.costs import BlockCosts, active_seconds
+from hf_pipetransformer.planning.blocks import BlockCosts, active_seconds
 from hf_pipetransformer.planning.search import Choice, Horizon, Storing, prefix_seconds
 from hf_pipetransformer.planning.storing import (
     CacheCosts,
-    CacheDecision,
     StoreContents,
     decide_cache,
     reading_seconds,
@@ -144,15 +143,15 @@ class CachePlanner:
         costs = replace(storing.costs, prefix=prefix)
         # Nothing runs backward in an evaluation; in training that takes twice as long as the forward.
         self._of_evaluation = replace(costs, num_at_once=1).beside(active / 3, layout.pipeline_size)
-        if would is not None and would.storing is not None:
-            self._say_dropout(would.storing)
+        if would is not None:
+            self._say_dropout(would)
         self.write(
             "cache",
             what="decision",
             level=decision.level,
             num_frozen_layers=num_frozen,
             reason=decision.reason,
-            seconds_left=decision.run_seconds,
+            seconds_left=dict(choice.seconds_left_by_way),
             prefix_s=prefix[num_frozen],
             input_s=self.input_seconds,
             read_s=costs.read,
@@ -178,12 +177,13 @@ class CachePlanner:
         if decision.use:
             self._announce_size()
 
-    def _say_dropout(self, would: CacheDecision) -> None:
+    def _say_dropout(self, would: Choice) -> None:
         """Log once what storing would save and change where `auto` keeps the dropout of the script's frozen layers."""
-        if self.has_said_dropout or not would.use:
+        if self.has_said_dropout or would.storing is None or not would.storing.use:
             return
         self.has_said_dropout = True
-        saved = 1 - would.run_seconds[would.way] / would.run_seconds["compute"]
+        seconds = would.seconds_left_by_way
+        saved = 1 - seconds[would.storing.way] / seconds["compute"]
         announce(
             "Layers that the script froze compute something else in training mode (dropout, for example) and are "
             "computed as in Trainer. activation_cache='on' would store what they give in evaluation mode: about "

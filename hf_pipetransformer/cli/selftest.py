@@ -172,6 +172,7 @@ class Guard:
         """
         self._step = name
         timer = threading.Timer(self.seconds, self._end_late)
+        # A timer that still runs must not keep a process alive that has ended.
         timer.daemon = True
         timer.start()
         try:
@@ -311,6 +312,7 @@ class Runs:
         self._folder = folder
         self._guard = guard
         self._sizes = topology.pipeline_sizes
+        # A layer for each stage of the longest pipeline, and enough of them to freeze half.
         self._num_layers = max(4, self._sizes[-1])
         self._tolerance = 1e-5 if args.device.type == "cpu" else 1e-4  # A GPU sums float32 in another order.
 
@@ -359,6 +361,7 @@ class Runs:
 
     def _model(self) -> tuple[Any, list[dict[str, Any]]]:
         num_rows = ROWS_PER_RANK * self.topology.world_size
+        # Every process builds the same model and rows, so that each can compute what is expected.
         transformers.set_seed(0)
         # Stages that update themselves share no weights.
         config = transformers.LlamaConfig(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.freeze.policies import describe_outlook, outlook
 from hf_pipetransformer.freeze.policy import Decision, DecisionClock, FreezePolicy, FreezeSignal, decide
-from hf_pipetransformer.planning.costs import active_seconds, with_launches
+from hf_pipetransformer.planning.blocks import active_seconds
+from hf_pipetransformer.planning.costs import with_launches
 from hf_pipetransformer.planning.microbatches import Report, calibrate
 from hf_pipetransformer.planning.search import Choice, Horizon, search
 from hf_pipetransformer.planning.storing import why_not_over_nodes

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from hf_pipetransformer.planning.blocks import (
+    BlockCosts,
+    block_backwards,
+    block_forwards,
+    by_rank,
+    by_stage,
+    gradient_bytes,
+    trained_elements,
+)
 from hf_pipetransformer.planning.simulator import Durations, Timeline, simulate, steady_seconds
 from hf_pipetransformer.schedules import FORWARD_ONLY, Table, find_schedule
 from hf_pipetransformer.schedules.asynchronous import window_table
-from hf_pipetransformer.schedules.placement import first_above, slice_bounds
+from hf_pipetransformer.schedules.placement import first_above, num_layers, slice_bounds
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.planning.slice_costs import TokenCosts
     from hf_pipetransformer.schedules.layout import Layout
 
-
-WEIGHT_BYTES = 4
-"""Bytes of a weight's element unless given otherwise: fp32."""
 
 WEIGHT_SHARE = 0.5
 """Share of a block's backward for the gradients of its weights: one of the two equal products of a linear layer."""
@@ -30,90 +35,6 @@ about ten operations in the time of a byte."""
 
 REDUCTION_WORK = 1000.0
 """Operations in the time in which two replicas reduce one byte of gradient."""
-
-Shared = tuple[tuple[tuple[int, ...], int], ...]
-"""Parameters that several blocks use: the blocks, in increasing order, and the number of elements."""
-
-
-@dataclass(frozen=True)
-class BlockCosts:
-    """Costs of each block of the model, one entry per block.
-
-    Args:
-        forward: seconds per sample of the forward.
-        backward: seconds per sample of the whole backward.
-        edge_backward: seconds per sample of the backward if the block's input needs no gradient, as in the first
-            active block.
-        parameters: elements; those of several blocks count at the first one.
-        activation_bytes: bytes per sample that the block keeps from its forward for its backward.
-        shared: parameters of several blocks, not by block: each stage that uses them has a copy.
-        kept: elements of `parameters` that the user froze; empty if all are trained.
-        kept_shared: like `shared`, for parameters that the user froze.
-        trained_bytes: bytes of the weights that are trained unless their layer freezes; empty if all are fp32.
-        kept_bytes: bytes of the weights that the user froze; empty if all are fp32.
-        boundary_bytes: bytes per sample of the activation that enters the block; empty if unknown.
-        working_bytes: bytes per sample that the block needs for a moment, in its forward or backward, besides those it
-            keeps and the gradients of its weights; empty if unknown.
-        slices: costs of token slices; None where sequences stay whole.
-        launch: seconds in which Python launches the operations of the block's forward on a device, and of its whole
-            backward: a pass takes at least as long, with however few samples; empty if unknown.
-        table: bytes of a table of embeddings whose gradient a first stage without the head makes after its backwards
-            (see `EmbeddingGradients`), and the samples of a batch up to which it does.
-
-    Raises:
-        ValueError: the fields differ in length.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    edge_backward: tuple[float, ...]
-    parameters: tuple[int, ...]
-    activation_bytes: tuple[float, ...]
-    shared: Shared = ()
-    kept: tuple[int, ...] = ()
-    kept_shared: Shared = ()
-    trained_bytes: tuple[int, ...] = ()
-    kept_bytes: tuple[int, ...] = ()
-    boundary_bytes: tuple[float, ...] = ()
-    working_bytes: tuple[float, ...] = ()
-    slices: TokenCosts | None = None
-    table: tuple[float, float] = (0.0, 0.0)
-    launch: tuple[tuple[float, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        may_be_empty = ("kept", "trained_bytes", "kept_bytes", "boundary_bytes", "working_bytes", "launch")
-        empty = [name for name in may_be_empty if not getattr(self, name)]
-        others = ("shared", "kept_shared", "slices", "table", *empty)
-        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name not in others}
-        if len(set(lengths.values())) != 1:
-            raise ValueError(f"Block costs need one entry a block in every field, found {lengths}.")
-
-    @property
-    def trained(self) -> tuple[int, ...]:
-        """Elements by block that are trained unless their layer freezes."""
-        return tuple(whole - frozen for whole, frozen in zip(self.parameters, self.kept_elements, strict=True))
-
-    @property
-    def kept_elements(self) -> tuple[int, ...]:
-        return self.kept or (0,) * len(self.parameters)
-
-    @property
-    def trained_sizes(self) -> tuple[int, ...]:
-        """`trained_bytes`, or the bytes in fp32 if that is empty."""
-        return self.trained_bytes or tuple(WEIGHT_BYTES * count for count in self.trained)
-
-    @property
-    def kept_sizes(self) -> tuple[int, ...]:
-        """`kept_bytes`, or the bytes in fp32 if that is empty."""
-        return self.kept_bytes or tuple(WEIGHT_BYTES * count for count in self.kept_elements)
-
-    def scaled(self, forward: float, backward: float) -> BlockCosts:
-        return replace(
-            self,
-            forward=tuple(forward * seconds for seconds in self.forward),
-            backward=tuple(backward * seconds for seconds in self.backward),
-            edge_backward=tuple(backward * seconds for seconds in self.edge_backward),
-        )
 
 
 @dataclass(frozen=True)
@@ -226,38 +147,6 @@ def with_launches(costs: BlockCosts, layout: Layout, samples_per_device: int) ->
     )
 
 
-def block_backwards(costs: BlockCosts, num_frozen_layers: int) -> list[float]:
-    """Return each block's backward in seconds per sample; zero below the first active block."""
-    first = first_above(num_frozen_layers)
-    return [0.0] * first + [costs.edge_backward[first], *costs.backward[first + 1 :]]
-
-
-def block_forwards(costs: BlockCosts, cache_level: int) -> list[float]:
-    """Return each block's forward in seconds per sample; zero for blocks whose stored activations replace it."""
-    first = first_above(cache_level)
-    return [0.0] * first + list(costs.forward[first:])
-
-
-def active_seconds(costs: BlockCosts, num_frozen_layers: int) -> float:
-    """Return the seconds per sample of forward and backward above the frozen layers."""
-    return sum(block_forwards(costs, num_frozen_layers)) + sum(block_backwards(costs, num_frozen_layers))
-
-
-def block_loads(
-    costs: BlockCosts, num_frozen_layers: int, cache_level: int = 0, update_per_parameter: float = 0.0
-) -> list[float]:
-    """Return the seconds per sample of each block, which a partition balances.
-
-    A frozen block only runs its forward, and not even that for a sample whose activation is stored.
-    `update_per_parameter` is in seconds per sample and trained parameter, for schedules whose steps overlap: elsewhere
-    all stages wait for the slowest update, which boundaries alone do not determine.
-    """
-    first, trained = first_above(num_frozen_layers), costs.trained
-    updates = [update_per_parameter * count * (block >= first) for block, count in enumerate(trained)]
-    parts = block_forwards(costs, cache_level), block_backwards(costs, num_frozen_layers), updates
-    return [sum(each) for each in zip(*parts, strict=True)]
-
-
 def predict_step(
     layout: Layout, costs: BlockCosts, overheads: Overheads, samples_per_pipeline: int, accumulation: int = 1
 ) -> Prediction:
@@ -268,6 +157,7 @@ def predict_step(
     batch has `samples_per_pipeline` samples, an optimizer step `accumulation` batches.
     """
     microbatches, durations = _durations(layout, costs, overheads, samples_per_pipeline)
+    # The rate is measured over two ranks, where this factor is 1.
     ring = 2 * (layout.num_replicas - 1) / layout.num_replicas
     # Gradients of a block can be reduced while the last micro-batch's backward runs through the blocks below it.
     hidden = by_rank(layout, [overheads.hidden_reduction * each for each in durations.backward])
@@ -291,6 +181,7 @@ def predict_step(
             # The reference reads whole micro-batches: the shares of token slices are those of the training pass.
             passes.append((FORWARD_ONLY[layout.placement].table(*shape), replace(durations, factors=())))
         timelines = [simulate(*each, layout.places) for each in passes]
+        # Batches of a step run one after the other: each fills and drains the pipeline again.
         pipeline = accumulation * sum(each.end for each in timelines)
         reduction, optimizer = max(reductions), max(updates) + overheads.of_norms(layout)
         busy = [accumulation * sum(each) for each in zip(*(each.busy for each in timelines), strict=True)]
@@ -342,6 +233,7 @@ def _durations(
     def seconds(of_blocks: Sequence[float], least: Iterable[float], first: int, fixed: float) -> tuple[float, ...]:
         """Return the seconds of each stage's pass, of which blocks from `first` on run."""
         pairs = enumerate(zip(of_blocks, least, strict=True))
+        # Python launches one operation after the other, however little each computes.
         blocks = [max(samples * each, launch) if block >= first else 0.0 for block, (each, launch) in pairs]
         return tuple(each + fixed for each in by_stage(layout, blocks))
 
@@ -363,21 +255,6 @@ def _durations(
     return microbatches, Durations(*parts, factors=shares * microbatches, hops=hops)
 
 
-def trained_elements(layout: Layout, costs: BlockCosts) -> list[float]:
-    """Return the elements that each rank of a pipeline trains; those of several blocks count at the first."""
-    return by_rank(layout, by_stage(layout, of_active(layout, costs.trained)))
-
-
-def stage_elements(layout: Layout, costs: BlockCosts) -> list[float]:
-    """Return the elements of each rank of a pipeline, trained or not; those of several blocks count at the first."""
-    return by_rank(layout, by_stage(layout, costs.parameters))
-
-
-def gradient_bytes(layout: Layout, costs: BlockCosts) -> list[float]:
-    """Return the bytes of the gradients of each rank of a pipeline, in the dtypes of the weights."""
-    return by_rank(layout, by_stage(layout, of_active(layout, costs.trained_sizes)))
-
-
 def _shares(layout: Layout, costs: BlockCosts, samples: float) -> tuple[float, ...]:
     if costs.slices is None or not layout.token_slices:
         return ()
@@ -385,17 +262,25 @@ def _shares(layout: Layout, costs: BlockCosts, samples: float) -> tuple[float, .
     return tuple(costs.slices.shares(samples, [stop - start for start, stop in pairwise(bounds)]))
 
 
-def of_active(layout: Layout, values: Sequence[float]) -> list[float]:
-    """Return `values`, one for each block, with zeros for the frozen ones."""
-    first = layout.first_active_block
-    return [0.0] * first + list(values[first:])
+# ---- sharded data parallelism ----
+
+NUM_GATHERS = 2
+"""Of all weights in a batch: before the forward, and again before the backward. Gradients are summed once."""
 
 
-def by_stage(layout: Layout, values: Sequence[float]) -> list[float]:
-    """Return the sums over each stage's blocks."""
-    return [sum(values[block] for block in layout.blocks_of(stage)) for stage in range(layout.num_stages)]
+def shard_seconds(
+    alone: Prediction, costs: BlockCosts, overheads: Overheads, world_size: int, accumulation: int, casts: bool
+) -> float:
+    """Return the seconds of a step whose messages run beside the computation, as far as that takes long enough.
 
-
-def by_rank(layout: Layout, values: Sequence[float]) -> list[float]:
-    """Return the sums over the stages of each rank of a pipeline."""
-    return [sum(values[stage] for stage in layout.places.stages_of(rank)) for rank in range(layout.pipeline_size)]
+    `alone` is that of a process that neither shards nor reduces.
+    """
+    scale = 0.5 if casts else 1.0
+    all_bytes, trained = scale * (sum(costs.trained_sizes) + sum(costs.kept_sizes)), scale * sum(costs.trained_sizes)
+    # The pass of the reference reads all weights once more.
+    gathers = NUM_GATHERS + overheads.has_reference
+    ring = (world_size - 1) / world_size * overheads.reduction_per_byte
+    # Half of an all-reduce's ring each, for every layer and for the outermost module.
+    latency = (gathers + 1) * (num_layers(len(costs.parameters)) + 1) * overheads.of_sum(world_size) / 2
+    messages = accumulation * (ring * (gathers * all_bytes + trained) + latency)
+    return max(alone.pipeline, messages) + alone.optimizer / world_size + alone.other

@@ -90,6 +90,7 @@ class Forecast:
                 choice = self._search(layout, span.num_frozen, share, steps_left)
                 layout, passes, moving, decision = choice.layout, choice.passes, choice.moving, choice.storing
             if layout.cache_level and self.storing is not None:
+                # A store fills in as many passes as it has slots; a span that ends earlier fills a part.
                 writing = max(1, self.storing.num_slots) * self.steps_per_epoch
                 written = self.storing.contents.fits_share * min(1.0, span.num_steps / writing)
                 # Records of another level are written anew.
@@ -124,6 +125,7 @@ def likely_cause(prediction: Prediction, reports: Sequence[Mapping[str, float]])
             "optimizer": report["optimizer"] - prediction.optimizer,
             "other": rest - prediction.other,
         }
+        # What a rank does not compute inside a pipeline it waits for, which a bubble explains in part.
         waited = report["pipeline"] - sum(report[part] for part in computing)
         found["waiting"] = waited - (prediction.pipeline - max(prediction.rank_seconds))
         excess = {part: max(seconds, found[part]) for part, seconds in excess.items()}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from hf_pipetransformer.planning.costs import (
+from hf_pipetransformer.planning.blocks import (
     BlockCosts,
     by_rank,
     by_stage,
@@ -15,7 +15,7 @@ from hf_pipetransformer.planning.costs import (
     trained_elements,
 )
 from hf_pipetransformer.schedules import GRADIENTS_ARE_WHOLE, Op, find_schedule
-from hf_pipetransformer.schedules.placement import mlp_of
+from hf_pipetransformer.schedules.placement import attention_of, mlp_of, num_layers
 from hf_pipetransformer.schedules.weight_kinds import copies_beside, find_weights
 
 
@@ -150,6 +150,7 @@ def rank_memory(
         kind, num_stages = find_weights(weights), layout.num_stages
         # A window has one stage a rank, so that stages are ranks here.
         for stage, own in enumerate(active):
+            # The current version is among the weights above.
             versions = kind.copies(stage, num_stages, accumulation * microbatches)
             beside = copies_beside(kind.direction, memory.optim) if kind.predicts(stage, num_stages) else 0
             found[stage].copies += own * (versions - 1 + beside)
@@ -304,3 +305,32 @@ def sum_bytes(costs: BlockCosts) -> list[float]:
 
 def _times(factor: float, values: Sequence[float]) -> tuple[float, ...]:
     return tuple(factor * value for value in values)
+
+
+# ---- sharded data parallelism ----
+
+GATHERED_LAYERS = 2
+"""Layers whose weights are whole at a time: one that runs, and the next one, which is fetched beside it."""
+
+
+def shard_memory(alone: RankMemory, costs: BlockCosts, world_size: int, casts: bool) -> RankMemory:
+    """Return what a process holds, from what one that holds the whole model does.
+
+    Args:
+        alone: of a process that neither shards nor reduces gradients, at the moment of most activations.
+        casts: True if float32 weights are gathered in 16 bits.
+    """
+    sizes = [trained + kept for trained, kept in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]
+    layers = [sizes[attention_of(n)] + sizes[mlp_of(n)] for n in range(num_layers(len(sizes)))]
+    # Embeddings and head belong to the outermost module, whose weights stay gathered from its forward to its backward.
+    gathered = sizes[0] + sizes[-1] + GATHERED_LAYERS * max(layers)
+    scale, outermost = 0.5 if casts else 1.0, costs.trained_sizes[0] + costs.trained_sizes[-1]
+    trained = max(costs.trained_sizes[attention_of(n)] + costs.trained_sizes[mlp_of(n)] for n in range(len(layers)))
+    return replace(
+        alone,
+        weights=alone.weights / world_size,
+        # Those of the outermost module are whole until the backward ends, those of a layer until they are summed.
+        gradients=sum(costs.trained_sizes) / world_size + scale * (trained + outermost),
+        optimizer=alone.optimizer / world_size,
+        copies=scale * gathered,
+    )

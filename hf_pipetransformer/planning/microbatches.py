@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hf_pipetransformer.planning.costs import (
+from hf_pipetransformer.planning.blocks import (
     BlockCosts,
-    Overheads,
     block_backwards,
     block_forwards,
     gradient_bytes,
     trained_elements,
 )
+from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 
 
@@ -107,6 +107,7 @@ def candidates(pipeline_size: int, samples_per_pipeline: int) -> list[int]:
 
     Large M comes first because the smallest micro-batches need the least memory.
     """
+    # A set, because small batches limit several multiples to the same number.
     tried = {max(1, min(multiple * pipeline_size, samples_per_pipeline)) for multiple in MULTIPLES}
     return sorted(tried, reverse=True)
 

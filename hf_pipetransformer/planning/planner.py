@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_pipetransformer.planning.costs import (
-    WORK_OVERHEADS,
-    BlockCosts,
-    Overheads,
-    Prediction,
-    block_loads,
-    costs_by_work,
-    predict_step,
-)
+from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
+from hf_pipetransformer.planning.costs import WORK_OVERHEADS, Overheads, Prediction, costs_by_work, predict_step
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 from hf_pipetransformer.planning.partition import partition
-from hf_pipetransformer.planning.token_plans import cut_layout
+from hf_pipetransformer.planning.token_slices import cut_layout
 from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Plans, num_layers
@@ -83,10 +76,14 @@ class PlanRules:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layout that could come next, the seconds it is chosen by, and True if its fullest rank fits a device."""
+    """Layout that could come next, the cost it is chosen by, and True if its fullest rank fits a device.
+
+    `cost` is in seconds, or in operations where boundaries follow the blocks' work (`PlanInputs.cut_by`): it compares
+    with other costs of one question alone.
+    """
 
     layout: Layout
-    predicted_seconds: float
+    cost: float
     fits: bool
 
 
@@ -136,6 +133,7 @@ def choose_num_microbatches(
         counts = range(1, pipeline_batch_size + 1)
         possible = (count for count in counts if _is_possible(weights, pipeline_size, accumulation * count))
         return next(possible, max(1, pipeline_batch_size))
+    # Below this size a launch takes longer than what it computes, and a smaller bubble gains nothing.
     wanted = min(4 * pipeline_size, pipeline_batch_size // SAMPLES_PER_MICROBATCH)
     return max(1, min(max(wanted, pipeline_size), pipeline_batch_size))
 
@@ -220,10 +218,11 @@ def cut_at_nodes(
     """
     even = judge(layout)
     # Even messages that cost nothing more would not gain enough.
-    if even.predicted_seconds * (1 - WORTH_MOVING) < near_seconds:
+    if even.cost * (1 - WORTH_MOVING) < near_seconds:
         return layout
     last = layout.num_stages
     far = [0, *(n + 1 for n in range(last - 1) if layout.places.leaves_node(n, node_size))]
+    # A boundary moves its neighbors, so that all are tried again until none gets better.
     best, is_better = even, True
     while is_better:
         is_better = False
@@ -235,7 +234,7 @@ def cut_at_nodes(
                 below = stage_boundaries(loads, within[: at + 1], own - before)
                 above = stage_boundaries(loads, within[at:], after - own)
                 moved = judge(replace(layout, boundaries=(*ends[:before], *below, *above[1:], *ends[after + 1 :])))
-                if moved.predicted_seconds < best.predicted_seconds and (moved.fits or not even.fits):
+                if moved.cost < best.cost and (moved.fits or not even.fits):
                     best, is_better = moved, True
     return best.layout if is_worth_moving(even, best) else layout
 
@@ -278,12 +277,11 @@ class PlanInputs:
         return 0 if self.overheads.spans_nodes(pipeline_size) else cache_level
 
     def judge(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Candidate:
-        """Return the seconds of a step, as `predict` has them, and if the fullest rank fits a device."""
+        """Return the cost of a step, in the unit of `by` as in `predict`, and if the fullest rank fits a device."""
         rules, samples = self.rules, self.samples_per_device * layout.pipeline_size
         ranks = rank_memory(layout, self.blocks, samples, self.accumulation, rules.weights, rules.memory)
         needed = max(rank.total for rank in ranks)
-        seconds = self.predict(layout, by).seconds
-        return Candidate(layout, seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
+        return Candidate(layout, self.predict(layout, by).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
     @property
     def cut_by(self) -> tuple[BlockCosts, Overheads]:
@@ -301,6 +299,7 @@ class PlanInputs:
         """
         rules, size, schedule = self.rules, shape.pipeline_size, find_schedule(shape.schedule)
         samples = self.samples_per_device * size
+        # M of the user comes before M of a trial, which comes before the rule.
         known = rules.num_microbatches or rules.known_microbatches.get((size, shape.num_chunks))
         by_rule = choose_num_microbatches(size, samples, schedule.abilities, self.accumulation, rules.weights)
         level, (costs, overheads) = self.stored(size, cache_level), self.cut_by
@@ -327,5 +326,5 @@ class PlanInputs:
 
 def is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
     """Return True if new boundaries save enough time and still fit the memory if the old ones do."""
-    saves = recut.predicted_seconds <= (1 - WORTH_MOVING) * unmoved.predicted_seconds
+    saves = recut.cost <= (1 - WORTH_MOVING) * unmoved.cost
     return saves and (recut.fits or not unmoved.fits)

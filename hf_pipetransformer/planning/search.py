@@ -7,19 +7,13 @@ the run, those that write records and move weights included. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from hf_pipetransformer.planning.costs import (
-    BlockCosts,
-    Prediction,
-    active_seconds,
-    predict_step,
-    trained_elements,
-    with_launches,
-)
+from hf_pipetransformer.planning.blocks import BlockCosts, active_seconds, trained_elements
+from hf_pipetransformer.planning.costs import Prediction, predict_step, with_launches
 from hf_pipetransformer.planning.partition import compress_by_memory
 from hf_pipetransformer.planning.planner import (
     Candidate,
@@ -36,9 +30,6 @@ from hf_pipetransformer.planning.storing import (
     SlotCosts,
     StoreContents,
     Way,
-    allowed_ways,
-    explained,
-    fastest,
     refresh_fraction,
     ways_of_storing,
 )
@@ -53,7 +44,7 @@ MOVED_BYTES = 12
 """Bytes per trained parameter that moves to another rank: the weight and two moments of Adam."""
 
 TIE = 0.01
-"""Predicted times within this share of the least are equal; the pipeline with fewer ranks then wins."""
+"""Costs within this share of the least are equal; the pipeline with fewer ranks then wins."""
 
 KEEPS_DROPOUT = "frozen layers compute something else in training mode"
 
@@ -108,19 +99,21 @@ class Choice:
 
     Attributes:
         prediction: of a step that reads all its records.
-        seconds: predicted until the end of the horizon, with the move to the layout.
+        seconds_left: predicted until the end of the horizon, with the move to the layout.
         moving: the seconds of that move.
         alternatives: predicted seconds of a step for every K considered.
         storing: what is stored; None where nothing could be.
+        seconds_left_by_way: `seconds_left` of each way to store in this layout; empty where nothing could be.
     """
 
     layout: Layout
     prediction: Prediction
     passes: tuple[Pass, ...]
-    seconds: float
+    seconds_left: float
     moving: float
     alternatives: dict[int, float]
     storing: CacheDecision | None = None
+    seconds_left_by_way: Mapping[str, float] = field(default_factory=dict)
 
 
 def search(
@@ -140,18 +133,27 @@ def search(
         stored = inputs.stored(current.pipeline_size, level)
         return replace(current, num_frozen_layers=num_frozen, cache_level=stored, refresh_fraction=0.0)
 
-    look = _Look(current, num_frozen, horizon, inputs, storing)
-    if not inputs.rules.elastic:
-        best = look.best(as_it_is)
-        return look.choice(best, [best])
+    # Passes have a reading of their own, in place of the one that is a part of the measured overhead.
+    look = _Look(current, num_frozen, horizon, inputs, storing, without_reading(inputs, current, storing))
     found = []
-    for size, num_chunks in _shapes(current, num_frozen, inputs).items():
+    for size, num_chunks in _shapes(current, num_frozen, inputs).items() if inputs.rules.elastic else ():
         num_replicas = current.pipeline_size * current.num_replicas // size
         shape = PipelineShape(size, num_replicas, 0, current.schedule, num_chunks)
         found.append(look.best(lambda level, shape=shape: look.recut(shape, level)))  # type: ignore[misc]
-    if not any(each.fits for each in found) and (kept := look.best(as_it_is)).fits:
-        found.append(kept)
-    return look.choice(_choose(found, inputs), found)
+    if not any(each.fits for each in found):
+        kept = look.best(as_it_is)
+        found += [kept] if kept.fits or not found else []
+    chosen = _choose(found, inputs) if inputs.rules.elastic else found[0]
+    return Choice(
+        chosen.layout,
+        inputs.predict(chosen.layout),
+        chosen.passes,
+        chosen.seconds_left,
+        chosen.moving,
+        {each.layout.pipeline_size: inputs.predict(each.layout).seconds for each in found},
+        chosen.decision,
+        chosen.seconds_left_by_way,
+    )
 
 
 def first_layout(sizes: Sequence[int], lay_out: Callable[[int], Layout], fits: Callable[[Layout], bool]) -> Layout:
@@ -162,27 +164,25 @@ def first_layout(sizes: Sequence[int], lay_out: Callable[[int], Layout], fits: C
 
 @dataclass(frozen=True)
 class _Option(Candidate):
-    """Layout with the best way to store under it; `predicted_seconds` are those that K is chosen by."""
+    """Layout with the best way to store under it; K is chosen by `cost`."""
 
     passes: tuple[Pass, ...]
-    seconds: float
-    decision: CacheDecision | None
+    seconds_left: float
+    moving: float
+    decision: CacheDecision | None = None
+    seconds_left_by_way: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Look:
-    """The question that a search answers, and the steps to an answer."""
+    """The question that a search answers, and the steps to an answer. `apart` are the inputs without reading."""
 
     current: Layout
     num_frozen: int
     horizon: Horizon
     inputs: PlanInputs
     storing: Storing | None
-
-    @property
-    def without_reading(self) -> PlanInputs:
-        """The inputs without the reading that is a part of the measured overhead: passes have their own."""
-        return without_reading(self.inputs, self.current, self.storing)
+    apart: PlanInputs
 
     def recut(self, shape: PipelineShape, level: int) -> Layout:
         """Return the layout of a shape, with the present boundaries where new ones save too little."""
@@ -196,61 +196,47 @@ class _Look:
         if not is_worth_moving(before, after):
             return unmoved
         # Where boundaries follow the blocks' work, no measured time may decide on them.
-        saved = before.predicted_seconds - after.predicted_seconds
-        pays = saved * self.horizon.steps_left > moving_seconds(current, layout, inputs)
-        return layout if pays or inputs.rules.work or not before.fits else unmoved
+        if inputs.rules.work or not before.fits:
+            return layout
+        pays = (before.cost - after.cost) * self.horizon.steps_left > moving_seconds(current, layout, inputs)
+        return layout if pays else unmoved
 
     def best(self, lay_out: Callable[[int], Layout]) -> _Option:
         """Return the fastest of the allowed ways to store, with the layout that `lay_out` returns for its level."""
-        plain = lay_out(0)
-        ways, slots = self._ways(plain)
+        plain, storing, (steps, per_epoch) = lay_out(0), self.storing, self.horizon
         # A pipeline over several nodes stores nothing: stages elsewhere could not read the store of the first.
-        storing, is_near = self.storing, not self.inputs.overheads.spans_nodes(plain.pipeline_size)
-        mode = "off" if storing is None or storing.keeps_dropout(self.num_frozen) or not is_near else storing.mode
-        options = {name: self._option(lay_out(way.level) if way.level else plain, way) for name, way in ways.items()}
-        seconds = {name: option.seconds for name, option in options.items()}
-        # A way that does not fit in memory is out, unless none fits: then K has to change, and `_choose` looks at
-        # that.
-        allowed = allowed_ways(list(ways), mode)
-        chosen = fastest(seconds, [name for name in allowed if options[name].fits] or allowed)
-        if storing is None or not is_near:
-            return options[chosen]
-        asked = seconds, chosen, self.num_frozen, self.horizon.epochs_left, storing.mode, slots.num_slots
-        why = explained(ways, *asked, "the rest of the run")
-        if storing.keeps_dropout(self.num_frozen):
-            why = KEEPS_DROPOUT
-        way = ways[chosen]
-        decision = CacheDecision(chosen, way.level, why, way.refresh_fraction, run_seconds=seconds)
-        return replace(options[chosen], decision=decision)
-
-    def _ways(self, layout: Layout) -> tuple[Mapping[str, Way], SlotCosts]:
-        storing, (steps, per_epoch) = self.storing, self.horizon
-        if storing is None:
-            return {"compute": Way(0, (Pass(steps),))}, SlotCosts()
-        blocks = with_launches(self.inputs.blocks, layout, self.inputs.samples_per_device)
-        costs, slots = storing.beside(blocks, self.num_frozen, layout.pipeline_size)
-        return ways_of_storing(costs, self.num_frozen, storing.contents, steps, per_epoch, slots), slots
+        if storing is None or self.inputs.overheads.spans_nodes(plain.pipeline_size):
+            reading = 0.0 if storing is None else storing.costs.input
+            return self._option(plain, Way(0, (Pass(steps, record_seconds=reading),)))
+        blocks = with_launches(self.inputs.blocks, plain, self.inputs.samples_per_device)
+        costs, slots = storing.beside(blocks, self.num_frozen, plain.pipeline_size)
+        ways = ways_of_storing(costs, self.num_frozen, storing.contents, steps, per_epoch, slots)
+        options = {
+            name: self._option(lay_out(way.level) if way.level else plain, way) for name, way in ways.by_name.items()
+        }
+        seconds = {name: each.seconds_left for name, each in options.items()}
+        fitting = {name for name, each in options.items() if each.fits}
+        keeps_dropout = storing.keeps_dropout(self.num_frozen)
+        decision = ways.decide(seconds, "off" if keeps_dropout else storing.mode, "the rest of the run", fitting)
+        if keeps_dropout:
+            decision = replace(decision, reason=KEEPS_DROPOUT)
+        return replace(options[decision.way], decision=decision, seconds_left_by_way=seconds)
 
     def _option(self, layout: Layout, way: Way) -> _Option:
-        inputs, rules = self.inputs, self.inputs.rules
-        layout = replace(layout, refresh_fraction=way.refresh_fraction)
-        seconds = seconds_left(layout, way.passes, self.without_reading) + moving_seconds(self.current, layout, inputs)
+        inputs, layout = self.inputs, replace(layout, refresh_fraction=way.refresh_fraction)
+        moving = moving_seconds(self.current, layout, inputs)
+        seconds = seconds_left(layout, way.passes, self.apart) + moving
         judged = inputs.judge(layout, inputs.cut_by)
-        # Where no measured time may decide, a step by operations stands for the rest of the run.
-        score = judged.predicted_seconds if rules.is_timeless else seconds
-        return _Option(layout, score, judged.fits, way.passes, seconds, None)
-
-    def choice(self, option: _Option, others: Iterable[_Option]) -> Choice:
-        layout, predict = option.layout, self.inputs.predict
-        moving = moving_seconds(self.current, layout, self.inputs)
-        alternatives = {each.layout.pipeline_size: predict(each.layout).seconds for each in others}
-        return Choice(layout, predict(layout), option.passes, option.seconds, moving, alternatives, option.decision)
+        # Where no measured time may decide, the operations of a step stand for the rest of the run.
+        cost = judged.cost if inputs.rules.is_timeless else seconds
+        return _Option(layout, cost, judged.fits, way.passes, seconds, moving)
 
 
 def _shapes(current: Layout, num_frozen: int, inputs: PlanInputs) -> dict[int, int]:
     """Return the K to consider, in increasing order, with their V. The current and the longest K are never unfit."""
     rules = inputs.rules
     most = min(current.num_blocks - first_above(num_frozen), len(rules.cut_positions) - 1)
+    # Only layers that train again need more ranks than now, at most those of the start.
     is_unfreezing = num_frozen < current.num_frozen_layers
     longest = max(current.pipeline_size, rules.initial_size if is_unfreezing else 0)
     sizes = pipeline_sizes(longest, inputs.overheads.node_size or longest)
@@ -265,7 +251,7 @@ Choosable = TypeVar("Choosable", bound=Candidate)
 
 
 def choose_by_throughput(candidates: Sequence[Choosable]) -> Choosable:
-    """Return the fitting candidate with the least predicted seconds; among equals (`TIE`) the shortest pipeline.
+    """Return the fitting candidate with the least cost; among equals (`TIE`) the shortest pipeline.
 
     If none fits, return the longest pipeline, which needs the least memory.
 
@@ -277,14 +263,16 @@ def choose_by_throughput(candidates: Sequence[Choosable]) -> Choosable:
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         return max(candidates, key=lambda candidate: candidate.layout.pipeline_size)
-    limit = (1 + TIE) * min(candidate.predicted_seconds for candidate in fitting)
-    equals = [candidate for candidate in fitting if candidate.predicted_seconds <= limit]
-    return min(equals, key=lambda candidate: (candidate.layout.pipeline_size, candidate.predicted_seconds))
+    # Predictions err by more than a percent; of equals, fewer ranks wait for each other.
+    limit = (1 + TIE) * min(candidate.cost for candidate in fitting)
+    equals = [candidate for candidate in fitting if candidate.cost <= limit]
+    return min(equals, key=lambda candidate: (candidate.layout.pipeline_size, candidate.cost))
 
 
 def _choose(options: Sequence[_Option], inputs: PlanInputs) -> _Option:
     if inputs.rules.compression == "throughput":
         return choose_by_throughput(options)
+    # Eq. 2 goes down from the longest pipeline, and asks for one size after the other.
     by_size = {option.layout.pipeline_size: option for option in options}
 
     def size(k: int) -> float:
@@ -304,6 +292,7 @@ def seconds_left(layout: Layout, passes: Iterable[Pass], inputs: PlanInputs) -> 
     """
     samples, overheads = inputs.samples_per_device * layout.pipeline_size, inputs.overheads
 
+    # Each level is simulated: a bubble does not shrink in proportion to what is computed.
     def step_seconds(level: int) -> float:
         under = replace(layout, cache_level=level)
         return predict_step(under, inputs.blocks, overheads, samples, inputs.accumulation).seconds

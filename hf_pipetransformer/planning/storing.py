@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 
@@ -60,6 +60,7 @@ class CacheCosts:
 
     def writing(self, computed: float = 0.0) -> float:
         """Return what a record that is written adds, like `reading`."""
+        # Records are written when their batch is through, so that each batch of a step hides its own.
         return max(0.0, self.write - self.active - computed) if self.is_apart else self.write
 
 
@@ -143,6 +144,7 @@ def refresh_fraction(costs: CacheCosts, num_frozen: int) -> float:
     prefix = costs.prefix[num_frozen]
     extra = costs.input + prefix + costs.writing(prefix) - costs.reading()
     budget = FRESH_BUDGET * (costs.reading() + costs.active)
+    # Rounded down, as it is announced: the budget is kept.
     return 1.0 if extra <= budget else math.floor(1000 * budget / extra) / 1000
 
 
@@ -180,6 +182,7 @@ def passes_ahead(
     """
     if not level:
         return (Pass(steps_left, record_seconds=costs.input),)
+    # Records of layers that train again hold what the weights of earlier steps computed.
     share, whole = stored.share if 0 < stored.level <= level else 0.0, costs.prefix[num_frozen]
     fits = max(stored.fits_share, share)
     # Frozen blocks above a record run while the device's host reads, and everything runs while it writes anew.
@@ -223,6 +226,64 @@ class Way:
     refresh_fraction: float = 0.0
 
 
+@dataclass(frozen=True)
+class Ways:
+    """Possible ways to store for the rest of a run by name, in the order of how much they store.
+
+    `compute` stores nothing, `keep` stays at the level of the present records, `write` brings them to `num_frozen`
+    layers; it is possible only if a record will be read again.
+
+    Args:
+        epochs_left: how often an average sample will still be read, the current epoch included.
+    """
+
+    by_name: dict[str, Way]
+    num_frozen: int
+    epochs_left: float
+    num_slots: int = 1
+
+    def decide(
+        self, seconds: Mapping[str, float], mode: str, of: str, fitting: Collection[str] | None = None
+    ) -> CacheDecision:
+        """Choose the way that takes least time of those that the mode allows: `on` the one that stores most.
+
+        Args:
+            seconds: compared costs by way; `of` names what they are costs of.
+            fitting: ways whose layouts fit in memory; None for all. One that does not is out, unless none does.
+
+        Raises:
+            ValueError: unknown mode.
+        """
+        if mode not in MODES:
+            raise ValueError(f"The mode of the cache is {mode!r}: expected one of {', '.join(MODES)}.")
+        possible = list(self.by_name)
+        allowed = {"auto": possible, "on": possible[-1:], "off": ["compute"]}[mode]
+        allowed = [name for name in allowed if fitting is None or name in fitting] or allowed
+        least = min(seconds[name] for name in allowed)
+        # The first of those that are equal but for rounding stores least.
+        name = next(name for name in allowed if seconds[name] <= least * (1 + 1e-9))
+        way = self.by_name[name]
+        return CacheDecision(name, way.level, self._reason(way, seconds, mode, of), way.refresh_fraction)
+
+    def _reason(self, chosen: Way, seconds: Mapping[str, float], mode: str, of: str) -> str:
+        if self.num_frozen == 0 or mode == "off":
+            return "the cache is switched off" if self.num_frozen else "no layer is frozen"
+        epochs = f"{self.epochs_left:.3g} epoch{'' if self.epochs_left == 1 else 's'}"
+        left = f"{epochs} left" + (f" for {self.num_slots} slots" if self.num_slots > 1 else "")
+        if mode == "on" and chosen.level == self.num_frozen:
+            return "the cache is switched on"
+        if mode == "on":
+            return f"nothing is written with {left}: no record would be read again"
+        if len(self.by_name) == 1:
+            return f"{left}: no record would be read again"
+        named = {"compute": "recomputing", "keep": "reading what is cached", "write": "caching anew"}
+        compared = (
+            f"{named[way]} {cost:.3g} s" if cost >= 1 else f"{named[way]} {1000 * cost:.3g} ms"
+            for way, cost in seconds.items()
+        )
+        return f"over {epochs} {of} costs: {', '.join(compared)}"
+
+
 def ways_of_storing(
     costs: CacheCosts,
     num_frozen: int,
@@ -230,12 +291,11 @@ def ways_of_storing(
     steps_left: float,
     steps_per_epoch: float,
     slots: SlotCosts = ONE_SLOT,
-) -> dict[str, Way]:
-    """Return the possible ways, ordered by how much they store.
+) -> Ways:
+    """Return the possible ways to get the output of the frozen layers until the end of a run.
 
-    `compute` stores nothing, `keep` stays at the level of the present records, `write` brings them to `num_frozen`
-    layers; it is possible only if a record will be read again. PipeTransformer (section 3.4) profiles recomputing
-    against loading; the passes to come also have the cost of writing, and how often that pays off.
+    PipeTransformer (section 3.4) profiles recomputing against loading; the passes to come also have the cost of
+    writing, and how often that pays off.
 
     Args:
         stored: the present records; those of more than `num_frozen` layers are of no use.
@@ -257,30 +317,11 @@ def ways_of_storing(
     found = {"compute": way(0)}
     if stored.share > 0 and 0 < stored.level <= num_frozen:
         found["keep"] = way(stored.level)
-    # Records are at the wanted level: to write them would be to keep them.
-    if num_frozen and "keep" in found and stored.level == num_frozen:
-        return found
-    if num_frozen and steps_left > slots.num_slots * steps_per_epoch:
+    # Records at the wanted level need no writing: that would be to keep them.
+    is_written = "keep" in found and stored.level == num_frozen
+    if num_frozen and not is_written and steps_left > slots.num_slots * steps_per_epoch:
         found["write"] = way(num_frozen)
-    return found
-
-
-def allowed_ways(possible: Sequence[str], mode: str) -> list[str]:
-    """Return which of the possible ways a mode allows: `on` the one that stores most, `off` none that stores.
-
-    Raises:
-        ValueError: unknown mode.
-    """
-    if mode not in MODES:
-        raise ValueError(f"The mode of the cache is {mode!r}: expected one of {', '.join(MODES)}.")
-    return {"auto": list(possible), "on": [possible[-1]], "off": ["compute"]}[mode]
-
-
-def fastest(seconds: Mapping[str, float], ways: Sequence[str]) -> str:
-    """Return the way that takes least time; of those that are equal but for rounding, the one that stores less."""
-    # The ways come in the order of how much they store, so that the first of equals stores least.
-    least = min(seconds[way] for way in ways)
-    return next(way for way in ways if seconds[way] <= least * (1 + 1e-9))
+    return Ways(found, num_frozen, steps_left / steps_per_epoch, slots.num_slots)
 
 
 @dataclass(frozen=True)
@@ -288,10 +329,8 @@ class CacheDecision:
     """Choice of what is stored until the next decision, and its reason.
 
     Args:
-        way: `compute`, `keep` or `write`, see `ways_of_storing`.
+        way: `compute`, `keep` or `write`, see `Ways`.
         level: the number of layers whose output is stored; 0 for none.
-        run_seconds: the compared times of the rest of the run by way, if the layouts were compared.
-        sample_seconds: those of a sample over the rest of the run, if `decide_cache` compared them.
         refresh_fraction: see `Way`.
     """
 
@@ -308,33 +347,11 @@ class CacheDecision:
         return self.level > 0
 
 
-def explained(
-    ways: Mapping[str, Way],
-    seconds: Mapping[str, float],
-    chosen: str,
-    num_frozen: int,
-    epochs_left: float,
-    mode: str,
-    num_slots: int,
-    of: str,
-) -> str:
-    """Return why a way was chosen; `of` is whose `seconds` were compared."""
-    if num_frozen == 0 or mode == "off":
-        return "the cache is switched off" if num_frozen else "no layer is frozen"
-    epochs = f"{epochs_left:.3g} epoch{'' if epochs_left == 1 else 's'}"
-    left = f"{epochs} left" + (f" for {num_slots} slots" if num_slots > 1 else "")
-    if mode == "on" and ways[chosen].level == num_frozen:
-        return "the cache is switched on"
-    if mode == "on":
-        return f"nothing is written with {left}: no record would be read again"
-    if len(seconds) == 1:
-        return f"{left}: no record would be read again"
-    named = {"compute": "recomputing", "keep": "reading what is cached", "write": "caching anew"}
-    compared = (
-        f"{named[way]} {cost:.3g} s" if cost >= 1 else f"{named[way]} {1000 * cost:.3g} ms"
-        for way, cost in seconds.items()
-    )
-    return f"over {epochs} {of} costs: {', '.join(compared)}"
+@dataclass(frozen=True)
+class SampleDecision(CacheDecision):
+    """Choice where one process computes everything, with the costs of a sample over the rest of the run by way."""
+
+    seconds_per_sample: Mapping[str, float] = field(default_factory=dict)
 
 
 def decide_cache(
@@ -344,7 +361,7 @@ def decide_cache(
     epochs_left: float,
     mode: str,
     slots: SlotCosts = ONE_SLOT,
-) -> CacheDecision:
+) -> SampleDecision:
     """Choose the way that takes least time for a sample where one process computes everything; see `ways_of_storing`.
 
     With E epochs left, F frozen blocks, and a share s of the samples stored at level g, a sample costs over the rest
@@ -375,7 +392,6 @@ def decide_cache(
             for each in way.passes
         )
 
-    seconds = {name: seconds_of(way) for name, way in ways.items()}
-    chosen = fastest(seconds, allowed_ways(list(ways), mode))
-    why = explained(ways, seconds, chosen, num_frozen, epochs_left, mode, slots.num_slots, "a sample")
-    return CacheDecision(chosen, ways[chosen].level, why, ways[chosen].refresh_fraction, sample_seconds=seconds)
+    seconds = {name: seconds_of(way) for name, way in ways.by_name.items()}
+    found = ways.decide(seconds, mode, "a sample")
+    return SampleDecision(found.way, found.level, found.reason, found.refresh_fraction, seconds)

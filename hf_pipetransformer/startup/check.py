@@ -1,4 +1,4 @@
-"""Checks that the split model, its loss and its token slices compute what the whole model does.
+"""Checks that the split model and its loss compute what the whole model does.
 
 Functions of a `ProbeTarget` without communication. All compare in deterministic float32.
 """
@@ -6,7 +6,7 @@ Functions of a `ProbeTarget` without communication. All compare in deterministic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,14 +17,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_pipetransformer.data.batches import IGNORED_LABEL, cut_tokens, num_rows, pad_batch, take_rows
+from hf_pipetransformer.data.batches import num_rows, take_rows
 from hf_pipetransformer.data.flattened import first_tokens, sequences_of
-from hf_pipetransformer.engine.head import HeadPlan, HeadProgram, HeadSlices
-from hf_pipetransformer.engine.losses import FoundRule, LossRule, Parts, find_loss_rule
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
-from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
+from hf_pipetransformer.engine.losses import FoundRule, Parts, find_loss_rule
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.schedules import GPIPE
 from hf_pipetransformer.splitters.base import UnsupportedModelError, config_value
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, Structure, padded_length, trace_structure
 from hf_pipetransformer.startup.model import (
@@ -40,8 +36,6 @@ from hf_pipetransformer.startup.model import (
 
 SPLIT_LOSS_TOLERANCE = 1e-5
 """Largest relative difference between the loss in parts (stages, token slices) and the whole that is rounding."""
-PADDING_LOSS_TOLERANCE = 1e-6
-"""Largest relative difference between the losses of a batch with and without more padding that is rounding."""
 GRADIENT_TOLERANCE = 1e-4
 """Largest relative difference of the gradient norms that is rounding."""
 SMALLEST_SCALE = 1e-3
@@ -49,7 +43,7 @@ SMALLEST_SCALE = 1e-3
 
 
 @dataclass(frozen=True)
-class _Result:
+class Result:
     """Loss and gradient norms of one run."""
 
     loss: float
@@ -59,7 +53,7 @@ class _Result:
     def total_norm(self) -> float:
         return float(self.norms.norm())
 
-    def agrees_with(self, expected: _Result, loss_tolerance: float) -> bool:
+    def agrees_with(self, expected: Result, loss_tolerance: float) -> bool:
         """Return True if both are close where finite, and not finite in the same places."""
         # inf - inf is nan.
         same_loss = self.loss == expected.loss or (math.isnan(self.loss) and math.isnan(expected.loss))
@@ -70,13 +64,13 @@ class _Result:
         return (same_loss or near_loss) and float(distance) <= GRADIENT_TOLERANCE * scale
 
 
-def _run_whole(target: ProbeTarget) -> _Result:
+def run_whole(target: ProbeTarget) -> Result:
     with gradients_discarded(target.model):
         # A copy: a loss may take labels out of its inputs, as Trainer's label smoothing does.
         loss = target.loss(dict(target.inputs))
         if loss.requires_grad:
             loss.backward()
-        return _Result(float(loss.detach()), gradient_norms(target.parameters))
+        return Result(float(loss.detach()), gradient_norms(target.parameters))
 
 
 # ---- structure, and the split into stages ----
@@ -144,7 +138,7 @@ def _entry_errors_explained(model: nn.Module, structure: Structure) -> Iterator[
 def _check_split(target: ProbeTarget, structure: Structure) -> bool:
     """Compare the split model with the whole one; return True if later stages may read the main input."""
     inputs, name = target.inputs, type(target.model).__name__
-    expected, split = _run_whole(target), _run_split(target, structure, inputs)
+    expected, split = run_whole(target), _run_split(target, structure, inputs)
     found = split.result
     if not found.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
         raise UnsupportedModelError(
@@ -168,9 +162,9 @@ def _check_split(target: ProbeTarget, structure: Structure) -> bool:
     return not split.has_the_bits_of(_run_split(target, structure, others))
 
 
-def _cause_of_difference(target: ProbeTarget, structure: Structure, expected: _Result) -> str:
+def _cause_of_difference(target: ProbeTarget, structure: Structure, expected: Result) -> str:
     """Return a sentence on why a model may compute something else in stages, and what to change."""
-    again = _run_whole(target)
+    again = run_whole(target)
     if not again.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
         return (
             f"The whole model gives {again.loss:.8g} for the same batch in its next call: something counts calls or "
@@ -214,7 +208,7 @@ class _SplitRun:
 
     sent: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
-    result: _Result
+    result: Result
 
     def has_the_bits_of(self, other: _SplitRun) -> bool:
         pairs = zip([*self.sent, *self.gradients], [*other.sent, *other.gradients], strict=True)
@@ -231,7 +225,7 @@ def _run_split(target: ProbeTarget, structure: Structure, later_inputs: dict[str
         sent, _ = run_stages(target, structure, later_inputs)
         parameters = target.parameters
         gradients = [parameter.grad for parameter in parameters if parameter.requires_grad]
-        return _SplitRun(sent, gradients, _Result(float(sent[-1]), gradient_norms(parameters)))
+        return _SplitRun(sent, gradients, Result(float(sent[-1]), gradient_norms(parameters)))
 
 
 class _NoModules(nullcontext[None]):
@@ -324,97 +318,6 @@ def _of_length(value: Any, length: int, wanted: int) -> Any:
     return torch.cat([value] * -(-wanted // length), dim=1)[:, :wanted]
 
 
-# ---- effect of padding; these and the checks below are called in full precision ----
-
-
-def depends_on_length(target: ProbeTarget) -> bool:
-    """Return True if one more position of padding changes the loss, so that replicas must pad to a common length."""
-    if not target.is_text or sequences_of(target.inputs) is not None:
-        return False
-    padded = _with_more_padding(target)
-    if padded is None:
-        return True
-    with torch.no_grad():
-        expected = float(target.loss(target.inputs))
-        found = _loss_if_taken(target, padded)
-    return found is None or abs(found - expected) > PADDING_LOSS_TOLERANCE * abs(expected)
-
-
-def depends_on_padding(target: ProbeTarget, probe: Probe) -> bool:
-    """Return True if values at masked positions may change the loss, so that stored records must keep them.
-
-    Adds noise to the hidden states there: a softmax over positions (question answering) depends on it, a mean over
-    labeled tokens does not.
-    """
-    padded = _with_more_padding(target) if target.is_text and not probe.activation.changes_length else None
-    if padded is None or _loss_if_taken(target, padded) is None:
-        return True
-    return not _is_unread(target, probe, padded, 1, lambda hidden: (padded["attention_mask"] == 0)[..., None])
-
-
-def reads_first_alone(target: ProbeTarget, probe: Probe) -> bool:
-    """Return True if the head reads of a sample without tokens the first position alone, as ViT's classifiers do."""
-    if target.is_text or len(probe.activation.hidden_shape) != 2 or probe.activation.hidden_shape[0] < 2:
-        return False
-
-    def others(hidden: torch.Tensor) -> torch.Tensor:
-        return (torch.arange(hidden.shape[1], device=hidden.device) > 0)[:, None]
-
-    return _is_unread(target, probe, target.inputs, probe.structure.num_blocks - 1, others)
-
-
-def _is_unread(
-    target: ProbeTarget,
-    probe: Probe,
-    inputs: dict[str, Any],
-    block: int,
-    unread: Callable[[torch.Tensor], torch.Tensor],
-) -> bool:
-    """Return True if positions of what enters a block change neither the loss nor gradients: with noise, and as zeros.
-
-    `unread` gives their mask for hidden states `(batch, seq, hidden)`.
-    """
-    view, later = target.view(probe.structure), range(block, probe.structure.num_blocks)
-
-    def result_of(entering: torch.Tensor) -> _Result:
-        with gradients_discarded(target.model):
-            loss = run_stage(view, later, entering, lambda: target.loss(dict(inputs)))
-            if loss.requires_grad:
-                loss.backward()
-            return _Result(float(loss.detach()), gradient_norms(target.parameters))
-
-    try:
-        hidden = run_stage(view, range(block), None, lambda: target.loss(dict(inputs))).detach()
-        where = unread(hidden)
-        plain = result_of(hidden)
-        # Zeros alone could leave the result as it is although they are read.
-        others = [result_of(hidden + torch.randn_like(hidden) * where), result_of(hidden * ~where)]
-    finally:
-        view.remove()
-    is_finite = math.isfinite(plain.loss) and math.isfinite(plain.total_norm)
-    return is_finite and all(other.agrees_with(plain, PADDING_LOSS_TOLERANCE) for other in others)
-
-
-def _with_more_padding(target: ProbeTarget) -> dict[str, Any] | None:
-    """Return the batch with one more position of padding; None without an attention mask or room for it."""
-    length = target.inputs[target.main_input].shape[1]
-    longest = config_value(target.model, "max_position_embeddings", length + 1)
-    if "attention_mask" not in target.inputs or length + 2 >= longest:
-        return None
-    return pad_batch(target.inputs, target.main_input, length + 1, target.pad_token_id)
-
-
-def _loss_if_taken(target: ProbeTarget, inputs: dict[str, Any]) -> float | None:
-    """Return the loss; None if the model does not accept this sequence length (Nystromformer accepts one only)."""
-    try:
-        with torch.no_grad():
-            return float(target.loss(inputs))
-    except torch.OutOfMemoryError:
-        raise
-    except (IndexError, RuntimeError, ValueError):
-        return None
-
-
 # ---- rule that combines the losses of parts ----
 
 
@@ -447,117 +350,3 @@ def check_loss(target: ProbeTarget, is_split: bool) -> FoundRule:
         )
         return replace(found, refusal=None)
     return found
-
-
-# ---- token slices ----
-
-_TOKEN_REMEDY = "Token slices are for models in which no token reads a later one. Set pipeline_schedule='1f1b'."
-
-
-def run_slices(
-    target: ProbeTarget, structure: Structure, rule: LossRule, bounds: Sequence[int], note: Callable[[int], None]
-) -> float:
-    """Run the whole model, as a pipeline of one stage, over token slices; accumulate gradients and return the loss.
-
-    Args:
-        bounds: token positions where slices begin, and the sequence length at the end.
-        note: called with a slice's number after its forward and after its backward.
-    """
-    total, slices = target.count(target.inputs), cut_tokens(target.inputs, bounds)
-    (actions,) = GPIPE.table(1, len(slices))
-    contexts = TokenSliceContexts(structure.num_layers)
-    program = ModelProgram(
-        target.view(structure), range(structure.num_blocks), torch.float32, sends_gradient=False, contexts=contexts
-    )
-
-    def forward(given: dict[str, Any]) -> Any:
-        return target.compute(given, total)
-
-    parts = [
-        MicroBatch(
-            number, own, rule.weight(target.count(own), total), (), forward,
-            place=TokenSpan(0, start, stop, bounds[-1]),
-        )
-        for number, (own, (start, stop)) in enumerate(zip(slices, pairwise(bounds), strict=True))
-    ]  # fmt: skip
-    program.begin(actions)
-    losses = []
-    for part in parts:
-        losses.append(float(program.forward(part, None)))
-        note(part.index)
-    # Later slices first: they add to the gradients of the keys and values of earlier ones.
-    for part in reversed(parts):
-        program.backward(part, None)
-        note(part.index)
-    return sum(losses)
-
-
-def why_unsliceable(target: ProbeTarget, structure: Structure, rule: LossRule) -> str | None:
-    """Return why token slices do not reproduce the loss and gradients of whole sequences; None if they do."""
-    model, value, name = target.model, target.inputs[target.main_input], type(target.model).__name__
-    if value.dim() < 2:
-        return f"{name} reads {target.main_input!r} of shape {tuple(value.shape)}, not (batch, seq). {_TOKEN_REMEDY}"
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        # With gradient checkpointing, transformers silently drops the key/value cache, but only in training mode.
-        return f"{name} recomputes its layers itself: leave that to pipeline_checkpoint='layers'."
-    if sequences_of(target.inputs) is not None:
-        return (
-            "the collator puts several samples into one row, and a slice would hold tokens of several. Use a collator "
-            "that pads, or set pipeline_schedule='1f1b'."
-        )
-    length = value.shape[1]
-    half = -(-length // 2)
-    bounds = sorted({0, half, min(length, half + max(1, length // 4)), length})
-    expected = _run_whole(target)
-    with gradients_discarded(model):
-        try:
-            loss = run_slices(target, structure, rule, bounds, lambda _: None)
-        # A model that cannot take cached keys and values may raise anything.
-        except Exception as error:
-            return f"{name} does not run on slices of a sequence ({type(error).__name__}: {error}). {_TOKEN_REMEDY}"
-        found = _Result(loss, gradient_norms(target.parameters))
-    if found.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
-        return None
-    return (
-        f"{name} gives the loss {found.loss:.8g} for slices of {[b - a for a, b in pairwise(bounds)]} tokens and "
-        f"{expected.loss:.8g} for whole sequences (gradient norms {found.total_norm:.8g} and "
-        f"{expected.total_norm:.8g}). {_TOKEN_REMEDY}"
-    )
-
-
-def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSlices) -> str | None:
-    """Return why head and loss in slices of a sequence do not give what whole ones do, without a period, or None."""
-    name = type(target.model).__name__
-    if not target.is_text or sequences_of(target.inputs) is not None:
-        return f"{name} is not given rows of tokens, each of one text"
-    labels, tokens = target.inputs.get("labels"), target.inputs[target.main_input]
-    if isinstance(labels, torch.Tensor) and labels.shape == tokens.shape:
-        # Every token is a target, those at the ends of slices, too.
-        target = replace(target, inputs={**target.inputs, "labels": labels.where(labels != IGNORED_LABEL, tokens)})
-    expected = _run_whole(target)
-    view, whole = target.view(structure), MicroBatch(0, target.inputs, 1.0, (), target.loss)
-
-    def of(blocks: range) -> ModelProgram:
-        return ModelProgram(view, blocks, torch.float32, sends_gradient=True)
-
-    blocks, plan = range(structure.num_blocks), HeadPlan(slices)
-    program = HeadProgram(plan, of(blocks), of(blocks[:-1]), of(blocks[-1:]), torch.float32, sends_gradient=False)
-    with gradients_discarded(target.model):
-        try:
-            program.begin(())
-            loss = program.forward(whole, None)
-            program.backward_input(whole, None)
-        except torch.OutOfMemoryError:
-            raise
-        # A model that reads another form of labels may raise anything.
-        except Exception as error:
-            return f"the head of {name} does not run on slices of a sequence ({type(error).__name__}: {error})"
-        finally:
-            view.remove()
-        found = _Result(float(loss), gradient_norms(target.parameters))
-    if found.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
-        return None
-    return (
-        f"{name} gives the loss {found.loss:.8g} in slices of the sequence and {expected.loss:.8g} for whole ones "
-        f"(gradient norms {found.total_norm:.8g} and {expected.total_norm:.8g})"
-    )

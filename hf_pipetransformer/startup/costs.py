@@ -6,7 +6,6 @@ Functions of a `ProbeTarget` run on one rank, without communication.
 from __future__ import annotations
 
 import statistics
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,21 +20,18 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_pipetransformer.data.batches import batch_size, take_samples
+from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
 from hf_pipetransformer.engine.timing import settled_seconds
-from hf_pipetransformer.planning.costs import BlockCosts
-from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
+from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
 from hf_pipetransformer.splitters.quantized import is_packed, num_bytes, num_weights
-from hf_pipetransformer.startup.check import run_slices
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import Topology
-    from hf_pipetransformer.engine.losses import LossRule
     from hf_pipetransformer.splitters.structure import Structure
     from hf_pipetransformer.startup.twin import ProbeSubmodel
 
@@ -395,71 +391,13 @@ def block_costs(
     )
 
 
-# ---- token slices ----
-
-NUM_SLICE_REPEATS = 3
-SLICE_COUNTS = (1, 2, 4, 8)
-"""Numbers of equal slices that sequences are cut into for measuring."""
-MOST_SEQUENCES = 4
-
-
-def measure_slices(target: ProbeTarget, structure: Structure, rule: LossRule, share: float = 1.0) -> TokenCosts:
-    """Fit the costs of token slices to measurements with one sequence and with all of the target's.
-
-    `share` is the twin's share of the whole model's time, to which the measured times are scaled.
-    """
-    with trained_as_given(target.model, structure):
-        times = slice_times(target, structure, rule)
-    return fit_token_costs([replace(each, seconds=each.seconds / share) for each in times])
-
-
-def slice_times(target: ProbeTarget, structure: Structure, rule: LossRule) -> list[SliceTime]:
-    """Time slices of one sequence and of the whole batch, cut in a few ways."""
-    # One deadline for all settings: each is measured once at least.
-    deadline = time.perf_counter() + PROFILE_SECONDS
-    one = replace(target, inputs=take_samples(target.inputs, slice(0, 1)))
-    settings = [(one, count) for count in SLICE_COUNTS]
-    settings += [(target, count) for count in SLICE_COUNTS[::2] if batch_size(target.inputs) > 1]
-    return [each for part, count in settings for each in _times_of(part, structure, rule, count, deadline)]
-
-
-def _times_of(
-    target: ProbeTarget, structure: Structure, rule: LossRule, count: int, deadline: float
-) -> list[SliceTime]:
-    """Return the seconds of forward plus backward of each of `count` equal slices: the minimum over a few runs."""
-    length = target.inputs[target.main_input].shape[1]
-    bounds = sorted({length * number // count for number in range(count + 1)})
-    least = [float("inf")] * (len(bounds) - 1)
-    for repeat in range(NUM_SLICE_REPEATS + 1):
-        seconds = [0.0] * len(least)
-        clock = settled_seconds(target.device)
-
-        def note(number: int) -> None:
-            nonlocal clock
-            before, clock = clock, settled_seconds(target.device)
-            seconds[number] += clock - before  # noqa: B023
-
-        with gradients_discarded(target.model):
-            run_slices(target, structure, rule, bounds, note)
-        is_late = time.perf_counter() > deadline
-        # The first run warms up; it counts only where there is no time for another.
-        if repeat or is_late:
-            least = [min(pair) for pair in zip(least, seconds, strict=True)]
-        if is_late:
-            break
-    size = batch_size(target.inputs)
-    return [
-        SliceTime(size, start, end - start, each) for (start, end), each in zip(pairwise(bounds), least, strict=True)
-    ]
+# ---- batches and memory ----
 
 
 def affordable_sequences(blocks: BlockCosts, device: torch.device, num_ranks_here: int) -> int:
     """Return the number of samples, at least 1, that fit through the whole model in this device's free memory."""
     kept = sum(blocks.activation_bytes)
     return max(1, int(MEMORY_SHARE * _free_bytes(device, num_ranks_here) / kept)) if kept else 1
-
-
-# ---- batches and memory ----
 
 
 def with_batch(target: ProbeTarget, batch: dict[str, Any]) -> ProbeTarget:

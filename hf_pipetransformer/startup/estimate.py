@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel
 
 from hf_pipetransformer.engine.losses import LossScope
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads
+from hf_pipetransformer.planning.blocks import BlockCosts
+from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.splitters.adapters import bare_model, cast_masters, master_names
 from hf_pipetransformer.splitters.base import layers_of
 from hf_pipetransformer.splitters.families import find_splitter

@@ -174,6 +174,7 @@ def gradient_norms(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 @contextmanager
 def gradients_discarded(model: nn.Module) -> Iterator[None]:
     """Enable gradients inside the context; on exit, put back those that the parameters had."""
+    # Kept, not zeroed: a script may be between two backwards of its own.
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in kept:
         parameter.grad = None
@@ -214,6 +215,7 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
             yield
     except BaseException:
         for module, (attributes, parts) in own.items():
+            # The dictionary itself stays: hooks and wrappers may hold references to it.
             vars(module).clear()
             vars(module).update(attributes)
             for name, part in parts.items():

@@ -1,39 +1,41 @@
-"""Text and JSON values of a `RunPlan`."""
+"""Text, JSON values and picture of a `RunPlan`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_pipetransformer.planning.costs import stage_elements, trained_elements
+from hf_pipetransformer.planning.blocks import stage_elements, trained_elements
 from hf_pipetransformer.planning.memory import RankMemory
 from hf_pipetransformer.report import duration
+from hf_pipetransformer.report.drawing import save_chart
+from hf_pipetransformer.schedules import Op
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_of
-from hf_pipetransformer.startup.timeline import spans_as_json
 
 
 if TYPE_CHECKING:
+    from hf_pipetransformer.planning.simulator import Timeline
     from hf_pipetransformer.startup.run_plan import Option, RunPlan
 
 
 GB = 1e9
-MOST_SCHEDULES = 12
+MOST_SCHEDULES = 6
 """Layouts of other schedules that the text lists; JSON has all."""
 
 HALF = 0.5
-
 
 NO_GAIN = 0.97
 """Share of the full run's time above which freezing is called no gain: predictions err by as much."""
 
 
 def in_words(plan: RunPlan) -> str:
-    """Return the plan as text: layouts, ranks, schedules, host memory, freezing and cache, where times are from."""
-    memory = _ranks(plan), plan.head_slices, _host(plan)
-    parts = [_head(plan), _layouts(plan), *memory, _schedules(plan), _course(plan), _sources(plan)]
-    return "\n\n".join(filter(None, [*parts, "\n".join(verdicts(plan))]))
+    """Return the plan as text: layouts with the verdict, ranks of the chosen one, length of the run, sources."""
+    told = "\n".join(verdicts(plan))
+    memory = _ranks(plan), plan.head_slices
+    return "\n\n".join(filter(None, [_head(plan), _layouts(plan), told, *memory, _course(plan), _sources(plan)]))
 
 
 def _head(plan: RunPlan) -> str:
@@ -46,22 +48,20 @@ def _head(plan: RunPlan) -> str:
 
 
 def _layouts(plan: RunPlan) -> str:
-    rows = [_row(str(each.layout.pipeline_size), each) for each in plan.options]
-    name = "Trainer" if plan.machine.num_devices == 1 else "Trainer, DDP"
+    # What does not fit in another schedule helps nobody; the run's own layouts show how much is missing.
+    others = [each for each in plan.schedules if each.fits][:MOST_SCHEDULES]
+    rows = [plan.trainer, *([] if plan.sharded is None else [plan.sharded]), *plan.options, *others]
     head = ["stages K", "replicas R", "micro-batches M", "fullest rank", "fits", "waiting", "step", "samples/s"]
-    sharded = [] if plan.sharded is None else [_row(_sharded(plan), plan.sharded)]
-    return table(head, [_row(name, plan.trainer), *sharded, *rows])
+    text = table([*head, "schedule"], map(_row, rows))
+    if any(each.layout.abilities.overlaps_steps for each in rows):
+        text += "\nasync_1f1b gives other results than Trainer; the other schedules give the same."
+    return text
 
 
-def _sharded(plan: RunPlan) -> str:
-    """Name what shards as counted: where batches are accumulated, FSDP2 under Trainer keeps whole gradients."""
-    return "ZeRO-3" if plan.accumulates else "FSDP2/ZeRO-3"
-
-
-def _row(name: str, option: Option) -> list[str]:
+def _row(option: Option) -> list[str]:
     layout = option.layout
     return [
-        name,
+        option.name,
         str(layout.num_replicas),
         str(layout.num_microbatches),
         _gigabytes(option.fullest),
@@ -69,19 +69,26 @@ def _row(name: str, option: Option) -> list[str]:
         f"{option.bubble:.0%}",
         f"{option.step_seconds:.3g} s",
         f"{option.samples_per_second:.3g}",
+        # Whole models, and pipelines of one stage, have no schedule.
+        layout.schedule if layout.pipeline_size > 1 else "",
     ]
 
 
 def _ranks(plan: RunPlan) -> str:
-    parts = [part.name for part in fields(RankMemory)]
+    layout, parts = plan.chosen.layout, [part.name for part in fields(RankMemory)]
     rows = []
     for rank, (stage, memory) in enumerate(zip(stages(plan), plan.chosen.memory, strict=True)):
         counts = [_count(count) for count in (stage.parameters, stage.trained)]
         sizes = [_gigabytes(getattr(memory, part)) for part in parts] + [_gigabytes(memory.total)]
         rows.append([str(rank), stage.blocks, *counts, *sizes])
-    head = ["rank", "blocks", "parameters", "trained", *parts, "total"]
-    return f"{plan.chosen.layout}, {plan.chosen.layout.schedule}; memory of each rank of a pipeline:\n" + table(
-        head, rows
+    # The largest alone decides if a host is large enough; JSON has all.
+    phase = max(plan.host, key=plan.host.__getitem__)
+    return "\n".join(
+        [
+            f"{layout}, {layout.schedule}; memory of each rank of a pipeline:",
+            table(["rank", "blocks", "parameters", "trained", *parts, "total"], rows),
+            f"Host memory of a rank beside Python and its libraries: up to {_gigabytes(plan.host[phase])} ({phase}).",
+        ]
     )
 
 
@@ -119,38 +126,15 @@ def _of_stage(blocks: range, num_blocks: int) -> str:
     return ", ".join([*words, *(["head"] if num_blocks - 1 in blocks else [])])
 
 
-def _host(plan: RunPlan) -> str:
-    phases = ", ".join(f"{name} {_gigabytes(size)}" for name, size in plan.host.items())
-    return (
-        f"Host memory of the fullest rank, in addition to that of Python and its libraries: {phases}. Weights mapped "
-        "from a file are pages that all ranks of a machine share."
-    )
-
-
-def _schedules(plan: RunPlan) -> str:
-    if not plan.schedules:
-        return ""
-    shown = plan.schedules[:MOST_SCHEDULES]
-    rows = [[each.layout.schedule, *_row(str(each.layout.pipeline_size), each)] for each in shown]
-    head = ["schedule", "stages K", "R", "M", "fullest rank", "fits", "waiting", "step", "samples/s"]
-    lines = ["Schedules, fastest first:", table(head, rows)]
-    if len(plan.schedules) > len(shown):
-        lines.append(f"{len(plan.schedules) - len(shown)} slower ones are in --json.")
-    if any(each.layout.abilities.overlaps_steps for each in shown):
-        lines.append("async_1f1b gives other results than Trainer; the others give the same.")
-    lines += [f"Not {name}: {why}" for name, why in plan.refused.items()]
-    return "\n".join(lines)
-
-
 def _course(plan: RunPlan) -> str:
-    course, took = plan.course, plan.duration
+    """Return the length of the run, what freezes when, and what is stored."""
+    course, freezing = plan.course, plan.course.freezing
     if not course.num_steps:
         return ""
     steps = f"{course.num_steps:,} steps"
     if course.num_samples is not None:
         steps += f", {course.num_epochs:.3g} epochs of {course.num_samples:,} samples"
-    lines = [f"The run: {steps}; with nothing frozen {duration(took.full_seconds)}."]
-    freezing = course.freezing
+    lines = [f"The run: {steps}; with nothing frozen {duration(plan.duration.full_seconds)}."]
     if freezing is None:
         return "\n".join([*lines, course.note])
     at_most = "" if freezing.is_certain else "at most "
@@ -159,21 +143,15 @@ def _course(plan: RunPlan) -> str:
         parts.append(f"{at_most}{span.num_frozen} of {plan.num_layers} layers from step {step:,} on")
         step += span.num_steps
     lines.append(f"Frozen ({freezing.policy}): {'; '.join(parts)}.")
-    if plan.caching is not None:
-        lines.append(_cache(plan))
-    at_least = "" if freezing.is_certain else "at least "
-    lines.append(f"Predicted time: {at_least}{duration(took.seconds)}, with freezing and cache.")
-    return "\n".join(lines)
-
-
-def _cache(plan: RunPlan) -> str:
     caching = plan.caching
-    assert caching is not None
-    needed = f"{_gigabytes(caching.needed_bytes)} needed on each node, {_gigabytes(caching.allowed_bytes)} allowed"
-    if caching.why_off is not None:
-        return f"Activation cache: off ({caching.why_off}); {needed}."
-    text = f"Activation cache: {needed}: {caching.share:.0%} of the samples can be stored."
-    return text if caching.is_used else f"{text} Nothing is: {caching.reason}."
+    if caching is not None:
+        needed = f"{_gigabytes(caching.needed_bytes)} needed on each node, {_gigabytes(caching.allowed_bytes)} allowed"
+        if caching.why_off is not None:
+            lines.append(f"Activation cache: off ({caching.why_off}); {needed}.")
+        else:
+            nothing = "" if caching.is_used else f" Nothing is: {caching.reason}."
+            lines.append(f"Activation cache: {needed}: {caching.share:.0%} of the samples can be stored.{nothing}")
+    return "\n".join(lines)
 
 
 def _sources(plan: RunPlan) -> str:
@@ -190,8 +168,8 @@ def _sources(plan: RunPlan) -> str:
 
 def verdicts(plan: RunPlan) -> list[str]:
     """Return what to conclude from the plan, a sentence or two each."""
-    of_layouts = _whether_it_fits(plan), _whether_to_shard(plan), _whether_to_split(plan)
-    return [*filter(None, (*of_layouts, _whether_launches_decide(plan), _whether_to_freeze(plan)))]
+    found = _whether_it_fits, _whether_to_shard, _whether_to_split, _whether_launches_decide, _whether_to_freeze
+    return [text for whether in found if (text := whether(plan))]
 
 
 def _whether_it_fits(plan: RunPlan) -> str:
@@ -216,7 +194,7 @@ def _whether_to_shard(plan: RunPlan) -> str:
     if sharded is None or not sharded.fits or plan.trainer.fits:
         return ""
     figures = f"{sharded.fullest / GB:.1f} GB and {sharded.samples_per_second:.3g} samples/s"
-    found = f"{_sharded(plan)} fits with {figures}, by formula"
+    found = f"{sharded.name} fits with {figures}, by formula"
     if not fastest.fits:
         return f"{found}; no pipeline fits without other options."
     if NO_GAIN * sharded.samples_per_second > fastest.samples_per_second:
@@ -259,19 +237,19 @@ def _whether_to_freeze(plan: RunPlan) -> str:
     course, took, caching = plan.course, plan.duration, plan.caching
     if course.freezing is None or not took.full_seconds:
         return course.evidence
-    epochs = f"{course.num_epochs:.3g} epochs"
-    share, texts = took.seconds / took.full_seconds, []
+    epochs, share = f"{course.num_epochs:.3g} epochs", took.seconds / took.full_seconds
     if all(not span.num_frozen for span in course.freezing.spans):
         return f"No gain: no layer freezes in {epochs} ({course.num_steps:,} steps)."
     if share > NO_GAIN:
-        texts.append(f"No gain: {epochs}, in which freezing and cache take {share:.2f} of the full run's time.")
+        texts = [f"No gain: {epochs}, in which freezing and cache take {share:.2f} of the full run's time."]
     else:
         at_least = "" if course.freezing.is_certain else "at least "
-        texts.append(
-            f"Freezing is predicted to take {at_least}{share:.2f} of the full run's time. It may cost accuracy: "
-            f"compare it with {took.equal_epochs:.3g} epochs of full fine-tuning, which take as long."
+        text = (
+            f"Freezing is predicted to take {at_least}{duration(took.seconds)}, {share:.2f} of the full run's time. "
+            f"It may cost accuracy: compare it with {took.equal_epochs:.3g} epochs of full fine-tuning, which take as "
+            "long."
         )
-        texts += [course.evidence] if course.evidence else []
+        texts = [text, *filter(None, [course.evidence])]
     if caching is not None and caching.is_used and caching.share < HALF:
         texts.append(
             f"Only {caching.share:.0%} of the samples fit into the activation cache: raise activation_cache_max_gb, "
@@ -308,17 +286,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def as_json(plan: RunPlan) -> dict[str, Any]:
     """Return all of the plan as JSON values."""
-    own = ("options", "trainer", "sharded", "chosen", "schedules", "timeline", "remedy")
+    plain = ("model", "num_parameters", "weight_bytes", "num_layers", "host", "refused")
+    nested = ("machine", "course", "blocks", "overheads", "duration")
     return {
-        **{name: value for name, value in asdict(plan).items() if name not in own},
-        "num_epochs": plan.course.num_epochs,
-        "stages": [asdict(each) for each in stages(plan)],
-        "trained_by_rank": [each.trained for each in stages(plan)],
+        **{name: getattr(plan, name) for name in plain},
+        **{name: asdict(getattr(plan, name)) for name in nested},
         "options": [_option(each) for each in plan.options],
         "trainer": _option(plan.trainer),
         "sharded": None if plan.sharded is None else _option(plan.sharded),
         "chosen": _option(plan.chosen),
         "schedules": [_option(each) for each in plan.schedules],
+        "stages": [asdict(each) for each in stages(plan)],
+        "caching": None if plan.caching is None else asdict(plan.caching),
         "timeline": spans_as_json(plan.timeline),
         "remedy": None if plan.remedy is None else plan.remedy.changes,
         "verdicts": verdicts(plan),
@@ -328,9 +307,89 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
 def _option(each: Option) -> dict[str, Any]:
     return {
         **asdict(each),
-        "schedule": each.layout.schedule,
         "pipeline_size": each.layout.pipeline_size,
         "fullest": each.fullest,
         "memory": [{**asdict(rank), "total": rank.total} for rank in each.memory],
         "layout": each.layout.as_event(),
+    }
+
+
+# ---- timeline ----
+
+_KINDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward, input",
+    Op.BACKWARD_WEIGHT: "backward, weights",
+    Op.UPDATE: "update",
+}
+_WIDTH = 860
+"""Width of a picture in pixels."""
+_LEAST_WIDTH = 14
+"""Least width in pixels of a pass that has its number."""
+
+_COLORS = ("#4c78a8", "#f58518", "#e8a15f", "#9d755d", "#54a24b")
+
+
+def spans_as_json(timeline: Timeline) -> dict[str, Any]:
+    """Return a simulated timeline as JSON values: what each rank computes, from when to when."""
+    spans = [[span.rank, str(span.action), span.start, span.end] for span in timeline.spans]
+    return {"end": timeline.end, "bubble": timeline.bubble, "busy": list(timeline.busy), "spans": spans}
+
+
+def save_pictures(timeline: Timeline, title: str, unit: str, paths: Iterable[str]) -> None:
+    """Draw a timeline as a chart with a row for each rank, in files whose endings name their format (.png, .svg).
+
+    Raises:
+        ValueError: the chart library is not installed, or a file cannot be written.
+    """
+    chart = chart_of(timeline, title, unit)
+    for path in map(Path, paths):
+        save_chart(chart, path)
+
+
+def chart_of(timeline: Timeline, title: str, unit: str) -> dict[str, Any]:
+    """Return a timeline as a chart of Vega-Lite: a bar for each pass, with the number of its micro-batch."""
+    bars = [
+        {
+            "rank": span.rank, "start": span.start, "end": span.end, "pass": _KINDS[span.action.op],
+            "number": span.action.micro_batch, "middle": (span.start + span.end) / 2,
+        }
+        for span in timeline.spans
+    ]  # fmt: skip
+    found = {bar["pass"] for bar in bars}
+    kinds = [kind for kind in _KINDS.values() if kind in found]
+    least = _LEAST_WIDTH / _WIDTH * timeline.end
+    rank = {"field": "rank", "type": "ordinal", "title": "rank", "scale": {"paddingInner": 0.15}}
+    colors = {"domain": list(_KINDS.values()), "range": list(_COLORS)}
+    passes = {
+        "mark": {"type": "bar", "stroke": "white", "strokeWidth": 0.5},
+        "encoding": {
+            "x": {
+                "field": "start", "type": "quantitative", "title": unit,
+                "scale": {"domain": [0, timeline.end], "nice": False},
+            },
+            "x2": {"field": "end"},
+            "y": rank,
+            "color": {
+                "field": "pass", "type": "nominal", "scale": colors,
+                "legend": {"title": None, "orient": "top", "values": kinds},
+            },
+        },
+    }  # fmt: skip
+    numbers = {
+        "transform": [{"filter": f"datum.end - datum.start > {least}"}],
+        "mark": {"type": "text", "color": "white", "fontSize": 10},
+        "encoding": {
+            "x": {"field": "middle", "type": "quantitative"},
+            "y": rank,
+            "text": {"field": "number", "type": "quantitative"},
+        },
+    }
+    return {
+        "title": f"{title}: {timeline.end:.3g} {unit}, {timeline.bubble:.0%} waiting",
+        "width": _WIDTH,
+        "height": 34 * len(timeline.busy),
+        "data": {"values": bars},
+        "layer": [passes, numbers],
     }

@@ -12,8 +12,8 @@ import torch
 from transformers.training_args import OptimizerNames
 
 from hf_pipetransformer.engine.losses import FoundRule, LossScope
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads, predict_step
-from hf_pipetransformer.planning.forecast import Forecast
+from hf_pipetransformer.planning.blocks import BlockCosts
+from hf_pipetransformer.planning.costs import Overheads, predict_step
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory, sum_bytes
 from hf_pipetransformer.planning.planner import (
     PipelineShape,
@@ -23,9 +23,9 @@ from hf_pipetransformer.planning.planner import (
     choose_num_microbatches,
     largest_rank_size,
 )
-from hf_pipetransformer.planning.search import Storing, first_layout
+from hf_pipetransformer.planning.search import first_layout
 from hf_pipetransformer.planning.simulator import simulate_equal
-from hf_pipetransformer.planning.token_plans import WORTH, SlicePlanner
+from hf_pipetransformer.planning.token_slices import WORTH, SlicePlanner
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout, counted
@@ -202,6 +202,7 @@ class RunPlanner:
     ) -> PlanInputs:
         """Return the inputs of the plans of a run, of those after its first layout if it is given."""
         args, blocks, memory = self.args, self.costs.blocks, self.memory_rules
+        # The first layout has nothing to be compared with.
         largest, size = 0.0, 0
         if began_under is not None:
             largest, size = largest_rank_size(blocks.parameters, began_under), began_under.pipeline_size
@@ -226,13 +227,6 @@ class RunPlanner:
         )
         how = self.measures_microbatches, args.gradient_accumulation_steps
         return PlanInputs(blocks, self.costs.overheads, rules, args.train_samples_per_device, *how)
-
-    def forecast(
-        self, layout: Layout, blocks: BlockCosts, overheads: Overheads, steps_per_epoch: int, storing: Storing | None
-    ) -> Forecast:
-        """Build a forecast for runs that start under `layout`; `storing` is None if nothing is cached."""
-        inputs = replace(self.inputs(layout), blocks=blocks, overheads=overheads)
-        return Forecast(layout, inputs, steps_per_epoch, storing)
 
     def layout(self, num_frozen: int = 0) -> Layout:
         """Return the first layout, chosen by rank 0. Collective: call on every rank.

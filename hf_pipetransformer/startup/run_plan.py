@@ -12,15 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.options.combinations import check_combinations
-from hf_pipetransformer.planning.costs import (
-    BlockCosts,
-    Overheads,
-    predict_step,
-    predict_timeline,
-)
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory
+from hf_pipetransformer.planning.blocks import BlockCosts
+from hf_pipetransformer.planning.costs import Overheads, predict_step, predict_timeline, shard_seconds
+from hf_pipetransformer.planning.forecast import Forecast
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory, shard_memory
 from hf_pipetransformer.planning.search import Storing
-from hf_pipetransformer.planning.sharded import shard_memory, shard_seconds
 from hf_pipetransformer.planning.storing import CacheCosts, Caching, StoreContents, why_not_over_nodes
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
@@ -32,7 +28,7 @@ from hf_pipetransformer.startup.model import MOST_GRADIENTS, is_causal_lm
 
 if TYPE_CHECKING:
     from hf_pipetransformer.planning.course import RunSchedule
-    from hf_pipetransformer.planning.forecast import Duration, Forecast
+    from hf_pipetransformer.planning.forecast import Duration
     from hf_pipetransformer.planning.simulator import Timeline
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.startup.planner import RunPlanner
@@ -86,9 +82,11 @@ class Machine:
 class Option:
     """One possible layout: the memory of its ranks, the bubble, and a step's seconds.
 
-    The bubble is the share of time in which no pass runs; in a pass a device may still wait for Python.
+    `name` is that of its row. The bubble is the share of time in which no pass runs; in a pass a device may still wait
+    for Python.
     """
 
+    name: str
     layout: Layout
     memory: tuple[RankMemory, ...]
     bubble: float
@@ -123,10 +121,10 @@ class RunPlan:
 
     `blocks` and `overheads` are the costs behind the times. `trainer` is Trainer's own data parallelism beside the
     options, `sharded` the same with FSDP2 or ZeRO-3, None on one device and for quantized weights. `schedules` are the
-    layouts of all schedules that the options allow on several stages, fastest first; `refused` says why the others are
+    layouts of the other schedules that the options allow on several stages, fastest first; `refused` says why some are
     not among them. `host` has the host memory of the fullest rank by phase. `computing_seconds` are those of the
     chosen step if launching operations took no time. `remedy` says what to change where nothing fits.
-    `accumulates` says that a step has several batches. `head_slices` is the line on `pipeline_head_slices="auto"`.
+    `head_slices` is the line on `pipeline_head_slices="auto"`.
     """
 
     model: str
@@ -149,7 +147,6 @@ class RunPlan:
     timeline: Timeline
     computing_seconds: float
     remedy: Remedy | None = None
-    accumulates: bool = False
     head_slices: str | None = None
 
     @property
@@ -181,12 +178,14 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
     chosen = next((each for each in options if each.fits), options[-1])
     if args.pipeline_size is not None:
         chosen = next(each for each in options if each.layout.pipeline_size == args.pipeline_size)
+    trainer, sharded = _data_parallel(model, planner, machine)
     schedules, refused = _other_schedules(model, planner, machine, sizes)
     weights = [num_bytes(parameter) for parameter in model.parameters()]
     caching = _caching(planner, chosen.layout, machine, course)
     storing = _storing(planner, chosen.layout, machine, course, caching)
     costs = _costs(planner, chosen.layout)
-    forecast = planner.forecast(chosen.layout, *costs, course.steps_per_epoch, storing)
+    inputs = replace(planner.inputs(chosen.layout), blocks=costs[0], overheads=costs[1])
+    forecast = Forecast(chosen.layout, inputs, course.steps_per_epoch, storing)
     step = args.train_samples_per_device * chosen.layout.pipeline_size
     more = step, args.gradient_accumulation_steps
     # The same step on a device that never waits for Python.
@@ -201,8 +200,8 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         blocks=planner.costs.blocks,
         overheads=planner.costs.overheads,
         options=options,
-        trainer=_of_trainer(planner, machine),
-        sharded=_sharded(model, planner, machine),
+        trainer=trainer,
+        sharded=sharded,
         chosen=chosen,
         host=_host_memory(chosen, planner, machine, weights),
         schedules=schedules,
@@ -211,7 +210,6 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         duration=forecast.duration(course),
         timeline=predict_timeline(chosen.layout, *costs, *more),
         computing_seconds=predict_step(chosen.layout, *at_once, *more).seconds,
-        accumulates=args.gradient_accumulation_steps > 1,
         remedy=None if any(each.fits for each in options) else _remedy(model, planner, machine, sizes),
         head_slices=head_slices,
     )
@@ -228,6 +226,7 @@ def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[i
     if planner.why_whole_head is None and asked is not None and asked < HEAD_SLICES:
         slices = {"pipeline_head_slices": HEAD_SLICES}
     recomputed = {} if args.pipeline_checkpoint == "layers" else {"pipeline_checkpoint": "layers"}
+    # What costs least comes first: slices hardly any time, recomputation a forward, small batches launches.
     tried = [slices, recomputed, slices | recomputed]
     size, number = args.per_device_train_batch_size, args.gradient_accumulation_steps
     for smaller in (own for own in range(size - 1, 0, -1) if size % own == 0):
@@ -268,7 +267,7 @@ def make_option(planner: RunPlanner, layout: Layout, machine: Machine, sums: boo
     busy = sum(step.rank_seconds) / layout.pipeline_size
     bubble = max(0.0, 1 - busy / step.pipeline) if step.pipeline else 0.0
     fits = max(rank.total for rank in memory) <= machine.device_bytes * (1 - MEMORY_RESERVE)
-    return Option(layout, tuple(memory), bubble, step.seconds, per_second, fits)
+    return Option(str(layout.pipeline_size), layout, tuple(memory), bubble, step.seconds, per_second, fits)
 
 
 def communicators(layout: Layout, shared: Iterable[Sequence[int]]) -> list[int]:
@@ -294,34 +293,39 @@ def communicators(layout: Layout, shared: Iterable[Sequence[int]]) -> list[int]:
     return counts
 
 
-def _of_trainer(planner: RunPlanner, machine: Machine) -> Option:
-    """Return Trainer's own data parallelism: one stage, and gradients in the precision of the weights."""
-    frozen = planner.num_frozen_by_user
-    on_stages = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
-    return make_option(on_stages, on_stages.plan(1, frozen), machine, sums=False)
+def _data_parallel(model: Any, planner: RunPlanner, machine: Machine) -> tuple[Option, Option | None]:
+    """Return Trainer's own data parallelism, and the same with shards where there is something to shard, or None.
 
-
-def _sharded(model: Any, planner: RunPlanner, machine: Machine) -> Option | None:
-    """Return sharded data parallelism by Trainer; None where there is nothing to shard over, or it cannot."""
-    world_size, args, blocks = machine.num_devices, planner.args, planner.costs.blocks
+    Trainer has one stage, and gradients in the precision of the weights.
+    """
+    world_size, blocks = machine.num_devices, planner.costs.blocks
+    on_one = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
+    layout, args, rules = on_one.plan(1, planner.num_frozen_by_user), on_one.args, planner.memory_rules
+    name = "Trainer" if world_size == 1 else "Trainer, DDP"
+    whole = replace(make_option(on_one, layout, machine, sums=False), name=name)
     has_scales = any(num_bytes(each) != each.numel() * each.element_size() for each in model.parameters())
     if world_size == 1 or has_scales:
-        return None
-    on_one = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
-    layout = on_one.plan(1, planner.num_frozen_by_user)
+        return whole, None
+    layout = replace(layout, num_replicas=1)
     samples, accumulation = args.train_samples_per_device, args.gradient_accumulation_steps
-    rules = planner.memory_rules
     # With gradients of an earlier batch at any time, the fullest moment is that of most activations.
-    (alone,) = rank_memory(replace(layout, num_replicas=1), blocks, samples, max(2, accumulation), memory=rules)
+    (alone,) = rank_memory(layout, blocks, samples, max(2, accumulation), memory=rules)
     memory = shard_memory(alone, blocks, world_size, rules.casts)
     memory.communicators = machine.communicator_bytes
     costs = _costs(planner, layout)
-    step = predict_step(replace(layout, num_replicas=1), *costs, samples, accumulation)
+    step = predict_step(layout, *costs, samples, accumulation)
     seconds = shard_seconds(step, *costs, world_size, accumulation, rules.casts)
-    per_second = samples * world_size * accumulation / seconds if seconds else 0.0
-    fits = memory.total <= machine.device_bytes * (1 - MEMORY_RESERVE)
-    waiting = max(0.0, 1 - step.pipeline / seconds) if seconds else 0.0
-    return Option(layout, (memory,), waiting, seconds, per_second, fits)
+    sharded = Option(
+        # Where batches are accumulated, FSDP2 under Trainer keeps whole gradients, which is not what is counted.
+        name="ZeRO-3" if accumulation > 1 else "FSDP2/ZeRO-3",
+        layout=whole.layout,
+        memory=(memory,),
+        bubble=max(0.0, 1 - step.pipeline / seconds) if seconds else 0.0,
+        step_seconds=seconds,
+        samples_per_second=samples * world_size * accumulation / seconds if seconds else 0.0,
+        fits=memory.total <= machine.device_bytes * (1 - MEMORY_RESERVE),
+    )
+    return whole, sharded
 
 
 def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
@@ -336,10 +340,12 @@ def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
 def _other_schedules(
     model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[int]
 ) -> tuple[tuple[Option, ...], dict[str, str]]:
-    """Return the layouts of all schedules on several stages, fastest first, and why other schedules are not there."""
+    """Return the layouts of other schedules on several stages, fastest first, and why some are not among them."""
     found, refused = [], {}
     frozen = planner.num_frozen_by_user
     for name in SCHEDULE_NAMES:
+        if name == planner.args.schedule.name:
+            continue
         other = _with_options(planner, pipeline_schedule=name)
         try:
             check_combinations(other.args)
@@ -372,6 +378,7 @@ def _host_memory(option: Option, planner: RunPlanner, machine: Machine, weights:
     layers = [blocks.parameters[attention_of(i)] + blocks.parameters[mlp_of(i)] for i in range(layout.num_layers)]
     own = max(rank.weights for rank in option.memory)
     state = option.fullest if machine.is_host else 0.0
+    # The whole model is put together again unless the run says never.
     gathered = planner.args.pipeline_gather_at_end != "never" and several
     return {
         "model loaded": whole,

@@ -17,28 +17,18 @@ from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule, LossScope
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.slice_costs import TokenCosts
+from hf_pipetransformer.planning.token_slices import TokenCosts
 from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.splitters.adapters import master_names
 from hf_pipetransformer.splitters.base import UnsupportedModelError
-from hf_pipetransformer.startup.check import (
-    check_loss,
-    depends_on_length,
-    depends_on_padding,
-    probe_model,
-    reads_first_alone,
-    why_no_head_slices,
-    why_unsliceable,
-)
+from hf_pipetransformer.startup.check import check_loss, probe_model
 from hf_pipetransformer.startup.costs import (
-    MOST_SEQUENCES,
     BlockProfile,
     ReadBatch,
     affordable_sequences,
     block_costs,
     measure_blocks,
-    measure_slices,
     smallest_device_bytes,
     with_batch,
 )
@@ -54,7 +44,6 @@ from hf_pipetransformer.startup.model import (
     undisturbed,
     with_masters,
 )
-from hf_pipetransformer.startup.modes import computes_otherwise_in_training
 from hf_pipetransformer.startup.planner import (
     MeasuredCosts,
     RunPlanner,
@@ -63,12 +52,19 @@ from hf_pipetransformer.startup.planner import (
     samples_per_microbatch,
 )
 from hf_pipetransformer.startup.rows import why_mixed
+from hf_pipetransformer.startup.slices import MOST_SEQUENCES, measure_slices, why_no_head_slices, why_unsliceable
+from hf_pipetransformer.startup.storable import (
+    computes_otherwise_in_training,
+    depends_on_length,
+    depends_on_padding,
+    reads_first_alone,
+)
 from hf_pipetransformer.startup.twin import as_twin, moved
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.splitters.structure import Probe
+    from hf_pipetransformer.splitters.structure import Probe, Structure
 
 
 T = TypeVar("T")
@@ -103,15 +99,15 @@ def inspect_model(
         ValueError: the ranks' models differ, or token slices are requested and compute other numbers.
     """
     model = given.model
-    cuts_tokens = args.schedule.abilities.cuts_tokens
     is_shown = topology.rank == 0 and not args.disable_tqdm
     why_whole_head = given.why_whole_head or why_whole_by_options(args, given.scope)
     tries_slices = is_training and args.head_slices != 1 and why_whole_head is None
-    num_parts = _NUM_PARTS + 2 * cuts_tokens + tries_slices
+    num_parts = _NUM_PARTS + 2 * args.schedule.abilities.cuts_tokens + tries_slices
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar("Inspecting the model", num_parts, is_shown))
         inspection = Inspection(topology, type(model).__name__, bar)
         read = None if read is None else inspection.reading(read)
+        # The bar moves with each run of the model, since a single check of a large one takes minutes.
         given = replace(given, compute=inspection.showing_time(given.compute))
         # Before the move: only what the twin computes with goes to the device.
         twin = stack.enter_context(as_twin(model, given.splitter))
@@ -126,32 +122,19 @@ def inspect_model(
         _check_same_model(topology, model, probe)
         # Found by comparing bits, which may differ between kinds of devices: all ranks need one answer.
         probe = replace(probe, placeholders=frozenset(topology.decide(lambda: sorted(probe.placeholders))))
+        # Before the checks stop the gradients of large parameters, which the script may train.
+        frozen, drops_from = num_frozen_by_user(model, probe.structure), dropout_from(model, probe.structure)
         with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
             loss_rule = _find_loss_rule(exact, probe, args, inspection)
-            frozen, caches = num_frozen_by_user(model, probe.structure), args.activation_cache != "off"
-            is_stored_whole = caches and frozen == probe.structure.num_layers
-            drops_from = dropout_from(model, probe.structure)
             # Layers with dropout are known to compute otherwise in training: nothing has to be tried.
-            is_tried = is_training and caches and 0 < frozen < drops_from
-            pads_alike, keeps_padding, reads_first, has_modes, shape_without_rows = inspection.on_first_rank(
-                lambda: [
-                    topology.world_size > 1 and (_joins_texts(exact, args) or depends_on_length(exact)),
-                    args.activation_cache == "off" or depends_on_padding(exact, probe),
-                    is_stored_whole and reads_first_alone(exact, probe),
-                    is_tried and computes_otherwise_in_training(exact, probe.structure, frozen),
-                    exact.shape_without_rows(exact.inputs) if topology.world_size > 1 else None,
-                ]
-            )
+            is_tried = is_training and 0 < frozen < drops_from
+            found = inspection.on_first_rank(lambda: _find_traits(exact, probe, args, topology, frozen, is_tried))
+            # After the rule of the loss is known, by which the losses of slices are added.
             if tries_slices:
                 slices = HeadSlices(args.head_slices or NUMBERS[0], loss_rule.rule)
-                why_whole_head = inspection.on_first_rank(lambda: why_no_head_slices(exact, probe.structure, slices))
-                if why_whole_head is not None and args.head_slices is not None:
-                    raise ValueError(
-                        f"pipeline_head_slices={slices.number} changes the numbers of this model: {why_whole_head}."
-                    )
-            # After the rule of the loss is known, by which the losses of slices are added.
-            if cuts_tokens:
+                why_whole_head = _check_head_slices(exact, probe.structure, args, inspection, slices)
+            if args.schedule.abilities.cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, loss_rule.rule))
                 if why is not None:
                     raise ValueError(f"pipeline_schedule='token': {why}")
@@ -164,10 +147,10 @@ def inspect_model(
     return StartUp(
         probe=probe,
         loss_rule=loss_rule,
-        common_length=CommonLength(target.main_input, target.pad_token_id) if pads_alike else None,
-        sees_padding=keeps_padding,
-        reads_first=reads_first,
-        shape_without_rows=shape_without_rows,
+        common_length=CommonLength(target.main_input, target.pad_token_id) if found["pads_alike"] else None,
+        sees_padding=found["sees_padding"],
+        reads_first=found["reads_first"],
+        shape_without_rows=found["shape_without_rows"],
         pad_token_id=target.pad_token_id,
         main_dtype=target.inputs[target.main_input].dtype,
         samples={key: each.cpu() if isinstance(each, torch.Tensor) else each for key, each in target.inputs.items()},
@@ -184,7 +167,7 @@ def inspect_model(
             ),
             batch_size(given.inputs),
             # What differs in training without a rate that names a layer counts from the first one on.
-            dropout_from=1 if has_modes else drops_from,
+            dropout_from=1 if found["has_modes"] else drops_from,
             scope=loss_rule.scope,
             why_whole_head=why_whole_head,
         ),
@@ -250,6 +233,7 @@ class Inspection:
             value, refusal = self._attempt(call)
             return [value, None if refusal is None else str(refusal)]
 
+        # Only JSON values travel: the others raise the text, rank 0 the error itself with its cause.
         value, text = self.topology.decide(attempt)
         if text is not None:
             raise refusal or UnsupportedModelError(text)
@@ -324,6 +308,39 @@ def _find_loss_rule(
     if why is not None and is_split:
         raise LossDoesNotDecomposeError(why)
     return FoundRule(LossRule(rule), ignores_num_items, refusal, is_finite, exact.scope)
+
+
+def _find_traits(
+    exact: ProbeTarget,
+    probe: Probe,
+    args: PipeTransformerArguments,
+    topology: Topology,
+    num_frozen: int,
+    tries_modes: bool,
+) -> dict[str, Any]:
+    """Return what a run has to know of its model to pad, store and gather: JSON values. Runs on one rank."""
+    several, caches = topology.world_size > 1, args.activation_cache != "off"
+    return {
+        "pads_alike": several and (_joins_texts(exact, args) or depends_on_length(exact)),
+        "sees_padding": not caches or depends_on_padding(exact, probe),
+        "reads_first": caches and num_frozen == probe.structure.num_layers and reads_first_alone(exact, probe),
+        "has_modes": caches and tries_modes and computes_otherwise_in_training(exact, probe.structure, num_frozen),
+        "shape_without_rows": exact.shape_without_rows(exact.inputs) if several else None,
+    }
+
+
+def _check_head_slices(
+    exact: ProbeTarget,
+    structure: Structure,
+    args: PipeTransformerArguments,
+    inspection: Inspection,
+    slices: HeadSlices,
+) -> str | None:
+    """Return why the head cannot be sliced, which is refused if the user asked for a number. Collective."""
+    why = inspection.on_first_rank(lambda: why_no_head_slices(exact, structure, slices))
+    if why is not None and args.head_slices is not None:
+        raise ValueError(f"pipeline_head_slices={slices.number} changes the numbers of this model: {why}.")
+    return why
 
 
 def _joins_texts(target: ProbeTarget, args: PipeTransformerArguments) -> bool:

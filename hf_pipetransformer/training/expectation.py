@@ -29,6 +29,7 @@ from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.freeze.policies import freezing_of
 from hf_pipetransformer.freeze.policy import check_policy
 from hf_pipetransformer.planning.course import RunSchedule
+from hf_pipetransformer.planning.forecast import Forecast
 from hf_pipetransformer.planning.storing import DiskProfile
 from hf_pipetransformer.report import duration, logger
 from hf_pipetransformer.report.files import create
@@ -41,7 +42,6 @@ from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, Run
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.training import TrainingCache
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.planning.forecast import Forecast
     from hf_pipetransformer.planning.search import Storing
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.startup.planner import StartUp
@@ -131,7 +131,8 @@ def make_forecast(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | N
     update = optimizer_seconds(trainer, pipeline.stage.trained_here().values())
     overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
     storing: Storing | None = None if cache is None else cache.planner.storing()
-    return pipeline.start_up.plans.forecast(layout, costs.blocks, overheads, steps_per_epoch, storing)
+    inputs = replace(pipeline.start_up.plans.inputs(layout), overheads=overheads)
+    return Forecast(layout, inputs, steps_per_epoch, storing)
 
 
 def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: int = 0) -> str:

@@ -85,7 +85,7 @@ class PartStores:
         decision = decide_cache(
             costs, 1, StoreContents(fits_share=fits), self._epochs_left(), self.args.activation_cache
         )
-        seconds = decision.sample_seconds
+        seconds = decision.seconds_per_sample
         saved = (seconds["compute"] - seconds.get("write", math.inf)) * num_places
         # A backward takes twice its forward.
         part, rest = found.seconds * rows.number, 3 * (trial.seconds - found.seconds * rows.number)

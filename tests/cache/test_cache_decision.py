@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads
+from hf_pipetransformer.planning.blocks import BlockCosts
+from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.planner import PlanInputs, PlanRules
 from hf_pipetransformer.planning.search import Choice, Horizon, search
 from hf_pipetransformer.planning.storing import (
@@ -58,7 +59,7 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=
 )
 def test_costs_by_hand(frozen, level, share, epochs, fits, expected):
     decision = decide_cache(COSTS, frozen, StoreContents(level, share, fits), epochs, "auto")
-    assert decision.sample_seconds == pytest.approx(expected)
+    assert decision.seconds_per_sample == pytest.approx(expected)
     cheapest = min(expected, key=expected.get)
     assert decision.way == cheapest
     assert decision.level == {"compute": 0, "keep": level, "write": frozen}[cheapest]
@@ -69,7 +70,7 @@ def test_writing_that_does_not_pay_leaves_rows_as_they_are():
     costs = CacheCosts(prefix=(1.0, 8.0, 8.5), input=1.0, read=0.5, write=3.0)
     decision = decide_cache(costs, 2, StoreContents(1, 1.0), 2.5, "auto")
     assert (decision.way, decision.level) == ("keep", 1)
-    assert decision.sample_seconds["write"] - decision.sample_seconds["keep"] == pytest.approx(
+    assert decision.seconds_per_sample["write"] - decision.seconds_per_sample["keep"] == pytest.approx(
         (1.0 + 3.0 + 1.5 * 0.5) - 2.5 * 1.0
     )
 
@@ -77,7 +78,7 @@ def test_writing_that_does_not_pay_leaves_rows_as_they_are():
 def test_equal_choices_go_to_computing():
     costs = CacheCosts(prefix=(0.0, 0.0), input=1.0, read=1.0, write=0.0)
     decision = decide_cache(costs, 1, StoreContents(1, 1.0), 2.0, "auto")
-    assert decision.sample_seconds == {"compute": 2.0, "keep": 2.0}
+    assert decision.seconds_per_sample == {"compute": 2.0, "keep": 2.0}
     assert not decision.use
 
 
@@ -144,7 +145,7 @@ def test_more_epochs_never_turn_writing_off(costs, store, epochs, more, fits):
     assume(decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs, "auto").way == "write")
     later = decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs + more, "auto")
     # With a margin, for where two choices are equal but for rounding.
-    assert later.sample_seconds["write"] <= min(later.sample_seconds.values()) + 1e-6
+    assert later.seconds_per_sample["write"] <= min(later.seconds_per_sample.values()) + 1e-6
 
 
 @given(measured(), stores(), st.floats(0.5, 20), shares)
@@ -157,7 +158,7 @@ def test_a_read_that_is_slower_than_computing_turns_the_use_off(costs, store, ep
 @given(measured(), stores(), st.floats(0, 20), shares)
 def test_the_cheapest_is_taken(costs, store, epochs, fits):
     decision = decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs, "auto")
-    assert decision.sample_seconds[decision.way] == pytest.approx(min(decision.sample_seconds.values()))
+    assert decision.seconds_per_sample[decision.way] == pytest.approx(min(decision.seconds_per_sample.values()))
     assert epochs > 1 or decision.way != "write"
 
 
@@ -186,8 +187,8 @@ def simulate(costs, choice, frozen, level, share, epochs, fits):
 @given(measured(), stores(), st.integers(1, 6), shares)
 def test_costs_are_those_of_a_simulation(costs, store, epochs, fits):
     decision = decide_cache(costs, store[0], StoreContents(*store[1:], fits), float(epochs), "auto")
-    assert "compute" in decision.sample_seconds
-    for choice, cost in decision.sample_seconds.items():
+    assert "compute" in decision.seconds_per_sample
+    for choice, cost in decision.seconds_per_sample.items():
         assert cost == pytest.approx(simulate(costs, choice, *store, epochs, fits), rel=1e-9, abs=1e-9)
 
 
@@ -220,7 +221,7 @@ def test_a_record_is_written_while_the_frozen_layers_compute_too():
     """Computing takes 2 x 4. Storing takes 4 once, if the 5 of a record are hidden behind 4 and 1 of computation."""
     costs = CacheCosts((0.0, 4.0), 0.0, read=1.0, write=5.0, is_apart=True).beside(1.0)
     decision = decide_cache(costs, 1, StoreContents(), 2.0, "auto")
-    assert decision.sample_seconds == {"compute": 8.0, "write": 4.0} and decision.way == "write"
+    assert decision.seconds_per_sample == {"compute": 8.0, "write": 4.0} and decision.way == "write"
     # Each batch of the first pass occupies the device for 5 s, and writing the last one for as long.
     assert [each.record_seconds for each in passes_ahead(costs, 1, 1, StoreContents(), 20, 10)] == [0.0, 0.0]
 
@@ -230,7 +231,7 @@ def test_stages_share_the_computation_but_one_of_them_reads():
     costs = CacheCosts((0.0, 2.0), 0.0, read=1.0, write=0.0)
     assert decide_cache(costs.beside(4.0), 1, StoreContents(), 10.0, "auto").use
     decision = decide_cache(costs.beside(4.0, 4), 1, StoreContents(), 10.0, "auto")
-    assert decision.sample_seconds["compute"] == 10 * 0.5 and not decision.use
+    assert decision.seconds_per_sample["compute"] == 10 * 0.5 and not decision.use
     apart = replace(costs, is_apart=True)
     assert apart.beside(4.0, 2).reading() == 0.0 and apart.beside(2.0, 4).reading() == 0.5
 
@@ -242,7 +243,7 @@ def test_what_is_measured_now_is_not_what_follows():
     storing = planner.storing(1, 5.0)
     assert (storing.contents.level, storing.contents.share, storing.now) == (1, 1.0, 0.0)
     costs = replace(storing.costs, prefix=(0.0, 1.0, 2.0)).beside(2.0)
-    ways = ways_of_storing(costs, 2, storing.contents, 40, 10)
+    ways = ways_of_storing(costs, 2, storing.contents, 40, 10).by_name
     assert ways["write"].passes[-1].record_seconds == 2.0
 
 
@@ -251,7 +252,7 @@ def test_what_is_kept_is_read_beside_the_frozen_layers_above_it():
     costs = CacheCosts((0.0, 1.0, 5.0), 3.0, read=4.0, write=9.0, is_apart=True)
     decision = decide_cache(costs, 2, StoreContents(1, 1.0), 6.0, "auto")
     # 6 x 4 of computation; anew 4 and 5 of writing that nothing hides, then 5 x 4.
-    assert decision.sample_seconds == {"compute": 6 * 8.0, "keep": 24.0, "write": 4.0 + 5.0 + 5 * 4.0}
+    assert decision.seconds_per_sample == {"compute": 6 * 8.0, "keep": 24.0, "write": 4.0 + 5.0 + 5 * 4.0}
     assert (decision.way, decision.level) == ("keep", 1)
 
 

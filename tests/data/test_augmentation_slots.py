@@ -183,7 +183,7 @@ def test_views_cost_a_writing_pass_each() -> None:
     costs = decision.CacheCosts(prefix=(0.1, 1.0), input=0.5, read=0.1, write=0.2)
     slots = decision.SlotCosts(3, 0.5)
     found = decision.decide_cache(costs, 1, decision.StoreContents(), 10.0, "auto", slots)
-    assert found.sample_seconds["write"] == pytest.approx(3 * 1.7 + 7 * (0.5 * 0.1 + 0.5 * 1.7))
+    assert found.seconds_per_sample["write"] == pytest.approx(3 * 1.7 + 7 * (0.5 * 0.1 + 0.5 * 1.7))
     assert found.way == "write" and found.refresh_fraction == 0.5
     left = decision.decide_cache(costs, 1, decision.StoreContents(), 3.0, "on", slots)
     assert left.way == "compute" and "3 epochs left for 3 slots" in left.reason

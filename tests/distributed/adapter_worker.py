@@ -16,7 +16,7 @@ from peft import PeftModel
 from transformers import Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.planning.costs import trained_elements
+from hf_pipetransformer.planning.blocks import trained_elements
 from hf_pipetransformer.splitters.quantized import prepare_quantized
 from tests.distributed.launches import Layout, run_listed
 from tests.distributed.scenarios import scenario

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
 from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
 from hf_pipetransformer.engine.wrappers import RecomputingProgram
-from hf_pipetransformer.planning.slice_costs import pipeline_seconds, plan_slices
+from hf_pipetransformer.planning.token_slices import pipeline_seconds, plan_slices
 from hf_pipetransformer.schedules import COMPUTATIONS, Op, Table, find_schedule
 from hf_pipetransformer.schedules.actions import ScheduleError
 from hf_pipetransformer.schedules.placement import Placement

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads, Prediction
+from hf_pipetransformer.planning.blocks import BlockCosts
+from hf_pipetransformer.planning.costs import Overheads, Prediction
 from hf_pipetransformer.planning.course import Span, spans_of
 from hf_pipetransformer.planning.forecast import Forecast, likely_cause
 from hf_pipetransformer.planning.planner import PlanInputs, PlanRules

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads, block_loads, predict_step
+from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
+from hf_pipetransformer.planning.costs import Overheads, predict_step
 from hf_pipetransformer.planning.planner import (
     PipelineShape,
     PlanInputs,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.planning.costs import BlockCosts, block_loads
+from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
 from hf_pipetransformer.planning.partition import partition
 from hf_pipetransformer.planning.planner import stage_boundaries
 

@@ -15,14 +15,8 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.planning.costs import (
-    BlockCosts,
-    Overheads,
-    block_backwards,
-    block_loads,
-    by_stage,
-    predict_step,
-)
+from hf_pipetransformer.planning.blocks import BlockCosts, block_backwards, block_loads, by_stage
+from hf_pipetransformer.planning.costs import Overheads, predict_step
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
 from hf_pipetransformer.planning.partition import compress_by_memory, partition

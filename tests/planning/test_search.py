@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads
+from hf_pipetransformer.planning.blocks import BlockCosts
+from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.planner import WORTH_MOVING, PipelineShape, PlanInputs, PlanRules
 from hf_pipetransformer.planning.search import (
     TIE,
@@ -62,11 +63,11 @@ def test_nothing_else_takes_less_time(num_frozen, length, read, write, hop, per_
         for mode, level in (("off", 0), ("on", num_frozen if horizon.epochs_left > 1 else 0)):
             layout = inputs.lay_out(PipelineShape(size, 4 // size, 0, "1f1b"), num_frozen, level)
             alone = search(layout, num_frozen, horizon, fixed, replace(store, mode=mode))
-            others.append(alone.seconds + moving_seconds(START, alone.layout, inputs))
+            others.append(alone.seconds_left + moving_seconds(START, alone.layout, inputs))
     # Of equal ones the shorter pipeline is taken, and stages that hardly differ do not move.
-    assert choice.seconds <= min(others) * (1 + TIE + WORTH_MOVING)
+    assert choice.seconds_left <= min(others) * (1 + TIE + WORTH_MOVING)
     inputs = without_reading(inputs, START, store)
-    assert choice.seconds == pytest.approx(choice.moving + seconds_left(choice.layout, choice.passes, inputs))
+    assert choice.seconds_left == pytest.approx(choice.moving + seconds_left(choice.layout, choice.passes, inputs))
 
 
 def test_a_shorter_pipeline_reads_less_at_once() -> None:
@@ -88,11 +89,11 @@ def test_the_seconds_of_a_choice_by_hand() -> None:
     alone = replace(START, num_stages=1, boundaries=(0, 10), num_microbatches=1)
     inputs = inputs_of(per_step=2.0)
     off = search(alone, 3, epochs(3), inputs, storing(mode="off"))
-    assert off.seconds == 30 * (4 * (10 + 1 + 2 * 2) + 2)
+    assert off.seconds_left == 30 * (4 * (10 + 1 + 2 * 2) + 2)
     on = search(alone, 3, epochs(3), inputs, storing(read=0.25, write=1.0, mode="on"))
     first, later = 4 * (15 + 1) + 2, 4 * (15 - 7 + 0.25 - 0.5) + 2
-    assert (on.seconds, on.layout.cache_level) == (10 * first + 20 * later, 3)
-    assert on.storing is not None and on.storing.run_seconds == {"compute": off.seconds, "write": on.seconds}
+    assert (on.seconds_left, on.layout.cache_level) == (10 * first + 20 * later, 3)
+    assert on.seconds_left_by_way == {"compute": off.seconds_left, "write": on.seconds_left}
 
 
 def test_a_store_may_pay_with_one_number_of_stages_alone() -> None:

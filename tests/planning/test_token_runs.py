@@ -26,8 +26,14 @@ from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.data.batches import cut_tokens
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.simulator import Durations, simulate
-from hf_pipetransformer.planning.slice_costs import SliceTime, TokenCosts, fit_token_costs
-from hf_pipetransformer.planning.token_plans import WORTH, SlicePlanner, cut_layout
+from hf_pipetransformer.planning.token_slices import (
+    WORTH,
+    SlicePlanner,
+    SliceTime,
+    TokenCosts,
+    cut_layout,
+    fit_token_costs,
+)
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import slice_bounds

@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import GgufConfig
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache.chain import settings_of
-from hf_pipetransformer.planning.costs import BlockCosts, trained_elements
+from hf_pipetransformer.planning.blocks import BlockCosts, trained_elements
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.schedules.layout import Layout

@@ -240,3 +240,12 @@ class Bar:
 
     def __exit__(self, *_: Any) -> None:
         self.is_closed = True
+
+
+def test_parameters_that_the_checks_take_no_gradients_of_are_not_taken_for_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout would otherwise seem to be in layers that the script froze, and nothing would be stored."""
+    monkeypatch.setattr("hf_pipetransformer.startup.model.MOST_GRADIENTS", 0)
+    plans = started(tmp_path, "bert_sequence")[0].plans
+    assert (plans.num_frozen_by_user, plans.dropout_from) == (0, plans.probe.structure.num_layers + 1)

@@ -21,10 +21,11 @@ from hf_pipetransformer.splitters.adapters import why_unsplittable
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import ActivationShape, _check_order
-from hf_pipetransformer.startup import check
-from hf_pipetransformer.startup.check import probe_model, why_unsliceable
+from hf_pipetransformer.startup import check, slices
+from hf_pipetransformer.startup.check import probe_model
 from hf_pipetransformer.startup.estimate import batch_on_meta
 from hf_pipetransformer.startup.first_samples import _first_of
+from hf_pipetransformer.startup.slices import why_unsliceable
 from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import SpreadModel
 from hf_pipetransformer.training.evaluation import Evaluations
@@ -75,8 +76,8 @@ def test_a_model_that_fails_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise TypeError("planted")
 
-    monkeypatch.setattr(check, "_run_whole", lambda _: None)
-    monkeypatch.setattr(check, "run_slices", fail)
+    monkeypatch.setattr(slices, "run_whole", lambda _: None)
+    monkeypatch.setattr(slices, "run_slices", fail)
     target = SimpleNamespace(model=nn.Linear(1, 1), inputs={"input_ids": torch.zeros(2, 8)}, main_input="input_ids")
     found = str(why_unsliceable(cast(Any, target), cast(Any, None), cast(Any, None)))
     assert "does not run on slices of a sequence (TypeError: planted)" in found

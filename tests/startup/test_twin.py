@@ -18,9 +18,10 @@ from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe, Structure
 from hf_pipetransformer.startup import costs
-from hf_pipetransformer.startup.check import depends_on_padding, probe_model
+from hf_pipetransformer.startup.check import probe_model
 from hf_pipetransformer.startup.costs import profile_blocks, trained_as_given
 from hf_pipetransformer.startup.model import MOST_GRADIENTS, ProbeTarget, in_full_precision, undisturbed
+from hf_pipetransformer.startup.storable import depends_on_padding
 from hf_pipetransformer.startup.twin import WHOLE, ProbeSubmodel, as_twin, moved
 from tests.support.models import MODELS, build_model, collate, enlarge_weights, make_rows
 

@@ -135,7 +135,7 @@ def test_a_plan_counts_the_pass_of_the_reference(is_precomputed: bool, tmp_path:
     plan = json.loads((tmp_path / "plan.json").read_text())
     costs, blocks, number = plan["overheads"], plan["blocks"], 1 if is_precomputed else 2
     samples = 8 * (number * sum(blocks["forward"]) + blocks["edge_backward"][0] + sum(blocks["backward"][1:]))
-    fixed = costs["optimizer_per_parameter"] * plan["trained_by_rank"][0] + costs["per_step"]
+    fixed = costs["optimizer_per_parameter"] * plan["stages"][0]["trained"] + costs["per_step"]
     launches = 4 * (number * costs["per_forward"] + costs["per_backward"])
     assert plan["chosen"]["step_seconds"] == pytest.approx(samples + launches + fixed, rel=1e-6)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
 
 def planted(_trainer: Any, pipeline: Any, _cache: Any, steps_per_epoch: int) -> Forecast:
     costs = costs_of(2 * pipeline.layout.num_layers + 2)
-    found: Forecast = pipeline.start_up.plans.forecast(pipeline.layout, costs, Overheads(), steps_per_epoch, None)
-    return found
+    inputs = replace(pipeline.start_up.plans.inputs(pipeline.layout), blocks=costs, overheads=Overheads())
+    return Forecast(pipeline.layout, inputs, steps_per_epoch)
 
 
 def expected(folder: Path, **changes: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,201 @@
+"""Slices of sequences: whether a model computes the same in them, and what they cost.
+
+Functions of a `ProbeTarget` without communication. The checks compare in deterministic float32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, cut_tokens, take_samples
+from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.engine.head import HeadPlan, HeadProgram, HeadSlices
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
+from hf_pipetransformer.engine.timing import settled_seconds
+from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
+from hf_pipetransformer.planning.token_slices import SliceTime, TokenCosts, fit_token_costs
+from hf_pipetransformer.schedules import GPIPE
+from hf_pipetransformer.startup.check import SPLIT_LOSS_TOLERANCE, Result, run_whole
+from hf_pipetransformer.startup.costs import PROFILE_SECONDS, trained_as_given
+from hf_pipetransformer.startup.model import ProbeTarget, gradient_norms, gradients_discarded
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.engine.losses import LossRule
+    from hf_pipetransformer.splitters.structure import Structure
+
+
+_TOKEN_REMEDY = "Token slices are for models in which no token reads a later one. Set pipeline_schedule='1f1b'."
+
+NUM_SLICE_REPEATS = 3
+SLICE_COUNTS = (1, 2, 4, 8)
+"""Numbers of equal slices that sequences are cut into for measuring."""
+MOST_SEQUENCES = 4
+
+
+def run_slices(
+    target: ProbeTarget, structure: Structure, rule: LossRule, bounds: Sequence[int], note: Callable[[int], None]
+) -> float:
+    """Run the whole model, as a pipeline of one stage, over token slices; accumulate gradients and return the loss.
+
+    Args:
+        bounds: token positions where slices begin, and the sequence length at the end.
+        note: called with a slice's number after its forward and after its backward.
+    """
+    total, slices = target.count(target.inputs), cut_tokens(target.inputs, bounds)
+    (actions,) = GPIPE.table(1, len(slices))
+    contexts = TokenSliceContexts(structure.num_layers)
+    program = ModelProgram(
+        target.view(structure), range(structure.num_blocks), torch.float32, sends_gradient=False, contexts=contexts
+    )
+
+    def forward(given: dict[str, Any]) -> Any:
+        return target.compute(given, total)
+
+    parts = [
+        MicroBatch(
+            number, own, rule.weight(target.count(own), total), (), forward,
+            place=TokenSpan(0, start, stop, bounds[-1]),
+        )
+        for number, (own, (start, stop)) in enumerate(zip(slices, pairwise(bounds), strict=True))
+    ]  # fmt: skip
+    program.begin(actions)
+    losses = []
+    for part in parts:
+        losses.append(float(program.forward(part, None)))
+        note(part.index)
+    # Later slices first: they add to the gradients of the keys and values of earlier ones.
+    for part in reversed(parts):
+        program.backward(part, None)
+        note(part.index)
+    return sum(losses)
+
+
+def why_unsliceable(target: ProbeTarget, structure: Structure, rule: LossRule) -> str | None:
+    """Return why token slices do not reproduce the loss and gradients of whole sequences; None if they do."""
+    model, value, name = target.model, target.inputs[target.main_input], type(target.model).__name__
+    if value.dim() < 2:
+        return f"{name} reads {target.main_input!r} of shape {tuple(value.shape)}, not (batch, seq). {_TOKEN_REMEDY}"
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        # With gradient checkpointing, transformers silently drops the key/value cache, but only in training mode.
+        return f"{name} recomputes its layers itself: leave that to pipeline_checkpoint='layers'."
+    if sequences_of(target.inputs) is not None:
+        return (
+            "the collator puts several samples into one row, and a slice would hold tokens of several. Use a collator "
+            "that pads, or set pipeline_schedule='1f1b'."
+        )
+    length = value.shape[1]
+    half = -(-length // 2)
+    bounds = sorted({0, half, min(length, half + max(1, length // 4)), length})
+    expected = run_whole(target)
+    with gradients_discarded(model):
+        try:
+            loss = run_slices(target, structure, rule, bounds, lambda _: None)
+        # A model that cannot take cached keys and values may raise anything.
+        except Exception as error:
+            return f"{name} does not run on slices of a sequence ({type(error).__name__}: {error}). {_TOKEN_REMEDY}"
+        found = Result(loss, gradient_norms(target.parameters))
+    if found.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
+        return None
+    return (
+        f"{name} gives the loss {found.loss:.8g} for slices of {[b - a for a, b in pairwise(bounds)]} tokens and "
+        f"{expected.loss:.8g} for whole sequences (gradient norms {found.total_norm:.8g} and "
+        f"{expected.total_norm:.8g}). {_TOKEN_REMEDY}"
+    )
+
+
+def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSlices) -> str | None:
+    """Return why head and loss in slices of a sequence do not give what whole ones do, without a period, or None."""
+    name = type(target.model).__name__
+    if not target.is_text or sequences_of(target.inputs) is not None:
+        return f"{name} is not given rows of tokens, each of one text"
+    labels, tokens = target.inputs.get("labels"), target.inputs[target.main_input]
+    if isinstance(labels, torch.Tensor) and labels.shape == tokens.shape:
+        # Every token is a target, those at the ends of slices, too.
+        target = replace(target, inputs={**target.inputs, "labels": labels.where(labels != IGNORED_LABEL, tokens)})
+    expected = run_whole(target)
+    view, whole = target.view(structure), MicroBatch(0, target.inputs, 1.0, (), target.loss)
+
+    def of(blocks: range) -> ModelProgram:
+        return ModelProgram(view, blocks, torch.float32, sends_gradient=True)
+
+    blocks, plan = range(structure.num_blocks), HeadPlan(slices)
+    program = HeadProgram(plan, of(blocks), of(blocks[:-1]), of(blocks[-1:]), torch.float32, sends_gradient=False)
+    with gradients_discarded(target.model):
+        try:
+            program.begin(())
+            loss = program.forward(whole, None)
+            program.backward_input(whole, None)
+        except torch.OutOfMemoryError:
+            raise
+        # A model that reads another form of labels may raise anything.
+        except Exception as error:
+            return f"the head of {name} does not run on slices of a sequence ({type(error).__name__}: {error})"
+        finally:
+            view.remove()
+        found = Result(float(loss), gradient_norms(target.parameters))
+    if found.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
+        return None
+    return (
+        f"{name} gives the loss {found.loss:.8g} in slices of the sequence and {expected.loss:.8g} for whole ones "
+        f"(gradient norms {found.total_norm:.8g} and {expected.total_norm:.8g})"
+    )
+
+
+# ---- costs ----
+
+
+def measure_slices(target: ProbeTarget, structure: Structure, rule: LossRule, share: float = 1.0) -> TokenCosts:
+    """Fit the costs of token slices to measurements with one sequence and with all of the target's.
+
+    `share` is the twin's share of the whole model's time, to which the measured times are scaled.
+    """
+    with trained_as_given(target.model, structure):
+        times = slice_times(target, structure, rule)
+    return fit_token_costs([replace(each, seconds=each.seconds / share) for each in times])
+
+
+def slice_times(target: ProbeTarget, structure: Structure, rule: LossRule) -> list[SliceTime]:
+    """Time slices of one sequence and of the whole batch, cut in a few ways."""
+    # One deadline for all settings: each is measured once at least.
+    deadline = time.perf_counter() + PROFILE_SECONDS
+    one = replace(target, inputs=take_samples(target.inputs, slice(0, 1)))
+    settings = [(one, count) for count in SLICE_COUNTS]
+    settings += [(target, count) for count in SLICE_COUNTS[::2] if batch_size(target.inputs) > 1]
+    return [each for part, count in settings for each in _times_of(part, structure, rule, count, deadline)]
+
+
+def _times_of(
+    target: ProbeTarget, structure: Structure, rule: LossRule, count: int, deadline: float
+) -> list[SliceTime]:
+    """Return the seconds of forward plus backward of each of `count` equal slices: the minimum over a few runs."""
+    length = target.inputs[target.main_input].shape[1]
+    bounds = sorted({length * number // count for number in range(count + 1)})
+    least = [float("inf")] * (len(bounds) - 1)
+    for repeat in range(NUM_SLICE_REPEATS + 1):
+        seconds = [0.0] * len(least)
+        clock = settled_seconds(target.device)
+
+        def note(number: int) -> None:
+            nonlocal clock
+            before, clock = clock, settled_seconds(target.device)
+            seconds[number] += clock - before  # noqa: B023
+
+        with gradients_discarded(target.model):
+            run_slices(target, structure, rule, bounds, note)
+        is_late = time.perf_counter() > deadline
+        # The first run warms up; it counts only where there is no time for another.
+        if repeat or is_late:
+            least = [min(pair) for pair in zip(least, seconds, strict=True)]
+        if is_late:
+            break
+    size = batch_size(target.inputs)
+    return [
+        SliceTime(size, start, end - start, each) for (start, end), each in zip(pairwise(bounds), least, strict=True)
+    ]
