@@ -338,8 +338,6 @@ class CacheDecision:
     level: int
     reason: str
     refresh_fraction: float = 0.0
-    run_seconds: dict[str, float] = field(default_factory=dict)
-    sample_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def use(self) -> bool:
