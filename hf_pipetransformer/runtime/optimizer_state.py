@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import PipelineError, guarded
+from hf_pipetransformer.comm.transfers import plain
 
 
 if TYPE_CHECKING:
@@ -76,6 +77,27 @@ class OptimizerState:
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = dict(self.optimizer.state.get(parameter, {}))
         return state
+
+    def options(self) -> list[dict[str, Any]]:
+        """Return the options of the parameter groups as JSON values; schedulers change some of them."""
+        return [
+            {key: plain(value, f"The optimizer's option {key!r}") for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Invert `options`; raises ValueError if the optimizer has a different number of groups."""
+        groups = self.optimizer.param_groups
+        if len(options) != len(groups):
+            raise ValueError(
+                f"The checkpoint's optimizer has {len(options)} parameter groups: expected {len(groups)}, as this "
+                "run's has. Build the optimizer as in the run that was saved."
+            )
+        for group, saved in zip(groups, options, strict=True):
+            for key, value in saved.items():
+                # JSON has no tuples, and Adam's betas are one.
+                is_tuple = isinstance(value, list) and isinstance(group.get(key, ()), tuple)
+                group[key] = tuple(value) if is_tuple else value
 
     def let_go(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Remove parameters that this rank no longer trains and free their state; call `hold` afterwards."""

@@ -20,8 +20,15 @@ from hf_pipetransformer.compat.trainer_compat import TRAINER_STATE_NAME
 from hf_pipetransformer.data.rng import random_state
 from hf_pipetransformer.runtime.optimizer_state import OptimizerState, check_replicas_agree
 from hf_pipetransformer.state import checkpoint
-from hf_pipetransformer.state.resumption import Epoch, find_remainder
-from hf_pipetransformer.state.run_state import DataPosition, FileEntry, RankState, RunState, is_split_by_node
+from hf_pipetransformer.state.run_state import (
+    DataPosition,
+    Epoch,
+    FileEntry,
+    RankState,
+    RunState,
+    find_remainder,
+    is_split_by_node,
+)
 
 
 if TYPE_CHECKING:
@@ -114,7 +121,7 @@ class Checkpoints:
                 else:
                     values[f"{name}|{key}"] = plain(value, f"The optimizer's state {key!r} of {name}")
         names = [name for name, state in states.items() if state]
-        header = {"names": names, "values": values, "groups": group_options(own.optimizer)}
+        header = {"names": names, "values": values, "groups": own.options()}
         position = stage.groups.position
         self._written |= checkpoint.write_part(folder, checkpoint.optimizer_file(position), tensors, header)
 
@@ -192,7 +199,7 @@ class Checkpoints:
         optimizer = self.optimizer_state.optimizer
         self._schedules()
         self.controller.state()
-        group_options(optimizer)
+        self.optimizer_state.options()
         known = {id(parameter) for parameter in self.pipeline.stage.store.held().values()}
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
         if foreign:
@@ -214,14 +221,6 @@ class Checkpoints:
             "optimizer_class": type(self.optimizer_state.optimizer).__name__,
             "scheduler_class": type(self.context.run.lr_scheduler).__name__,
         }
-
-
-def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of the parameter groups as JSON values, of which schedulers change some."""
-    return [
-        {key: plain(value, f"The optimizer's option {key!r}") for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
 
 
 # ---- folders ----

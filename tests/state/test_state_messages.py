@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.runtime.context import CollectiveTimeouts
-from hf_pipetransformer.runtime.optimizer_state import keep_parameters
+from hf_pipetransformer.runtime.optimizer_state import OptimizerState, keep_parameters
 from hf_pipetransformer.schedules import json_values
 from hf_pipetransformer.state import checkpoint, plain_checkpoint, restore
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_optimizer, read_state
@@ -76,7 +76,7 @@ def test_values_that_are_nested_too_deep() -> None:
 def test_an_optimizer_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(ValueError, match="The checkpoint's optimizer has 2 parameter groups: expected 1"):
-        restore._set_group_options(optimizer, [{}, {}])
+        OptimizerState(optimizer, {}, cast(Any, None), False, {}).set_options([{}, {}])
     monkeypatch.setattr(checkpoint, "read_optimizer", lambda *_: ({}, {"names": ["head.weight"], "groups": []}))
     resumption = SimpleNamespace(folder="saved", state=SimpleNamespace(layout=SimpleNamespace(pipeline_size=1)))
     stage = SimpleNamespace(store=SimpleNamespace(is_active=lambda _: False), trained_here=dict)
@@ -95,7 +95,7 @@ def test_an_optimizer_that_trains_what_is_not_the_models() -> None:
     with pytest.raises(ValueError, match="which no stage would own"):
         keep_parameters(optimizer, {}, {})
     parts = SimpleNamespace(
-        optimizer_state=SimpleNamespace(optimizer=optimizer),
+        optimizer_state=SimpleNamespace(optimizer=optimizer, options=list),
         _schedules=dict,
         controller=SimpleNamespace(state=dict),
         pipeline=SimpleNamespace(stage=SimpleNamespace(store=SimpleNamespace(held=dict))),
