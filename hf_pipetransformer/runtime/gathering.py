@@ -52,7 +52,7 @@ def collect_parameters(
     names = [name for name in named if wanted.names is None or name in wanted.names]
     found: dict[str, torch.Tensor] = {}
     # All ranks cut the same names into rounds, by sizes that meta tensors have too, so that their transfers match.
-    for indices in in_rounds([_num_bytes(named[name]) for name in names]):
+    for indices in in_rounds([named[name].nbytes for name in names]):
         parcels, arriving = [], {}
         for name in (names[index] for index in indices):
             source, parameter = owners[name][0], named[name].detach()
@@ -92,10 +92,6 @@ def _leaving(name: str, tensor: torch.Tensor, positions: list[int], place: Pipel
 def _arriving(name: str, tensor: torch.Tensor, position: int, place: PipelineGroups) -> Parcel:
     rank = place.pipeline_ranks[position]
     return Parcel(tensor, rank, False, f"{name} from rank {rank}")
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def end_training(stage: Stage) -> None:
@@ -147,7 +143,7 @@ def least_room(needed: int, topology: Topology, device: torch.device = HOST) -> 
 
 def num_bytes_of(named: Mapping[str, torch.Tensor]) -> int:
     """Return the bytes of some tensors; meta tensors count as if they were held."""
-    return sum(map(_num_bytes, named.values()))
+    return sum(tensor.nbytes for tensor in named.values())
 
 
 @contextmanager
@@ -161,7 +157,7 @@ def whole_on_first_rank(stage: Stage, only: Collection[str] | None = None) -> It
         return
     # Noted before the fill, so that only what was fetched is released.
     held = set(stage.store.held())
-    stage.store.fill(_missing(stage, Wanted(torch.device("cpu"), (0,), only)))
+    stage.store.fill(_missing(stage, Wanted(HOST, (0,), only)))
     _share_buffers(stage)
     try:
         yield
@@ -185,7 +181,7 @@ def fetching(stage: Stage) -> Iterator[Callable[[Sequence[str]], dict[str, torch
     def fetch(names: Sequence[str]) -> dict[str, torch.Tensor]:
         named = stage.store.named()
         missing = [name for name in names if named[name].is_meta]
-        found = _missing(stage, Wanted(torch.device("cpu"), (0,), announced(missing))) if missing else {}
+        found = _missing(stage, Wanted(HOST, (0,), announced(missing))) if missing else {}
         return found | {name: named[name].detach().cpu() for name in names if name not in found}
 
     yield fetch
@@ -194,7 +190,7 @@ def fetching(stage: Stage) -> Iterator[Callable[[Sequence[str]], dict[str, torch
         announced([])
         return
     while names := announced([]):
-        _missing(stage, Wanted(torch.device("cpu"), (0,), names))
+        _missing(stage, Wanted(HOST, (0,), names))
 
 
 @contextmanager

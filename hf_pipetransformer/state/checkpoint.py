@@ -75,10 +75,6 @@ def has_state(folder: str) -> bool:
     return os.path.isdir(os.path.join(folder, STATE_FOLDER))
 
 
-def has_part(folder: str, name: str) -> bool:
-    return os.path.isfile(os.path.join(folder, STATE_FOLDER, name))
-
-
 def write_part(
     folder: str, name: str, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]
 ) -> dict[str, FileEntry]:
@@ -248,7 +244,7 @@ def _check_complete(folder: str) -> None:
             f"{folder!r} {what}: expected a folder {STATE_FOLDER!r} with the state of the pipeline. Start a new run "
             f"from its weights: from_pretrained({folder!r})."
         )
-    if not has_part(folder, STATE_FILE):
+    if not os.path.isfile(os.path.join(folder, STATE_FOLDER, STATE_FILE)):
         raise ValueError(f"{folder!r} is incomplete: saving it was interrupted ({STATE_FILE} is missing).")
 
 

@@ -113,7 +113,7 @@ def why_not_deferred(model: nn.Module) -> str | None:
 
 def deferred_state(model: nn.Module) -> dict[str, Any]:
     """Return a model's state dict with a `Deferred` for each parameter, held or not; buffers are as they are."""
-    steps = {id(p): Step(name=name, num_bytes=p.numel() * p.element_size()) for name, p in model.named_parameters()}
+    steps = {id(p): Step(name=name, num_bytes=p.nbytes) for name, p in model.named_parameters()}
     state = model.state_dict(keep_vars=True)
     return {key: Deferred.of(each, steps[id(each)]) if id(each) in steps else each for key, each in state.items()}
 
