@@ -35,6 +35,7 @@ Fetch = Callable[[Sequence[str]], dict[str, torch.Tensor]]
 """Returns the values of the named parameters, on the CPU."""
 
 
+# By identity: steps are keys of dictionaries, and two that look alike may have different values.
 @dataclass(frozen=True, eq=False)
 class Step:
     """One value: of the parameter `name`, or what `compute` makes of the values of `inputs`."""
@@ -188,5 +189,6 @@ def _header_of(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | N
         entries[name] |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # As safetensors pads its headers, so that tensors start where they can be mapped.
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, names

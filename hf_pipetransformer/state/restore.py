@@ -57,6 +57,7 @@ def _restore_own(resumption: Resumption, into: Checkpoints) -> RankState:
     numbers = together(lambda: _read_rank_state(resumption, into))
     with _restoring("learning-rate schedule", resumption):
         run.lr_scheduler.load_state_dict(state.scheduler)
+    # A run that was saved without fp16 has none: the scaler then begins as in a new run.
     if run.scaler is not None and state.scaler is not None:
         with _restoring("grad scaler", resumption):
             run.scaler.load_state_dict(state.scaler)
@@ -123,6 +124,7 @@ def _read_rank_state(resumption: Resumption, into: Checkpoints) -> RankState:
     if (layout.pipeline_size, layout.num_replicas) == (there.pipeline_size, there.num_replicas):
         return checkpoint.read_rank_state(resumption.folder, topology.rank)
     first = checkpoint.read_rank_state(resumption.folder, 0)
+    # With the step, so that a run which resumes twice does not draw the same again.
     seed = into.context.args.seed + 1_000_003 * (1 + topology.rank) + 7_919 * (1 + resumption.state.step)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -156,6 +158,7 @@ class ResumedEpoch:
             return
         self._are_set = True
         set_random_state(*self.numbers.own, self.checkpoints.context.args.device)
+        # Only where several ranks emulate one process; one process has just got these states as its own.
         shared = self.checkpoints.pipeline.shared_rng
         if shared is not None and self.numbers.shared is not None:
             shared.states = self.numbers.shared

@@ -135,6 +135,7 @@ class Resumption:
     def counts(self, values: tuple[Any, ...], loader: Any, num_train_epochs: float | Fraction) -> tuple[Any, ...]:
         """Adjust the result of `Trainer.set_initial_training_values` for batches of another size."""
         args, step, place = self.args, self.progress.step, self.progress.place
+        # Of a loader of the user the position is not known: Trainer counts its batches.
         if place is None or not isinstance(loader, PipelineLoader):
             return values
         if loader.is_stream:
@@ -214,6 +215,7 @@ def _find(where: str | bool, description: RunDescription) -> list[Any]:
         folder = _report_unsound(args.output_dir, found, reasons)
     else:
         folder = str(where)
+        # First, as a file without permission would be reported as damaged.
         checkpoint.check_readable(folder)
         try:
             read_folder(folder)
@@ -256,6 +258,7 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
     if path is None:
         return None
     layouts = read_layouts(path)
+    # Each rank reads the file by itself, and on another node it may be another one.
     check_agreement(topology, "layout plans", {f"step {s}": str(layouts[s].as_event()) for s in layouts})
     for step, layout in layouts.items():
         found = (layout.num_layers, layout.pipeline_size * layout.num_replicas)

@@ -54,6 +54,7 @@ NumSamples = Annotated[int, Within(0, MOST_SAMPLES)]
 Microbatches = Annotated[int, Within(1, MOST_MICROBATCHES)]
 Seed = Annotated[int, Within(-(2**63), 2**64)]
 Epochs = Annotated[float, Within(0, MOST_STEPS)]
+# Far beyond any learning rate, so that a damaged number is refused.
 Finite = Annotated[float, Within(-1e30, 1e30)]
 Scalar = bool | int | float | str | None
 
@@ -154,6 +155,7 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
     if kind in _READERS:
         return _READERS[kind](value, name)
     if is_typeddict(kind):
+        # Entries without an annotation stay: a scheduler of the user may have any.
         found, hints = dict(entries(value, name)), get_type_hints(kind, include_extras=True)
         for key in hints:
             if key in found or key in kind.__required_keys__:
@@ -370,6 +372,7 @@ def find_remainder(place: DataPosition, step: int, epoch: Epoch, skips: bool) ->
     if not left:
         number, num_done, left = number + 1, 0, in_epoch
     first = in_epoch - left
+    # Trainer finds its position by division, as if all epochs had been of this length.
     trainers_number, updates = divmod(step, max(1, math.ceil(in_epoch / epoch.accumulation)))
     trainers_first = updates * epoch.accumulation if skips else 0
     if (trainers_number, trainers_first) == (number, first) and num_done == first * epoch.batch_size:

@@ -79,6 +79,7 @@ class Checkpoints:
         if self.context.topology.rank == 0:
             # Before the model is saved: `save_model` ends at a barrier, after which the other ranks write their parts.
             (clear if only_model else begin)(folder)
+        # Entries of an earlier checkpoint would be taken for files of this one.
         self._written = {}
 
         def save(path: str) -> None:
@@ -197,6 +198,7 @@ class Checkpoints:
     def check_savable(self) -> None:
         """Raise ValueError for an optimizer or scheduler that a checkpoint cannot hold."""
         optimizer = self.optimizer_state.optimizer
+        # For their errors alone: without this, the first checkpoint would fail, after hours.
         self._schedules()
         self.controller.state()
         self.optimizer_state.options()
@@ -231,6 +233,7 @@ _OF_TRAINER = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_(?P<rank>
 def begin(folder: str) -> None:
     """Mark `folder` as an incomplete checkpoint, until `checkpoint.write_state` completes it."""
     clear(folder)
+    # A folder without a state in it: that of a checkpoint which was interrupted.
     os.makedirs(os.path.join(folder, checkpoint.STATE_FOLDER), exist_ok=True)
 
 
