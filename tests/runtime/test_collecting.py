@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +29,7 @@ from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, 
 from hf_pipetransformer.state.weights import hash_of_weights
 from tests.support.decoders import DECODERS, make_decoder
 from tests.support.models import MODELS, build_model
+from tests.support.one_process import together
 from tests.support.wires import Wires
 
 
@@ -44,23 +44,18 @@ def value_of(name: str) -> torch.Tensor:
 
 def on_three_stages(call: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[int]]:
     """What `call` gives on each stage, and how many tensors each stage sent."""
-    wires, found, sent = Wires(3), [None] * 3, [0] * 3
+    wires, sent = Wires(3), [0] * 3
 
     def carry(parcels: Any, control: int, timeout: float) -> None:
         sent[control] += sum(parcel.is_leaving for parcel in parcels)
         wires.carry(parcels, control, timeout)
 
-    def run(stage: int) -> None:
+    def run(stage: int) -> Any:
         place = SimpleNamespace(pipeline_size=3, position=stage, pipeline_ranks=(0, 1, 2), pipeline_control=stage)
-        found[stage] = call(place)
+        return call(place)
 
     monkeypatch.setattr(collecting, "carry", carry)
-    threads = [threading.Thread(target=run, args=(stage,)) for stage in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return found, sent
+    return together([partial(run, stage) for stage in range(3)]), sent
 
 
 def part_of(stage: int) -> dict[str, torch.nn.Parameter]:
@@ -109,7 +104,7 @@ class Elsewhere:
         named = dict(model.named_parameters())
         self.values = {name: parameter.detach().clone() for name, parameter in named.items()}
         ParameterStore(model).release(keep=set(list(named)[: len(named) // 3]))
-        self.sizes = {name: num_bytes(p) for name, p in model.named_parameters() if p.is_meta}
+        self.sizes = {name: p.nbytes for name, p in model.named_parameters() if p.is_meta}
         self.alive = self.most = 0
 
     def fetch(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -122,10 +117,6 @@ class Elsewhere:
 
     def forget(self, size: int) -> None:
         self.alive -= size
-
-
-def num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def save_both(model: Any, folder: Path, max_shard_size: str) -> tuple[Path, Path, Elsewhere]:
