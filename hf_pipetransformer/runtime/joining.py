@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.transfers import all_gather_trees
-from hf_pipetransformer.data.batches import batch_size, for_model, has_samples, rows_per_sample, with_rows
+from hf_pipetransformer.data.batches import batch_size, detach_tags, for_model, has_samples, rows_per_sample, with_rows
 from hf_pipetransformer.data.flattened import assign_sequences, sequences_of
 from hf_pipetransformer.engine.head import Joined
 
@@ -20,6 +20,7 @@ from hf_pipetransformer.engine.head import Joined
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import PipelineGroups
     from hf_pipetransformer.engine.program import MicroBatch
+    from hf_pipetransformer.runtime.execution import LoaderBatch
 
 
 class BatchesDifferError(ValueError):
@@ -96,6 +97,15 @@ class HeadJoin:
     cut: Sequence[MicroBatch]
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
     replicas: ReplicaJoin | None = None
+
+    @classmethod
+    def of(cls, batch: LoaderBatch, cut: Sequence[MicroBatch], replicas: ReplicaJoin | None) -> HeadJoin:
+        """Return the join of a batch of training that was cut into `cut`."""
+        whole, _ = detach_tags(batch.inputs)
+        # A frozen reference has given entries to the micro-batches, which the batch does not have.
+        of_reference = [name for name in cut[0].inputs if name not in whole]
+        inputs = whole | {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
+        return cls(inputs, cut, batch.prepare, replicas)
 
     def whole(self, entered: Tensors) -> Whole:
         """Join what entered the head in all micro-batches. Collective over the replicas, if they are joined."""
