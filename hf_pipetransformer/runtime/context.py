@@ -160,6 +160,7 @@ class CollectiveTimeouts:
         Raises:
             PipelineError: the error inside only says that another rank is gone.
         """
+        # An evaluation within a training enters again: the outermost reports for all.
         self._depth += 1
         if self._depth == 1:
             self._is_recorded = False

@@ -287,6 +287,7 @@ class StageRunner:
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch_size(inputs))
         cut = self.cut(LoaderBatch(inputs, forward, total, write=how.write), rule, count)
+        # The head comes later, as it sees the whole batch at once.
         cut = [replace(part, ends_before_head=True) for part in cut]
         actions = self.actions(FORWARD_ONLY[stage.layout.placement], len(cut))
         entering = stage.engine.begin(actions, cut, is_training=False).drain()
@@ -438,6 +439,7 @@ class OnDevice(Sequence[MicroBatch]):
             self._fetch(i)
             inputs = self._coming.pop(i).on_device()
             self._there[i] = replace(self._parts[i], inputs=inputs)
+            # Ahead, so that the copy runs beside the computations of this one.
             self._fetch(i + 1)
         self._num_left[i] -= 1
         return self._there[i] if self._num_left[i] else self._there.pop(i)

@@ -181,6 +181,7 @@ def fetching(stage: Stage) -> Iterator[Callable[[Sequence[str]], dict[str, torch
     def fetch(names: Sequence[str]) -> dict[str, torch.Tensor]:
         named = stage.store.named()
         missing = [name for name in names if named[name].is_meta]
+        # Asked only if something is missing: an empty list would end the loop of the other ranks.
         found = _missing(stage, Wanted(HOST, (0,), announced(missing))) if missing else {}
         return found | {name: named[name].detach().cpu() for name in names if name not in found}
 

@@ -57,6 +57,7 @@ def settings_of(model: Any, options: dict[str, Any]) -> GenerationConfig:
             "AutoModelForCausalLM loads."
         )
     others = dict(options)
+    # Only this method knows how the model's defaults and those of the call go together.
     settings: GenerationConfig = model._prepare_generation_config(others.pop("generation_config", None), **others)[0]
     return settings
 

@@ -55,6 +55,7 @@ class Axis:
         return cls(0, torch.cat([torch.arange(*each) + total * row for each in ends for row in range(rows)]))
 
     def join(self, parts: Tensors) -> torch.Tensor:
+        # `argsort` inverts the order in which the parts lie.
         whole, places = torch.cat(list(parts), self.dim), self.places
         return whole if places is None else whole.index_select(self.dim, places.argsort().to(whole.device))
 
@@ -166,6 +167,7 @@ class ReplicaJoin:
         gathered = self._gather(own.entering, [shape[0] if shape else 0 for shape in shapes])
         parts, batches = zip(*[pair for pair in zip(gathered, found, strict=True) if pair[1]], strict=True)
         axis = Axis.of(batches[0], [batch_size(batch) for batch in batches])
+        # Replicas without samples are not in the join, so that they do not count.
         number = sum(map(bool, found[: self.groups.replica]))
         inputs = _concatenated(batches, axis)
         return Whole(axis.join(parts), inputs, lambda gradient: axis.cut(gradient, parts)[number], 1.0 / len(parts))
@@ -197,6 +199,7 @@ class ReplicaJoin:
         return value.new_zeros(1).expand(value.shape) if name in self.placeholders else value.contiguous()
 
     def _gather(self, entering: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
+        # A gather takes equal shapes, and replicas may have different numbers of rows.
         padded = entering.new_zeros(max(rows), *entering.shape[1:])
         padded[: len(entering)] = entering
         parts = [torch.empty_like(padded) for _ in rows]

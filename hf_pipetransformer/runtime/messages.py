@@ -27,6 +27,7 @@ def as_message(output: Any) -> dict[str, Any]:
     kind = type(output)
     if kind is tuple:  # A loss, and the output that it was computed from.
         return {"parts": [as_message(part) for part in output]}
+    # By the name of its class, as nothing is pickled between ranks.
     if isinstance(output, ModelOutput) and is_dataclass(kind):
         return {"module": kind.__module__, "name": kind.__qualname__, "value": dict(output)}
     return {"module": None, "name": None, "value": output}

@@ -119,6 +119,7 @@ class OptimizerState:
         for dropped in [p for p in self.optimizer.state if id(p) not in kept]:
             del self.optimizer.state[dropped]
         for name, state in received.items():
+            # A parameter that has had no gradient yet has none.
             if state:
                 group = self.optimizer.param_groups[self.group_of[name]]
                 beside = bool(group.get("fused") or group.get("capturable"))

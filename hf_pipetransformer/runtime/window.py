@@ -55,6 +55,7 @@ class Window:
         # Weights of a frozen stage have one version only.
         if groups.position >= self.first_active_stage:
             program = VersionedProgram(program, weights)
+        # An engine of its own, as versions of the weights are kept within the window only.
         own = Engine([program], stage.engine.links, stage.engine.meter)
         self.run = own.begin((), self._micro_batches)
 
@@ -123,6 +124,7 @@ class Window:
 
         Collective: call on every rank of the pipeline, after the same batch.
         """
+        # Ranks have run ahead by different numbers of steps: what one has sent, its neighbor must still receive.
         posted = self.run.num_posted
         transfers = (Op.SEND_FORWARD, Op.RECEIVE_FORWARD, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD)
         own = torch.tensor([posted[op] for op in transfers])
