@@ -153,7 +153,7 @@ def run(
         if change is not None:
             changes.append(change)
             stage.layout = change.layout
-        watcher.begin_step()
+        watcher.meter.begin_step()
         watcher.end_step()
     return changes
 

@@ -22,7 +22,7 @@ from hf_pipetransformer import PipeTransformerMixin, PipeTransformerTrainer
 from hf_pipetransformer.comm import transfers as rounds
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.runtime import gathering as collecting
-from hf_pipetransformer.runtime.gathering import Wanted, collect_parameters, share_buffers
+from hf_pipetransformer.runtime.gathering import collect_parameters, share_buffers
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.state import deferred
 from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
@@ -33,7 +33,6 @@ from tests.support.one_process import together
 from tests.support.wires import Wires
 
 
-CPU = torch.device("cpu")
 OWNERS = {"embeddings": (0, 2), "first": (0,), "second": (1,), "scalar": (1,), "head": (2,), "position": (0, 1, 2)}
 
 
@@ -51,8 +50,11 @@ def on_three_stages(call: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch)
         wires.carry(parcels, control, timeout)
 
     def run(stage: int) -> Any:
-        place = SimpleNamespace(pipeline_size=3, position=stage, pipeline_ranks=(0, 1, 2), pipeline_control=stage)
-        return call(place)
+        named, control = part_of(stage), {"pipeline_ranks": (0, 1, 2), "pipeline_control": stage}
+        groups = SimpleNamespace(pipeline_size=3, position=stage, is_first=stage == 0, **control)
+        settings = SimpleNamespace(timeout=10, topology=SimpleNamespace(rank=stage))
+        store = SimpleNamespace(named=lambda: named)
+        return call(SimpleNamespace(groups=groups, settings=settings, store=store, owners=OWNERS, is_spread=True))
 
     monkeypatch.setattr(collecting, "carry", carry)
     return together([partial(run, stage) for stage in range(3)]), sent
@@ -70,9 +72,7 @@ def test_each_stage_that_wants_them_gets_what_it_lacks_and_nothing_else_moves(
     monkeypatch: pytest.MonkeyPatch, round_bytes: int, stages: tuple[int, ...] | None, num_sent: list[int]
 ) -> None:
     monkeypatch.setattr(rounds, "ROUND_BYTES", round_bytes)
-    found, sent = on_three_stages(
-        lambda place: collect_parameters(part_of(place.position), OWNERS, place, 10, Wanted(CPU, stages)), monkeypatch
-    )
+    found, sent = on_three_stages(lambda stage: collect_parameters(stage, positions=stages), monkeypatch)
     for stage in range(3):
         lacks = [name for name in OWNERS if stage not in OWNERS[name]] if stages is None or stage in stages else []
         assert list(found[stage]) == lacks
@@ -90,7 +90,14 @@ def test_all_stages_get_the_buffers_of_their_first_user(monkeypatch: pytest.Monk
         }
         for stage in range(3)
     ]
-    on_three_stages(lambda place: share_buffers(held[place.position], owners, place, 10), monkeypatch)
+
+    def share(stage: Any) -> None:
+        buffers = held[stage.groups.position]
+        stage.view = SimpleNamespace(model=SimpleNamespace(named_buffers=buffers.items))
+        stage.buffer_owners = lambda: owners
+        share_buffers(stage)
+
+    on_three_stages(share, monkeypatch)
     for buffers in held:
         assert buffers["count"].item() == 11
         assert buffers["positions"].tolist() == [0, 1, 2]
@@ -228,15 +235,9 @@ def test_stages_send_what_the_first_one_fetches_until_it_is_done(monkeypatch: py
             other.put(names)
         return names if rank == source else told[rank].get(timeout=10)
 
-    def run(place: Any) -> Any:
-        named = part_of(place.position)
-        stage: Any = SimpleNamespace(
-            groups=place, owners=OWNERS, store=SimpleNamespace(named=lambda: named), is_spread=True,
-            settings=SimpleNamespace(timeout=10, topology=SimpleNamespace(rank=place.position)),
-        )  # fmt: skip
-        place.is_first = place.position == 0
+    def run(stage: Any) -> Any:
         with collecting.fetching(stage) as fetch:
-            return [fetch(names) for names in wanted] if place.is_first else "sent"
+            return [fetch(names) for names in wanted] if stage.groups.is_first else "sent"
 
     wanted = [["first"], ["second", "embeddings"], ["head", "scalar"], ["second"]]
     monkeypatch.setattr(collecting, "broadcast_tree", broadcast)
