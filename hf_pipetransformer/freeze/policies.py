@@ -119,6 +119,7 @@ class Fixed(FreezePolicy):
         return next((layers for at, layers in reversed(self.table.items()) if at <= step), default)
 
     def is_overdue(self, step: int, num_frozen: int, num_frozen_by_user: int = 0) -> bool:
+        # A run that goes on may follow another table than the one that was saved.
         return max(self._at(step, num_frozen), num_frozen_by_user) != num_frozen
 
     def frozen_until(self, step: int, max_steps: int, num_frozen_by_user: int = 0) -> int:
@@ -128,6 +129,7 @@ class Fixed(FreezePolicy):
         return min(next(ends, max_steps), max_steps)
 
     def check(self, num_layers: int, max_steps: int) -> list[str]:
+        # Here, as the constructor knows neither the length of the run nor the number of layers.
         self.table = {_rounded(step, max_steps): _rounded(layers, num_layers) for step, layers in self._asked.items()}
         most = max(self.table.values())
         if most > num_layers:

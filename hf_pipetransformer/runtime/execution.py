@@ -262,6 +262,7 @@ class StageRunner:
             self._reduce()
         if shares:
             return torch.stack(shares).sum()
+        # As in `train`: no replica had an item, and Trainer filters the mean of none.
         is_nan = num_items == 0 and self.stage.groups.is_last
         return torch.full((), float("nan") if is_nan else 0.0, device=device)
 

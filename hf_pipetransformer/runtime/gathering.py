@@ -181,6 +181,7 @@ def fetching(stage: Stage) -> Iterator[Callable[[Sequence[str]], dict[str, torch
         found = collect_parameters(stage, HOST, (0,), announced(missing)) if missing else {}
         return found | {name: named[name].detach().cpu() for name in names if name not in found}
 
+    # No `finally`: after an error the other ranks hear of the fault, and need no end of the loop.
     yield fetch
     # An empty list ends the loop in which the other ranks wait for names.
     if place.is_first:

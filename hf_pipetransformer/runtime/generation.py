@@ -159,6 +159,7 @@ class StagedGeneration:
         with draws, passes.replacing_forward(self.model):
             result = self.original(None, generation_config, *others, **options)
         tokens = result if isinstance(result, torch.Tensor) else result.sequences
+        # Once, at the end: in each pass all ranks would wait for it.
         if len(set(all_gather_trees(digest_of(tokens), control, groups.pipeline_size))) > 1:
             raise PipelineError(
                 "Ranks of one pipeline have generated different tokens from the same logits: a logits processor or "

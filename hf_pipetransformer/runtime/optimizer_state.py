@@ -56,6 +56,7 @@ class OptimizerState:
                 "elastic=False."
             )
         if may_move:
+            # As text, since options may be tensors or objects, which are not sent.
             options = [{key: str(group[key]) for key in group if key != "params"} for group in optimizer.param_groups]
             self._learn_groups(topology.gather({"options": options, "group_of": self.group_of}), named)
 

@@ -148,6 +148,7 @@ class Stage:
                 # To all ranks and not only to the next stage, as each of them returns the last one.
                 hidden = broadcast_tree(hidden, ranks[position], groups.pipeline_control, ranks[groups.position])
         self.view.widen()
+        # One by one, as the user may have put single modules into another mode.
         for module, training in modes:
             module.training = training
         assert hidden is not None
