@@ -253,7 +253,6 @@ class StageRunner:
 
     def train_in(self, window: Window, num_items: int, is_last_batch: bool) -> torch.Tensor:
         """Run the next batch of a window, with `num_items` items over all replicas. Result as in `train`."""
-        device = self.stage.settings.device
         actions = window.begin_batch()
         for stop in self._stops(actions, is_last_batch):
             window.run.advance(before=stop)
@@ -262,9 +261,8 @@ class StageRunner:
             self._reduce()
         if shares:
             return torch.stack(shares).sum()
-        # As in `train`: no replica had an item, and Trainer filters the mean of none.
         is_nan = num_items == 0 and self.stage.groups.is_last
-        return torch.full((), float("nan") if is_nan else 0.0, device=device)
+        return torch.full((), float("nan") if is_nan else 0.0, device=self.stage.settings.device)
 
     def over_replicas(self, counts: list[int]) -> list[int]:
         """Sum item counts over replicas. Collective on the last stage; other stages get their own counts back."""
