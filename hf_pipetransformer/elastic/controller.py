@@ -159,9 +159,6 @@ class LayoutController:
             return None
         return self._adapt_to_cache(step, layout)
 
-    def begin_step(self) -> None:
-        self.meter.begin_step()
-
     def watch_gradients(self, squares: torch.Tensor) -> None:
         """Record this step's `GradientNorms.squares`."""
         self.last_squares = squares

@@ -132,7 +132,9 @@ def _sizes(moves: Sequence[Move], leaving: Mapping[Content, _Split], topology: T
     """Return the bytes of each move, on every rank: of its description, and of its tensors."""
     own = [leaving[m.content] if m.source == topology.rank else None for m in moves]
     # A move has one source, so that the sum over all ranks is its size.
-    sizes = torch.tensor([[s.message.numel(), _num_bytes(s.large)] if s is not None else [0, 0] for s in own])
+    sizes = torch.tensor(
+        [[s.message.numel(), sum(tensor.nbytes for tensor in s.large)] if s is not None else [0, 0] for s in own]
+    )
     guarded(lambda: dist.all_reduce(sizes, group=topology.control), "agreeing on what moves between the ranks")
     return [(small, large) for small, large in sizes.tolist()]
 
@@ -186,7 +188,7 @@ def _split(tree: Any) -> _Split:
             return {key: visit(value) for key, value in node.items()}
         if not isinstance(node, torch.Tensor):
             return node
-        if node.numel() * node.element_size() >= LARGE_BYTES:
+        if node.nbytes >= LARGE_BYTES:
             large.append(node.detach().contiguous())
             return {_LARGE: len(large) - 1}
         # CPU tensors go into the description; device tensors never do, packing them would synchronize the device.
@@ -235,7 +237,3 @@ def _empty(shapes: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
 
 def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -61,6 +61,7 @@ class GradientNorm(Schedule):
         self.rule = rule
 
     def target_num_frozen(self, signal: FreezeSignal) -> float:
+        # No step had finite gradients: the next decision may know more.
         if not signal.gradient_norms:
             return signal.target_num_frozen
         smallest = self.smallest(signal)
@@ -95,11 +96,13 @@ class Fixed(FreezePolicy):
     name = "fixed"
     needs = frozenset()
     is_certain = True
+    # The user has said how many: a minimum would contradict.
     keeps_minimum = False
 
     def __init__(self, table: Mapping[int | Fraction, int | Fraction] | Mapping[int, int]) -> None:
         self._asked: dict[int | Fraction, int | Fraction] = dict(sorted(table.items()))
         wanted = list(self._asked.values())
+        # An entry below the one before it unfreezes layers.
         self.may_unfreeze = wanted != sorted(wanted)
         is_known = not any(isinstance(value, Fraction) for entry in self._asked.items() for value in entry)
         self.table = {int(step): int(layers) for step, layers in self._asked.items()} if is_known else {}
@@ -116,6 +119,7 @@ class Fixed(FreezePolicy):
         return next((layers for at, layers in reversed(self.table.items()) if at <= step), default)
 
     def is_overdue(self, step: int, num_frozen: int, num_frozen_by_user: int = 0) -> bool:
+        # A run that goes on may follow another table than the one that was saved.
         return max(self._at(step, num_frozen), num_frozen_by_user) != num_frozen
 
     def frozen_until(self, step: int, max_steps: int, num_frozen_by_user: int = 0) -> int:
@@ -125,6 +129,7 @@ class Fixed(FreezePolicy):
         return min(next(ends, max_steps), max_steps)
 
     def check(self, num_layers: int, max_steps: int) -> list[str]:
+        # Here, as the constructor knows neither the length of the run nor the number of layers.
         self.table = {_rounded(step, max_steps): _rounded(layers, num_layers) for step, layers in self._asked.items()}
         most = max(self.table.values())
         if most > num_layers:
@@ -132,6 +137,7 @@ class Fixed(FreezePolicy):
                 f"freeze_layers or freeze_at freezes {most} layers: the model has {num_layers}. Freeze at most these, "
                 "or a share such as 1/2."
             )
+        # A warning and no error: a run that is cut short by max_steps may have the table of the long one.
         late = next((step for step in self.table if step >= max_steps), None)
         if late is None:
             return []
@@ -189,6 +195,7 @@ class Auto(FreezePolicy):
 
     def is_due(self, step: int, clock: DecisionClock) -> bool:
         least, most = self.epochs
+        # Rounded, as the quotient of steps may miss a whole number of epochs by a rounding error.
         return step == 0 and least <= round(clock.num_epochs, 6) <= most and clock.max_steps <= self.most_steps
 
     def due_steps(self, clock: DecisionClock) -> Iterable[int]:
@@ -244,6 +251,7 @@ def make_policy(name: str, alpha: float, rule: str, freeze_at: str | None) -> Fr
     raise ValueError(f"Unknown freeze policy {name!r}.")
 
 
+# A line of the log names so many decisions, and the last one.
 NUM_SHOWN = 4
 
 
@@ -300,6 +308,7 @@ def freezing_of(
     measured = MEASURED if Auto().is_due(0, clock) else ""
     if not policy.freezes:
         return None, "Nothing freezes with these options (freeze_policy), so nothing is cached.", measured
+    # A forecast takes a number of frozen layers that only grows.
     if policy.may_unfreeze:
         return None, "The policy may unfreeze layers: what it saves is not predicted.", ""
     spans = tuple(coming_spans(policy, clock, num_layers, num_frozen, args.freeze_min_active_layers))
@@ -318,6 +327,7 @@ def describe_outlook(
     steps_per_epoch: int,
 ) -> str:
     """Describe `coming`, from `outlook`, in a sentence; add one if stored activations can never be read."""
+    # Also without any decision: then the policy says why there is none.
     if all(frozen <= num_frozen for _, frozen in coming):
         what = "No layer freezes"
         if num_frozen:

@@ -72,6 +72,7 @@ class DecisionClock:
 
     def is_due(self, step: int) -> bool:
         """Return True if there is a decision before optimizer step number `step` (0 is the first)."""
+        # Before the first step nothing is measured, and after the last one nothing is trained.
         return 0 < step < self.max_steps and step % self.every == 0 and step >= self.warmup_steps
 
     def due_steps(self) -> range:
@@ -89,6 +90,7 @@ def make_clock(interval: str, warmup: float, steps_per_epoch: int, max_steps: in
     elif interval.isdigit():
         every = int(interval)
     else:
+        # A share of a short run may be less than one step.
         every = max(1, round(float(interval) * max_steps))
     return DecisionClock(every, rounded_up(warmup * max_steps), max_steps, max_steps / steps_per_epoch)
 
@@ -144,6 +146,7 @@ class FreezePolicy(ABC):
                 f"{cls.__name__}.num_wanted is called target_num_frozen now, and FreezeSignal.num_wanted likewise: "
                 "rename it, the old name goes with the next release.",
                 FutureWarning,
+                # The line of the user's class, not of this method.
                 stacklevel=3,
             )
             cls.target_num_frozen = vars(cls)["num_wanted"]  # type: ignore[method-assign]
@@ -182,6 +185,7 @@ class FreezePolicy(ABC):
 
     def due_steps(self, clock: DecisionClock) -> Iterable[int]:
         """Return the steps of a run with a decision, in order; with a custom `is_due`, of the first `MOST_ASKED`."""
+        # Without a look at each step, of which a run may have millions.
         if type(self).is_due is FreezePolicy.is_due:
             return clock.due_steps()
         # A custom `is_due` may change the policy's state, so save it before probing and restore it afterwards.
@@ -260,6 +264,7 @@ class Decision:
             "num_frozen_before": self.signal.num_frozen,
             "num_frozen": self.num_frozen,
             "unfreezes": self.unfreezes,
+            # Keys of events files keep the old name, so that tools can read files of all releases.
             "num_wanted_before": self.signal.target_num_frozen,
             "num_wanted": self.target_num_frozen,
             "learning_rate": self.signal.learning_rate,
@@ -273,6 +278,7 @@ def decide(policy: FreezePolicy, signal: FreezeSignal, min_active_layers: int) -
     Raises:
         ValueError: the answer is not finite.
     """
+    # A policy of the user may answer with a tensor or a number of NumPy.
     answer = float(policy.target_num_frozen(signal))
     if not math.isfinite(answer):
         raise ValueError(f"{type(policy).__name__}.target_num_frozen returned {answer}: expected a number of layers.")
@@ -287,6 +293,7 @@ def held(policy: FreezePolicy, answer: float, signal: FreezeSignal, min_active_l
     kept = min_active_layers if policy.keeps_minimum else 0
     # The script may have frozen more than the minimum allows: that stays.
     most = max(signal.num_layers - kept, signal.num_frozen)
+    # What the script froze is never unfrozen, whatever a policy may do.
     least = signal.num_frozen_by_user if policy.may_unfreeze else signal.num_frozen
     return min(max(rounded_up(answer), least), most)
 
@@ -297,6 +304,7 @@ def check_policy(policy: FreezePolicy, num_layers: int, max_steps: int, min_acti
     Raises:
         ValueError: the policy cannot work with this model or run, or needs an unknown measurement.
     """
+    # A text is a collection too, of its letters.
     if isinstance(policy.needs, str):
         raise ValueError(f"{type(policy).__name__}.needs is {policy.needs!r}: expected a collection of names.")
     unknown = sorted(set(policy.needs) - set(MEASUREMENTS))

@@ -160,6 +160,7 @@ class CollectiveTimeouts:
         Raises:
             PipelineError: the error inside only says that another rank is gone.
         """
+        # An evaluation within a training enters again: the outermost reports for all.
         self._depth += 1
         if self._depth == 1:
             self._is_recorded = False
@@ -188,6 +189,7 @@ class CollectiveTimeouts:
         is_short = isinstance(error, torch.OutOfMemoryError)
         if is_short:
             error.add_note(OUT_OF_MEMORY_REMEDY)
+        # A full disk shows as many kinds of errors, none of which says how much is missing.
         note_space(error, self.journal.run.args.output_dir, self.find_checkpoint)
         first_line = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]
         text = " ".join([first_line, *getattr(error, "__notes__", [])])

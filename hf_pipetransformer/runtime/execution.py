@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.staging import Arriving, CopyStream
-from hf_pipetransformer.comm.transfers import ObjectSender, broadcast_tree, recv_object
 from hf_pipetransformer.data.batches import (
     CacheTags,
     are_of_samples,
@@ -38,7 +37,7 @@ from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.token_program import TokenSpan
 from hf_pipetransformer.planning.planner import evaluation_microbatches
 from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin
-from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, without_rows
+from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, num_bytes, spread
 from hf_pipetransformer.runtime.stage import GradientNorms, Stage
 from hf_pipetransformer.runtime.window import Batch, Window
 from hf_pipetransformer.schedules import (
@@ -55,20 +54,11 @@ from hf_pipetransformer.schedules.placement import slice_bounds
 
 if TYPE_CHECKING:
     from hf_pipetransformer.engine.weights.stage import StageWeights
-    from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.splitters.structure import ActivationShape
-
-
-_FILLING_TOKENS = 256
-"""Number of tokens from which on a forward takes longer with more of them, and not only to read the weights."""
 
 
 JOINED_BYTES = 2**28
 """Largest output of a head, in bytes, that the last stage computes for the whole batch if only a little is kept."""
-
-
-_OF_TEXT = ("input_ids", "attention_mask", "position_ids", "cache_position")
-"""Inputs of a prompt that may be cut into token slices."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +120,6 @@ class StageRunner:
         self.shifts_labels = shifts_labels
         self.norms = GradientNorms(stage)
         self._copies = CopyStream(stage.settings.device)
-        self._layout_seen: Layout | None = None
-        self._of_training: dict[tuple[int, int, bool], ActionList] = {}
         self._actions_seen: ActionList = ()
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
         self._growth: float | None = None
@@ -149,14 +137,17 @@ class StageRunner:
         """
         stage = self.stage
         bounds = self._token_bounds(batch.inputs)
-        cut = self._cut(batch, self.loss_rule, stage.layout.num_microbatches, bounds)
+        cut = self.cut(batch, self.loss_rule, stage.layout.num_microbatches, bounds)
         loss = torch.zeros((), device=stage.settings.device)
         if cut:
             # First of all: the loss of each micro-batch finds what the reference gives among its inputs.
             if batch.reference is not None:
                 cut = self._with_reference(cut, batch.reference, batch.prepare)
             num_slices, is_joined = max(1, len(bounds) - 1), self._plan_head(batch, cut, watches)
-            actions = self._actions_of_training(len(cut) // num_slices, num_slices, is_joined)
+            schedule = find_schedule(stage.layout.schedule)
+            # A loss of the whole batch needs what enters the head in all of its micro-batches.
+            schedule = forwards_first(schedule) if is_joined else schedule
+            actions = self.actions(schedule, len(cut) // num_slices, num_slices)
             # Each action except a send looks up its micro-batch once.
             uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
             run = stage.engine.begin(actions, OnDevice(cut, uses, batch.prepare, self._copies))
@@ -186,8 +177,7 @@ class StageRunner:
         if self.stage.layout.pipeline_size == 1:
             for part in cut:
                 self.activation.of(part.inputs)  # Refuses lengths at which the head cannot run apart.
-        join = HeadJoin(inputs_of_all(batch, cut), cut, batch.prepare, self._replicas)
-        self.stage.head.begin(HeadMode.JOINED, join)
+        self.stage.head.begin(HeadMode.JOINED, HeadJoin.of(batch, cut, self._replicas))
         return True
 
     @property
@@ -209,7 +199,7 @@ class StageRunner:
 
         Collective: call on every rank of the pipeline.
         """
-        actions = self._actions(FORWARD_ONLY[self.stage.layout.placement], len(cut))
+        actions = self.actions(FORWARD_ONLY[self.stage.layout.placement], len(cut))
         uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
         parts = OnDevice([replace(part, forward=reference) for part in cut], uses, prepare, self._copies)
         found = self.stage.engine.begin(actions, parts, is_training=False).drain()
@@ -249,13 +239,12 @@ class StageRunner:
 
     def open_window(self, weights: StageWeights) -> Window:
         """Open a window of steps without drains between them."""
-        stage = self.stage
-        return Window(stage.engine, stage.groups, stage.layout.first_active_stage, weights)
+        return Window(self.stage, weights)
 
     def cut_for_window(self, batch: LoaderBatch) -> Batch:
         """Cut a batch into the micro-batches of a window."""
         stage, groups = self.stage, self.stage.groups
-        cut = self._cut(batch, self.loss_rule, stage.layout.num_microbatches)
+        cut = self.cut(batch, self.loss_rule, stage.layout.num_microbatches)
         has_backward = groups.position >= stage.layout.first_active_stage
         # Lookups of a micro-batch: the forward, the backward, and one receive for each if a neighbor sends.
         num_uses = 1 + (not groups.is_first) + has_backward + (has_backward and not groups.is_last)
@@ -264,7 +253,6 @@ class StageRunner:
 
     def train_in(self, window: Window, num_items: int, is_last_batch: bool) -> torch.Tensor:
         """Run the next batch of a window, with `num_items` items over all replicas. Result as in `train`."""
-        device = self.stage.settings.device
         actions = window.begin_batch()
         for stop in self._stops(actions, is_last_batch):
             window.run.advance(before=stop)
@@ -274,7 +262,7 @@ class StageRunner:
         if shares:
             return torch.stack(shares).sum()
         is_nan = num_items == 0 and self.stage.groups.is_last
-        return torch.full((), float("nan") if is_nan else 0.0, device=device)
+        return torch.full((), float("nan") if is_nan else 0.0, device=self.stage.settings.device)
 
     def over_replicas(self, counts: list[int]) -> list[int]:
         """Sum item counts over replicas. Collective on the last stage; other stages get their own counts back."""
@@ -297,13 +285,15 @@ class StageRunner:
         # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
         rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch_size(inputs))
-        cut = self._cut(LoaderBatch(inputs, forward, total, write=how.write), rule, count)
+        cut = self.cut(LoaderBatch(inputs, forward, total, write=how.write), rule, count)
+        # The head comes later, as it sees the whole batch at once.
         cut = [replace(part, ends_before_head=True) for part in cut]
-        actions = self._actions(FORWARD_ONLY[stage.layout.placement], len(cut))
+        actions = self.actions(FORWARD_ONLY[stage.layout.placement], len(cut))
         entering = stage.engine.begin(actions, cut, is_training=False).drain()
         message = as_message(self._through_head(inputs, cut, entering, how, count)) if stage.groups.is_last else None
         stage.view.widen()
-        return from_message(self._spread(message, how.is_read_by_first), stage.settings.device)
+        message = spread(message, stage.groups, stage.settings.timeout, how.is_read_by_first)
+        return from_message(message, stage.settings.device)
 
     @torch.no_grad()
     def _through_head(
@@ -332,8 +322,8 @@ class StageRunner:
         if how.reduce is not None and len(parts) > 1 and self.scope is LossScope.PARTS:
             # Measured on one part and kept: it depends on the widths and dtypes of the head, hardly on the batch.
             if self._growth is None:
-                self._growth = _num_bytes(head(entering[0], parts[0].inputs)) / max(_num_bytes(entering[0]), 1)
-            if self._growth * _num_bytes(entering) > JOINED_BYTES:
+                self._growth = num_bytes(head(entering[0], parts[0].inputs)) / max(num_bytes(entering[0]), 1)
+            if self._growth * num_bytes(entering) > JOINED_BYTES:
                 outputs = [run(hidden, part.inputs) for hidden, part in zip(entering, parts, strict=True)]
                 joined = _joined_outputs(outputs, inputs, parts, count)
                 if joined is not None:
@@ -344,72 +334,14 @@ class StageRunner:
         # What has no row for each joined sample, such as the loss, is of all replicas, and stays as it is.
         return mapped(lambda each: found.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
 
-    def cut_new_tokens(
-        self, inputs: dict[str, Any], forward: Forward, num_kept: int | None
-    ) -> tuple[ActionList, list[MicroBatch]]:
-        """Cut the next tokens of sequences that are generated, `(batch, tokens)`, into the micro-batches of a pass.
-
-        Those of one group of rows keep keys and values from pass to pass, so far those of `num_kept` tokens; None to
-        keep none. Prompts are cut into token slices, as later tokens of all rows are one micro-batch unless there are
-        very many: a stage takes as long for one row as for several.
-        """
-        num_rows, num_new = inputs[self.activation.main_input].shape
-        # With four parts a stage, filling and emptying the pipeline take at most about a fifth of the pass. Each
-        # further part costs the launches of a whole stage.
-        most = 4 * self.stage.layout.num_stages
-        count = max(1, min(most, num_rows // _FILLING_TOKENS))
-        per_group = num_rows * num_new // count
-        # What else is given may belong to places of the prompt, or have tokens read later ones.
-        is_text = not any(isinstance(value, torch.Tensor) for name, value in inputs.items() if name not in _OF_TEXT)
-        is_cut = num_kept == 0 and is_text
-        num_slices = max(1, min(most, num_new, per_group // _FILLING_TOKENS)) if is_cut else 1
-        bounds = [num_new * number // num_slices for number in range(num_slices + 1)]
-        batch = LoaderBatch(inputs, forward, num_rows)
-        cut = self._cut(batch, LossRule.MEAN, count, bounds if num_slices > 1 else ())
-        if num_kept is not None:
-            places = [part.place or TokenSpan(part.index, 0, num_new, None) for part in cut]
-            places = [
-                TokenSpan(each.batch_slice, num_kept + each.start, num_kept + each.stop, None) for each in places
-            ]
-            cut = [replace(part, place=place) for part, place in zip(cut, places, strict=True)]
-        return self._actions(FORWARD_ONLY[self.stage.layout.placement], len(cut)), cut
-
-    def _spread(self, message: dict[str, Any] | None, is_read_by_first: bool) -> Any:
-        """Send the last stage's message to those who read it; if that is the first position, others get an outline."""
-        groups = self.stage.groups
-        source, first, control = groups.last_rank, groups.pipeline_ranks[0], groups.pipeline_control
-        rank = groups.pipeline_ranks[groups.position]
-        if not is_read_by_first:
-            return broadcast_tree(message, source, control, rank)
-        # One rank reads the values, so the broadcast to all carries shapes alone.
-        outline = None if message is None else mapped(without_rows, message)
-        outline = broadcast_tree(outline, source, control, rank)
-        if source == first:  # Some schedules have the first and the last stage on one rank.
-            return outline if message is None else message
-        if groups.is_last:
-            sender = ObjectSender(self.stage.settings.timeout, "sending the predictions to the first position")
-            sender.isend(message, [first], control)
-            sender.flush()
-        return recv_object(source, control, "receiving the predictions") if groups.is_first else outline
-
-    def _actions_of_training(self, num_microbatches: int, num_token_slices: int, is_joined: bool) -> ActionList:
-        """Return the action list of a batch, found once for a layout; `is_joined`: its head runs once."""
-        layout, key = self.stage.layout, (num_microbatches, num_token_slices, is_joined)
-        # By identity: a new layout has other stages, and lists of an old one are not asked for again.
-        if layout is not self._layout_seen:
-            self._layout_seen, self._of_training = layout, {}
-        if key not in self._of_training:
-            schedule = find_schedule(layout.schedule)
-            schedule = forwards_first(schedule) if is_joined else schedule
-            self._of_training[key] = self._actions(schedule, num_microbatches, num_token_slices)
-        return self._of_training[key]
-
-    def _actions(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> ActionList:
+    def actions(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> ActionList:
+        """Return this rank's action list; the same object each time, as schedules keep their tables."""
         layout = self.stage.layout
         shape = layout.pipeline_size, num_microbatches, layout.num_chunks, layout.first_active_stage
         return schedule.table(*shape, num_token_slices)[self.stage.groups.position]
 
     def _last_gradients_of(self, actions: ActionList) -> list[tuple[Action, list[torch.nn.Parameter]]]:
+        # By identity, as comparing would take longer than a micro-batch of a small model.
         if actions is not self._actions_seen:
             stage = self.stage
             layout, users = stage.layout, stage.view.structure.blocks_of_parameter
@@ -427,7 +359,7 @@ class StageRunner:
             self._actions_seen, self._last_gradients = actions, last_gradients(actions, chunks, put_off)
         return self._last_gradients
 
-    def _cut(
+    def cut(
         self, batch: LoaderBatch, rule: LossRule, num_microbatches: int, bounds: Sequence[int] = ()
     ) -> list[MicroBatch]:
         """Cut a batch into micro-batches, and these into token slices at `bounds`."""
@@ -438,16 +370,14 @@ class StageRunner:
                 cut.append((part, tags, None))
             for (start, stop), own in zip(pairwise(bounds), cut_tokens(part, bounds), strict=True):
                 cut.append((own, tags, TokenSpan(number, start, stop, bounds[-1])))
-        parts = [part for part, _, _ in cut]
-        counts = [count_items(part, self.shifts_labels) for part in parts]
-        weights = [rule.weight(count, batch.num_items) for count in counts]
-        shapes = self._shapes(parts)
+        is_alone = self.stage.groups.pipeline_size == 1
         return [
             MicroBatch(
                 index=i,
                 inputs=for_model(part),
-                weight=weights[i],
-                activation_shape=shapes[i],
+                weight=rule.weight(count_items(part, self.shifts_labels), batch.num_items),
+                # Of no use without neighbors; the shape would refuse lengths that one stage can run.
+                activation_shape=() if is_alone else self.activation.of(part),
                 forward=batch.forward,
                 loss_scale=batch.loss_scale,
                 tags=tags,
@@ -466,11 +396,6 @@ class StageRunner:
         bounds = slice_bounds(plans, value.shape[1])
         return bounds if len(bounds) > 2 else ()
 
-    def _shapes(self, parts: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
-        if self.stage.groups.pipeline_size == 1:
-            return [()] * len(parts)
-        return [self.activation.of(part) for part in parts]
-
 
 def _joined_outputs(outputs: list[Any], inputs: dict[str, Any], parts: Sequence[MicroBatch], count: int) -> Any:
     """Return the outputs of `count` parts of a batch as one; None if they have no row for each sample."""
@@ -482,13 +407,6 @@ def _joined_outputs(outputs: list[Any], inputs: dict[str, Any], parts: Sequence[
     elif not are_of_samples(outputs, sizes, rows):
         return None
     return join_outputs(outputs, [part.weight for part in parts], join)
-
-
-def inputs_of_all(batch: LoaderBatch, cut: Sequence[MicroBatch]) -> dict[str, Any]:
-    """Return the inputs of a batch, with the entries that a frozen reference has given for its micro-batches."""
-    whole, _ = detach_tags(batch.inputs)
-    of_reference = [name for name in cut[0].inputs if name not in whole]
-    return whole | {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
 
 
 class OnDevice(Sequence[MicroBatch]):
@@ -520,6 +438,7 @@ class OnDevice(Sequence[MicroBatch]):
             self._fetch(i)
             inputs = self._coming.pop(i).on_device()
             self._there[i] = replace(self._parts[i], inputs=inputs)
+            # Ahead, so that the copy runs beside the computations of this one.
             self._fetch(i + 1)
         self._num_left[i] -= 1
         return self._there[i] if self._num_left[i] else self._there.pop(i)
@@ -528,11 +447,3 @@ class OnDevice(Sequence[MicroBatch]):
         if self._num_left[i] and i not in self._coming and i not in self._there:
             given = self._parts[i].inputs
             self._coming[i] = self._copies.start(lambda: self._prepare(given))
-
-
-def _num_bytes(value: Any) -> int:
-    """Return the bytes of all tensors of a tree."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(_num_bytes, inner))

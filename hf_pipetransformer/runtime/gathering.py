@@ -23,36 +23,31 @@ if TYPE_CHECKING:
 
 HOST = torch.device("cpu")
 
-Owners = Mapping[str, tuple[int, ...]]
-"""Positions in the pipeline of the ranks that use each parameter or buffer, by name, first user first."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Parameters to fetch onto `device`: those with these `names`, on the ranks at these `positions`; None for all."""
-
-    device: torch.device
-    positions: Sequence[int] | None = None
-    names: Collection[str] | None = None
-
 
 def collect_parameters(
-    named: Mapping[str, torch.nn.Parameter], owners: Owners, place: PipelineGroups, timeout: float, wanted: Wanted
+    stage: Stage,
+    device: torch.device = HOST,
+    positions: Sequence[int] | None = None,
+    only: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Fetch the parameters that this rank does not hold, each from its first user.
+    """Fetch onto `device` the parameters that this rank does not hold, each from its first user.
 
-    Collective: call on every rank of the pipeline. Each rank must hold exactly the parameters of its own stages.
+    Collective: call on every rank of the pipeline. Each rank must hold exactly the parameters of its own stages, if
+    the model is spread at all. Only the ranks at these `positions` get any, None for all, and those named in `only`.
 
     Transfers go through the device of the held parameters, at most `ROUND_BYTES` at a time, so a model too large for
-    it can be gathered on the CPU. `timeout` is in seconds.
+    it can be gathered on the CPU.
     """
-    wanting = range(place.pipeline_size) if wanted.positions is None else wanted.positions
+    if not stage.is_spread:
+        return {}
+    named, owners, place = stage.store.named(), stage.owners, stage.groups
+    wanting = range(place.pipeline_size) if positions is None else positions
     # Meta tensors stand for parameters of other stages, and their device says nothing.
     run_device = next(p.device for p in named.values() if not p.is_meta)
-    names = [name for name in named if wanted.names is None or name in wanted.names]
+    names = [name for name in named if only is None or name in only]
     found: dict[str, torch.Tensor] = {}
     # All ranks cut the same names into rounds, by sizes that meta tensors have too, so that their transfers match.
-    for indices in in_rounds([_num_bytes(named[name]) for name in names]):
+    for indices in in_rounds([named[name].nbytes for name in names]):
         parcels, arriving = [], {}
         for name in (names[index] for index in indices):
             source, parameter = owners[name][0], named[name].detach()
@@ -62,14 +57,15 @@ def collect_parameters(
             elif place.position in targets:
                 arriving[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=run_device)
                 parcels.append(_arriving(name, arriving[name], source, place))
-        carry(parcels, place.pipeline_control, timeout)
+        carry(parcels, place.pipeline_control, stage.settings.timeout)
         # Off the device before the next round: only one round at a time must fit there.
-        found.update({name: tensor.to(wanted.device) for name, tensor in arriving.items()})
+        found.update({name: tensor.to(device) for name, tensor in arriving.items()})
     return found
 
 
-def share_buffers(named: Mapping[str, torch.Tensor], owners: Owners, place: PipelineGroups, timeout: float) -> None:
+def share_buffers(stage: Stage) -> None:
     """Copy each buffer from its first user to all ranks. Collective: call on every rank of the pipeline."""
+    named, owners, place = dict(stage.view.model.named_buffers()), stage.buffer_owners(), stage.groups
     parcels, arriving = [], {}
     for name, buffer in named.items():
         source = owners[name][0]
@@ -79,7 +75,7 @@ def share_buffers(named: Mapping[str, torch.Tensor], owners: Owners, place: Pipe
         else:
             arriving[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
             parcels.append(_arriving(name, arriving[name], source, place))
-    carry(parcels, place.pipeline_control, timeout)
+    carry(parcels, place.pipeline_control, stage.settings.timeout)
     for name, value in arriving.items():
         named[name].data.copy_(value)
 
@@ -94,10 +90,6 @@ def _arriving(name: str, tensor: torch.Tensor, position: int, place: PipelineGro
     return Parcel(tensor, rank, False, f"{name} from rank {rank}")
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def end_training(stage: Stage) -> None:
     """Stop reducing gradients, and unfreeze what the run froze, so that the model goes back as its user gave it."""
     if stage.reducer is not None:
@@ -110,8 +102,8 @@ def end_training(stage: Stage) -> None:
 def make_whole(stage: Stage) -> None:
     """Hold the whole model on every rank again; on the CPU, if it was spread. Collective: call on every rank."""
     if stage.is_spread:
-        stage.store.fill(_missing(stage, Wanted(HOST)))
-        _share_buffers(stage)
+        stage.store.fill(collect_parameters(stage))
+        share_buffers(stage)
         # The rank's own layers follow those that were fetched: the device may be too small for all of them.
         stage.store.move(set(stage.store.held()), HOST)
     stage.store.is_divided = False
@@ -147,7 +139,7 @@ def least_room(needed: int, topology: Topology, device: torch.device = HOST) -> 
 
 def num_bytes_of(named: Mapping[str, torch.Tensor]) -> int:
     """Return the bytes of some tensors; meta tensors count as if they were held."""
-    return sum(map(_num_bytes, named.values()))
+    return sum(tensor.nbytes for tensor in named.values())
 
 
 @contextmanager
@@ -161,8 +153,8 @@ def whole_on_first_rank(stage: Stage, only: Collection[str] | None = None) -> It
         return
     # Noted before the fill, so that only what was fetched is released.
     held = set(stage.store.held())
-    stage.store.fill(_missing(stage, Wanted(torch.device("cpu"), (0,), only)))
-    _share_buffers(stage)
+    stage.store.fill(collect_parameters(stage, HOST, (0,), only))
+    share_buffers(stage)
     try:
         yield
     finally:
@@ -185,16 +177,18 @@ def fetching(stage: Stage) -> Iterator[Callable[[Sequence[str]], dict[str, torch
     def fetch(names: Sequence[str]) -> dict[str, torch.Tensor]:
         named = stage.store.named()
         missing = [name for name in names if named[name].is_meta]
-        found = _missing(stage, Wanted(torch.device("cpu"), (0,), announced(missing))) if missing else {}
+        # Asked only if something is missing: an empty list would end the loop of the other ranks.
+        found = collect_parameters(stage, HOST, (0,), announced(missing)) if missing else {}
         return found | {name: named[name].detach().cpu() for name in names if name not in found}
 
+    # No `finally`: after an error the other ranks hear of the fault, and need no end of the loop.
     yield fetch
     # An empty list ends the loop in which the other ranks wait for names.
     if place.is_first:
         announced([])
         return
     while names := announced([]):
-        _missing(stage, Wanted(torch.device("cpu"), (0,), names))
+        collect_parameters(stage, HOST, (0,), names)
 
 
 @contextmanager
@@ -219,8 +213,8 @@ def whole_on_every_rank(stage: Stage, device: torch.device = HOST) -> Iterator[N
             "argument `model` of callbacks."
         )
     # Fetched while the stage is still installed: a transfer that fails leaves it able to run.
-    fetched = _missing(stage, Wanted(device))
-    _share_buffers(stage)
+    fetched = collect_parameters(stage, device)
+    share_buffers(stage)
     was_installed = stage.view.is_installed
     stage.view.remove()
     try:
@@ -235,17 +229,6 @@ def whole_on_every_rank(stage: Stage, device: torch.device = HOST) -> Iterator[N
     finally:
         if was_installed:
             stage.install()
-
-
-def _missing(stage: Stage, wanted: Wanted) -> dict[str, torch.Tensor]:
-    if not stage.is_spread:
-        return {}
-    return collect_parameters(stage.store.named(), stage.owners, stage.groups, stage.settings.timeout, wanted)
-
-
-def _share_buffers(stage: Stage) -> None:
-    buffers = dict(stage.view.model.named_buffers())
-    share_buffers(buffers, stage.buffer_owners(), stage.groups, stage.settings.timeout)
 
 
 def check_state_dicts(model: nn.Module) -> None:

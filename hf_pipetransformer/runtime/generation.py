@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +23,28 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast, broadcast_tree, digest_of
 from hf_pipetransformer.data.rng import drawing_alike
+from hf_pipetransformer.engine.losses import LossRule
+from hf_pipetransformer.engine.token_program import TokenSpan
+from hf_pipetransformer.runtime.execution import LoaderBatch
+from hf_pipetransformer.schedules import FORWARD_ONLY
 from hf_pipetransformer.splitters.adapters import bare_model
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.engine.engine import ActionListRun
+    from hf_pipetransformer.engine.program import MicroBatch
     from hf_pipetransformer.runtime.execution import StageRunner
     from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.schedules import ActionList
 
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Types of layers of which keys and values are all that later tokens need."""
+_FILLING_TOKENS = 256
+"""Number of tokens from which on a forward takes longer with more of them, and not only to read the weights."""
+_OF_TEXT = ("input_ids", "attention_mask", "position_ids", "cache_position")
+"""Inputs of a prompt that may be cut into token slices."""
 _CACHE_NAMES = ("cache", "past_key_values")
 """What a cache is called as an argument of `generate`, up to transformers 5.23 the second."""
 
@@ -46,6 +57,7 @@ def settings_of(model: Any, options: dict[str, Any]) -> GenerationConfig:
             "AutoModelForCausalLM loads."
         )
     others = dict(options)
+    # Only this method knows how the model's defaults and those of the call go together.
     settings: GenerationConfig = model._prepare_generation_config(others.pop("generation_config", None), **others)[0]
     return settings
 
@@ -147,6 +159,7 @@ class StagedGeneration:
         with draws, passes.replacing_forward(self.model):
             result = self.original(None, generation_config, *others, **options)
         tokens = result if isinstance(result, torch.Tensor) else result.sequences
+        # Once, at the end: in each pass all ranks would wait for it.
         if len(set(all_gather_trees(digest_of(tokens), control, groups.pipeline_size))) > 1:
             raise PipelineError(
                 "Ranks of one pipeline have generated different tokens from the same logits: a logits processor or "
@@ -220,7 +233,7 @@ class Passes:
         assert cache or not inputs.get("use_cache"), f"no cache among {sorted(inputs)}"
         stage = self.runner.stage
         inputs = send_to_device({name: inputs[name] for name in inputs if name not in cache}, stage.settings.device)
-        actions, parts = self.runner.cut_new_tokens(inputs, self._last_logits, self._num_kept if cache else None)
+        actions, parts = self._cut(inputs, self._num_kept if cache else None)
         num_rows, num_new = inputs[self.runner.activation.main_input].shape
         self._num_kept += num_new
         if self._run is None:
@@ -233,6 +246,35 @@ class Passes:
         # The last slice of each group of rows has the last token.
         last = [logits for part, logits in results if part.place is None or part.place.stop == self._num_kept]
         return CausalLMOutputWithPast(logits=self._spread(last, num_rows), **cache)
+
+    def _cut(self, inputs: dict[str, Any], num_kept: int | None) -> tuple[ActionList, list[MicroBatch]]:
+        """Cut the next tokens, `(batch, tokens)`, into the micro-batches of a pass.
+
+        Those of one group of rows keep keys and values from pass to pass, so far those of `num_kept` tokens; None to
+        keep none. Prompts are cut into token slices, as later tokens of all rows are one micro-batch unless there are
+        very many: a stage takes as long for one row as for several.
+        """
+        runner, layout = self.runner, self.runner.stage.layout
+        num_rows, num_new = inputs[runner.activation.main_input].shape
+        # With four parts a stage, filling and emptying the pipeline take at most about a fifth of the pass. Each
+        # further part costs the launches of a whole stage.
+        most = 4 * layout.num_stages
+        count = max(1, min(most, num_rows // _FILLING_TOKENS))
+        per_group = num_rows * num_new // count
+        # What else is given may belong to places of the prompt, or have tokens read later ones.
+        is_text = not any(isinstance(value, torch.Tensor) for name, value in inputs.items() if name not in _OF_TEXT)
+        is_cut = num_kept == 0 and is_text
+        num_slices = max(1, min(most, num_new, per_group // _FILLING_TOKENS)) if is_cut else 1
+        bounds = [num_new * number // num_slices for number in range(num_slices + 1)]
+        batch = LoaderBatch(inputs, self._last_logits, num_rows)
+        cut = runner.cut(batch, LossRule.MEAN, count, bounds if num_slices > 1 else ())
+        if num_kept is not None:
+            places = [part.place or TokenSpan(part.index, 0, num_new, None) for part in cut]
+            cut = [
+                replace(part, place=TokenSpan(each.batch_slice, num_kept + each.start, num_kept + each.stop, None))
+                for part, each in zip(cut, places, strict=True)
+            ]
+        return runner.actions(FORWARD_ONLY[layout.placement], len(cut)), cut
 
     def _last_logits(self, inputs: dict[str, Any]) -> torch.Tensor:
         logits: torch.Tensor = self._forward(**inputs).logits[:, -1:]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.transfers import all_gather_trees
-from hf_pipetransformer.data.batches import batch_size, for_model, has_samples, rows_per_sample, with_rows
+from hf_pipetransformer.data.batches import batch_size, detach_tags, for_model, has_samples, rows_per_sample, with_rows
 from hf_pipetransformer.data.flattened import assign_sequences, sequences_of
 from hf_pipetransformer.engine.head import Joined
 
@@ -20,6 +20,7 @@ from hf_pipetransformer.engine.head import Joined
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import PipelineGroups
     from hf_pipetransformer.engine.program import MicroBatch
+    from hf_pipetransformer.runtime.execution import LoaderBatch
 
 
 class BatchesDifferError(ValueError):
@@ -54,6 +55,7 @@ class Axis:
         return cls(0, torch.cat([torch.arange(*each) + total * row for each in ends for row in range(rows)]))
 
     def join(self, parts: Tensors) -> torch.Tensor:
+        # `argsort` inverts the order in which the parts lie.
         whole, places = torch.cat(list(parts), self.dim), self.places
         return whole if places is None else whole.index_select(self.dim, places.argsort().to(whole.device))
 
@@ -96,6 +98,15 @@ class HeadJoin:
     cut: Sequence[MicroBatch]
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
     replicas: ReplicaJoin | None = None
+
+    @classmethod
+    def of(cls, batch: LoaderBatch, cut: Sequence[MicroBatch], replicas: ReplicaJoin | None) -> HeadJoin:
+        """Return the join of a batch of training that was cut into `cut`."""
+        whole, _ = detach_tags(batch.inputs)
+        # A frozen reference has given entries to the micro-batches, which the batch does not have.
+        of_reference = [name for name in cut[0].inputs if name not in whole]
+        inputs = whole | {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
+        return cls(inputs, cut, batch.prepare, replicas)
 
     def whole(self, entered: Tensors) -> Whole:
         """Join what entered the head in all micro-batches. Collective over the replicas, if they are joined."""
@@ -156,6 +167,7 @@ class ReplicaJoin:
         gathered = self._gather(own.entering, [shape[0] if shape else 0 for shape in shapes])
         parts, batches = zip(*[pair for pair in zip(gathered, found, strict=True) if pair[1]], strict=True)
         axis = Axis.of(batches[0], [batch_size(batch) for batch in batches])
+        # Replicas without samples are not in the join, so that they do not count.
         number = sum(map(bool, found[: self.groups.replica]))
         inputs = _concatenated(batches, axis)
         return Whole(axis.join(parts), inputs, lambda gradient: axis.cut(gradient, parts)[number], 1.0 / len(parts))
@@ -187,6 +199,7 @@ class ReplicaJoin:
         return value.new_zeros(1).expand(value.shape) if name in self.placeholders else value.contiguous()
 
     def _gather(self, entering: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
+        # A gather takes equal shapes, and replicas may have different numbers of rows.
         padded = entering.new_zeros(max(rows), *entering.shape[1:])
         padded[: len(entering)] = entering
         parts = [torch.empty_like(padded) for _ in rows]

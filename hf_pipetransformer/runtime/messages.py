@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import ModelOutput
 
 from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.comm.transfers import ObjectSender, broadcast_tree, recv_object
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import PipelineGroups
 
 
 def only_loss(output: Any, _inputs: dict[str, Any]) -> Any:
@@ -22,6 +27,7 @@ def as_message(output: Any) -> dict[str, Any]:
     kind = type(output)
     if kind is tuple:  # A loss, and the output that it was computed from.
         return {"parts": [as_message(part) for part in output]}
+    # By the name of its class, as nothing is pickled between ranks.
     if isinstance(output, ModelOutput) and is_dataclass(kind):
         return {"module": kind.__module__, "name": kind.__qualname__, "value": dict(output)}
     return {"module": None, "name": None, "value": output}
@@ -59,3 +65,32 @@ def mapped(call: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(mapped(call, item) for item in value)
     return value
+
+
+def num_bytes(value: Any) -> int:
+    """Return the bytes of all tensors of a tree."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(num_bytes, inner))
+
+
+def spread(message: dict[str, Any] | None, groups: PipelineGroups, timeout: float, is_read_by_first: bool) -> Any:
+    """Send the last stage's message to those who read it; if that is the first position, others get an outline.
+
+    Collective: call on every rank of the pipeline, with a message on the last one.
+    """
+    source, first, control = groups.last_rank, groups.pipeline_ranks[0], groups.pipeline_control
+    rank = groups.pipeline_ranks[groups.position]
+    if not is_read_by_first:
+        return broadcast_tree(message, source, control, rank)
+    # One rank reads the values, so the broadcast to all carries shapes alone.
+    outline = None if message is None else mapped(without_rows, message)
+    outline = broadcast_tree(outline, source, control, rank)
+    if source == first:  # Some schedules have the first and the last stage on one rank.
+        return outline if message is None else message
+    if groups.is_last:
+        sender = ObjectSender(timeout, "sending the predictions to the first position")
+        sender.isend(message, [first], control)
+        sender.flush()
+    return recv_object(source, control, "receiving the predictions") if groups.is_first else outline

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import PipelineError, guarded
+from hf_pipetransformer.comm.transfers import plain
 
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class OptimizerState:
                 "elastic=False."
             )
         if may_move:
+            # As text, since options may be tensors or objects, which are not sent.
             options = [{key: str(group[key]) for key in group if key != "params"} for group in optimizer.param_groups]
             self._learn_groups(topology.gather({"options": options, "group_of": self.group_of}), named)
 
@@ -77,6 +79,27 @@ class OptimizerState:
         state: dict[str, Any] = dict(self.optimizer.state.get(parameter, {}))
         return state
 
+    def options(self) -> list[dict[str, Any]]:
+        """Return the options of the parameter groups as JSON values; schedulers change some of them."""
+        return [
+            {key: plain(value, f"The optimizer's option {key!r}") for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Invert `options`; raises ValueError if the optimizer has a different number of groups."""
+        groups = self.optimizer.param_groups
+        if len(options) != len(groups):
+            raise ValueError(
+                f"The checkpoint's optimizer has {len(options)} parameter groups: expected {len(groups)}, as this "
+                "run's has. Build the optimizer as in the run that was saved."
+            )
+        for group, saved in zip(groups, options, strict=True):
+            for key, value in saved.items():
+                # JSON has no tuples, and Adam's betas are one.
+                is_tuple = isinstance(value, list) and isinstance(group.get(key, ()), tuple)
+                group[key] = tuple(value) if is_tuple else value
+
     def let_go(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Remove parameters that this rank no longer trains and free their state; call `hold` afterwards."""
         gone = set(parameters)
@@ -97,6 +120,7 @@ class OptimizerState:
         for dropped in [p for p in self.optimizer.state if id(p) not in kept]:
             del self.optimizer.state[dropped]
         for name, state in received.items():
+            # A parameter that has had no gradient yet has none.
             if state:
                 group = self.optimizer.param_groups[self.group_of[name]]
                 beside = bool(group.get("fused") or group.get("capturable"))

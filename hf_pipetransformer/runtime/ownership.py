@@ -87,6 +87,7 @@ class ParameterStore:
         for name, parameter in self.held().items():
             parameter.requires_grad_(self.is_active(name))
             if not parameter.requires_grad:
+                # What is left over would count in the norm by which gradients are clipped.
                 parameter.grad = None
 
     @contextmanager
@@ -130,6 +131,7 @@ class ParameterStore:
             if name in names:
                 parameter.data = parameter.data.to(device)
                 move_scales(parameter, device)
+        # Buffers are small, and every rank keeps all of them.
         for module in self.model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None:

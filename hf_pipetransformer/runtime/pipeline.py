@@ -67,6 +67,7 @@ class PipelineShell(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         runner = self.runner
+        # Within a step the engine asks for this stage's part; any other caller means the whole model.
         if runner is None or runner.stage.view.is_running or not runner.stage.view.is_installed:
             with self._autocast():
                 outputs = self.module(*args, **kwargs)
@@ -144,6 +145,7 @@ class Pipeline:
         self.stage = stage
         probe, loss = self.start_up.probe, self.start_up.loss_rule
         self.runner = StageRunner(stage, probe.activation, loss.rule, loss.scope, self.shifts_labels)
+        # One stage runs the model's own forward, for which nothing has to be cut.
         self.shell.runner = self.runner if stage.layout.pipeline_size > 1 else None
 
     def evaluating(self, is_cut: bool, prediction: Prediction) -> AbstractContextManager[None]:

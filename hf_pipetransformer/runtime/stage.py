@@ -116,10 +116,6 @@ class Stage:
                     put_in_evaluation_mode(module)
         self._modes = self.layout, [(module, module.training) for module in self.view.model.modules()]
 
-    def stores_what_the_user_froze(self) -> bool:
-        """Return True if blocks that the user froze are in evaluation mode because their activations are cached."""
-        return not self._trainable_blocks.issuperset(self._cached_blocks())
-
     def _frozen_blocks(self) -> Iterator[tuple[int, list[nn.Module]]]:
         """Yield each block of the frozen prefix: 0 is the embeddings, then come the layers."""
         structure, num_frozen = self.view.structure, self.layout.num_frozen_layers
@@ -152,6 +148,7 @@ class Stage:
                 # To all ranks and not only to the next stage, as each of them returns the last one.
                 hidden = broadcast_tree(hidden, ranks[position], groups.pipeline_control, ranks[groups.position])
         self.view.widen()
+        # One by one, as the user may have put single modules into another mode.
         for module, training in modes:
             module.training = training
         assert hidden is not None

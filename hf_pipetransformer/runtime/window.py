@@ -20,8 +20,8 @@ from hf_pipetransformer.schedules.placement import Placement
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.comm.topology import PipelineGroups
     from hf_pipetransformer.engine.program import MicroBatch, MicroBatches
+    from hf_pipetransformer.runtime.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Batch:
 class Window:
     """Executor of the steps between two drains of the pipeline.
 
-    Ranks run at different paces but in the same order, and have one stage each. A micro-batch is a micro-batch;
-    micro-batches and steps are numbered from the beginning of the window.
+    Ranks run at different paces but in the same order, and have one stage each. Micro-batches and steps are numbered
+    from the beginning of the window.
     """
 
-    def __init__(self, engine: Engine, groups: PipelineGroups, first_active_stage: int, weights: StageWeights) -> None:
-        self.groups = groups
-        self.first_active_stage = first_active_stage
+    def __init__(self, stage: Stage, weights: StageWeights) -> None:
+        self.groups = groups = stage.groups
+        self.first_active_stage = stage.layout.first_active_stage
         self.weights = weights
         self._placement = Placement(groups.pipeline_size)
         self._steps: deque[list[Batch]] = deque()
@@ -50,12 +50,13 @@ class Window:
         self._micro_batches = _MicroBatches()
         self._first_micro_batch = 0
         self._action_lists: deque[ActionList] = deque()
-        (program,) = engine.programs
+        (program,) = stage.engine.programs
         weights.begin()
         # Weights of a frozen stage have one version only.
-        if groups.position >= first_active_stage:
+        if groups.position >= self.first_active_stage:
             program = VersionedProgram(program, weights)
-        own = Engine([program], engine.links, engine.meter)
+        # An engine of its own, as versions of the weights are kept within the window only.
+        own = Engine([program], stage.engine.links, stage.engine.meter)
         self.run = own.begin((), self._micro_batches)
 
     def add(self, batches: Sequence[Batch]) -> None:
@@ -123,6 +124,7 @@ class Window:
 
         Collective: call on every rank of the pipeline, after the same batch.
         """
+        # Ranks have run ahead by different numbers of steps: what one has sent, its neighbor must still receive.
         posted = self.run.num_posted
         transfers = (Op.SEND_FORWARD, Op.RECEIVE_FORWARD, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD)
         own = torch.tensor([posted[op] for op in transfers])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,7 +67,7 @@ def make_stage(view: StageView, store: ParameterStore, layout: Layout, settings:
     keeps = layout.num_stages > 1 and groups.is_first and not layout.abilities.overlaps_steps
     embeddings = EmbeddingGradients(embeddings_of(view.model, view.structure.layers) if keeps else [])
     head = HeadPlan(settings.head_slices)
-    engine = make_engine(view, layout, groups, settings, embeddings, head)
+    engine = _EngineBuilder(view, layout, groups, settings, embeddings, head).build()
     owners = {name: layout.ranks_of(blocks) for name, blocks in settings.probe.structure.blocks_of_parameter.items()}
     return Stage(layout, groups, settings, view, store, engine, owners, [], embeddings, head, reducer=None)
 
@@ -124,92 +126,96 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
                 tensor.data.copy_(value)
 
 
-def make_engine(
-    view: StageView,
-    layout: Layout,
-    groups: PipelineGroups,
-    settings: StageSettings,
-    embeddings: EmbeddingGradients,
-    head: HeadPlan,
-) -> Engine:
-    """Build the engine of this rank's stages under a layout.
+@dataclass(frozen=True)
+class _EngineBuilder:
+    """Builds the engine of this rank's stages under a layout.
 
     The first stage keeps gradients back in `embeddings`; the stage with the head runs it as `head` says.
     """
-    stages = layout.places.stages_of(groups.position)
-    # Between two drains of an asynchronous schedule the weights change, and compiled layers hold their own casts.
-    shares = settings.is_mixed and settings.compiled is None and not layout.abilities.overlaps_steps
-    casts = SharedCasts(view.model if shares else None)
-    programs = [_program(view, layout, stage, settings, casts, embeddings, head) for stage in stages]
-    links = [_links(layout, groups, stage, settings) for stage in stages]
-    return Engine(programs, links, settings.meter)
 
+    view: StageView
+    layout: Layout
+    groups: PipelineGroups
+    settings: StageSettings
+    embeddings: EmbeddingGradients
+    head: HeadPlan
 
-def _program(
-    view: StageView,
-    layout: Layout,
-    stage: int,
-    settings: StageSettings,
-    casts: SharedCasts,
-    embeddings: EmbeddingGradients,
-    head: HeadPlan,
-) -> StageProgram:
-    blocks, entry_block, dtypes = layout.blocks_of(stage), layout.entry_block, settings.probe.boundary_dtypes
-    dtype_out = dtypes[min(blocks[-1], len(dtypes) - 1)]
-    splits = layout.abilities.splits_backward
-    linears = linear_layers(view.model) if splits else []
-    is_above_active, num_blocks = stage > layout.first_active_stage, view.structure.num_blocks
+    def build(self) -> Engine:
+        stages = self.layout.places.stages_of(self.groups.position)
+        programs = [self._program(stage) for stage in stages]
+        return Engine(programs, [self._links(stage) for stage in stages], self.settings.meter)
 
-    def bare(own: range, sends_gradient: bool, contexts: TokenSliceContexts | None = None) -> ModelProgram:
-        later, kept = WeightGradients(linears, casts), embeddings if 0 in own else None
-        dtype = dtypes[min(own[-1], len(dtypes) - 1)]
-        return ModelProgram(view, own, dtype, sends_gradient, later, kept, contexts)
+    @cached_property
+    def _casts(self) -> SharedCasts:
+        # Between two drains of an asynchronous schedule the weights change, and compiled layers hold their own casts.
+        shares = self.settings.compiled is None and not self.layout.abilities.overlaps_steps
+        return SharedCasts(self.view.model if shares and self.settings.is_mixed else None)
 
-    def plain(own: range) -> StageProgram:
-        in_slices = bare(own, is_above_active, TokenSliceContexts(layout.num_layers))
-        if settings.recompute in ("never", "layers"):
+    def _dtype_out(self, last_block: int) -> torch.dtype:
+        # The last block, the head, has no boundary above it.
+        dtypes = self.settings.probe.boundary_dtypes
+        return dtypes[min(last_block, len(dtypes) - 1)]
+
+    def _program(self, stage: int) -> StageProgram:
+        blocks, entry_block = self.layout.blocks_of(stage), self.layout.entry_block
+        whole = self._with_head(stage, blocks)
+        if entry_block <= blocks.start:
+            return whole
+        # Stored activations enter amid this stage: records that are read skip the blocks below.
+        below, above = range(blocks.start, min(blocks.stop, entry_block)), range(entry_block, blocks.stop)
+        return CachedEntryProgram(
+            self.view,
+            below,
+            entry_block,
+            above=self._with_head(stage, above) if above else None,
+            whole=whole,
+            dtype_entry=self.settings.probe.boundary_dtypes[entry_block - 1],
+            dtype_out=self._dtype_out(blocks[-1]),
+            device=self.settings.device,
+        )
+
+    def _with_head(self, stage: int, own: range) -> StageProgram:
+        # Passes that see different weights do not share a head.
+        if own.stop < self.view.structure.num_blocks or self.layout.abilities.overlaps_steps:
+            return self._layers(stage, own)
+        layers = self._layers(stage, own[:-1]) if own[:-1] else None
+        alone = self._bare(own[-1:], sends_gradient=True)
+        dtype, is_above_active = self.settings.probe.boundary_dtypes[-1], stage > self.layout.first_active_stage
+        return HeadProgram(self.head, self._layers(stage, own), layers, alone, dtype, is_above_active)
+
+    def _layers(self, stage: int, own: range) -> StageProgram:
+        contexts = TokenSliceContexts(self.layout.num_layers)
+        in_slices = self._bare(own, stage > self.layout.first_active_stage, contexts)
+        recompute = self.settings.recompute
+        # The view recomputes by layers, within the forward of a stage.
+        if recompute in ("never", "layers"):
             return in_slices
-        return RecomputingProgram(in_slices, settings.recompute, layout.places.chunk_of(stage), settings.device)
+        return RecomputingProgram(in_slices, recompute, self.layout.places.chunk_of(stage), self.settings.device)
 
-    def program(own: range) -> StageProgram:
-        if own.stop < num_blocks or layout.abilities.overlaps_steps:
-            return plain(own)  # Passes that see different weights do not share a head.
-        below, alone = own[:-1], bare(own[-1:], sends_gradient=True)
-        layers = plain(below) if below else None
-        return HeadProgram(head, plain(own), layers, alone, dtypes[-1], is_above_active)
+    def _bare(self, own: range, sends_gradient: bool, contexts: TokenSliceContexts | None = None) -> ModelProgram:
+        # Only a split backward puts the gradients of weights off.
+        linears = linear_layers(self.view.model) if self.layout.abilities.splits_backward else []
+        later, kept = WeightGradients(linears, self._casts), self.embeddings if 0 in own else None
+        return ModelProgram(self.view, own, self._dtype_out(own[-1]), sends_gradient, later, kept, contexts)
 
-    whole = program(blocks)
-    if entry_block <= blocks.start:
-        return whole
-    below, above = range(blocks.start, min(blocks.stop, entry_block)), range(entry_block, blocks.stop)
-    return CachedEntryProgram(
-        view,
-        below,
-        entry_block,
-        above=program(above) if above else None,
-        whole=whole,
-        dtype_entry=dtypes[entry_block - 1],
-        dtype_out=dtype_out,
-        device=settings.device,
-    )
+    def _links(self, stage: int) -> StageLinks:
+        layout, groups, settings = self.layout, self.groups, self.settings
 
+        def link(lower: int, direction: str, what: str) -> Link | Local | None:
+            """Return the link between stage `lower` and the one above it; `stage` is one of the two."""
+            if not 0 <= lower < layout.num_stages - 1:
+                return None
+            peer = lower if lower < stage else lower + 1
+            if layout.places.rank_of(peer) == groups.position:
+                return Local(layout.places.chunk_of(peer))
+            rank = groups.pipeline_ranks[layout.places.rank_of(peer)]
+            dtype = settings.probe.boundary_dtypes[layout.blocks_of(lower)[-1]]
+            group, where = groups.links[lower, direction], f"{what} stage {peer} (rank {rank})"
+            return Wire(rank, group, where, dtype, settings.device, settings.timeout)
 
-def _links(layout: Layout, groups: PipelineGroups, stage: int, settings: StageSettings) -> StageLinks:
-    def link(lower: int, direction: str, what: str) -> Link | Local | None:
-        """Return the link over the boundary between stage `lower` and the one above it; `stage` is one of the two."""
-        if not 0 <= lower < layout.num_stages - 1:
-            return None
-        peer = lower if lower < stage else lower + 1
-        if layout.places.rank_of(peer) == groups.position:
-            return Local(layout.places.chunk_of(peer))
-        rank = groups.pipeline_ranks[layout.places.rank_of(peer)]
-        dtype = settings.probe.boundary_dtypes[layout.blocks_of(lower)[-1]]
-        group, where = groups.links[lower, direction], f"{what} stage {peer} (rank {rank})"
-        return Wire(rank, group, where, dtype, settings.device, settings.timeout)
-
-    return StageLinks(
-        forward_in=link(stage - 1, "forward", "an activation from"),
-        backward_out=link(stage - 1, "backward", "a gradient to"),
-        forward_out=link(stage, "forward", "an activation to"),
-        backward_in=link(stage, "backward", "a gradient from"),
-    )
+        return StageLinks(
+            forward_in=link(stage - 1, "forward", "an activation from"),
+            backward_out=link(stage - 1, "backward", "a gradient to"),
+            forward_out=link(stage, "forward", "an activation to"),
+            backward_in=link(stage, "backward", "a gradient from"),
+        )

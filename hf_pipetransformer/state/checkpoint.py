@@ -54,10 +54,13 @@ from hf_pipetransformer.state.weights import (
 STATE_FOLDER = "pipetransformer"
 STATE_FILE = "state.json"
 TRAINER_STATE = "trainer_state.json"
+# Raised with a change after which files of before cannot be read.
 VERSION = 6
 
 _FOLDER_NAME = re.compile(r"checkpoint-(\d+)")
+# Names in files on disk.
 _HEADER, _PACKED = "json", "packed"
+# A file may be larger than the memory, so that it is hashed piece by piece.
 _CHUNK_BYTES = 2**22
 # Reading and hashing release the GIL; more than a few readers only compete for one disk.
 _NUM_READERS = 4
@@ -73,10 +76,6 @@ random_file = "random-rank-{}.safetensors".format
 def has_state(folder: str) -> bool:
     """Return True if a pipeline saved the checkpoint, with its state; it may be incomplete."""
     return os.path.isdir(os.path.join(folder, STATE_FOLDER))
-
-
-def has_part(folder: str, name: str) -> bool:
-    return os.path.isfile(os.path.join(folder, STATE_FOLDER, name))
 
 
 def write_part(
@@ -122,6 +121,7 @@ def read_optimizer(
     tensors, header = read_part(folder, optimizer_file(stage), lambda key: is_wanted(key.rpartition("|")[0]))
     states: dict[str, dict[str, Any]] = {}
     for joined, value in {**tensors, **header["values"]}.items():
+        # From the right: a name may have a "|" in it, the key of an optimizer has none.
         name, _, key = joined.rpartition("|")
         if is_wanted(name):
             states.setdefault(name, {})[key] = value
@@ -161,7 +161,9 @@ def write_state(folder: str, state: RunState, parts: Mapping[str, FileEntry]) ->
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         entries = pool.map(lambda name: _entry_of(os.path.join(folder, name), sync=True), others)
         files = {**parts, **dict(zip(others, entries, strict=True))}
+    # The tensors have a hash of their own, as a user may put them into other files.
     content = {"version": VERSION, **state.as_json(), "weights": hash_of_weights(folder), "files": files}
+    # First, as the state says that all of this is on disk.
     _sync_folders({folder, *(os.path.join(folder, os.path.dirname(name)) for name in files)})
     with open(f"{path}.unfinished", "w", encoding="utf-8") as file:
         json.dump({"checksum": checksum_of(content), **content}, file, indent=1)
@@ -248,7 +250,7 @@ def _check_complete(folder: str) -> None:
             f"{folder!r} {what}: expected a folder {STATE_FOLDER!r} with the state of the pipeline. Start a new run "
             f"from its weights: from_pretrained({folder!r})."
         )
-    if not has_part(folder, STATE_FILE):
+    if not os.path.isfile(os.path.join(folder, STATE_FOLDER, STATE_FILE)):
         raise ValueError(f"{folder!r} is incomplete: saving it was interrupted ({STATE_FILE} is missing).")
 
 
@@ -287,6 +289,7 @@ def _check_files(folder: str, manifest: Manifest) -> None:
     def find_damage(name: str) -> str | None:
         path, expected = os.path.join(folder, name), files[name]
         try:
+            # The size first, which costs nothing: a file that was cut need not be read.
             size = os.path.getsize(path)
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes (expected {expected['bytes']})"
@@ -326,6 +329,7 @@ def check_readable(folder: str) -> None:
     for where, _, names in os.walk(folder, onerror=refuse):
         for name in names:
             try:
+                # Opened, as the mode bits do not tell what access lists and network file systems refuse.
                 with open(os.path.join(where, name), "rb"):
                     pass
             except OSError as error:
@@ -342,6 +346,7 @@ def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tu
         try:
             check_readable(folder)
             read(folder)
+        # Not passed over: the newest checkpoint may be sound, and an older one would lose its steps in silence.
         except UnreadableError:
             raise
         except ValueError as error:
@@ -368,6 +373,7 @@ def newest_whole(output_dir: str) -> tuple[str, int] | None:
                     for name in files
                     if name in sizes or not OF_WEIGHTS.match(name)
                 )
+            # It was interrupted, or is being written.
             except (KeyError, TypeError, ValueError):
                 continue
         else:

@@ -35,6 +35,7 @@ Fetch = Callable[[Sequence[str]], dict[str, torch.Tensor]]
 """Returns the values of the named parameters, on the CPU."""
 
 
+# By identity: steps are keys of dictionaries, and two that look alike may have different values.
 @dataclass(frozen=True, eq=False)
 class Step:
     """One value: of the parameter `name`, or what `compute` makes of the values of `inputs`."""
@@ -113,7 +114,7 @@ def why_not_deferred(model: nn.Module) -> str | None:
 
 def deferred_state(model: nn.Module) -> dict[str, Any]:
     """Return a model's state dict with a `Deferred` for each parameter, held or not; buffers are as they are."""
-    steps = {id(p): Step(name=name, num_bytes=p.numel() * p.element_size()) for name, p in model.named_parameters()}
+    steps = {id(p): Step(name=name, num_bytes=p.nbytes) for name, p in model.named_parameters()}
     state = model.state_dict(keep_vars=True)
     return {key: Deferred.of(each, steps[id(each)]) if id(each) in steps else each for key, each in state.items()}
 
@@ -188,5 +189,6 @@ def _header_of(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | N
         entries[name] |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # As safetensors pads its headers, so that tensors start where they can be mapped.
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, names

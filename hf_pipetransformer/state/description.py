@@ -70,6 +70,7 @@ def _hash_of_samples(dataset: Any) -> str | None:
     # From the first to the last sample, so that other data at either end are found.
     spread = sorted({index * (count - 1) // (NUM_SAMPLES - 1) for index in range(NUM_SAMPLES)}) if count else []
     found = set()
+    # Twice: samples that are drawn at random differ, and tell nothing of the data.
     for _ in range(2):
         hasher = xxhash.xxh3_128()
         for index in spread:
@@ -83,6 +84,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     """Yield the content of a sample as bytes, for any nesting of common types."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        # With dtype and shape, as other data may have the same bytes.
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         yield flat.numpy().tobytes()
     elif isinstance(value, np.ndarray) and value.dtype != object:
@@ -102,6 +104,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif value is None or isinstance(value, (str, bytes, int, float, np.generic)):
         yield repr(value).encode()
     else:
+        # Not its repr, which may show an address and so differ in every process.
         yield type(value).__name__.encode()
 
 
@@ -241,6 +244,7 @@ def check_shared_folder(args: PipeTransformerArguments, topology: Topology) -> N
 
     def leave_token() -> str:
         os.makedirs(args.output_dir, exist_ok=True)
+        # A new name each time: the file of another run would be taken for this one's.
         descriptor, path = tempfile.mkstemp(prefix=".pipetransformer-", dir=args.output_dir)
         os.close(descriptor)
         return os.path.basename(path)

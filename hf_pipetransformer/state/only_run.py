@@ -123,6 +123,7 @@ class _RunLock:
             os.pwrite(descriptor, json.dumps(own).encode(), 0)
 
     def _read(self) -> bytes:
+        # A pipe in its place would never end, and a link leads to what is not ours.
         with contextlib.suppress(OSError), os.fdopen(open_regular(self.path), "rb") as file:
             return file.read(_MOST_BYTES)
         return b""

@@ -80,9 +80,11 @@ def read_progress(folder: str, num_samples: int | None, args: PipeTransformerArg
     """Read how far plain Trainer's run was, over an epoch of `num_samples`; raises ValueError for a damaged file."""
     step, epoch, batch = _read_counts(folder)
     check_trainers(folder)
+    # For their errors alone: damage is to be found before a training has begun.
     _load(folder, _OPTIMIZER)
     read_plain_scheduler(folder)
     names = os.listdir(folder)
+    # Each process has a file of RNG states, which tells how many there were.
     world_size = sum(_RANDOM_OF_RANK.fullmatch(name) is not None for name in names) or int(_RANDOM in names)
     place: DataPosition | None = None
     if num_samples and batch and world_size and epoch is not None:
@@ -254,11 +256,13 @@ def export_checkpoint(folder: str, output: str) -> list[str]:
             for own, names in zip(header["groups"], groups, strict=True)
         ],
     }
+    # Without the pipeline's own state, which a run would prefer to Trainer's files.
     shutil.copytree(folder, output, ignore=shutil.ignore_patterns(checkpoint.STATE_FOLDER), dirs_exist_ok=True)
     torch.save(content, os.path.join(output, _OPTIMIZER))
     torch.save(state.scheduler, os.path.join(output, _SCHEDULER))
     if state.scaler is not None:
         torch.save(state.scaler, os.path.join(output, "scaler.pt"))
+    # Several ranks have drawn from states of their own, none of which is that of one process.
     if state.world_size == 1:
         torch.save(_random_states(folder), os.path.join(output, _RANDOM))
     return list(_differences(state))

@@ -25,11 +25,12 @@ from hf_pipetransformer.state.plain_checkpoint import (
     trainers_groups,
 )
 from hf_pipetransformer.state.run_state import RankState
-from hf_pipetransformer.state.saving import Checkpoints, group_options
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.state.resumption import Remainder, Resumption
+    from hf_pipetransformer.state.resumption import Resumption
+    from hf_pipetransformer.state.run_state import Remainder
+    from hf_pipetransformer.state.saving import Checkpoints
 
 
 def restore(resumption: Resumption, into: Checkpoints) -> RankState:
@@ -56,6 +57,7 @@ def _restore_own(resumption: Resumption, into: Checkpoints) -> RankState:
     numbers = together(lambda: _read_rank_state(resumption, into))
     with _restoring("learning-rate schedule", resumption):
         run.lr_scheduler.load_state_dict(state.scheduler)
+    # A run that was saved without fp16 has none: the scaler then begins as in a new run.
     if run.scaler is not None and state.scaler is not None:
         with _restoring("grad scaler", resumption):
             run.scaler.load_state_dict(state.scaler)
@@ -84,9 +86,9 @@ def _restore_plain(resumption: Resumption, into: Checkpoints) -> RankState:
     active = [name for name in store.named() if store.is_active(name)]
     groups = trainers_groups(active, into.description.identity.decaying)
     shapes = {name: tuple(parameter.shape) for name, parameter in store.named().items()}
-    states, options = together(lambda: read_plain_optimizer(folder, groups, shapes, group_options(own.optimizer)))
+    states, options = together(lambda: read_plain_optimizer(folder, groups, shapes, own.options()))
     own.hold(trained, {name: state for name, state in states.items() if name in trained})
-    _set_group_options(own.optimizer, options)
+    own.set_options(options)
     context.run.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
     shared = into.pipeline.shared_rng
     with nullcontext() if shared is None else shared.drawing():
@@ -113,20 +115,7 @@ def _restore_optimizer(resumption: Resumption, into: Checkpoints) -> None:
             )
         states |= found
     own.hold(trained, states)
-    _set_group_options(own.optimizer, header["groups"])
-
-
-def _set_group_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Invert `group_options`; raises ValueError if the optimizer has a different number of groups."""
-    if len(options) != len(optimizer.param_groups):
-        raise ValueError(
-            f"The checkpoint's optimizer has {len(options)} parameter groups: expected {len(optimizer.param_groups)}, "
-            "as this run's has. Build the optimizer as in the run that was saved."
-        )
-    for group, saved in zip(optimizer.param_groups, options, strict=True):
-        for key, value in saved.items():
-            # JSON has no tuples, and Adam's betas are one.
-            group[key] = tuple(value) if isinstance(value, list) and isinstance(group.get(key, ()), tuple) else value
+    own.set_options(header["groups"])
 
 
 def _read_rank_state(resumption: Resumption, into: Checkpoints) -> RankState:
@@ -135,6 +124,7 @@ def _read_rank_state(resumption: Resumption, into: Checkpoints) -> RankState:
     if (layout.pipeline_size, layout.num_replicas) == (there.pipeline_size, there.num_replicas):
         return checkpoint.read_rank_state(resumption.folder, topology.rank)
     first = checkpoint.read_rank_state(resumption.folder, 0)
+    # With the step, so that a run which resumes twice does not draw the same again.
     seed = into.context.args.seed + 1_000_003 * (1 + topology.rank) + 7_919 * (1 + resumption.state.step)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -168,6 +158,7 @@ class ResumedEpoch:
             return
         self._are_set = True
         set_random_state(*self.numbers.own, self.checkpoints.context.args.device)
+        # Only where several ranks emulate one process; one process has just got these states as its own.
         shared = self.checkpoints.pipeline.shared_rng
         if shared is not None and self.numbers.shared is not None:
             shared.states = self.numbers.shared

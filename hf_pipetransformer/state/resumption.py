@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.data.loader import PipelineLoader
@@ -15,7 +14,7 @@ from hf_pipetransformer.report.events import read_layouts
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import RunDescription, check_same_run
 from hf_pipetransformer.state.plain_checkpoint import check_trainers, is_plain, read_progress
-from hf_pipetransformer.state.run_state import DataPosition, Progress, RunState
+from hf_pipetransformer.state.run_state import Epoch, Progress, Remainder, RunState, find_remainder
 
 
 if TYPE_CHECKING:
@@ -24,78 +23,6 @@ if TYPE_CHECKING:
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.splitters.structure import Structure
     from hf_pipetransformer.startup.planner import RunPlanner, StartUp
-
-
-@dataclass(frozen=True)
-class Remainder:
-    """Rest of an epoch, in batches of the current size.
-
-    Args:
-        num_done: samples of the epoch that were trained before the checkpoint.
-        first: index of the next batch, chosen such that the epoch's last batch keeps its usual index.
-        share: fraction of the epoch left, in (0, 1].
-    """
-
-    epoch: int
-    num_done: int
-    first: int
-    num_batches: int
-    num_updates: int
-    share: float
-
-    def epoch_at(self, part: float) -> float:
-        """Return the fractional epoch when the fraction `part` of the rest is done."""
-        return self.epoch + 1 - (1 - part) * self.share
-
-    def last_step(self, step: int, num_epochs: float | Fraction, updates_per_epoch: int) -> int:
-        """Return the total number of optimizer steps of the run, `step` of which are done."""
-        total = math.ceil(num_epochs * updates_per_epoch)
-        return step + max(0, total - ((self.epoch + 1) * updates_per_epoch - self.num_updates))
-
-    def num_epochs(self, step: int, max_steps: int, updates_per_epoch: int) -> int:
-        """Return the number of epochs that the run has entered when it reaches `max_steps`."""
-        return self.epoch + 1 + math.ceil(max(0, max_steps - step - self.num_updates) / updates_per_epoch)
-
-
-class Epoch(NamedTuple):
-    """Number of an epoch's samples, and how batches over all replicas and optimizer steps are made of them."""
-
-    num_samples: int
-    batch_size: int
-    drops_last: bool
-    accumulation: int
-
-    @classmethod
-    def of(cls, loader: PipelineLoader, args: PipeTransformerArguments) -> Self:
-        sizes = (loader.num_samples, loader.total_batch_size)
-        return cls(*sizes, args.dataloader_drop_last, args.gradient_accumulation_steps)
-
-    def num_batches(self, num_done: int = 0) -> int:
-        """Return the number of batches in the samples that are left."""
-        count = self.num_samples - num_done
-        return count // self.batch_size if self.drops_last else math.ceil(count / self.batch_size)
-
-
-def find_remainder(place: DataPosition, step: int, epoch: Epoch, skips: bool) -> Remainder | None:
-    """Compute the rest of the epoch that a checkpoint was saved in.
-
-    None if Trainer's own step arithmetic finds the same position, or if no batch is ever full. Without `skips` the
-    samples that were done are not skipped: the epoch starts over.
-    """
-    in_epoch = epoch.num_batches()
-    if not in_epoch:
-        return None
-    number, num_done = place["epoch"], place["samples"] if skips else 0
-    left = epoch.num_batches(num_done)
-    # All samples are done, or those that are left make no whole batch: the next epoch begins.
-    if not left:
-        number, num_done, left = number + 1, 0, in_epoch
-    first = in_epoch - left
-    trainers_number, updates = divmod(step, max(1, math.ceil(in_epoch / epoch.accumulation)))
-    trainers_first = updates * epoch.accumulation if skips else 0
-    if (trainers_number, trainers_first) == (number, first) and num_done == first * epoch.batch_size:
-        return None
-    return Remainder(number, num_done, first, left, math.ceil(left / epoch.accumulation), left / in_epoch)
 
 
 _LAYOUT_ARGUMENTS = (
@@ -217,6 +144,7 @@ class Resumption:
     def counts(self, values: tuple[Any, ...], loader: Any, num_train_epochs: float | Fraction) -> tuple[Any, ...]:
         """Adjust the result of `Trainer.set_initial_training_values` for batches of another size."""
         args, step, place = self.args, self.progress.step, self.progress.place
+        # Of a loader of the user the position is not known: Trainer counts its batches.
         if place is None or not isinstance(loader, PipelineLoader):
             return values
         if loader.is_stream:
@@ -296,6 +224,7 @@ def _find(where: str | bool, description: RunDescription) -> list[Any]:
         folder = _report_unsound(args.output_dir, found, reasons)
     else:
         folder = str(where)
+        # First, as a file without permission would be reported as damaged.
         checkpoint.check_readable(folder)
         try:
             read_folder(folder)
@@ -338,6 +267,7 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
     if path is None:
         return None
     layouts = read_layouts(path)
+    # Each rank reads the file by itself, and on another node it may be another one.
     check_agreement(topology, "layout plans", {f"step {s}": str(layouts[s].as_event()) for s in layouts})
     for step, layout in layouts.items():
         found = (layout.num_layers, layout.pipeline_size * layout.num_replicas)

@@ -7,11 +7,14 @@ its annotation; `RunState.from_json` also checks what several values say togethe
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from types import UnionType
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     NamedTuple,
@@ -33,6 +36,11 @@ from hf_pipetransformer.schedules.json_values import MOST_SAMPLES, MOST_STEPS, e
 from hf_pipetransformer.schedules.layout import MOST_MICROBATCHES, Layout
 
 
+if TYPE_CHECKING:
+    from hf_pipetransformer.data.loader import PipelineLoader
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+
+
 class Within(NamedTuple):
     """Smallest and largest value of an annotated number."""
 
@@ -46,6 +54,7 @@ NumSamples = Annotated[int, Within(0, MOST_SAMPLES)]
 Microbatches = Annotated[int, Within(1, MOST_MICROBATCHES)]
 Seed = Annotated[int, Within(-(2**63), 2**64)]
 Epochs = Annotated[float, Within(0, MOST_STEPS)]
+# Far beyond any learning rate, so that a damaged number is refused.
 Finite = Annotated[float, Within(-1e30, 1e30)]
 Scalar = bool | int | float | str | None
 
@@ -146,6 +155,7 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
     if kind in _READERS:
         return _READERS[kind](value, name)
     if is_typeddict(kind):
+        # Entries without an annotation stay: a scheduler of the user may have any.
         found, hints = dict(entries(value, name)), get_type_hints(kind, include_extras=True)
         for key in hints:
             if key in found or key in kind.__required_keys__:
@@ -289,6 +299,82 @@ class RankState:
     position: int | None = None
 
 
+# ---- the position in the data, and what is left of an epoch from there ----
+
+
 def is_split_by_node(place: DataPosition | None) -> bool:
     """Return True if the position is inside an epoch split by node, which Trainer would read in another order."""
     return place is not None and place["nodes"] is not None and place["samples"] > 0
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """Rest of an epoch, in batches of the current size.
+
+    Args:
+        num_done: samples of the epoch that were trained before the checkpoint.
+        first: index of the next batch, chosen such that the epoch's last batch keeps its usual index.
+        share: fraction of the epoch left, in (0, 1].
+    """
+
+    epoch: int
+    num_done: int
+    first: int
+    num_batches: int
+    num_updates: int
+    share: float
+
+    def epoch_at(self, part: float) -> float:
+        """Return the fractional epoch when the fraction `part` of the rest is done."""
+        return self.epoch + 1 - (1 - part) * self.share
+
+    def last_step(self, step: int, num_epochs: float | Fraction, updates_per_epoch: int) -> int:
+        """Return the total number of optimizer steps of the run, `step` of which are done."""
+        total = math.ceil(num_epochs * updates_per_epoch)
+        return step + max(0, total - ((self.epoch + 1) * updates_per_epoch - self.num_updates))
+
+    def num_epochs(self, step: int, max_steps: int, updates_per_epoch: int) -> int:
+        """Return the number of epochs that the run has entered when it reaches `max_steps`."""
+        return self.epoch + 1 + math.ceil(max(0, max_steps - step - self.num_updates) / updates_per_epoch)
+
+
+class Epoch(NamedTuple):
+    """Number of an epoch's samples, and how batches over all replicas and optimizer steps are made of them."""
+
+    num_samples: int
+    batch_size: int
+    drops_last: bool
+    accumulation: int
+
+    @classmethod
+    def of(cls, loader: PipelineLoader, args: PipeTransformerArguments) -> Self:
+        sizes = (loader.num_samples, loader.total_batch_size)
+        return cls(*sizes, args.dataloader_drop_last, args.gradient_accumulation_steps)
+
+    def num_batches(self, num_done: int = 0) -> int:
+        """Return the number of batches in the samples that are left."""
+        count = self.num_samples - num_done
+        return count // self.batch_size if self.drops_last else math.ceil(count / self.batch_size)
+
+
+def find_remainder(place: DataPosition, step: int, epoch: Epoch, skips: bool) -> Remainder | None:
+    """Compute the rest of the epoch that a checkpoint was saved in.
+
+    None if Trainer's own step arithmetic finds the same position, or if no batch is ever full. Without `skips` the
+    samples that were done are not skipped: the epoch starts over.
+    """
+    in_epoch = epoch.num_batches()
+    if not in_epoch:
+        return None
+    number, num_done = place["epoch"], place["samples"] if skips else 0
+    left = epoch.num_batches(num_done)
+    # All samples are done, or those that are left make no whole batch: the next epoch begins.
+    if not left:
+        number, num_done, left = number + 1, 0, in_epoch
+    first = in_epoch - left
+    # Trainer finds its position by division, as if all epochs had been of this length.
+    trainers_number, updates = divmod(step, max(1, math.ceil(in_epoch / epoch.accumulation)))
+    trainers_first = updates * epoch.accumulation if skips else 0
+    if (trainers_number, trainers_first) == (number, first) and num_done == first * epoch.batch_size:
+        return None
+    return Remainder(number, num_done, first, left, math.ceil(left / epoch.accumulation), left / in_epoch)

@@ -20,8 +20,15 @@ from hf_pipetransformer.compat.trainer_compat import TRAINER_STATE_NAME
 from hf_pipetransformer.data.rng import random_state
 from hf_pipetransformer.runtime.optimizer_state import OptimizerState, check_replicas_agree
 from hf_pipetransformer.state import checkpoint
-from hf_pipetransformer.state.resumption import Epoch, find_remainder
-from hf_pipetransformer.state.run_state import DataPosition, FileEntry, RankState, RunState, is_split_by_node
+from hf_pipetransformer.state.run_state import (
+    DataPosition,
+    Epoch,
+    FileEntry,
+    RankState,
+    RunState,
+    find_remainder,
+    is_split_by_node,
+)
 
 
 if TYPE_CHECKING:
@@ -72,6 +79,7 @@ class Checkpoints:
         if self.context.topology.rank == 0:
             # Before the model is saved: `save_model` ends at a barrier, after which the other ranks write their parts.
             (clear if only_model else begin)(folder)
+        # Entries of an earlier checkpoint would be taken for files of this one.
         self._written = {}
 
         def save(path: str) -> None:
@@ -114,7 +122,7 @@ class Checkpoints:
                 else:
                     values[f"{name}|{key}"] = plain(value, f"The optimizer's state {key!r} of {name}")
         names = [name for name, state in states.items() if state]
-        header = {"names": names, "values": values, "groups": group_options(own.optimizer)}
+        header = {"names": names, "values": values, "groups": own.options()}
         position = stage.groups.position
         self._written |= checkpoint.write_part(folder, checkpoint.optimizer_file(position), tensors, header)
 
@@ -193,9 +201,10 @@ class Checkpoints:
     def check_savable(self) -> None:
         """Raise ValueError for an optimizer or scheduler that a checkpoint cannot hold."""
         optimizer = self.optimizer_state.optimizer
+        # For their errors alone: without this, the first checkpoint would fail, after hours.
         self._schedules()
         self.controller.state()
-        group_options(optimizer)
+        self.optimizer_state.options()
         known = {id(parameter) for parameter in self.pipeline.stage.store.held().values()}
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
         if foreign:
@@ -219,14 +228,6 @@ class Checkpoints:
         }
 
 
-def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of the parameter groups as JSON values, of which schedulers change some."""
-    return [
-        {key: plain(value, f"The optimizer's option {key!r}") for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
 # ---- folders ----
 
 _OF_TRAINER = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_(?P<rank>\d+))?\.pth")
@@ -235,6 +236,7 @@ _OF_TRAINER = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_(?P<rank>
 def begin(folder: str) -> None:
     """Mark `folder` as an incomplete checkpoint, until `checkpoint.write_state` completes it."""
     clear(folder)
+    # A folder without a state in it: that of a checkpoint which was interrupted.
     os.makedirs(os.path.join(folder, checkpoint.STATE_FOLDER), exist_ok=True)
 
 

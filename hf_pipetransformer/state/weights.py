@@ -33,6 +33,7 @@ def names_of_weights(folder: str) -> list[str]:
         names = weight_files(folder) if has_weights(folder) else []
     except ValueError:
         return []
+    # An index may name anything, and what it names is opened: files of this folder alone.
     return names if all(isinstance(name, str) and not os.path.dirname(name) for name in names) else []
 
 
@@ -42,6 +43,7 @@ def hash_of_weights(folder: str) -> str | None:
     try:
         for key, tensor in (pair for name in names for pair in _tensors_of(folder, name)):
             hashes[key] = digest_of(tensor)
+    # Not readable as safetensors: the hashes of the files alone tell of a change.
     except ValueError:
         return None
     return checksum_of(hashes) if hashes else None
@@ -147,6 +149,7 @@ def _converted(model: Any, folder: str) -> dict[str, torch.Tensor]:
     with torch.random.fork_rng(devices=[]):
         fresh, found = type(model).from_pretrained(
             folder,
+            # A copy, as from_pretrained writes into the config that it is given.
             config=copy.deepcopy(model.config),
             dtype=model.dtype,
             # A head of another shape, which the user replaced, is read below under the model's names.
@@ -169,6 +172,7 @@ def check_weights(folder: str) -> None:
 
 
 def weight_files(folder: str) -> list[str]:
+    # In the order in which from_pretrained looks: a whole file comes before an index.
     if os.path.isfile(os.path.join(folder, WEIGHTS_FILE)):
         return [WEIGHTS_FILE]
     if not os.path.isfile(os.path.join(folder, INDEX_FILE)) and adapter_files(folder):

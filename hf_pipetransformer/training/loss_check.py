@@ -23,7 +23,7 @@ from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.engine.losses import PARTS_TOLERANCE, SMALLEST_SCALE, LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner, inputs_of_all
+from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
 from hf_pipetransformer.runtime.joining import BatchesDifferError, HeadJoin, ReplicaJoin
 from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
 from hf_pipetransformer.training.traces import Kept, leaving_no_trace
@@ -166,7 +166,7 @@ class LossCheck:
                 replicas.take_part(torch.empty(0, dtype=dtype, device=settings.device))
             return [0.0] * 4
         cut, hidden = [part for part, _ in entered], [each for _, each in entered]
-        joined = HeadJoin(inputs_of_all(batch, cut), cut, batch.prepare, replicas)(hidden)
+        joined = HeadJoin.of(batch, cut, replicas)(hidden)
         share = joined.micro_batch.weight
         whole, gradient = self._loss_of(joined.micro_batch, joined.entering)
         of_parts = [self._loss_of(part, each) for part, each in entered]

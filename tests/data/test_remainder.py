@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 
 from hf_pipetransformer.data.sampler import FROM_FIRST, EpochOrder, EpochStart
 from hf_pipetransformer.state.description import are_other_data, describe_data
-from hf_pipetransformer.state.resumption import Epoch, find_remainder
+from hf_pipetransformer.state.run_state import Epoch, find_remainder
 
 
 def make_sampler(num_samples: int, batch_size: int, drops_last: bool) -> EpochOrder:

@@ -240,7 +240,7 @@ def train_with(
     trainer.happens_at = 1 if schedule == "async_1f1b" else what.get("happens_at", 2)
     if what.get("fails_to_move") and rank == RANK:
         original = gathering.collect_parameters
-        gathering.collect_parameters = lambda *args: fail() if args[-1].names else original(*args)
+        gathering.collect_parameters = lambda *args: fail() if any(args[3:]) else original(*args)
     if "processing_class" in what and RANK == 1:
         time.sleep(SLOW_SECONDS)  # As if it prepared its data.
     trainer.train()

@@ -94,7 +94,7 @@ class Held(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for program in self.trainer.pipeline_run.pipeline.stage.engine.programs:
-            for context in in_slices(program)._contexts.values():
+            for context in in_slices(program).contexts._contexts.values():
                 self.layers |= {layer for layer, (keys, _) in enumerate(context.layers) if keys._all is not None}
         return scores
 
@@ -125,7 +125,7 @@ def generate_all(folder: Path, names: list[str], num_stages: int) -> dict[str, A
         trainer.generate(make_prompts(), **GREEDY, logits_processor=[held])
         found["held"] = sorted(held.layers), trainer.layout.as_event()
         programs = trainer.pipeline_run.evaluations.builder.pipeline.stage.engine.programs if num_stages > 1 else []
-        found["kept"] = [len(in_slices(program)._contexts) for program in programs]
+        found["kept"] = [len(in_slices(program).contexts._contexts) for program in programs]
         found |= sample(trainer, model) | (refused(trainer) if num_stages > 1 else {})
     return found
 

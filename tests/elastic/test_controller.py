@@ -83,15 +83,29 @@ class Meter:
         return True
 
 
-def settings(seconds: float) -> Any:
-    """Those of a stage whose steps take so long."""
-    return SimpleNamespace(device=torch.device("cpu"), meter=Meter(seconds))
+def stage_of(layout: Layout, rank: int = 0, seconds: float = 1.0) -> Any:
+    """What a controller reads of a stage."""
+    settings = SimpleNamespace(device=torch.device("cpu"), meter=Meter(seconds))
+    return SimpleNamespace(rank=rank, layout=layout, settings=settings)
 
 
-def context_of(topology: Topology, write: Write = lambda *_, **__: None) -> Any:
-    state = SimpleNamespace(max_steps=1000, global_step=400)
-    run = SimpleNamespace(learning_rate=0.0, state=state)
-    return SimpleNamespace(topology=topology, run=run, journal=SimpleNamespace(write=write))
+def ignore(*_: Any, **__: Any) -> None:
+    pass
+
+
+def controller_of(
+    folder: Path, stage: Any, told: list[Any], policy: FreezePolicy, clock: DecisionClock, cache: Any = None,
+    replay: dict[int, Layout] | None = None, write: Write = ignore, device_bytes: float = 1e12, **options: Any,
+) -> LayoutController:  # fmt: skip
+    args = PipeTransformerArguments(output_dir=str(folder), use_cpu=True, report_to="none", freeze_min_active_layers=0)
+    rules = rules_for(L, device_bytes=device_bytes)
+    inputs = PlanInputs(costs_of(L), Overheads(), rules, samples_per_device=16, **options)
+    frozen = stage.layout.num_frozen_layers
+    decided = Decisions(policy, clock, args, inputs, frozen, WORLD_SIZE, {}, ignore, cache)
+    run = SimpleNamespace(learning_rate=0.0, state=SimpleNamespace(max_steps=1000, global_step=400))
+    journal = SimpleNamespace(write=write)
+    context: Any = SimpleNamespace(topology=Heard(stage.rank, told), run=run, journal=journal)
+    return LayoutController(context, decided, stage, replay)
 
 
 class OneMore(FreezePolicy):
@@ -125,30 +139,21 @@ def run(
     device_bytes: float,
     steps: int = 40,
     due: tuple[int, ...] = (4, 9),
-    write: Write = lambda *_, **__: None,
+    write: Write = ignore,
 ) -> list[Change]:
     """The changes of a run on one rank."""
-    layout = layout_of(L, 4, WORLD_SIZE)
-    inputs = PlanInputs(costs_of(L), Overheads(), rules_for(L, device_bytes=device_bytes), samples_per_device=16)
     policy = OneMore(due)
     if rank:
         policy.target_num_frozen = policy.is_due = policy.explain = forbidden
-    args = PipeTransformerArguments(output_dir=str(folder), use_cpu=True, report_to="none", freeze_min_active_layers=0)
-    decided = Decisions(
-        policy, DecisionClock(1, 0, steps), args, inputs, 0, WORLD_SIZE, {}, lambda *_, **__: None, None
-    )
-    structure = SimpleNamespace(blocks_of_parameter={})
-    stage: Any = SimpleNamespace(
-        layout=layout, view=SimpleNamespace(structure=structure), settings=settings(1.0 + rank)
-    )
-    watcher = LayoutController(context_of(Heard(rank, told), write), decided, stage, None)
+    stage, clock = stage_of(layout_of(L, 4, WORLD_SIZE), rank, 1.0 + rank), DecisionClock(1, 0, steps)
+    watcher = controller_of(folder, stage, told, policy, clock, write=write, device_bytes=device_bytes)
     changes = []
     for step in range(steps):
         change = watcher.change_before(step, stage)
         if change is not None:
             changes.append(change)
             stage.layout = change.layout
-        watcher.begin_step()
+        watcher.meter.begin_step()
         watcher.end_step()
     return changes
 
@@ -194,9 +199,6 @@ def test_what_rank_0_refuses_is_refused_everywhere() -> None:
 # ---- gone on with elsewhere ----
 
 
-NAMES = {f"block{block}": (block,) for block in range(2 * L + 2)}
-
-
 class Watching(FreezePolicy):
     """Freezes nothing."""
 
@@ -221,42 +223,15 @@ class Cache:
         pass
 
 
-class Stage:
-    """What a rank trains under a layout: weights of its active blocks, one parameter each."""
-
-    def __init__(self, rank: int, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
-        self.rank, self.layout, self.weights = rank, layout, weights
-        self.view = SimpleNamespace(structure=SimpleNamespace(blocks_of_parameter=NAMES))
-        self.settings = settings(1.0)
-
-    def trained_here(self) -> dict[str, torch.Tensor]:
-        position, first = self.rank % self.layout.pipeline_size, self.layout.first_active_block
-        return {
-            name: self.weights[name]
-            for name, (block,) in NAMES.items()
-            if block >= first and self.layout.ranks_of([block]) == (position,)
-        }
-
-
-def controller_of(
-    folder: Path, stage: Stage, told: list[Any], cache: Any, unfit: int = 0, replay: dict[int, Layout] | None = None
-) -> LayoutController:
-    args = PipeTransformerArguments(output_dir=str(folder), use_cpu=True, report_to="none", freeze_min_active_layers=0)
-    rules = rules_for(L, device_bytes=1e12, unfit=frozenset(range(1, unfit + 1)))
-    inputs = PlanInputs(costs_of(L), Overheads(), rules, samples_per_device=16)
-    clock, ignore = DecisionClock(4, 0, 40), lambda *_, **__: None
-    frozen = stage.layout.num_frozen_layers
-    decided = Decisions(Watching(), clock, args, inputs, frozen, WORLD_SIZE, {}, ignore, cache)
-    this_stage: Any = stage
-    return LayoutController(context_of(Heard(stage.rank, told)), decided, this_stage, replay)
+CLOCK = DecisionClock(4, 0, 40)
 
 
 def test_a_layout_whose_activations_cannot_be_stored_stores_none(tmp_path: Path) -> None:
     """The store could not be opened, or the cache was switched off since the checkpoint."""
     layout = replace(layout_of(L, 4, WORLD_SIZE), num_frozen_layers=1, cache_level=1)
-    stage = Stage(0, layout, {})
+    stage = stage_of(layout)
     for cache, is_lost in ((None, True), (Cache("off"), True), (Cache("auto"), False)):
-        change = controller_of(tmp_path, stage, [], cache).change_without_cache(6, stage)
+        change = controller_of(tmp_path, stage, [], Watching(), CLOCK, cache).change_without_cache(6, stage)
         assert (change is not None) == is_lost
         assert change is None or (change.layout.cache_level, change.layout.num_frozen_layers) == (0, 1)
 
@@ -268,14 +243,14 @@ def test_a_store_that_rank_0_finds_lost_while_it_decides_is_lost_on_every_rank(
     told: list[Any] = []
     layout = replace(layout_of(L, 4, WORLD_SIZE), num_frozen_layers=1, cache_level=1)
     for rank in range(2):
-        stage, cache = Stage(rank, layout, {name: torch.ones(3) for name in NAMES}), Cache("auto")
+        stage, cache = stage_of(layout, rank), Cache("auto")
 
         def look(_policy: Any, signal: FreezeSignal) -> float:
             cache.mode = "off"  # noqa: B023
             return signal.num_frozen
 
         monkeypatch.setattr(Watching, "target_num_frozen", look if rank == 0 else forbidden)
-        watcher = controller_of(tmp_path, stage, told, cache)
+        watcher = controller_of(tmp_path, stage, told, Watching(), CLOCK, cache)
         tried = watcher.change_before(4, stage)
         assert tried is not None and not tried.moves
         change = watcher.change_without_cache(4, stage)
@@ -285,10 +260,10 @@ def test_a_store_that_rank_0_finds_lost_while_it_decides_is_lost_on_every_rank(
 
 def test_a_cache_that_is_switched_on_begins_with_the_resumed_run(tmp_path: Path) -> None:
     layout = replace(layout_of(L, 4, WORLD_SIZE), num_frozen_layers=1)
-    stage = Stage(0, layout, {name: torch.ones(3) for name in NAMES})
+    stage = stage_of(layout)
     saved = {"num_wanted": 1.0, "num_fruitless": 0, "policy": {}, "gradient_norms": None, "known_microbatches": {}}
     for mode, begins in (("on", True), ("auto", False)):
-        watcher = controller_of(tmp_path, stage, [], Cache(mode))
+        watcher = controller_of(tmp_path, stage, [], Watching(), CLOCK, Cache(mode))
         watcher.load_state(saved, is_elsewhere=False, is_same_policy=True)
         change = watcher.change_before(6, stage)
         assert (change is not None and change.layout.cache_level == 1) == begins
@@ -298,14 +273,14 @@ def test_a_replayed_run_stands_where_the_plan_does_at_any_step(tmp_path: Path) -
     """Plain Trainer, whose checkpoint it goes on from, has frozen nothing; the plan has."""
     start = layout_of(L, 4, WORLD_SIZE)
     frozen = replace(layout_of(L, 2, WORLD_SIZE), num_frozen_layers=2, cache_level=2)
-    stage = Stage(0, start, {})
+    stage = stage_of(start)
     for cache in (Cache(), None):
-        watcher = controller_of(tmp_path, stage, [], cache, replay={0: start, 3: frozen})
+        watcher = controller_of(tmp_path, stage, [], Watching(), CLOCK, cache, {0: start, 3: frozen})
         assert watcher.change_before(2, stage) is None
         change = watcher.change_before(5, stage)
         assert change is not None and change.moves
         assert change.layout == (frozen if cache else replace(frozen, cache_level=0))
-        assert watcher.change_before(6, Stage(0, change.layout, {})) is None
+        assert watcher.change_before(6, stage_of(change.layout)) is None
 
 
 def test_a_transition_tells_the_time_of_the_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,19 +304,10 @@ def test_after_some_steps_the_measured_time_and_what_is_left_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: float, drifts: bool
 ) -> None:
     """A step is predicted to take less than a thousand seconds; a drift is told with its likely cause."""
-    layout = layout_of(L, 4, WORLD_SIZE)
-    inputs = PlanInputs(costs_of(L), Overheads(), rules_for(L), samples_per_device=16, measures_microbatches=False)
-    predicted = inputs.predict(layout).seconds
-    args = PipeTransformerArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    decided = Decisions(
-        OneMore(()), DecisionClock(1, 0, 40), args, inputs, 0, WORLD_SIZE, {}, lambda *_, **__: None, None
-    )
-    stage: Any = SimpleNamespace(
-        layout=layout,
-        settings=settings(seconds),
-        view=SimpleNamespace(structure=SimpleNamespace(blocks_of_parameter={})),
-    )
-    watcher = LayoutController(context_of(Heard(0, [])), decided, stage, None)
+    stage = stage_of(layout_of(L, 4, WORLD_SIZE))
+    policy, clock = OneMore(()), DecisionClock(1, 0, 40)
+    watcher = controller_of(tmp_path, stage, [], policy, clock, measures_microbatches=False)
+    predicted = watcher.decisions.inputs.predict(stage.layout).seconds
     stage.settings.meter.last_seconds = seconds
     with caplog.at_level("INFO", "hf_pipetransformer"):
         for step in range(3):

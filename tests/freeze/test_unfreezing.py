@@ -174,9 +174,7 @@ def trainer_of(folder: Path, table: str | None, max_steps: int, **changes: Any) 
         options["freeze_policy"] = "none"
     rows = make_dataset("bert_sequence", NUM_SAMPLES)
     data = {"train_dataset": rows, "eval_dataset": rows.select(range(5)), "data_collator": collate}
-    return PipeTransformerTrainer(
-        model, PipeTransformerArguments(**(options | changes)), **data, **parts
-    )  # fmt: skip
+    return PipeTransformerTrainer(model, PipeTransformerArguments(**options | changes), **data, **parts)
 
 
 def logged(trainer: PipeTransformerTrainer, key: str = "loss") -> list[float]:
@@ -201,11 +199,9 @@ def by_hand(table: Table, max_steps: int, model: PreTrainedModel | None = None) 
     model.train()
     for step in range(max_steps):
         if step in table:
-            frozen = (
-                {p for block in blocks_of(model)[: table[step] + 1] for p in block.parameters()}
-                if table[step]
-                else set()
-            )
+            # The embeddings freeze with the first layer.
+            num_blocks = table[step] + 1 if table[step] else 0
+            frozen = {p for block in blocks_of(model)[:num_blocks] for p in block.parameters()}
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(users[name] and parameter not in frozen)
                 if parameter in frozen:

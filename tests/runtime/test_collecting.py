@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,17 +22,17 @@ from hf_pipetransformer import PipeTransformerMixin, PipeTransformerTrainer
 from hf_pipetransformer.comm import transfers as rounds
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.runtime import gathering as collecting
-from hf_pipetransformer.runtime.gathering import Wanted, collect_parameters, share_buffers
+from hf_pipetransformer.runtime.gathering import collect_parameters, share_buffers
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.state import deferred
 from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
 from hf_pipetransformer.state.weights import hash_of_weights
 from tests.support.decoders import DECODERS, make_decoder
 from tests.support.models import MODELS, build_model
+from tests.support.one_process import together
 from tests.support.wires import Wires
 
 
-CPU = torch.device("cpu")
 OWNERS = {"embeddings": (0, 2), "first": (0,), "second": (1,), "scalar": (1,), "head": (2,), "position": (0, 1, 2)}
 
 
@@ -44,23 +43,21 @@ def value_of(name: str) -> torch.Tensor:
 
 def on_three_stages(call: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[int]]:
     """What `call` gives on each stage, and how many tensors each stage sent."""
-    wires, found, sent = Wires(3), [None] * 3, [0] * 3
+    wires, sent = Wires(3), [0] * 3
 
     def carry(parcels: Any, control: int, timeout: float) -> None:
         sent[control] += sum(parcel.is_leaving for parcel in parcels)
         wires.carry(parcels, control, timeout)
 
-    def run(stage: int) -> None:
-        place = SimpleNamespace(pipeline_size=3, position=stage, pipeline_ranks=(0, 1, 2), pipeline_control=stage)
-        found[stage] = call(place)
+    def run(stage: int) -> Any:
+        named, control = part_of(stage), {"pipeline_ranks": (0, 1, 2), "pipeline_control": stage}
+        groups = SimpleNamespace(pipeline_size=3, position=stage, is_first=stage == 0, **control)
+        settings = SimpleNamespace(timeout=10, topology=SimpleNamespace(rank=stage))
+        store = SimpleNamespace(named=lambda: named)
+        return call(SimpleNamespace(groups=groups, settings=settings, store=store, owners=OWNERS, is_spread=True))
 
     monkeypatch.setattr(collecting, "carry", carry)
-    threads = [threading.Thread(target=run, args=(stage,)) for stage in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return found, sent
+    return together([partial(run, stage) for stage in range(3)]), sent
 
 
 def part_of(stage: int) -> dict[str, torch.nn.Parameter]:
@@ -75,9 +72,7 @@ def test_each_stage_that_wants_them_gets_what_it_lacks_and_nothing_else_moves(
     monkeypatch: pytest.MonkeyPatch, round_bytes: int, stages: tuple[int, ...] | None, num_sent: list[int]
 ) -> None:
     monkeypatch.setattr(rounds, "ROUND_BYTES", round_bytes)
-    found, sent = on_three_stages(
-        lambda place: collect_parameters(part_of(place.position), OWNERS, place, 10, Wanted(CPU, stages)), monkeypatch
-    )
+    found, sent = on_three_stages(lambda stage: collect_parameters(stage, positions=stages), monkeypatch)
     for stage in range(3):
         lacks = [name for name in OWNERS if stage not in OWNERS[name]] if stages is None or stage in stages else []
         assert list(found[stage]) == lacks
@@ -95,7 +90,14 @@ def test_all_stages_get_the_buffers_of_their_first_user(monkeypatch: pytest.Monk
         }
         for stage in range(3)
     ]
-    on_three_stages(lambda place: share_buffers(held[place.position], owners, place, 10), monkeypatch)
+
+    def share(stage: Any) -> None:
+        buffers = held[stage.groups.position]
+        stage.view = SimpleNamespace(model=SimpleNamespace(named_buffers=buffers.items))
+        stage.buffer_owners = lambda: owners
+        share_buffers(stage)
+
+    on_three_stages(share, monkeypatch)
     for buffers in held:
         assert buffers["count"].item() == 11
         assert buffers["positions"].tolist() == [0, 1, 2]
@@ -109,7 +111,7 @@ class Elsewhere:
         named = dict(model.named_parameters())
         self.values = {name: parameter.detach().clone() for name, parameter in named.items()}
         ParameterStore(model).release(keep=set(list(named)[: len(named) // 3]))
-        self.sizes = {name: num_bytes(p) for name, p in model.named_parameters() if p.is_meta}
+        self.sizes = {name: p.nbytes for name, p in model.named_parameters() if p.is_meta}
         self.alive = self.most = 0
 
     def fetch(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -122,10 +124,6 @@ class Elsewhere:
 
     def forget(self, size: int) -> None:
         self.alive -= size
-
-
-def num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def save_both(model: Any, folder: Path, max_shard_size: str) -> tuple[Path, Path, Elsewhere]:
@@ -237,15 +235,9 @@ def test_stages_send_what_the_first_one_fetches_until_it_is_done(monkeypatch: py
             other.put(names)
         return names if rank == source else told[rank].get(timeout=10)
 
-    def run(place: Any) -> Any:
-        named = part_of(place.position)
-        stage: Any = SimpleNamespace(
-            groups=place, owners=OWNERS, store=SimpleNamespace(named=lambda: named), is_spread=True,
-            settings=SimpleNamespace(timeout=10, topology=SimpleNamespace(rank=place.position)),
-        )  # fmt: skip
-        place.is_first = place.position == 0
+    def run(stage: Any) -> Any:
         with collecting.fetching(stage) as fetch:
-            return [fetch(names) for names in wanted] if place.is_first else "sent"
+            return [fetch(names) for names in wanted] if stage.groups.is_first else "sent"
 
     wanted = [["first"], ["second", "embeddings"], ["head", "scalar"], ["second"]]
     monkeypatch.setattr(collecting, "broadcast_tree", broadcast)

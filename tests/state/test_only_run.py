@@ -28,6 +28,7 @@ from hf_pipetransformer.state import only_run as module
 from hf_pipetransformer.state.only_run import LOCK_FILE
 from tests.support.models import build_model, collate, make_dataset
 from tests.support.mutations import NO_FILES
+from tests.support.one_process import together
 
 
 class Looks(TrainerCallback):
@@ -168,25 +169,20 @@ def test_what_a_run_of_another_machine_left_is_told(
 def test_of_many_that_begin_at_once_one_gets_the_lock(tmp_path: Path) -> None:
     for _ in range(5):
         (tmp_path / LOCK_FILE).touch()
-        begin, taken, refused = threading.Barrier(8), [], []
+        begin = threading.Barrier(8)
 
-        def take(begin: Any = begin, taken: list[Any] = taken, refused: list[str] = refused) -> None:
+        def take(begin: threading.Barrier = begin) -> Any:
             lock = module._RunLock(str(tmp_path))
             begin.wait()
             try:
                 assert lock.take()
-                taken.append(lock)
-            except ValueError as error:
-                refused.append(str(error))
+            except ValueError:
+                return None
+            return lock
 
-        threads = [threading.Thread(target=take) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert (len(taken), len(refused)) == (1, 7)
+        (taken,) = filter(None, together([take] * 8))
         assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
-        taken[0].release()
+        taken.release()
         assert not list(tmp_path.iterdir())
 
 
@@ -209,11 +205,7 @@ def test_runs_that_follow_each_other_closely_never_hold_it_together(tmp_path: Pa
             holders[0] -= 1
             lock.release()
 
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together([take] * 4)
     assert most == [1] and not failed and not list(tmp_path.iterdir())
 
 

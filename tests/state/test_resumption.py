@@ -265,11 +265,7 @@ def state(saved: Path) -> Any:
         ("layout num_layers", 5, "do not cut 12 blocks"),
         ("layout", {}, "found no 'num_layers' of a layout"),
         ("first_layout", None, "found None as 'layout', expected an object"),
-        (
-            "first_layout",
-            Layout(2, 0, 1, 1, (0, 6), 1, "1f1b").as_event(),
-            "found a 'first_layout' of 2 layers, expected",
-        ),
+        ("first_layout", TWO_LAYERS.as_event(), "found a 'first_layout' of 2 layers, expected"),
         ("decisions known_microbatches", [[1, 1]], "expected a list of 3"),
         ("scheduler last_epoch", 1e30, "found 1e\\+30 as 'last_epoch'"),
         ("slots", {"num_slots": 0}, "found 0 as 'num_slots'"),
@@ -312,11 +308,7 @@ def may_be(place: Any, new: Any) -> bool:
     kind, last = place[0], place[-1]
     if kind in ("arguments", "scaler", "checksum") or place[:2] == ("decisions", "policy"):
         return len(place) > 1 or new is GONE or isinstance(new, dict)
-    if (
-        kind == "scheduler"
-        and len(place) > 1
-        and place[1] not in ("last_epoch", "_step_count", "base_lrs", "_last_lr")
-    ):
+    if kind == "scheduler" and len(place) > 1 and place[1] not in OF_SCHEDULES:
         return True
     if new is GONE and (last in MAY_BE_GONE or (kind == "files" and not str(last).startswith("pipetransformer/"))):
         return True

@@ -216,24 +216,21 @@ def test_a_run_that_was_told_to_end_saves_after_its_step_and_goes_on_as_if_it_ha
     assert losses(again, 2) == losses(whole, 2)
 
 
-def test_a_checkpoint_of_a_signal_is_not_written_again_at_the_end_of_its_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until it is whole again it would hold no state, and the process may be ended at any moment."""
-    saved, write = [], checkpoint.write_state
-    monkeypatch.setattr(checkpoint, "write_state", lambda folder, *rest: (saved.append(folder), write(folder, *rest)))
-    told_to_end(tmp_path, "on_step_begin", 3, save_strategy="epoch")
-    assert [Path(folder).name for folder in saved] == ["checkpoint-4"]
-
-
-def test_a_signal_after_the_last_step_of_an_epoch_leaves_the_checkpoint_that_was_just_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("event", "step", "strategy", "expected"),
+    [
+        # Until it is whole again it would hold no state, and the process may be ended at any moment.
+        pytest.param("on_step_begin", 3, "epoch", [4], id="which also ends the epoch"),
+        pytest.param("on_epoch_end", 4, "steps", [1, 2, 3, 4], id="after the epoch's last step, which was saved"),
+    ],
+)
+def test_a_checkpoint_of_a_signal_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, step: int, strategy: str, expected: list[int]
 ) -> None:
     saved, write = [], checkpoint.write_state
     monkeypatch.setattr(checkpoint, "write_state", lambda folder, *rest: (saved.append(folder), write(folder, *rest)))
-    trainer = told_to_end(tmp_path, "on_epoch_end", 4)
-    assert trainer.state.global_step == 4
-    assert [Path(folder).name for folder in saved] == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+    assert told_to_end(tmp_path, event, step, save_strategy=strategy).state.global_step == 4
+    assert [Path(folder).name for folder in saved] == [f"checkpoint-{step}" for step in expected]
 
 
 # ---- weights in other files than were saved ----
@@ -302,28 +299,24 @@ def shorten_one(tensors: dict[str, torch.Tensor]) -> None:
     tensors["bert.encoder.layer.1.output.dense.bias"] = tensors["bert.encoder.layer.1.output.dense.bias"].half()
 
 
-def cut_one(folder: Path) -> None:
-    path = folder / "model-00002-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-8])
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
 
 
-def flip_one(folder: Path) -> None:
-    path = folder / "model-00002-of-00003.safetensors"
+def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
 
 
-def remove_one(folder: Path) -> None:
-    (folder / "model-00002-of-00003.safetensors").unlink()
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
 
 
-def lead_elsewhere(folder: Path) -> None:
-    (folder / "model-00002-of-00003.safetensors").rename(folder.parent / "elsewhere.safetensors")
-    index = (folder / "model.safetensors.index.json").read_text()
-    (folder / "model.safetensors.index.json").write_text(
-        index.replace("model-00002-of-00003.safetensors", "../elsewhere.safetensors")
-    )
+def lead_elsewhere(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere.safetensors")
+    index = path.parent / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(path.name, "../elsewhere.safetensors"))
 
 
 @pytest.mark.parametrize("change", [lose_one, change_one, shorten_one])
@@ -334,11 +327,11 @@ def test_other_tensors_in_other_files_are_damage(change: Any, halves: tuple[Any,
         checkpoint.read_state(str(tmp_path / "checkpoint-3"))
 
 
-@pytest.mark.parametrize("damage", [cut_one, flip_one, remove_one, lead_elsewhere])
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink, lead_elsewhere])
 def test_damage_to_other_files_is_damage(damage: Any, halves: tuple[Any, Path], tmp_path: Path) -> None:
     shutil.copytree(halves[1], tmp_path / "checkpoint-3")
     put_into_files(tmp_path / "checkpoint-3", 3)
-    damage(tmp_path / "checkpoint-3")
+    damage(tmp_path / "checkpoint-3" / "model-00002-of-00003.safetensors")
     with pytest.raises(ValueError, match="is damaged: model"):
         checkpoint.read_state(str(tmp_path / "checkpoint-3"))
 
@@ -449,20 +442,6 @@ def copied(trainers: Path, tmp_path: Path) -> Path:
         shutil.copytree(trainers / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
     assert find_for_trainer(str(tmp_path), True) == (str(tmp_path / "checkpoint-6"), False)
     return tmp_path
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
 
 
 KINDS_OF_DAMAGE: list[tuple[str, Any]] = [
