@@ -9,6 +9,9 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from hf_pipetransformer.report import printable
 from hf_pipetransformer.report.drawing import DARK, LIGHT, converter, readable, save_chart
 from hf_pipetransformer.report.files import create
@@ -17,9 +20,6 @@ from hf_pipetransformer.report.recorded import RecordedRun, is_finite, pipeline_
 
 if TYPE_CHECKING:
     from hf_pipetransformer.report.charts import Chart
-
-
-_LIBRARIES = ("altair", "jinja2")
 
 
 def write_report(folders: Sequence[str], page: str | None, pictures: str | None) -> list[str]:
@@ -33,12 +33,11 @@ def write_report(folders: Sequence[str], page: str | None, pictures: str | None)
         ValueError: a folder has no run in it, or a library that the report is made with is not installed.
     """
     converter()
-    for name in _LIBRARIES:
-        if find_spec(name) is None:
-            raise ValueError(
-                f"The report is made with {name}, which is not installed: pip install {name}, or "
-                "'hf-pipetransformer[report]'."
-            )
+    if find_spec("altair") is None:
+        raise ValueError(
+            "The report is made with altair, which is not installed: pip install altair, or "
+            "'hf-pipetransformer[report]'."
+        )
     from hf_pipetransformer.report.charts import all_charts  # Only the report needs Altair.
 
     written = []
@@ -253,8 +252,6 @@ def _versions(found: dict[str, Any]) -> str:
 
 def render(runs: Sequence[RecordedRun], charts: Sequence[Chart]) -> str:
     """Return the page; the scripts that draw its charts are in it."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
 
     def shown(value: Any) -> Any:
         return printable(value) if type(value) is str else value  # Not what is markup already.
