@@ -250,7 +250,7 @@ def _rank(rank: int, folder: str, function: Callable[..., Any], args: Sequence[A
     sys.path.append(str(REPOSITORY / "scripts"))  # Tasks are made with the example scripts.
     torch.set_num_threads(1)
     set_start_method("fork", force=True)  # For workers of loaders, as in any other process.
-    if int(os.environ["WORLD_SIZE"]) > 1:
+    if int(os.environ["WORLD_SIZE"]) > 1 and os.environ["ACCELERATE_USE_CPU"] == "true":
         PartialState(cpu=True)  # The process group, before a trainer makes it.
     Path(folder, f"result_{rank}.json").write_text(json.dumps(function(*args)))
     if dist.is_initialized():
