@@ -43,6 +43,7 @@ from hf_pipetransformer.comm.groups import share_gpus
 from .measure import (
     KEEPS_FREED,
     REPOSITORY,
+    RETURNS_FREED,
     PeakMemory,
     alternate,
     largest_difference,
@@ -479,8 +480,9 @@ class Launcher:
         Raises:
             TimeoutError: the time is over; the processes have ended.
         """
-        hidden = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-        environment = KEEPS_FREED | (hidden if self.device == "cpu" else {"ACCELERATE_USE_CPU": "false"})
+        # Memory of a CPU is that of the process, which must give back what is freed.
+        on_cpu = RETURNS_FREED | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        environment = on_cpu if self.device == "cpu" else KEEPS_FREED | {"ACCELERATE_USE_CPU": "false"}
         minutes = (self.deadline - time.monotonic()) / 60
         return launch_all(function, processes, *args, minutes=minutes, environment=environment)
 

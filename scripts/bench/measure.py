@@ -73,8 +73,7 @@ Measure = Callable[[Settings], dict[str, Any]]
 class Experiment:
     """A function that measures, the file of benchmarks/ and the key there that its figures go to, and what it takes.
 
-    Without a section the file is its own. Minutes are those of the machine of the committed figures (2 cores). What
-    needs a GPU runs without only for a quick look.
+    Without a section the file is its own. Minutes are those of the machine of the committed figures (2 cores).
     """
 
     name: str
@@ -84,7 +83,6 @@ class Experiment:
     minutes: float
     quick_minutes: float
     processes: int
-    needs_gpu: bool = False
 
     @property
     def summary(self) -> str:
@@ -110,14 +108,13 @@ EXPERIMENTS: dict[str, Experiment] = {}
 
 def experiment(
     result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2,
-    needs_gpu: bool = False,
 ) -> Callable[[Measure], Measure]:  # fmt: skip
     """Register a function under its name with hyphens."""
 
     def register(measure: Measure) -> Measure:
         key = measure.__name__.replace("_", "-")
         assert key not in EXPERIMENTS, f"two experiments are called {key}"
-        EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes, needs_gpu)
+        EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes)
         return measure
 
     return register
