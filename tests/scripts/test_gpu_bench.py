@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from bench import gpu
 from bench.gpu import MEASUREMENTS, Launcher, Measurement, main, measure_all
+from bench.gpu_contenders import row_of
 
 
 def made(name: str, calls: list[str], minutes: float = 1.0) -> Measurement:
@@ -95,11 +96,11 @@ def test_everything_fits_into_twelve_minutes_and_nothing_is_measured_without_a_g
 
 def test_a_row_shows_the_outlier_among_epochs_and_a_refusal_its_reason() -> None:
     runs = [{"steps": [9.0, 0.030, 0.030, 0.042], "start": 1.0, "bytes": 2**30}]
-    row = gpu.row_of(runs, [0.060] * 3, 600)
+    row = row_of(runs, [0.060] * 3, 600)
     assert row["slowest epoch over the median"] == 1.4 and row["ms of a step"]["median"] == 30
     assert row["step over Trainer's"] == {"median": 0.5, "min": 0.5, "max": 0.7}
     assert row["tokens a second"]["median"] == 20_000
-    assert gpu.row_of([{"refused": "use another"}], [], 1) == {"refused": "use another"}
+    assert row_of([{"refused": "use another"}], [], 1) == {"refused": "use another"}
 
 
 @pytest.mark.slow
