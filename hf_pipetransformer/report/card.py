@@ -67,6 +67,7 @@ def write_card(trainer: Any, data: str | None, comparison: str | None) -> None:
         **facts_of(trainer, data),
         "comparison": None if comparison is None else read_comparison(Path(comparison)),
     }
+    # Before the card, which is made of this file's facts alone.
     with create(folder / FACTS_FILE) as file:
         file.write(json.dumps(facts, indent=1) + "\n")
     path.write_text(render(facts, FACTS_FILE), encoding="utf-8")
@@ -123,6 +124,7 @@ def _changed_options(args: TrainingArguments) -> Facts:
 def _metrics(history: Sequence[Facts], results: Facts) -> Facts:
     """Return the last value of each loss and metric; of `results` only those that Trainer's log does not have."""
     logged = {name: value for entry in history for name, value in entry.items()}
+    # Trainer's log is of this process; a results file may be left from an earlier run.
     found = {**results, **logged}
     return {name: value for name, value in found.items() if _is_result(name) and is_finite(value)}
 
@@ -139,6 +141,7 @@ def _evaluations(history: Sequence[Facts]) -> list[Facts]:
     for entry in history:
         loss = entry.get("loss", loss)
         values = {name: value for name, value in entry.items() if _is_result(name) and name.startswith("eval_")}
+        # load_best_model_at_end and scripts evaluate once more at the last step, with the same values.
         if values and (not found or values.items() - found[-1].items() or found[-1]["step"] != entry["step"]):
             found.append({"epoch": round(entry.get("epoch") or 0.0, 2), "step": entry["step"], "loss": loss, **values})
     return found
@@ -190,6 +193,7 @@ def command() -> list[str]:
         words = parent.cmdline() if parent is not None else []
     except psutil.Error:
         words = []
+    # torchrun's command ends with this script's; a shell's or a notebook's does not.
     if own and len(words) > len(own) and words[-len(own) :] == own:
         launcher = words[: -len(own)]
         if len(launcher) > 1 and launcher[1].startswith(os.sep):
@@ -207,6 +211,7 @@ def _without_secrets(words: Iterable[str]) -> list[str]:
         if name.startswith("--") and value and any(secret in name for secret in SECRETS):
             word = f"{name}=..."
         elif found and found[-1].startswith("--") and any(secret in found[-1] for secret in SECRETS):
+            # An option without a value is followed by the next one.
             word = word if word.startswith("--") else "..."
         found.append(word)
     return found
@@ -240,6 +245,7 @@ def read_comparison(path: Path) -> Facts:
 
 def render(facts: Facts, facts_file: str) -> str:
     """Return the card of `facts`, which lie in `facts_file`."""
+    # A template and no f-strings: the card reads as it will look.
     environment = Environment(
         loader=PackageLoader("hf_pipetransformer", "report"), undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, finalize=_escaped,
@@ -277,6 +283,7 @@ def _fence(text: str, least: int) -> str:
 def _code(value: Any) -> _Markdown:
     """Return a name as code of Markdown."""
     text = printable(str(value))
+    # A code span ends at the first run of as many backticks as it began with.
     fence = _fence(text, 1)
     pad = " " if len(fence) > 1 else ""
     return _Markdown(f"{fence}{pad}{text}{pad}{fence}")

@@ -45,6 +45,7 @@ def write_report(folders: Sequence[str], page: str | None, pictures: str | None)
         runs = read_runs(folders)
         charts = all_charts(runs)
         text = render(runs, charts)
+    # One place for all charts and tables: each reads fields of events that it did not check.
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"An event of {', '.join(folders)} is not what this version writes ({type(error).__name__}: {error}): "
@@ -78,6 +79,7 @@ def time_matched(runs: Sequence[RecordedRun]) -> list[list[str]]:
     """
     rows = []
     for longer, ended in permutations(runs, 2):
+        # Both must have a clock: by steps alone no one can say what was reached in equal time.
         if longer.seconds is None or ended.seconds is None or ended.seconds > longer.seconds:
             continue
         for name in (name for name in ended.metric_names() if name in longer.metric_names()):
@@ -161,6 +163,7 @@ class Headline:
 def headline(run: RecordedRun) -> Headline:
     """Return the headline of a run: the model that the trainer has at its end, which is the best if it was loaded."""
     best, names = run.best, run.final_names()
+    # The metric that checkpoints are chosen by says most; without one the first of evaluation.
     metric = best.name if best is not None else next((name for name in names if name != "loss"), "loss")
     found, values = run.final_value(metric), run.values_of(metric)
     lines, mark = [], "last"
@@ -180,6 +183,7 @@ def headline(run: RecordedRun) -> Headline:
             )
     if evaluated := [f"{name} {_number(run.after[name])}" for name in run.final_names() if name in run.after]:
         lines.append(f"Evaluated after the training: {', '.join(evaluated)}.")
+    # Runs that were left to Trainer write no end either, and are not taken for stopped ones.
     if any(run.of_kind("run")) and not run.end:
         lines.append("No end was recorded: it still runs, or was stopped.")
     return Headline(run.name, metric, "" if found is None else _number(found), mark, lines, _verdict(run))
@@ -264,6 +268,7 @@ def render(runs: Sequence[RecordedRun], charts: Sequence[Chart]) -> str:
         trim_blocks=True,
     )
     environment.filters["readable"] = readable
+    # JSON has no NaN: a browser would refuse the whole page, so rendering fails instead.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     # The end of the script's element in a string of the library would end it there.
     library = converter().javascript_bundle().replace("</script", "<\\/script")
