@@ -238,8 +238,6 @@ def trainer_of(subject: Subject, contender: Contender, **options: Any) -> Any:
     batch = subject.batch // own.get("gradient_accumulation_steps", 1)
     if own.get("torch_compile") and device() == "cpu":  # Compiling for a CPU takes minutes.
         own["torch_compile_backend"] = "eager"
-        if contender.kind is Trainer:
-            own.pop("torch_compile_mode", None)  # Only ours refuses it before it compiles.
     on_gpu = device() == "cuda"
     common = {
         "use_cpu": not on_gpu, "bf16": on_gpu, "dataloader_pin_memory": on_gpu, "num_train_epochs": NUM_EPOCHS,
@@ -251,9 +249,15 @@ def trainer_of(subject: Subject, contender: Contender, **options: Any) -> Any:
 def run(subject: Subject, contender: Contender, **options: Any) -> dict[str, Any]:
     """Train once: seconds of a step by epoch, those before the first step, and peak bytes; or why it is refused."""
     try:
-        trainer, watch = trainer_of(subject, contender, **options), Watch()
+        trainer = trainer_of(subject, contender, **options)
     except (ValueError, ImportError) as error:
         return {"refused": str(error).strip().splitlines()[-1]}
+    return trained(trainer, subject)
+
+
+def trained(trainer: Any, subject: Subject) -> dict[str, Any]:
+    """Train: seconds of a step by epoch, those before the first step, and peak bytes."""
+    watch = Watch()
     trainer.add_callback(watch)
     trainer.train()
     return {"steps": [each / subject.num_steps for each in watch.epochs], "start": watch.before, "bytes": peak_bytes()}
@@ -420,7 +424,7 @@ def head_memories(*size: int) -> dict[str, Any]:
 def stage_memory(subject: Subject) -> dict[str, Any]:
     """Peak bytes of this rank with one of two stages, and those that the plan has for every rank."""
     options = {**two_stages(4), "num_train_epochs": 1}
+    found = trained(trainer_of(subject, OURS, **options), subject)
+    # Last: a trainer that only plans leaves the process group.
     plan = plan_here(subject, OURS, **options)
-    gc.collect()
-    found = run(subject, OURS, **options)
     return found | {"planned": [each["total"] for each in plan["memory"]]}

@@ -116,8 +116,6 @@ def test_everything_runs_on_the_cpu_with_tiny_sizes(tmp_path: Path) -> None:
             assert row.get("refused") or row["tokens a second"], name
     stored = found["half stored, BERT-base, 64 x 384 tokens"]["contenders"]["half stored"]
     assert stored["speed over the bound"]["median"] > 0
-    launches = found["launch-bound, BERT-base, 32 x 128 tokens"]["contenders"]
-    assert "CUDA graphs" in launches["half stored, CUDA graphs"]["refused"]
     head = found["last stage with 128,000 words"]
     assert head["8 slices"]["largest relative difference of the losses"] < 1e-5
     assert head["8 slices"]["GiB beyond the state"] < head["whole sequences"]["GiB beyond the state"]
