@@ -35,7 +35,7 @@ CHECKED := hf_pipetransformer scripts tests examples
 PACKAGE := build/package
 
 .PHONY: help demo docs package tables cards test test-all test-changed test-nightly test-lowest test-latest
-.PHONY: test-faults families gpu-check quality style benchmark benchmark-quick pipe-suites clean
+.PHONY: test-faults families gpu-check gpu-bench quality style benchmark benchmark-quick pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -53,6 +53,7 @@ help:
 	@echo "make benchmark-quick  what fits of them into 10 minutes, shortened, into runs/bench/quick"
 	@echo "make pipe-suites  the suites of torchgpipe and of PyTorch's Pipe, with the import changed, a few minutes"
 	@echo "make gpu-check  what GPUs can show, within 20 minutes; processes may share one over NCCL"
+	@echo "make gpu-bench  speed and memory on one GPU beside Trainer and plans, resumable, 12 minutes"
 	@echo "make clean      remove caches and outputs; the environment in $(VENV) stays"
 
 $(INSTALLED): pyproject.toml
@@ -158,6 +159,10 @@ tables: $(INSTALLED)
 gpu-check: $(INSTALLED)
 	$(BIN)/python -m tests.gpu --output benchmarks/gpu_check.json
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+# What is in benchmarks/gpu_bench.json for this card and these versions is not measured again.
+gpu-bench: $(INSTALLED)
+	$(BIN)/python -m scripts.bench.gpu
 
 quality: $(INSTALLED) docs
 	$(BIN)/ruff check $(CHECKED)

@@ -19,6 +19,7 @@ class _AboveProgressBar(logging.Handler):
         try:
             style = getattr(record, "style", "yellow" if record.levelno >= logging.WARNING else "")
             tqdm.write(styled(self.format(record), style, sys.stderr), file=sys.stderr)
+        # As logging's own handlers: a line that cannot be shown must not end a training.
         except Exception:
             self.handleError(record)
 
@@ -43,8 +44,10 @@ def announce(text: str, is_decision: bool = False) -> None:
 
     A decision, on what freezes or on the layout, stands out on a terminal.
     """
+    # A level that the user set decides; the root's WARNING would hide every decision.
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
+    # Where the program has configured logging, its format and its files apply.
     if not logger.hasHandlers():
         handler = _AboveProgressBar()
         handler.setFormatter(logging.Formatter("%(message)s"))

@@ -10,10 +10,13 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import psutil
+from huggingface_hub import ModelCard, ModelCardData
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import TrainingArguments
 
 from hf_pipetransformer.report import printable
@@ -25,6 +28,10 @@ from hf_pipetransformer.report.recorded import NO_METRICS, RecordedRun, is_finit
 CARD_FILE = "README.md"
 FACTS_FILE = "model_card.json"
 COMPARED_FILES = (FACTS_FILE, "all_results.json")
+_COMPARED_FACTS = (
+    *("name", "metrics", "train_samples", "eval_samples", "epochs", "steps", "processes", "samples_per_step"),
+    *("layouts", "command"),
+)
 
 _TRAINERS_OPTIONS = (
     *("num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim"),
@@ -49,23 +56,21 @@ def write_card(trainer: Any, data: str | None, comparison: str | None) -> None:
         ValueError: the comparison is no run's.
     """
     folder = Path(trainer.args.output_dir)
-    card = folder / CARD_FILE
-    front, citations = _kept(card.read_text(encoding="utf-8") if card.is_file() else "")
-    facts: Facts = {"name": folder.resolve().name, "front_matter": front, "citations": citations}
-    facts |= facts_of(trainer, data)
-    facts["comparison"] = None if comparison is None else read_comparison(Path(comparison))
+    path = folder / CARD_FILE
+    # Trainer has just written it: what its metadata lacks is no reason to fail after a training.
+    card = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else None
+    citations = _CITATIONS.search(card.text) if card else None
+    facts: Facts = {
+        "name": folder.resolve().name,
+        "front_matter": card.data.to_dict() if card else {},
+        "citations": citations.group().strip() if citations else "",
+        **facts_of(trainer, data),
+        "comparison": None if comparison is None else read_comparison(Path(comparison)),
+    }
+    # Before the card, which is made of this file's facts alone.
     with create(folder / FACTS_FILE) as file:
         file.write(json.dumps(facts, indent=1) + "\n")
-    card.write_text(render(facts, FACTS_FILE), encoding="utf-8")
-
-
-def _kept(card: str) -> tuple[str, str]:
-    """Return the front matter of a trainer's card, without the lines around it, and the section of citations."""
-    opening, _, rest = card.partition("---\n")
-    front, closing, text = rest.partition("\n---\n")
-    is_front = closing and not opening.strip()
-    citations = _CITATIONS.search(text if is_front else card)
-    return front if is_front else "", citations.group().strip() if citations else ""
+    path.write_text(render(facts, FACTS_FILE), encoding="utf-8")
 
 
 # ---- the facts ----
@@ -119,6 +124,7 @@ def _changed_options(args: TrainingArguments) -> Facts:
 def _metrics(history: Sequence[Facts], results: Facts) -> Facts:
     """Return the last value of each loss and metric; of `results` only those that Trainer's log does not have."""
     logged = {name: value for entry in history for name, value in entry.items()}
+    # Trainer's log is of this process; a results file may be left from an earlier run.
     found = {**results, **logged}
     return {name: value for name, value in found.items() if _is_result(name) and is_finite(value)}
 
@@ -135,6 +141,7 @@ def _evaluations(history: Sequence[Facts]) -> list[Facts]:
     for entry in history:
         loss = entry.get("loss", loss)
         values = {name: value for name, value in entry.items() if _is_result(name) and name.startswith("eval_")}
+        # load_best_model_at_end and scripts evaluate once more at the last step, with the same values.
         if values and (not found or values.items() - found[-1].items() or found[-1]["step"] != entry["step"]):
             found.append({"epoch": round(entry.get("epoch") or 0.0, 2), "step": entry["step"], "loss": loss, **values})
     return found
@@ -142,25 +149,23 @@ def _evaluations(history: Sequence[Facts]) -> list[Facts]:
 
 def _layouts(run: RecordedRun) -> list[Facts]:
     """Return each layout with the step it began at and why."""
-    found = []
-    for event in run.events:
-        if event["event"] in ("run", "transition"):
-            layout = event["layout"] if event["event"] == "run" else event["to"]
-            found.append(
-                {
-                    "step": event["step"],
-                    "epoch": round(event.get("epoch") or 0.0, 2),
-                    "stages": pipeline_size(layout),
-                    "replicas": layout["num_replicas"],
-                    "microbatches": layout["num_microbatches"],
-                    "schedule": layout["schedule"],
-                    "frozen": layout["num_frozen_layers"],
-                    "layers": layout["num_layers"],
-                    "cached": layout.get("cache_level", 0),
-                    "reason": event.get("reason", "start") if event["event"] == "transition" else "start",
-                }
-            )
-    return found
+    changes = [event for event in run.events if event["event"] in ("run", "transition")]
+    return [
+        {
+            "step": event["step"],
+            "epoch": round(event.get("epoch") or 0.0, 2),
+            "stages": pipeline_size(layout),
+            "replicas": layout["num_replicas"],
+            "microbatches": layout["num_microbatches"],
+            "schedule": layout["schedule"],
+            "frozen": layout["num_frozen_layers"],
+            "layers": layout["num_layers"],
+            "cached": layout.get("cache_level", 0),
+            "reason": event.get("reason", "start") if "to" in event else "start",
+        }
+        for event in changes
+        for layout in [event["to"] if "to" in event else event["layout"]]
+    ]
 
 
 def _cache(run: RecordedRun) -> Facts:
@@ -188,6 +193,7 @@ def command() -> list[str]:
         words = parent.cmdline() if parent is not None else []
     except psutil.Error:
         words = []
+    # torchrun's command ends with this script's; a shell's or a notebook's does not.
     if own and len(words) > len(own) and words[-len(own) :] == own:
         launcher = words[: -len(own)]
         if len(launcher) > 1 and launcher[1].startswith(os.sep):
@@ -205,6 +211,7 @@ def _without_secrets(words: Iterable[str]) -> list[str]:
         if name.startswith("--") and value and any(secret in name for secret in SECRETS):
             word = f"{name}=..."
         elif found and found[-1].startswith("--") and any(secret in found[-1] for secret in SECRETS):
+            # An option without a value is followed by the next one.
             word = word if word.startswith("--") else "..."
         found.append(word)
     return found
@@ -227,17 +234,7 @@ def read_comparison(path: Path) -> Facts:
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds a {type(found).__name__}; expected the JSON object of a run's results.")
     if "metrics" in found:
-        names = (
-            "name",
-            "metrics",
-            "train_samples",
-            "eval_samples",
-            "epochs",
-            "steps",
-            "processes",
-            "samples_per_step",
-        )
-        return {name: found.get(name) for name in (*names, "layouts", "command")}
+        return {name: found.get(name) for name in _COMPARED_FACTS}
     metrics = {name: value for name, value in found.items() if _is_result(name) and is_finite(value)}
     counts = {"train_samples": found.get("train_samples"), "epochs": found.get("epoch")}
     return {"name": file.resolve().parent.name, "metrics": metrics, **counts}
@@ -248,30 +245,34 @@ def read_comparison(path: Path) -> Facts:
 
 def render(facts: Facts, facts_file: str) -> str:
     """Return the card of `facts`, which lie in `facts_file`."""
-    sections = [_results(facts), _data(facts), _training(facts), _timeline(facts), _stored(facts), _made_with(facts)]
-    front = f"---\n{facts['front_matter']}\n---\n\n" if facts["front_matter"] else ""
-    end = f"All figures of these sections are in [`{facts_file}`]({facts_file}), written by the run itself."
-    return front + "\n\n".join([_introduction(facts), *sections, *filter(None, [facts["citations"]]), end]) + "\n"
+    # A template and no f-strings: the card reads as it will look.
+    environment = Environment(
+        loader=PackageLoader("hf_pipetransformer", "report"), undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, finalize=_escaped,
+    )  # fmt: skip
+    environment.filters |= {
+        "as_data": _data_in_markdown, "code": _code, "command": _block, "mib": _mib, "number": _number,
+        "shapes": _shapes, "table": _table, "whole": _Markdown,
+    }  # fmt: skip
+    rows = {"results": _result_rows(facts), "evaluations": _evaluation_rows(facts["evaluations"])}
+    text = environment.get_template("card.md.jinja").render(**facts, facts_file=facts_file, rows=rows)
+    front = facts["front_matter"]
+    metadata = ModelCardData(**front, ignore_metadata_errors=True).to_yaml(original_order=list(front))
+    return (f"---\n{metadata}\n---\n\n" if front else "") + text + "\n"
+
+
+class _Markdown(str):
+    """Text of the card that is Markdown already; everything else that the template prints is escaped."""
 
 
 _MARKUP = re.compile(r"[\\`*\[\]|]")
 
 
-def _text(value: Any) -> str:
-    """Return a name as text of Markdown, in which nothing is markup, and which stays in its cell of a table."""
+def _escaped(value: Any) -> str:
+    """Return a value as text of Markdown, in which nothing is markup, and which stays in its cell of a table."""
+    if isinstance(value, _Markdown):
+        return value
     return _MARKUP.sub(r"\\\g<0>", html.escape(printable(str(value)), quote=False))
-
-
-def _code(value: Any) -> str:
-    """Return a name as code of Markdown."""
-    text = printable(str(value))
-    fence = _fence(text, 1)
-    pad = " " if len(fence) > 1 else ""
-    return f"{fence}{pad}{text}{pad}{fence}"
-
-
-def _lines(text: str) -> str:
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def _fence(text: str, least: int) -> str:
@@ -279,18 +280,32 @@ def _fence(text: str, least: int) -> str:
     return "`" * max([least, *(len(run) + 1 for run in re.findall("`+", text))])
 
 
-def _introduction(facts: Facts) -> str:
-    start = "Trained from new weights" if facts["base_model"] is None else f"{_code(facts['base_model'])} fine-tuned"
-    return f"# {_text(facts['name'])}\n\n{start} with hf-pipetransformer, a pipeline-parallel `transformers.Trainer`."
+def _code(value: Any) -> _Markdown:
+    """Return a name as code of Markdown."""
+    text = printable(str(value))
+    # A code span ends at the first run of as many backticks as it began with.
+    fence = _fence(text, 1)
+    pad = " " if len(fence) > 1 else ""
+    return _Markdown(f"{fence}{pad}{text}{pad}{fence}")
 
 
-def _table(rows: Sequence[Sequence[Any]]) -> str:
-    head, *body = [[_text(cell) for cell in row] for row in rows]
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
-def _block(words: Sequence[str]) -> str:
+def _data_in_markdown(text: str) -> _Markdown:
+    """Return the user's description of the data, which is Markdown: links stay, tags do not."""
+    return _Markdown(re.sub(r"<(?!https?://)", "&lt;", _lines(text)))
+
+
+def _table(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> _Markdown:
+    body = [[_escaped(cell) for cell in row] for row in rows]
+    return _Markdown(
+        "\n".join(f"| {' | '.join(row)} |" for row in ([*map(_escaped, head)], ["---"] * len(head), *body))
+    )
+
+
+def _block(words: Sequence[str]) -> _Markdown:
     """Return a command as a shell takes it, in lines that keep an option and its values together."""
     options: list[str] = []
     for word in words:
@@ -306,7 +321,7 @@ def _block(words: Sequence[str]) -> str:
             lines.append(option if not lines else f"    {option}")
     text = _lines(" \\\n".join(lines))
     fence = _fence(text, 3)
-    return f"{fence}\n{text}\n{fence}"
+    return _Markdown(f"{fence}\n{text}\n{fence}")
 
 
 def _number(value: Any) -> str:
@@ -315,98 +330,35 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _results(facts: Facts) -> str:
-    """Return the metrics, beside those of another run if there is one."""
-    other = facts["comparison"]
-    names = [name for name in facts["metrics"] if name.startswith("eval_")]
-    names += [name for name in facts["metrics"] if name not in names]
-    if not other:
-        return f"## Results\n\n{_table([['metric', 'value'], *([n, _number(facts['metrics'][n])] for n in names)])}"
-    rows: list[list[str]] = [["", "this run", other["name"]]]
-    rows += [[name, _number(facts["metrics"][name]), _number(other["metrics"].get(name))] for name in names]
-    rows.append(["layout", _shapes(facts), _shapes(other)])
-    counts = {"train_samples": "training samples", "epochs": "epochs", "samples_per_step": "samples per step"}
-    rows += [[words, _number(facts[n]), _number(other[n])] for n, words in counts.items() if other.get(n) is not None]
-    said = f"\n\nCommand of {_code(other['name'])}:\n\n{_block(other['command'])}" if other.get("command") else ""
-    return f"## Results\n\n{_table(rows)}{said}"
-
-
-def _shapes(facts: Facts) -> str:
-    if facts.get("layouts") is None:
-        return ""
-    shapes = [f"{each['stages']} x {each['replicas']}" for each in facts["layouts"]]
-    processes = facts["processes"]
-    plain = f"plain Trainer, {processes} process{'' if processes == 1 else 'es'}"
-    return " → ".join(shape for at, shape in enumerate(shapes) if at == 0 or shape != shapes[at - 1]) or plain
-
-
-def _data(facts: Facts) -> str:
-    # Written by the user, in Markdown: links stay, tags do not.
-    said = re.sub(r"<(?!https?://)", "&lt;", _lines(facts["data"])) + "\n\n" if facts["data"] else ""
-    counts = [
-        f"{words}: {facts[name]:,} samples"
-        for name, words in (("train_samples", "Training"), ("eval_samples", "evaluation"))
-        if facts[name] is not None
-    ]
-    return f"## Data\n\n{said}{'; '.join(counts) or 'The number of samples is not known'}."
-
-
-def _training(facts: Facts) -> str:
-    options = ", ".join(
-        f"{name} {_text(value)}" for name, value in facts["options"].items() if value not in (None, -1)
-    )
-    lines = [
-        f"{facts['steps']:,} optimizer steps ({facts['epochs']:g} epochs) of {facts['samples_per_step']} samples on "
-        f"{facts['processes']} process{'' if facts['processes'] == 1 else 'es'}, {facts['precision']}.",
-        f"Options of Trainer: {options}.",
-    ]
-    pipeline = ", ".join(_code(f"{name}={value}") for name, value in facts["pipeline_options"].items())
-    lines.append(f"Options of the pipeline: {pipeline or 'the defaults'}.")
-    parts = ["## Training\n\n" + "\n\n".join(lines), _block(facts["command"])]
-    if facts["evaluations"]:
-        names = list(dict.fromkeys(name for entry in facts["evaluations"] for name in entry))
-        rows = [["training loss" if name == "loss" else name for name in names]]
-        rows += [[_number(entry.get(name)) for name in names] for entry in facts["evaluations"]]
-        parts.append(_table(rows))
-    return "\n\n".join(parts)
-
-
-def _timeline(facts: Facts) -> str:
-    """Return the layouts, K stages x R replicas, and the layers frozen under each."""
-    if not facts["layouts"]:
-        return "## Layouts and freezing\n\nNo pipeline: plain Trainer, no layer frozen."
-    rows: list[list[Any]] = [["from step", "epoch", "stages x replicas", "micro-batches", "frozen", "cached", "why"]]
-    for each in facts["layouts"]:
-        shape = f"{each['stages']} x {each['replicas']}"
-        frozen = f"{each['frozen']} of {each['layers']} layers"
-        why = each["reason"]
-        rows.append(
-            [each["step"], f"{each['epoch']:g}", shape, each["microbatches"], frozen, each["cached"] or "", why]
-        )
-    moved = f"\n\nMoved between ranks: {_mib(facts['bytes_moved'])}." if facts["bytes_moved"] else ""
-    schedules = ", ".join(dict.fromkeys(each["schedule"] for each in facts["layouts"]))
-    return f"## Layouts and freezing\n\nSchedule: {schedules}.\n\n{_table(rows)}{moved}"
-
-
 def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def _stored(facts: Facts) -> str:
-    cache = facts["cache"]
-    if cache["off"]:
-        return f"## Activation cache\n\nOff: {_text(cache['off'])}"
-    if not cache["epochs"]:
-        return "## Activation cache\n\nNothing was stored."
-    rows = [["after epoch", "hits", "misses", "stored"]]
-    for each in cache["epochs"]:
-        rows.append([f"{each['epoch']:g}", f"{each['hits']:,}", f"{each['misses']:,}", _mib(each["bytes_stored"])])
-    hits, misses = (sum(each[name] for each in cache["epochs"]) for name in ("hits", "misses"))
-    rate = (
-        f"\n\n{hits:,} of {hits + misses:,} reads were hits ({hits / (hits + misses):.0%})." if hits + misses else ""
-    )
-    return f"## Activation cache\n\n{_table(rows)}{rate}"
+def _result_rows(facts: Facts) -> list[list[str]]:
+    """Return the metrics, those of evaluation first, beside those of another run if there is one."""
+    metrics, other = facts["metrics"], facts["comparison"]
+    names = sorted(metrics, key=lambda name: not name.startswith("eval_"))
+    if not other:
+        return [[name, _number(metrics[name])] for name in names]
+    rows = [[name, _number(metrics[name]), _number(other["metrics"].get(name))] for name in names]
+    rows.append(["layout", _shapes(facts), _shapes(other)])
+    counts = {"train_samples": "training samples", "epochs": "epochs", "samples_per_step": "samples per step"}
+    return rows + [
+        [text, _number(facts[n]), _number(other[n])] for n, text in counts.items() if other.get(n) is not None
+    ]
 
 
-def _made_with(facts: Facts) -> str:
-    return "## Versions\n\n" + ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+def _shapes(facts: Facts) -> str:
+    """Return the stages and replicas that a run went through."""
+    if facts.get("layouts") is None:
+        return ""
+    processes = facts["processes"]
+    shapes = [shape for shape, _ in groupby(f"{each['stages']} x {each['replicas']}" for each in facts["layouts"])]
+    return " → ".join(shapes) or f"plain Trainer, {processes} process{'' if processes == 1 else 'es'}"
+
+
+def _evaluation_rows(evaluations: Sequence[Facts]) -> list[list[str]]:
+    """Return the values of each evaluation below their names; an evaluation may lack some."""
+    names = list(dict.fromkeys(name for entry in evaluations for name in entry))
+    head = ["training loss" if name == "loss" else name for name in names]
+    return [head, *([_number(entry.get(name)) for name in names] for entry in evaluations)]

@@ -80,6 +80,7 @@ def _chart_of(rows: list[Row]) -> alt.Chart:
 
 
 def _line(rows: list[Row], x: alt.X, y: alt.Y, color: alt.Color, **mark: Any) -> alt.Chart:
+    # Beyond some hundred points dots hide the line, and a step function has no points.
     dots: Any = alt.OverlayMarkDef(filled=True, size=18) if len(rows) <= 400 and "interpolate" not in mark else False
     line = _chart_of(rows).mark_line(**{"strokeWidth": 1.8, "point": dots, **mark})
     return line.encode(x=x, y=y, color=color, tooltip=_tooltip(rows))
@@ -93,6 +94,7 @@ def _marked(runs: Sequence[RecordedRun], lines: Sequence[alt.Chart], x: str = "s
     if found:
         color: Any = _by_run(runs) if len(runs) > 1 else alt.value("#8a949e")
         rules = _chart_of(found).mark_rule(strokeDash=[3, 3], opacity=0.55)
+        # Below the lines, which must stay readable where many transitions lie close.
         layers.insert(0, rules.encode(x=alt.X(field=x, type="quantitative"), color=color))
     return alt.layer(*layers).properties(width=WIDTH, height=height)
 
@@ -101,6 +103,7 @@ def _stacked(panels: Sequence[_Panel]) -> Spec | None:
     """Return charts below each other, zoomed and moved together along x; None if there are none."""
     if not panels:
         return None
+    # Zoom is bound to views by name, which a layered chart hands on to its first layer.
     for at, panel in enumerate(panels):
         (panel.layer[0] if isinstance(panel, alt.LayerChart) else panel).name = f"panel_{at}"
     zoom = alt.TopLevelSelectionParameter(
@@ -144,6 +147,7 @@ def _metric_panels(runs: Sequence[RecordedRun], x: str, last: float | None) -> l
     for name in dict.fromkeys(name for run in runs for name in run.metric_names()):
         points = [(run, entry, value) for run in runs for entry, value in run.values_of(name)]
         points = [each for each in points if x == "step" or each[1].seconds is not None]
+        # A metric without any time would leave an empty panel.
         if not points:
             continue
         lines = [_line([_row(*each) for each in points], _x(x, last), _y(name), _by_run(runs))]
@@ -198,6 +202,7 @@ def _layout(runs: Sequence[RecordedRun]) -> Chart:
             y = _y(
                 title,
                 axis=alt.Axis(tickMinStep=1, format="d"),
+                # A little room above: a line on the frame cannot be seen.
                 scale=alt.Scale(domain=[0, max(1, top) * 1.08], nice=False),
             )
             line = _line(rows, _x(last=_last(runs)), y, _by_run(runs), interpolate="step-after", strokeWidth=2.2)
@@ -251,6 +256,7 @@ def _step_time(runs: Sequence[RecordedRun]) -> Chart:
 def _predicted(run: RecordedRun) -> list[Row]:
     """Return the predicted milliseconds of a step, each from its decision to the next."""
     events = [event for event in run.events if event["event"] in ("run", "transition")]
+    # A prediction holds for its own layout only.
     ends = [*(event["step"] for event in events[1:]), run.num_steps]
     rows = []
     for part, (event, end) in enumerate(zip(events, ends, strict=False)):
@@ -304,6 +310,7 @@ def _gradients(runs: Sequence[RecordedRun]) -> Chart:
         if not rows:
             continue
         order = list(dict.fromkeys(row["layer"] for row in sorted(rows, key=lambda row: -row["place"])))
+        # The gray background is what shows frozen layers: they have no cell.
         chart = alt.Chart(alt.InlineData(values=rows), view=alt.ViewBackground(fill="#80889038")).mark_rect()
         chart = chart.encode(
             x=_x("begin", _last(runs)),
@@ -313,6 +320,7 @@ def _gradients(runs: Sequence[RecordedRun]) -> Chart:
                 field="norm",
                 type="quantitative",
                 title="gradient_norm",
+                # Norms of layers differ by orders of magnitude.
                 scale=alt.Scale(type="log", scheme="viridis"),
                 legend=alt.Legend(format=".1~g"),
             ),
@@ -367,6 +375,7 @@ def _memory(runs: Sequence[RecordedRun]) -> Chart:
         rank = {"field": "rank", "type": "nominal", "title": "rank"}
         color = alt.Color(**rank) if len(runs) == 1 else _by_run(runs)
         line = _line(rows, _x(last=_last(runs)), _y("memory_gb", zero=True), color)
+        # Color tells ranks apart in one run; of several it tells the runs, and dashes the ranks.
         line = line if len(runs) == 1 else line.encode(strokeDash=alt.StrokeDash(**rank))
         spec = _stacked([_marked(runs, [line])])
     what = {"device": "Most device memory that torch allocated so far", "host": "Host memory of the process"}

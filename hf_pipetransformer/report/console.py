@@ -32,6 +32,7 @@ _LEFT_OUT_ENDS = ("_samples_per_second", "_steps_per_second")
 def shorten_console(handler: CallbackHandler) -> None:
     """Let the callbacks of Trainer that print log entries print a short line of each."""
     for callback in handler.callbacks:
+        # Exactly these: a subclass of the user's prints in a way that is wanted.
         if type(callback) in (PrinterCallback, ProgressCallback):
             callback.on_log = partial(_print_line, callback)
 
@@ -41,6 +42,7 @@ def _print_line(callback: Any, _args: Any, state: Any, _control: Any, logs: dict
         logs.pop("total_flos", None)  # As its own method does, for the callbacks behind it too.
         is_shown = state.is_local_process_zero
     else:
+        # The condition of each callback's own method.
         is_shown = state.is_world_process_zero and callback.training_bar is not None
     if is_shown:
         style = "" if "loss" in logs else "bold"
@@ -63,6 +65,7 @@ def log_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str:
     ]
     lines = [f"step {step}/{max_steps}" if max_steps else f"step {step}"]
     for part in [*known, *others]:
+        # The name of a metric may be as long as its author likes.
         part = part if len(part) <= WIDTH - 4 else f"{part[: WIDTH - 8]} ..."
         if len(lines[-1]) + len(part) + 2 > WIDTH:
             lines.append("  ")

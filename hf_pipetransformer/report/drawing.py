@@ -52,6 +52,7 @@ def converter() -> ModuleType:
         ValueError: it is not installed.
     """
     try:
+        # A compiled library of tens of megabytes, which no training should load.
         import vl_convert  # Only what draws needs it.
     except ImportError:
         raise ValueError(MISSING_LIBRARY) from None

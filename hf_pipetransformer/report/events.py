@@ -42,7 +42,9 @@ class EventLog:
             return
         line = {"event": event, "step": step, "epoch": epoch, "time_s": round(time.time() - self._start, 3), **fields}
         with _WRITING:
+            # Here and not at the start: a run that writes no event leaves no folder.
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            # Opened for each line: a kill loses nothing, and a file that was moved away begins anew.
             with os.fdopen(open_regular(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "r+b") as file:
                 _finish_last_line(file, self.path)
                 file.write(json.dumps(line).encode() + b"\n")
@@ -69,6 +71,7 @@ def _finish_last_line(file: IO[bytes], path: str) -> None:
     file.seek(max(0, end - 1))
     if file.read() in (b"", b"\n"):
         return
+    # Only the end is read: the file of a long run may be larger than memory.
     begin = file.seek(max(0, end - _LONGEST_LINE))
     _, newline, line = file.read().rpartition(b"\n")
     if begin and not newline:
@@ -100,11 +103,13 @@ def read_events(path: str) -> list[dict[str, Any]]:
 
 def _numbered_events(path: str) -> list[tuple[int, dict[str, Any]]]:
     try:
+        # The user names this file; those that a run finds in its own folder are never links.
         file = os.fdopen(open_regular(path, follows_links=True), "rb")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error}): expected the events file of a run.") from error
     events = []
     with file:
+        # A file that is no events file may have no newline at all.
         for at, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
             event = _event_of(line)
             if event is not None:
@@ -142,6 +147,7 @@ def read_layouts(path: str) -> dict[int, Layout]:
                 if kind == "transition":
                     layouts[step] = Layout.from_event(entry(event, "to"))
                 else:
+                    # A trial of micro-batches changes M alone, and no transition is written for it.
                     m = whole_number(entry(event, "num_microbatches"), "num_microbatches", 1, MOST_MICROBATCHES)
                     layouts[step] = replace(layouts[max(layouts)], num_microbatches=m)
     if not layouts:
@@ -177,6 +183,7 @@ def read_known_microbatches(path: str | None, layout: Layout, samples_per_device
                 batch = samples_per_device * size
                 if found == (layout.num_layers, world_size // size, batch, layout.schedule):
                     known[size, num_chunks] = whole_number(event["num_microbatches"], "num_microbatches", 1, batch)
+    # An older version may have written other fields; what was measured is a shortcut, never a condition.
     except (KeyError, TypeError, ValueError) as error:
         logger.warning(f"{path} cannot be read ({type(error).__name__}: {error}): M is measured again.")
         return {}

@@ -84,6 +84,7 @@ def _describe(error: BaseException, output_dir: str, find_checkpoint: FindCheckp
     if not found and not may_be:
         return None
     folder = os.path.dirname(str(getattr((found or may_be)[-1], "filename", None) or "")) or output_dir
+    # The folder may be what could not be made.
     while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
         folder = os.path.dirname(folder)
     with contextlib.suppress(OSError):

@@ -31,6 +31,7 @@ _LONGEST_VALUE = 200
 
 def origin_of(trainer: Any) -> dict[str, Any]:
     """Return as JSON values what a training starts from: model, data, options, revision of the code, machine."""
+    # A model of the user's own need not have one.
     config = getattr(trainer.model, "config", None)
     name = getattr(config, "name_or_path", None)
     return {
@@ -72,6 +73,7 @@ def changed_options(args: TrainingArguments) -> dict[str, Any]:
     for each in fields(args):
         if not each.init or each.name in _NOT_OF_A_TRAINING or each.name.endswith(("_dir", "_plan", "_checkpoint")):
             continue
+        # Where a model is uploaded to, and with what, is not what was trained.
         if each.name.startswith("hub_") or _is_secret(each.name):
             continue
         default = each.default if each.default_factory is MISSING else each.default_factory()
@@ -150,6 +152,7 @@ def versions() -> dict[str, str]:
     found = {"Python": platform.python_version()}
     for name in ("hf-pipetransformer", *_PACKAGES):
         try:
+            # Only what this process imported can have had a part in the training.
             found |= {name: version(name)} if name == "hf-pipetransformer" or name in sys.modules else {}
         except PackageNotFoundError:
             continue  # A checkout that is not installed
@@ -158,6 +161,7 @@ def versions() -> dict[str, str]:
 
 def _revision() -> str | None:
     """Return the commit of the working directory, with "-dirty" if files differ from it; None where none is found."""
+    # Of the working directory, where the user's script lies, not of this package.
     command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True)

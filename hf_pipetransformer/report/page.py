@@ -9,6 +9,9 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from hf_pipetransformer.report import printable
 from hf_pipetransformer.report.drawing import DARK, LIGHT, converter, readable, save_chart
 from hf_pipetransformer.report.files import create
@@ -17,9 +20,6 @@ from hf_pipetransformer.report.recorded import RecordedRun, is_finite, pipeline_
 
 if TYPE_CHECKING:
     from hf_pipetransformer.report.charts import Chart
-
-
-_LIBRARIES = ("altair", "jinja2")
 
 
 def write_report(folders: Sequence[str], page: str | None, pictures: str | None) -> list[str]:
@@ -33,12 +33,11 @@ def write_report(folders: Sequence[str], page: str | None, pictures: str | None)
         ValueError: a folder has no run in it, or a library that the report is made with is not installed.
     """
     converter()
-    for name in _LIBRARIES:
-        if find_spec(name) is None:
-            raise ValueError(
-                f"The report is made with {name}, which is not installed: pip install {name}, or "
-                "'hf-pipetransformer[report]'."
-            )
+    if find_spec("altair") is None:
+        raise ValueError(
+            "The report is made with altair, which is not installed: pip install altair, or "
+            "'hf-pipetransformer[report]'."
+        )
     from hf_pipetransformer.report.charts import all_charts  # Only the report needs Altair.
 
     written = []
@@ -46,6 +45,7 @@ def write_report(folders: Sequence[str], page: str | None, pictures: str | None)
         runs = read_runs(folders)
         charts = all_charts(runs)
         text = render(runs, charts)
+    # One place for all charts and tables: each reads fields of events that it did not check.
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"An event of {', '.join(folders)} is not what this version writes ({type(error).__name__}: {error}): "
@@ -79,6 +79,7 @@ def time_matched(runs: Sequence[RecordedRun]) -> list[list[str]]:
     """
     rows = []
     for longer, ended in permutations(runs, 2):
+        # Both must have a clock: by steps alone no one can say what was reached in equal time.
         if longer.seconds is None or ended.seconds is None or ended.seconds > longer.seconds:
             continue
         for name in (name for name in ended.metric_names() if name in longer.metric_names()):
@@ -162,6 +163,7 @@ class Headline:
 def headline(run: RecordedRun) -> Headline:
     """Return the headline of a run: the model that the trainer has at its end, which is the best if it was loaded."""
     best, names = run.best, run.final_names()
+    # The metric that checkpoints are chosen by says most; without one the first of evaluation.
     metric = best.name if best is not None else next((name for name in names if name != "loss"), "loss")
     found, values = run.final_value(metric), run.values_of(metric)
     lines, mark = [], "last"
@@ -181,6 +183,7 @@ def headline(run: RecordedRun) -> Headline:
             )
     if evaluated := [f"{name} {_number(run.after[name])}" for name in run.final_names() if name in run.after]:
         lines.append(f"Evaluated after the training: {', '.join(evaluated)}.")
+    # Runs that were left to Trainer write no end either, and are not taken for stopped ones.
     if any(run.of_kind("run")) and not run.end:
         lines.append("No end was recorded: it still runs, or was stopped.")
     return Headline(run.name, metric, "" if found is None else _number(found), mark, lines, _verdict(run))
@@ -253,8 +256,6 @@ def _versions(found: dict[str, Any]) -> str:
 
 def render(runs: Sequence[RecordedRun], charts: Sequence[Chart]) -> str:
     """Return the page; the scripts that draw its charts are in it."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
 
     def shown(value: Any) -> Any:
         return printable(value) if type(value) is str else value  # Not what is markup already.
@@ -267,6 +268,7 @@ def render(runs: Sequence[RecordedRun], charts: Sequence[Chart]) -> str:
         trim_blocks=True,
     )
     environment.filters["readable"] = readable
+    # JSON has no NaN: a browser would refuse the whole page, so rendering fails instead.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     # The end of the script's element in a string of the library would end it there.
     library = converter().javascript_bundle().replace("</script", "<\\/script")

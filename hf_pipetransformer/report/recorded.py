@@ -177,6 +177,7 @@ def read_run(folder: Path, name: str) -> RecordedRun:
     events_file = folder / EVENTS_FILE
     events, after = _joined(read_events(str(events_file))) if events_file.is_file() else ([], {})
     results: dict[str, Any] = {}
+    # The first has the newest values of all phases, so it comes last.
     for each in reversed(RESULTS_FILES):
         if (folder / each).is_file():
             results |= _object(folder / each)
@@ -197,6 +198,7 @@ def read_run(folder: Path, name: str) -> RecordedRun:
 def _names(paths: Sequence[Path]) -> list[str]:
     parts = [path.resolve().parts for path in paths]
     length = 1
+    # As few of the folders' last parts as tell the runs apart: whole paths would fill the legend.
     while length < max(map(len, parts)) and len({part[-length:] for part in parts}) < len(paths):
         length += 1
     names = ["/".join(part[-length:]) for part in parts]
@@ -227,14 +229,17 @@ def _joined(events: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], dic
     for event in events:
         at = float(event.get("time_s") or 0.0)
         if event["event"] == "run":
+            # A second training in the same folder starts its own report; only a resumed one continues the first.
             if "resumed_from" not in event or not joined:
                 joined, passed = [], 0.0
             else:
+                # Steps that a kill undid took their time all the same.
                 passed = max(each["at_s"] for each in joined)
                 joined = [each for each in joined if each["step"] <= event["step"] and each["event"] != "end"]
             begin, after, has_ended = at, {}, False
         elif event["event"] == "end":
             has_ended = True
+        # What evaluate() logs after the training belongs to the final model, not to the curve.
         elif event["event"] == "log" and has_ended:
             after |= event["values"]
             continue
@@ -254,6 +259,7 @@ def _logged_by_trainer(
     if path is None:
         return [], {}, False
     history = _object(path).get("log_history")
+    # Written by Trainer, but perhaps edited or of another program: a chart must not fail in its middle.
     if not isinstance(history, list) or not all(isinstance(each, dict) and "step" in each for each in history):
         raise ValueError(f"{path} has no log_history of entries with a step: expected the state of a Trainer.")
     ends = [at for at, each in enumerate(history) if is_finite(each.get("train_runtime"))]
@@ -266,6 +272,7 @@ def _logged_by_trainer(
     for each in history:
         at = None
         if steps:
+            # Trainer's log has steps alone; the events around an entry tell its time best.
             at = seconds[max(0, bisect_right(steps, each["step"]) - 1)]
         elif is_finite(runtime) and last:
             at = runtime * each["step"] / last
@@ -291,6 +298,7 @@ def _best(folder: Path, events: Sequence[dict[str, Any]], entries: Sequence[Entr
 
 
 def _trace(folder: Path) -> list[dict[str, Any]]:
+    # lstat: the age of a link in the folder is its own, and opening it is refused below.
     path = max(folder.glob("trace_step_*.json"), key=lambda path: path.lstat().st_mtime, default=None)
     found = [] if path is None else _object(path).get("traceEvents")
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):

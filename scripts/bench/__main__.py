@@ -2,7 +2,7 @@
 
     python -m scripts.bench                       all names, with minutes and files
     python -m scripts.bench all                   everything that has not been measured with these versions yet
-    python -m scripts.bench 'computed-*' head-slices --force
+    python -m scripts.bench 'computed-*' front --force
     python -m scripts.bench all --quick --minutes 10
 
 Figures go to benchmarks/, those of `--quick` to runs/bench/quick/. Measure on a machine that does nothing else.
@@ -23,8 +23,6 @@ from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from .measure import EXPERIMENTS, REPOSITORY, Experiment, Settings, versions, write_json
 
@@ -73,9 +71,6 @@ def run_all(experiments: Sequence[Experiment], settings: Settings, results: Path
         title, before = f"{each.name} ({number} of {len(experiments)})", state.get(each.name, {})
         if not forces and before.get("versions") == versions() and (results / each.result).exists():
             print(f"=== {title}: finished {before['finished']}; --force measures it again", flush=True)
-            continue
-        if each.needs_gpu and not settings.quick and not torch.cuda.is_available():
-            print(f"=== {title}: left out, it needs a GPU", flush=True)
             continue
         print(f"=== {title}, about {each.minutes_of(settings.quick):g} minutes: {each.summary}", flush=True)
         start = time.monotonic()

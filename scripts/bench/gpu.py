@@ -1,301 +1,210 @@
-"""On one GPU: a step's time and memory beside plain `Trainer` and beside plans, and the memory of two stages.
+"""On one GPU, most valuable first: speed and memory beside plain `Trainer`, beside bounds, and beside plans.
 
-    python -m scripts.bench 'gpu-*'
+    python -m scripts.bench.gpu                # 12 minutes, into benchmarks/gpu_bench.json
+    python -m scripts.bench.gpu --device cpu   # tiny sizes: it shows that everything runs, no figures
+    python -m scripts.bench.gpu --only llama --force
 
-Four models with random weights are trained in bf16 by `Trainer`, by ours in one process, and by ours with half of the
-layers frozen, computed again or read from the store. Contenders take turns in one process. A step is an epoch over
-its steps, from one synchronization with the GPU to the next; the first epoch, which loads kernels and fills the
-store, is left out. Memory is the peak of the allocator after the first step. Two stages share the GPU and exchange
-activations through host memory: their memory is that of two GPUs, their time is not.
+A measurement that has finished is in the file, with the card's name, versions and date; a second start goes on behind
+it. Each has its own minutes, after which its processes end, and is left out where fewer are left. All models have
+random weights. Contenders take turns in one process. A step is an epoch over its steps, from one synchronization with
+the GPU to the next; the first epoch, which loads kernels and fills the store, is not in the medians. Memory is the
+peak of the allocator after the first step. Two ranks share the GPU over NCCL's sockets: their memory is that of two
+GPUs, their time is not.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import io
+import argparse
 import json
-import statistics
-import tempfile
+import os
+import sys
 import time
-from collections.abc import Callable
-from copy import deepcopy
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import transformers
-from transformers import Trainer, TrainerCallback
 
-from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cli.main import main as command
+from .gpu_contenders import NUM_EPOCHS, compare, head_memories, stage_memory, subjects
+from .measure import (
+    KEEPS_FREED,
+    REPOSITORY,
+    RETURNS_FREED,
+    largest_difference,
+    launch_all,
+    machine,
+    versions,
+    write_json,
+)
 
-from .measure import Settings, alternate, experiment, launch_all, ratios, report, seconds_of, summary
-from .models import NO_DROPOUT, Tensors, rows_of
-from .training import make_trainer, without_launch_variables
 
-
-NUM_EPOCHS = 4
-HALF = {"freeze_policy": "fixed", "freeze_at": "0:1/2"}
-CONTENDERS: dict[str, dict[str, Any]] = {
-    "Trainer": {},
-    "ours": {"freeze_policy": "none", "activation_cache": "off"},
-    "half frozen": {**HALF, "activation_cache": "off"},
-    "half frozen, stored": {**HALF, "activation_cache": "on"},
+RESULTS = {"cuda": REPOSITORY / "benchmarks" / "gpu_bench.json", "cpu": REPOSITORY / "runs" / "bench" / "gpu_cpu.json"}
+PUBLISHED = {
+    "tokens a second": 12473,
+    "source": "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",
+    "differs": "H100, packed sequences, their kernels",
 }
+"""What NeMo AutoModel publishes for LoRA on Llama-3-8B, 4,096 tokens a sequence, on one GPU."""
 
 
-def sentences(num_tokens: int, num_samples: int) -> Tensors:
-    """Words without padding, of two classes."""
-    words = torch.randint(5, 30522, (num_samples, num_tokens))
-    return {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.randint(2, (num_samples,))}
+@dataclass(frozen=True)
+class Launcher:
+    """Starts processes on the device until a measurement's time is over; a quick look has the time of all."""
+
+    device: str
+    deadline: float
+
+    def __call__(self, function: Callable[..., Any], processes: int, *args: Any) -> list[Any]:
+        """Return what the function returned on every rank.
+
+        Raises:
+            TimeoutError: the time is over; the processes have ended.
+        """
+        # Memory of a CPU is that of the process, which must give back what is freed.
+        on_cpu = RETURNS_FREED | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        environment = on_cpu if self.device == "cpu" else KEEPS_FREED | {"ACCELERATE_USE_CPU": "false"}
+        minutes = (self.deadline - time.monotonic()) / 60
+        return launch_all(function, processes, *args, minutes=minutes, environment=environment)
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether a look at everything is enough."""
+        return self.device == "cpu"
 
 
-def images(num_samples: int) -> Tensors:
-    """Pixels of ten classes."""
-    return {"pixel_values": torch.randn(num_samples, 3, 224, 224), "labels": torch.randint(10, (num_samples,))}
+def beside_trainer(group: str, subject: str, rounds: int, launcher: Launcher) -> dict[str, Any]:
+    """Compare a group of contenders on one subject."""
+    size = (1, 2) if launcher.is_tiny else (rounds, NUM_EPOCHS)
+    [found] = launcher(compare, 1, subjects(launcher.is_tiny)[subject], group, *size)
+    return found  # type: ignore[no-any-return]
 
 
-def blocks(num_samples: int) -> Tensors:
-    """Blocks of 512 tokens."""
-    words = torch.randint(5, 32000, (num_samples, 512))
-    return {"input_ids": words, "labels": words}
-
-
-class Subject(NamedTuple):
-    """A model's class and configuration, its inputs, batch and steps of an epoch, and the tokens of a sample."""
-
-    kind: Any
-    config: Any
-    inputs: Callable[[int], Tensors]
-    batch: int
-    num_steps: int
-    num_tokens: int
-
-    def task(self) -> dict[str, Any]:
-        """What a trainer is given: a model on the CPU, and random samples."""
-        transformers.set_seed(0)
-        key = self.config.to_json_string()
-        if key not in _models:
-            with torch.device(device()):  # A CPU takes long to draw weights.
-                _models[key] = self.kind(self.config).cpu()
-        return {
-            "model": deepcopy(_models[key]),
-            "train_dataset": rows_of(self.inputs(self.batch * self.num_steps)),
-        }
-
-
-_models: dict[str, Any] = {}
-
-
-BERT, VIT, LLAMA = (
-    transformers.BertForSequenceClassification, transformers.ViTForImageClassification, transformers.LlamaForCausalLM,
-)  # fmt: skip
-MINILM = transformers.BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536, **NO_DROPOUT)
-TINY_LLAMA = transformers.LlamaConfig(
-    hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=32,
-)  # fmt: skip
-SUBJECTS = {
-    "minilm": Subject(BERT, MINILM, partial(sentences, 64), 32, 16, 64),
-    "bert": Subject(BERT, transformers.BertConfig(**NO_DROPOUT), partial(sentences, 128), 32, 12, 128),
-    "vit": Subject(VIT, transformers.ViTConfig(num_labels=10, **NO_DROPOUT), images, 32, 8, 197),
-    "llama": Subject(LLAMA, TINY_LLAMA, blocks, 8, 5, 512),
-}
-
-
-def device() -> str:
-    """The GPU, or the CPU of a quick look without one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def synchronize() -> None:
-    """Wait for the GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-class Watch(TrainerCallback):
-    """Seconds of each epoch and of what comes before the first step; the allocator's peak after the first step."""
-
-    def __init__(self) -> None:
-        self.epochs: list[float] = []
-        self.created = self.begun = time.perf_counter()
-        self.before = 0.0
-
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        synchronize()
-        self.begun = time.perf_counter()
-        self.before = self.before or self.begun - self.created
-
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        synchronize()
-        self.epochs.append(time.perf_counter() - self.begun)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 1 and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-
-
-# ---- in the processes of a launch
-
-
-def trainer_of(subject: Subject, contender: str, **options: Any) -> Any:
-    """A trainer of one contender, which has not trained yet."""
-    common = {
-        "use_cpu": device() == "cpu", "bf16": True, "num_train_epochs": NUM_EPOCHS, "dataloader_pin_memory": True,
-        "learning_rate": 1e-5,
-    }  # fmt: skip
-    kind = Trainer if contender == "Trainer" else PipeTransformerTrainer
-    return make_trainer(subject.task(), subject.batch, kind, **{**common, **CONTENDERS[contender], **options})
-
-
-def run(subject: Subject, contender: str, **options: Any) -> dict[str, Any]:
-    """Train once: seconds of a step by epoch, those before the first one, and bytes of the allocator."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    trainer, watch = trainer_of(subject, contender, **options), Watch()
-    trainer.add_callback(watch)
-    trainer.train()
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    steps = [each / subject.num_steps for each in watch.epochs[1:]]
-    return {"steps": steps, "start": watch.before, "bytes": peak}
-
-
-def plan_here(subject: Subject) -> dict[str, Any]:
-    """What `--plan_only` writes for ours."""
-    trainer = trainer_of(subject, "ours", plan_only=True)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        trainer.train()
-    return json.loads(Path(trainer.args.output_dir, "plan.json").read_text())["chosen"]
-
-
-def rates(subject: Subject) -> dict[str, float]:
-    """TFLOP/s of a product as large as a layer's, in bf16, and GB/s of copies: medians of eleven."""
-    width, inner = subject.config.hidden_size, subject.config.intermediate_size
-    rows = subject.batch * subject.num_tokens
-    left, right = (
-        torch.randn(*size, device=device(), dtype=torch.bfloat16) for size in ((rows, width), (width, inner))
-    )
-    large = torch.randn(2**25, device=device())
-
-    def seconds(call: Callable[[], Any]) -> float:
-        def several() -> None:
-            for _ in range(20):
-                call()
-            synchronize()
-
-        return statistics.median(seconds_of(several) for _ in range(11)) / 20
-
-    seconds(lambda: left @ right)
-    return {
-        "TFLOP/s": 2 * rows * width * inner / seconds(lambda: left @ right) / 1e12,
-        "GB/s of memory": 2 * large.nbytes / seconds(large.clone) / 1e9,
-    }
-
-
-def compare(subject: Subject, rounds: int) -> dict[str, Any]:
-    """All contenders by turns, and what plans said of ours."""
-    without_launch_variables()
-    run(subject, "Trainer", num_train_epochs=2)  # Libraries load kernels and allocate once.
-    plans = [plan_here(subject)]
-    runs = alternate({contender: partial(run, subject, contender) for contender in CONTENDERS}, rounds)
-    seconds = {contender: [step for each in results for step in each["steps"]] for contender, results in runs.items()}
-    found: dict[str, Any] = {}
-    for contender, results in runs.items():
-        steps = seconds[contender]
-        found[contender] = {
-            "ms of a step": summary([1e3 * step for step in steps], 2),
-            "step over Trainer's": summary(ratios(steps, seconds["Trainer"]), 3),
-            "seconds before the first step": summary([each["start"] for each in results], 2),
-            "GiB at most": round(max(each["bytes"] for each in results) / 2**30, 3),
-        }
-    ours, of_device = runs["ours"], rates(subject)
-    options = {
-        "processes": 1, "device_memory": 80, "sequence_length": subject.num_tokens, "communicator_gb": 0, "bf16": True,
-        "device_tflops": of_device["TFLOP/s"], "memory_bandwidth": of_device["GB/s of memory"],
-        "per_device_train_batch_size": subject.batch, "pipeline_parallel_size": 1,
-    }  # fmt: skip
-    of_config = plan_of(subject.kind(subject.config), options)
-    found["rates"] = of_device
-    for way, chosen in (("--plan_only", plans), ("from the config", [of_config])):
-        steps = [each["step_seconds"] for each in chosen]
-        found[f"seconds of a step, {way}"] = beside(steps, seconds["ours"])
-        if torch.cuda.is_available():
-            found[f"bytes, {way}"] = beside([chosen[0]["memory"][0]["total"]], [each["bytes"] for each in ours])
+def adapters(launcher: Launcher) -> dict[str, Any]:
+    """LoRA on the shape of Llama-3-8B beside what another trainer publishes."""
+    found = beside_trainer("adapters", "llama", 1, launcher)
+    found["contenders"]["NeMo AutoModel, as published"] = PUBLISHED
     return found
 
 
-def stage_bytes(subject: Subject) -> int:
-    """Peak of the allocator, of a process with one of two stages."""
-    options = {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 4, "ddp_backend": "gloo"}
-    trainer = trainer_of(subject, "ours", num_train_epochs=1, **options)
-    trainer.add_callback(Watch())
-    trainer.train()
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
-def plan_of(model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The plan of a model's config by the command line."""
-    model.config.architectures = [type(model).__name__]
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
-        model.config.save_pretrained(folder)
-        with contextlib.suppress(SystemExit):  # It fits nowhere.
-            command(["plan", folder, *words, "--json"])
-    return json.loads(printed.getvalue())["chosen"]  # type: ignore[no-any-return]
-
-
-def beside(predicted: list[float], measured: list[float]) -> dict[str, Any]:
-    """Medians of both, their ratio, and the range of the measured ones."""
-    both = statistics.median(predicted), statistics.median(measured)
+def heads(launcher: Launcher) -> dict[str, Any]:
+    """Memory of the last of two stages by the way its head is computed."""
+    ranks = launcher(head_memories, 2, *((64, 64, 16_000) if launcher.is_tiny else (2048, 2048, 128_000)))
+    # Logits are the last rank's, losses are logged by the first.
+    few, whole = ranks[-1]["few words"]["peak"], ranks[0]["whole sequences"]["losses"]
     return {
-        "predicted": both[0], "measured": both[1], "ratio": round(both[0] / both[1], 3),
-        "measured, range": [min(measured), max(measured)],
+        name: found if "refused" in found else {
+            "GiB beyond the state": round(found["peak"] / 2**30, 3),
+            "of the stage with few words": round(found["peak"] / few, 2),
+            "largest relative difference of the losses":
+                None if name == "few words" else largest_difference(ranks[0][name]["losses"], whole),
+        }
+        for name, found in ranks[-1].items()
     }  # fmt: skip
 
 
-# ---- in the driver
+def stages(launcher: Launcher) -> dict[str, Any]:
+    """Memory of two stages of the Llama with adapters beside the plan; a step has four sequences."""
+    subject = replace(subjects(launcher.is_tiny)["llama"], batch=4, num_steps=2)
+    ranks = launcher(stage_memory, 2, subject)
+    planned = ranks[0]["planned"]
+    return {
+        "GiB at most of each rank": [round(rank["bytes"] / 2**30, 3) for rank in ranks],
+        "GiB as planned": [round(each / 2**30, 3) for each in planned],
+        "predicted over measured": [
+            round(each / rank["bytes"], 3) for each, rank in zip(planned, ranks, strict=True)
+        ],
+    }  # fmt: skip
 
 
-def on_gpu(call: Callable[..., Any], processes: int, name: str, *args: Any) -> list[Any]:
-    """What the processes return, on the GPU or, for a quick look, on the CPU with hardly any work."""
-    subject = SUBJECTS[name]
-    if not torch.cuda.is_available():
-        narrow = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 12, "num_key_value_heads": 12}
-        subject.config.update({"num_hidden_layers": 2, **narrow})
-        subject = subject._replace(num_steps=1, batch=2)
-    environment = {"ACCELERATE_USE_CPU": str(not torch.cuda.is_available()).lower()}
-    return launch_all(call, processes, subject, *args, environment=environment)
+@dataclass(frozen=True)
+class Measurement:
+    """A name in the results file, the minutes that it may take on a GPU, and what measures."""
+
+    name: str
+    minutes: float
+    measure: Callable[[Launcher], dict[str, Any]]
 
 
-def named_gpu() -> dict[str, Any]:
-    """Its name and the version of CUDA, empty without one."""
-    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if torch.cuda.is_available() else {}
+MEASUREMENTS = (
+    Measurement("half stored, BERT-base, 64 x 384 tokens", 1.5, partial(beside_trainer, "prefix", "bert 64 x 384", 2)),
+    Measurement("half stored, ViT-B/16, 128 images", 2, partial(beside_trainer, "prefix", "vit 128", 2)),
+    Measurement(
+        "launch-bound, BERT-base, 32 x 128 tokens", 2.5, partial(beside_trainer, "launches", "bert 32 x 128", 1)
+    ),
+    Measurement("LoRA on Llama-3-8B's shape, 4,096 tokens", 2, adapters),
+    Measurement("last stage with 128,000 words", 1, heads),
+    Measurement("host's time, 8 micro-batches", 0.5, partial(beside_trainer, "accumulation", "host", 2)),
+    Measurement(
+        "8 micro-batches, BERT-base, 64 x 128 tokens", 1, partial(beside_trainer, "accumulation", "bert 64 x 128", 2)
+    ),
+    Measurement("two stages of Llama-3-8B's shape", 1.5, stages),
+)
+"""Most valuable first, 12 minutes together."""
 
 
-def measured(settings: Settings, name: str) -> dict[str, Any]:
-    """One model, with the name of the GPU."""
-    [found] = on_gpu(compare, 1, name, settings.of(2, 1))
-    report(name, found)
-    return named_gpu() | found
+def measure_all(
+    measurements: Sequence[Measurement], path: Path, of_device: str, card: str, minutes: float, forces: bool = False
+) -> list[str]:
+    """Measure what is not in the file for this card and these versions, and return the names of what failed.
+
+    Args:
+        minutes: of all together. A measurement that may take more than what is left is left out.
+    """
+    end, failed = time.monotonic() + 60 * minutes, []
+    for each in measurements:
+        records = json.loads(path.read_text())["measurements"] if path.exists() else []
+        key = {"name": each.name, "card": card, "versions": versions()}
+        others = [record for record in records if not key.items() <= record.items()]
+        if len(others) < len(records) and not forces:
+            print(f"=== {each.name}: in {path.name} already; --force measures it again", flush=True)
+            continue
+        left = (end - time.monotonic()) / 60
+        if left < each.minutes:
+            print(f"=== {each.name}: left out, {left:.1f} minutes are left of {each.minutes:g}", flush=True)
+            continue
+        print(f"=== {each.name}, {each.minutes:g} minutes at most", flush=True)
+        start = time.monotonic()
+        try:
+            found = each.measure(Launcher(of_device, end if of_device == "cpu" else start + 60 * each.minutes))
+        except Exception:
+            traceback.print_exc()
+            failed.append(each.name)
+            continue
+        header = {
+            "date": machine(1)["date"],
+            "cuda": torch.version.cuda,
+            "seconds": round(time.monotonic() - start, 1),
+        }
+        write_json(path, {"measurements": [*others, {**key, **header, "found": found}]})
+        print(json.dumps(found), flush=True)
+    return failed
 
 
-for each_model, each_title in {
-    "minilm": "MiniLM (BERT 6 x 384), 32 sentences of 64 tokens",
-    "bert": "BERT-base, 32 sentences of 128 tokens",
-    "vit": "ViT-base, 32 images of 224 px",
-    "llama": "Llama of 1.3e9 parameters, 8 blocks of 512 tokens",
-}.items():
-    measure = partial(measured, name=each_model)
-    measure.__name__ = f"gpu_{each_model}"  # type: ignore[attr-defined]
-    measure.__doc__ = f"{each_title}, on one GPU."
-    experiment("gpu.json", section=each_model, minutes=1, quick_minutes=0.5, processes=1, needs_gpu=True)(measure)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the command line and measure."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=tuple(RESULTS), default="cuda")
+    parser.add_argument("--minutes", type=float, default=12, help="of all measurements together, 12")
+    parser.add_argument("--only", default="", help="measurements whose names have this text")
+    parser.add_argument("--output", type=Path, help="results file")
+    parser.add_argument("--force", action="store_true", help="also measure what is in the file already")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("No GPU: nothing was measured. --device cpu runs everything with tiny sizes.")
+    chosen = [each for each in MEASUREMENTS if options.only.lower() in each.name.lower()]
+    if not chosen:
+        sys.exit(f"No measurement has {options.only!r} in its name; there are {[each.name for each in MEASUREMENTS]}.")
+    card = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {os.cpu_count()} cores"
+    path = options.output or RESULTS[options.device]
+    failed = measure_all(chosen, path, options.device, card, options.minutes, options.force)
+    if failed:
+        sys.exit(f"{len(failed)} of {len(chosen)} measurements failed: {'; '.join(failed)}")
 
 
-@experiment("gpu.json", section="stages", minutes=1, quick_minutes=0.5, needs_gpu=True)
-def gpu_stages(_settings: Settings) -> dict[str, Any]:
-    """Memory of two stages of that Llama, which share the GPU."""
-    found = on_gpu(stage_bytes, 2, "llama")
-    return named_gpu() | {"GiB at most of each process": [round(each / 2**30, 3) for each in found]}
+if __name__ == "__main__":
+    main()

@@ -73,8 +73,7 @@ Measure = Callable[[Settings], dict[str, Any]]
 class Experiment:
     """A function that measures, the file of benchmarks/ and the key there that its figures go to, and what it takes.
 
-    Without a section the file is its own. Minutes are those of the machine of the committed figures (2 cores). What
-    needs a GPU runs without only for a quick look.
+    Without a section the file is its own. Minutes are those of the machine of the committed figures (2 cores).
     """
 
     name: str
@@ -84,7 +83,6 @@ class Experiment:
     minutes: float
     quick_minutes: float
     processes: int
-    needs_gpu: bool = False
 
     @property
     def summary(self) -> str:
@@ -110,14 +108,13 @@ EXPERIMENTS: dict[str, Experiment] = {}
 
 def experiment(
     result: str, *, minutes: float, quick_minutes: float, section: str | None = None, processes: int = 2,
-    needs_gpu: bool = False,
 ) -> Callable[[Measure], Measure]:  # fmt: skip
     """Register a function under its name with hyphens."""
 
     def register(measure: Measure) -> Measure:
         key = measure.__name__.replace("_", "-")
         assert key not in EXPERIMENTS, f"two experiments are called {key}"
-        EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes, needs_gpu)
+        EXPERIMENTS[key] = Experiment(key, measure, result, section, minutes, quick_minutes, processes)
         return measure
 
     return register
@@ -250,7 +247,7 @@ def _rank(rank: int, folder: str, function: Callable[..., Any], args: Sequence[A
     sys.path.append(str(REPOSITORY / "scripts"))  # Tasks are made with the example scripts.
     torch.set_num_threads(1)
     set_start_method("fork", force=True)  # For workers of loaders, as in any other process.
-    if int(os.environ["WORLD_SIZE"]) > 1:
+    if int(os.environ["WORLD_SIZE"]) > 1 and os.environ["ACCELERATE_USE_CPU"] == "true":
         PartialState(cpu=True)  # The process group, before a trainer makes it.
     Path(folder, f"result_{rank}.json").write_text(json.dumps(function(*args)))
     if dist.is_initialized():

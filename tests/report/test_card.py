@@ -107,7 +107,7 @@ def test_the_citations_of_another_trainers_card_are_kept(trainer: Any) -> None:
         "---\ntags: [trl]\n---\n\n# Model Card for None\n\n---\n\n## Citations\n\nCite them.\n\n### And us\n"
     )
     card, facts = card_of(trainer)
-    assert card.startswith("---\ntags: [trl]\n---\n\n# out\n\n`some/base` fine-tuned")
+    assert card.startswith("---\ntags:\n- trl\n---\n\n# out\n\n`some/base` fine-tuned")
     assert "\n\n## Citations\n\nCite them.\n\n### And us\n\n" in card and "None" not in card
     assert render(facts, FACTS_FILE) == card
 
@@ -254,7 +254,7 @@ def test_the_command_is_that_of_the_launcher_without_secrets_and_folders(
 
 
 def test_a_long_command_is_cut_between_options(trainer: Any) -> None:
-    facts = facts_of(trainer, None) | {"name": "x", "front_matter": "", "citations": "", "comparison": None}
+    facts = facts_of(trainer, None) | {"name": "x", "front_matter": {}, "citations": "", "comparison": None}
     facts["command"] = ["launch", "run.py", *(word for number in range(20) for word in (f"--option_{number}", "a b"))]
     block = render(facts, FACTS_FILE).split("```")[1].strip()
     lines = block.split(" \\\n    ")

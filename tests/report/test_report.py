@@ -428,11 +428,10 @@ def test_a_folder_without_a_run_and_a_missing_library_are_said_in_a_sentence(
     (tmp_path / "trace_step_1.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"has no list of traceEvents"):
         main(["report", str(tmp_path)])
-    for name in ("altair", "jinja2"):
-        with monkeypatch.context() as without:
-            without.setitem(sys.modules, name, None)
-            with pytest.raises(SystemExit, match=f"The report is made with {name}, which is not installed"):
-                main(["report", str(tmp_path)])
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "altair", None)
+        with pytest.raises(SystemExit, match="The report is made with altair, which is not installed"):
+            main(["report", str(tmp_path)])
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(SystemExit, match="Charts are drawn with vl-convert-python, which is not installed"):
         main(["report", str(tmp_path)])
