@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import psutil
@@ -77,18 +78,18 @@ LAUNCH_HINT = (
 _DETAILS = "\0"
 """What stands between a cause and its details in the store."""
 
-_present_limit: float | None = None
+_present_limit: timedelta | None = None
 
 
 def set_present_limit(seconds: float) -> None:
     """Set the timeout in seconds of waits for other ranks: short in a step, longer between steps."""
     global _present_limit
-    _present_limit = seconds
+    _present_limit = timedelta(seconds=seconds)
 
 
 def present_limit() -> float | None:
     """Return the current timeout in seconds of waits for other ranks; None before `set_present_limit`."""
-    return _present_limit
+    return None if _present_limit is None else _present_limit.total_seconds()
 
 
 def wait_for(work: Any, seconds: float | None, what: str) -> None:
@@ -100,8 +101,11 @@ def wait_for(work: Any, seconds: float | None, what: str) -> None:
     Raises:
         PeerLostError: the transfer failed or timed out; `what` names the transfer and the peer.
     """
-    seconds = seconds if seconds is None or _present_limit is None else _present_limit
-    guarded(work.wait if seconds is None else lambda: work.wait(timedelta(seconds=seconds)), what)
+    if seconds is None:
+        guarded(work.wait, what)
+    else:
+        limit = timedelta(seconds=seconds) if _present_limit is None else _present_limit
+        guarded(partial(work.wait, limit), what)
 
 
 def guarded(call: Callable[[], T], what: str) -> T:

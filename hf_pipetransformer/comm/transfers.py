@@ -143,6 +143,14 @@ def receiving(tensor: torch.Tensor, peer: int, group: Any) -> Transfer:
     return dist.P2POp(dist.irecv, tensor, peer, group)
 
 
+def with_tensor(like: Transfer, tensor: torch.Tensor) -> Transfer:
+    """Return the transfer of another tensor on the way of `like`."""
+    # Not a call of `P2POp`, whose search for the ranks takes as long as the transfer's start.
+    transfer = object.__new__(Transfer)
+    vars(transfer).update(vars(like), tensor=tensor)
+    return transfer
+
+
 def post(transfers: Sequence[Transfer]) -> list[Any]:
     """Start a batch of transfers on one group. There are no tags: messages between two ranks match by order.
 

@@ -53,6 +53,13 @@ class MicroBatch:
     step: int = 0
     ends_before_head: bool = False
 
+    def with_inputs(self, inputs: dict[str, Any]) -> MicroBatch:
+        """Return a copy with other inputs."""
+        # `dataclasses.replace` would look at every field again, for each micro-batch of each step.
+        found = object.__new__(MicroBatch)
+        vars(found).update(vars(self), inputs=inputs)
+        return found
+
 
 class MicroBatches(Protocol):
     """Lookup of micro-batches by number."""

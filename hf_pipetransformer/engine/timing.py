@@ -31,6 +31,10 @@ PARTS = ("total", "pipeline", "forward", "backward", "reduction", "optimizer")
 `reduction` is the wait for the gradient all-reduce."""
 
 
+NOTHING = nullcontext()
+"""Context that does nothing, made once."""
+
+
 def settled_seconds(device: torch.device) -> float:
     """Return the clock's seconds when all work of a device is done."""
     synchronize(device)
@@ -137,13 +141,14 @@ class StepMeter:
         self._open = None
         return True
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> AbstractContextManager[None]:
         """Add the time spent inside to the part `name`, one of `PARTS`."""
-        parts = self._open
-        if parts is None:
-            yield
-        elif self.device.type == "cuda":
+        # Most steps are not measured, and the engine asks several times for each micro-batch.
+        return NOTHING if self._open is None else self._measured(self._open, name)
+
+    @contextmanager
+    def _measured(self, parts: dict[str, float], name: str) -> Iterator[None]:
+        if self.device.type == "cuda":
             start, end = self._two_events()
             start.record()
             yield
@@ -156,11 +161,11 @@ class StepMeter:
 
     def tracing(self, what: Action | str) -> AbstractContextManager[None]:
         """Record a computation in the trace, if this step has one; see `StepTrace.computing`."""
-        return nullcontext() if self.trace is None else self.trace.computing(what)
+        return NOTHING if self.trace is None else self.trace.computing(what)
 
     def waiting(self, transfer: Action) -> AbstractContextManager[None]:
         """Record a wait for a transfer in the trace, if this step has one."""
-        return nullcontext() if self.trace is None else self.trace.waiting(transfer)
+        return NOTHING if self.trace is None else self.trace.waiting(transfer)
 
     def posting(self, transfer: Action) -> None:
         """Record that a transfer begins in the trace, if this step has one."""

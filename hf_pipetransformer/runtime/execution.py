@@ -519,7 +519,7 @@ class OnDevice(Sequence[MicroBatch]):
         if i not in self._there:
             self._fetch(i)
             inputs = self._coming.pop(i).on_device()
-            self._there[i] = replace(self._parts[i], inputs=inputs)
+            self._there[i] = self._parts[i].with_inputs(inputs)
             self._fetch(i + 1)
         self._num_left[i] -= 1
         return self._there[i] if self._num_left[i] else self._there.pop(i)

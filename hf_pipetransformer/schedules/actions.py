@@ -41,6 +41,9 @@ class Op(Enum):
     SEND_BACKWARD = "SB"
     UPDATE = "U"
 
+    # Enum's own hash is Python code, which the engine would run dozens of times for each micro-batch.
+    __hash__ = object.__hash__
+
 
 class Action(NamedTuple):
     """One entry of an action list. For an update, `micro_batch` is the index of its optimizer step."""
