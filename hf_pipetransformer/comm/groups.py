@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -22,6 +23,8 @@ from hf_pipetransformer.comm.transfers import close_connections, complete, recei
 _OPEN_FILES = 4096
 _OPEN_FILES_OF_A_RANK = 8
 """gloo opens a socket per other member and group: for all ranks together, then for the replicas of each K."""
+
+_GROUP_THREADS_SECONDS = 0.2
 
 
 class GroupMaker:
@@ -119,6 +122,16 @@ class GroupMaker:
         for _ in range(int(most) - num_groups):
             # A group of this rank alone waits for nobody; it only counts.
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
+
+
+def let_group_threads_finish() -> None:
+    """Sleep briefly, with the GIL released, before groups or the interpreter are torn down.
+
+    The thread of a gloo group drops the tensors of its last collective shortly after the caller has returned, and
+    needs the GIL to do so. If the interpreter exits at that moment, the process aborts after a successful run; if the
+    group is destroyed at that moment, the two deadlock.
+    """
+    time.sleep(_GROUP_THREADS_SECONDS)
 
 
 def synchronize(device: torch.device) -> None:

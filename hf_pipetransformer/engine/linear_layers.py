@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_pipetransformer.comm.errors import PipelineError
-from hf_pipetransformer.engine.timing import NOTHING
 
 
 _CAST_BY_AUTOCAST = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -35,7 +34,7 @@ def replaced_forwards(modules: Iterable[nn.Module], forward: Callable[..., Any])
     """
     own = [each for each in modules if "forward" not in vars(each)] if torch.is_grad_enabled() else []
     # Mostly there is nothing to replace, and each micro-batch passes here several times.
-    return _replaced(own, forward) if own else NOTHING
+    return _replaced(own, forward) if own else nullcontext()
 
 
 @contextmanager
@@ -148,7 +147,7 @@ class WeightGradients:
 
         Forwards recomputed inside (the model's own activation checkpointing) are deferred as well.
         """
-        return self._collecting(index) if self.layers else NOTHING
+        return self._collecting(index) if self.layers else nullcontext()
 
     @contextmanager
     def _collecting(self, index: int) -> Iterator[None]:
