@@ -91,6 +91,7 @@ def broadcast_route(position: int, pipeline_size: int, node_size: int) -> tuple[
 
     It travels once to each node: from the first position to the first of every node, and from there to the others.
     """
+    # One message a node: the links between nodes are the slow ones, and the others pass it on meanwhile.
     firsts = range(0, pipeline_size, node_size)
     first = position - position % node_size
     own = list(range(first + 1, min(first + node_size, pipeline_size)))
@@ -146,6 +147,7 @@ class Placement(NamedTuple):
         rounds: list[tuple[set[int], list[int]]] = []
         for lower in filter(self.is_crossed, range(self.num_stages)):
             ends = {self.rank_of(lower), self.rank_of(lower + 1)}
+            # The first round in which neither rank has a boundary yet: two of one rank would make it wait for itself.
             free = next((entry for entry in rounds if not entry[0] & ends), None)
             if free is None:
                 free = (set(), [])
