@@ -43,6 +43,7 @@ class GroupMaker:
             _allow_open_files(_OPEN_FILES + _OPEN_FILES_OF_A_RANK * dist.get_world_size())
             # With gloo on GPUs too: control messages are made on the host, and NCCL sends from devices only.
             self.control = dist.new_group(timeout=self.timeout, backend="gloo")
+            # With the world's: Trainer itself waits in it, under the same limit and the same abort.
             self.made = [dist.group.WORLD, self.control]
             # Transfers in the world group need its communicator, which only all ranks together can make.
             self._connect(None, "all ranks")
@@ -144,6 +145,7 @@ def why_not_reached() -> str | None:
 
     gloo listens at the address that the host's own name resolves to, or at the loopback if it resolves to none.
     """
+    # On one machine the loopback serves, and an interface named by the user is taken at its word.
     several = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) < int(os.environ.get("WORLD_SIZE") or 0)
     if not several or os.environ.get("GLOO_SOCKET_IFNAME") or _loopback_of(os.environ.get("MASTER_ADDR", "")):
         return None

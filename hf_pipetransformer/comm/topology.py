@@ -30,6 +30,7 @@ from hf_pipetransformer.schedules.placement import (
 
 T = TypeVar("T")
 
+# Large enough that the bytes outweigh the start of an all-reduce, small enough to be over at once on slow links.
 _MEASURED_BYTES = 2**22
 _MEASUREMENTS = 4
 
@@ -311,6 +312,7 @@ class Topology:
         Collective: call on every rank of two or more; all get the result of the pair's first rank.
         """
         device = self._maker.device
+        # In float32, which every backend takes.
         message = torch.zeros(max(1, message_bytes // 4), device=device)
         reduced = torch.zeros(max(1, reduced_bytes // 4), device=device)
         hops, reductions = [], []

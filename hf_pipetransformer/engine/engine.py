@@ -71,6 +71,7 @@ class Wire:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def send(self, tensor: torch.Tensor) -> Pending:
+        # A backend sends memory as it lies, and its send must not keep the graph of the forward alive.
         tensor = tensor.detach().contiguous()
         return _Posted(tensor, post([with_tensor(self._outgoing, tensor)]), self._timeout, self._sending)
 
@@ -140,6 +141,7 @@ class ActionListRun:
         # Stages with backwards. The others are frozen, so their forwards run without autograd.
         self._active = _trained(actions)
         self._position = 0
+        # Keyed by transfer, as a table may post several receives before it takes the first.
         self._arriving: dict[Action, Pending] = {}
         self._to_send: dict[Action, torch.Tensor] = {}
         self._leaving: dict[Action, Pending] = {}
@@ -191,6 +193,7 @@ class ActionListRun:
 
     def take_results(self) -> list[Any]:
         """Return the last stage's outputs since the previous call, in micro-batch order; empty on other ranks."""
+        # Taken away: in a window that runs on, the next call must not count them again.
         results, self._results = self._results, {}
         return [results[i] for i in sorted(results)]
 

@@ -159,6 +159,7 @@ class ModelProgram(StageProgram):
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
     def begin(self, actions: ActionList) -> None:
+        # A run that an error ended has left graphs behind, which would hold their memory through this one.
         self._held.clear()
         self.weight_gradients.clear()
         self.embeddings.clear()
@@ -219,6 +220,7 @@ class ModelProgram(StageProgram):
             # The loss of a part without items is nan, and 0 times nan would spoil all gradients.
             elif micro_batch.weight:
                 (output * (micro_batch.weight * micro_batch.loss_scale)).backward()
+        # Behind the backward, in which the rows arrive; before it there would be nothing new to add.
         self.embeddings.add_if_many()
         if self.contexts is not None:
             self.contexts.end_backward(micro_batch.place)

@@ -110,6 +110,7 @@ class StepMeter:
         self._start = time.perf_counter()
         self._ends = self._two_events() if self.device.type == "cuda" else None
         if self._ends is not None:
+            # On the stream of the computation, so that the step begins when the device gets to it.
             self._ends[0].record()
         # Other steps are timed as a whole only, see `_latest`.
         if self._num_begun > self._skip and not self.is_done:

@@ -131,7 +131,7 @@ class StageRunner:
         self.norms = GradientNorms(stage)
         self._copies = CopyStream(stage.settings.device)
         self._layout_seen: Layout | None = None
-        self._of_training: dict[tuple[int, int, bool], ActionList] = {}
+        self._of_training: dict[tuple[int, int, bool], tuple[ActionList, Counter[int]]] = {}
         self._actions_seen: ActionList = ()
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
         self._growth: float | None = None
@@ -156,10 +156,8 @@ class StageRunner:
             if batch.reference is not None:
                 cut = self._with_reference(cut, batch.reference, batch.prepare)
             num_slices, is_joined = max(1, len(bounds) - 1), self._plan_head(batch, cut, watches)
-            actions = self._actions_of_training(len(cut) // num_slices, num_slices, is_joined)
-            # Each action except a send looks up its micro-batch once.
-            uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
-            run = stage.engine.begin(actions, OnDevice(cut, uses, batch.prepare, self._copies))
+            actions, uses = self._actions_of_training(len(cut) // num_slices, num_slices, is_joined)
+            run = stage.engine.begin(actions, OnDevice(cut, uses.copy(), batch.prepare, self._copies))
             for stop in self._stops(actions, is_last_batch):
                 run.advance(before=stop)
             shares = run.drain()
@@ -210,8 +208,7 @@ class StageRunner:
         Collective: call on every rank of the pipeline.
         """
         actions = self._actions(FORWARD_ONLY[self.stage.layout.placement], len(cut))
-        uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
-        parts = OnDevice([replace(part, forward=reference) for part in cut], uses, prepare, self._copies)
+        parts = OnDevice([replace(part, forward=reference) for part in cut], _uses(actions), prepare, self._copies)
         found = self.stage.engine.begin(actions, parts, is_training=False).drain()
         # Results come out on the last stage alone, whose head is the one to read the entries.
         if not found:
@@ -392,8 +389,10 @@ class StageRunner:
             sender.flush()
         return recv_object(source, control, "receiving the predictions") if groups.is_first else outline
 
-    def _actions_of_training(self, num_microbatches: int, num_token_slices: int, is_joined: bool) -> ActionList:
-        """Return the action list of a batch, found once for a layout; `is_joined`: its head runs once."""
+    def _actions_of_training(
+        self, num_microbatches: int, num_token_slices: int, is_joined: bool
+    ) -> tuple[ActionList, Counter[int]]:
+        """Return the actions of a batch and their `_uses`, found once for a layout; `is_joined`: its head runs once."""
         layout, key = self.stage.layout, (num_microbatches, num_token_slices, is_joined)
         # By identity: a new layout has other stages, and lists of an old one are not asked for again.
         if layout is not self._layout_seen:
@@ -401,7 +400,8 @@ class StageRunner:
         if key not in self._of_training:
             schedule = find_schedule(layout.schedule)
             schedule = forwards_first(schedule) if is_joined else schedule
-            self._of_training[key] = self._actions(schedule, num_microbatches, num_token_slices)
+            actions = self._actions(schedule, num_microbatches, num_token_slices)
+            self._of_training[key] = actions, _uses(actions)
         return self._of_training[key]
 
     def _actions(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> ActionList:
@@ -470,6 +470,11 @@ class StageRunner:
         if self.stage.groups.pipeline_size == 1:
             return [()] * len(parts)
         return [self.activation.of(part) for part in parts]
+
+
+def _uses(actions: ActionList) -> Counter[int]:
+    """Return how many actions look up each micro-batch: all but the sends, each of them once."""
+    return Counter(action.micro_batch for action in actions if action.op not in SENDS)
 
 
 def _joined_outputs(outputs: list[Any], inputs: dict[str, Any], parts: Sequence[MicroBatch], count: int) -> Any:
