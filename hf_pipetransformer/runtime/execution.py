@@ -392,7 +392,7 @@ class StageRunner:
     def _actions_of_training(
         self, num_microbatches: int, num_token_slices: int, is_joined: bool
     ) -> tuple[ActionList, Counter[int]]:
-        """Return the actions of a batch and their `_uses`, found once for a layout; `is_joined`: its head runs once."""
+        """Return the actions of a batch and their `_uses`, found once a layout; `is_joined`: its head runs once."""
         layout, key = self.stage.layout, (num_microbatches, num_token_slices, is_joined)
         # By identity: a new layout has other stages, and lists of an old one are not asked for again.
         if layout is not self._layout_seen:
