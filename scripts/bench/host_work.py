@@ -32,7 +32,8 @@ FEW, MANY = 8, 16
 SETTLED, COUNTED = 15, 3
 """Steps before the first that counts, among them all that are timed for the plan; and steps that count."""
 LENGTH, WIDTH = 8, 32
-CONTENDERS = {"plain Trainer": 1, "one stage": 1, "two stages": 2, "two stages, the engine alone": 2}
+ENGINE = "two stages, the engine alone"
+CONTENDERS = {"plain Trainer": 1, "one stage": 1, "two stages": 2, ENGINE: 2}
 """Each with its number of processes."""
 
 
@@ -41,13 +42,17 @@ class Counting(TrainerCallback):
 
     def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         if state.global_step == SETTLED:
-            control("--instr=on")
-            control("--zero")
+            begin_counting()
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         if state.global_step == SETTLED + COUNTED:
             control("--dump")
-            control("--instr=off")
+
+
+def begin_counting() -> None:
+    """Count from here on; before, Valgrind runs a process many times as fast."""
+    control("--instr=on")
+    control("--zero")
 
 
 def control(command: str) -> None:
@@ -67,11 +72,9 @@ def train(name: str, count: int) -> None:
         make_trainer(given, 1, Trainer, gradient_accumulation_steps=count, **options).train()
         return
     stages = CONTENDERS[name]
-    own = {"pipeline_parallel_size": stages, "pipeline_parallel_num_microbatches": count}
-    make_trainer(
-        given, count * stages, **own, **options, elastic=False, pipeline_schedule="1f1b", pipeline_timeout=600,
-        activation_cache="off", pipeline_gather_at_end="never",
-    ).train()  # fmt: skip
+    options |= {"pipeline_parallel_size": stages, "pipeline_parallel_num_microbatches": count, "pipeline_timeout": 600}
+    options |= {"elastic": False, "pipeline_schedule": "1f1b", "activation_cache": "off"}
+    make_trainer(given, count * stages, **options, pipeline_gather_at_end="never").train()
 
 
 class Nothing:
@@ -101,15 +104,15 @@ def run_engine(count: int) -> None:
     parts = [MicroBatch(i, {}, 1.0, shape, lambda _: None) for i in range(count)]
     for step in range(SETTLED + COUNTED):
         if step == SETTLED:
-            control("--instr=on")
-            control("--zero")
+            begin_counting()
         engine.begin(actions, parts).drain()
     control("--dump")
-    control("--instr=off")
 
 
 def count_instructions(folder: Path, name: str, count: int) -> list[int]:
     """Run a contender under Valgrind, and return the instructions of one step by rank."""
+    if shutil.which("valgrind") is None:
+        raise FileNotFoundError("This counts with Valgrind, which is not there: apt-get install valgrind")
     command = ["torchrun", "--standalone", f"--nproc_per_node={CONTENDERS[name]}", "--no-python"]
     # Threads apart, so that heartbeats, which come by the clock, do not count.
     command += ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes"]
@@ -123,11 +126,11 @@ def count_instructions(folder: Path, name: str, count: int) -> list[int]:
     return [int(re.search(r"^summary: (\d+)", text, re.MULTILINE)[1]) // COUNTED for text in found]  # type: ignore[index]
 
 
-@experiment("host_work.json", minutes=30, quick_minutes=30)
+@experiment("host_work.json", minutes=15, quick_minutes=2)
 def host_work(settings: Settings) -> dict[str, Any]:
     """Instructions of the host for a micro-batch: one stage beside plain Trainer, two stages, and the engine alone."""
     results: dict[str, Any] = {}
-    for name in CONTENDERS:
+    for name in settings.of(list(CONTENDERS), [ENGINE]):
         few, many = (count_instructions(settings.folder, name, count) for count in (FEW, MANY))
         for rank, (less, more) in enumerate(zip(few, many, strict=True)):
             key = name if len(few) == 1 else f"{name}, stage {rank}"
@@ -138,7 +141,7 @@ def host_work(settings: Settings) -> dict[str, Any]:
 
 if __name__ == "__main__":
     name, count = sys.argv[1], int(sys.argv[2])
-    if name.endswith("alone"):
+    if name == ENGINE:
         dist.init_process_group("gloo")
         run_engine(count)
         dist.destroy_process_group()
