@@ -33,7 +33,8 @@ import hf_pipetransformer
 from hf_pipetransformer.cache.opening import cache_base
 from hf_pipetransformer.cache.planner import measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
-from hf_pipetransformer.comm.errors import FaultBoard, guarded, is_second_hand
+from hf_pipetransformer.comm.errors import guarded, is_second_hand
+from hf_pipetransformer.comm.fault_board import FaultBoard
 from hf_pipetransformer.comm.groups import SAID_OF_SOCKETS, share_gpus, why_not_reached
 from hf_pipetransformer.comm.topology import Topology, get_topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments

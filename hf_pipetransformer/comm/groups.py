@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -22,6 +23,8 @@ from hf_pipetransformer.comm.transfers import close_connections, complete, recei
 _OPEN_FILES = 4096
 _OPEN_FILES_OF_A_RANK = 8
 """gloo opens a socket per other member and group: for all ranks together, then for the replicas of each K."""
+
+_GROUP_THREADS_SECONDS = 0.2
 
 
 class GroupMaker:
@@ -40,6 +43,7 @@ class GroupMaker:
             _allow_open_files(_OPEN_FILES + _OPEN_FILES_OF_A_RANK * dist.get_world_size())
             # With gloo on GPUs too: control messages are made on the host, and NCCL sends from devices only.
             self.control = dist.new_group(timeout=self.timeout, backend="gloo")
+            # With the world's: Trainer itself waits in it, under the same limit and the same abort.
             self.made = [dist.group.WORLD, self.control]
             # Transfers in the world group need its communicator, which only all ranks together can make.
             self._connect(None, "all ranks")
@@ -121,6 +125,16 @@ class GroupMaker:
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
 
 
+def let_group_threads_finish() -> None:
+    """Sleep briefly, with the GIL released, before groups or the interpreter are torn down.
+
+    The thread of a gloo group drops the tensors of its last collective shortly after the caller has returned, and
+    needs the GIL to do so. If the interpreter exits at that moment, the process aborts after a successful run; if the
+    group is destroyed at that moment, the two deadlock.
+    """
+    time.sleep(_GROUP_THREADS_SECONDS)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -131,6 +145,7 @@ def why_not_reached() -> str | None:
 
     gloo listens at the address that the host's own name resolves to, or at the loopback if it resolves to none.
     """
+    # On one machine the loopback serves, and an interface named by the user is taken at its word.
     several = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) < int(os.environ.get("WORLD_SIZE") or 0)
     if not several or os.environ.get("GLOO_SOCKET_IFNAME") or _loopback_of(os.environ.get("MASTER_ADDR", "")):
         return None

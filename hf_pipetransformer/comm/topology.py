@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import atexit
-import math
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, groupby, product
+from itertools import product
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import LAUNCH_HINT, PipelineError, guarded, set_present_limit
-from hf_pipetransformer.comm.groups import GroupMaker, synchronize
+from hf_pipetransformer.comm.groups import GroupMaker, let_group_threads_finish, synchronize
 from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast_tree, complete, receiving, sending
-from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
+from hf_pipetransformer.schedules.placement import (
+    Placement,
+    broadcast_route,
+    nodes_of,
+    pipeline_sizes,
+    ranks_in_a_row,
+    why_no_spanning,
+)
 
 
 T = TypeVar("T")
 
+# Large enough that the bytes outweigh the start of an all-reduce, small enough to be over at once on slow links.
 _MEASURED_BYTES = 2**22
 _MEASUREMENTS = 4
-_GROUP_THREADS_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -105,11 +111,8 @@ class Topology:
     def __init__(self, timeout: float, local_world_size: int | None) -> None:
         self.timeout = timeout
         self._maker = GroupMaker(timeout)
-        self.is_distributed, self.rank, self.control = (
-            self._maker.is_distributed,
-            self._maker.rank,
-            self._maker.control,
-        )
+        self.is_distributed, self.rank = self._maker.is_distributed, self._maker.rank
+        self.control = self._maker.control
         self.world_size = dist.get_world_size() if self.is_distributed else 1
         self._places: dict[int, PipelineGroups] = {}
         self._groups: dict[Placement, PipelineGroups] = {}
@@ -309,6 +312,7 @@ class Topology:
         Collective: call on every rank of two or more; all get the result of the pair's first rank.
         """
         device = self._maker.device
+        # In float32, which every backend takes.
         message = torch.zeros(max(1, message_bytes // 4), device=device)
         reduced = torch.zeros(max(1, reduced_bytes // 4), device=device)
         hops, reductions = [], []
@@ -391,48 +395,6 @@ def host_name() -> str:
     return f"{platform.node()} {boot}"
 
 
-def ranks_in_a_row(hosts: Sequence[str], local_sizes: Sequence[int | None]) -> int:
-    """Return the largest length whose multiples all start and end on one node; K must divide it.
-
-    `local_sizes` are the ranks per node according to each rank's launcher; None where it gave no number.
-    """
-    return math.gcd(*map(len, nodes_of(hosts)), *(size for size in local_sizes if size))
-
-
-def nodes_of(hosts: Sequence[str]) -> list[range]:
-    """Split the ranks into ranges of neighbors on one machine, given each rank's machine name."""
-    ends = list(accumulate(len(list(node)) for _, node in groupby(hosts)))
-    return [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
-
-
-def why_no_spanning(hosts: Sequence[str], local_sizes: Sequence[int | None]) -> str | None:
-    """Return why no pipeline may span nodes, for the arguments of `ranks_in_a_row`; None if one may."""
-    nodes, length = nodes_of(hosts), ranks_in_a_row(hosts, local_sizes)
-    if len(nodes) > len(set(hosts)):
-        return (
-            "The ranks of a node are not in a row: let the launcher fill one node after the other (mpirun --map-by "
-            "slot, srun --distribution=block)."
-        )
-    if {length} in ({len(node) for node in nodes}, set(local_sizes)):
-        return None
-    return (
-        f"A pipeline spans equal nodes only, found nodes of {', '.join(str(len(node)) for node in nodes)} processes."
-    )
-
-
-def broadcast_route(position: int, pipeline_size: int, node_size: int) -> tuple[int | None, list[int]]:
-    """Return from where a position of a pipeline gets what the first one reads, None there, and where it passes it on.
-
-    It travels once to each node: from the first position to the first of every node, and from there to the others.
-    """
-    firsts = range(0, pipeline_size, node_size)
-    first = position - position % node_size
-    own = list(range(first + 1, min(first + node_size, pipeline_size)))
-    if position == 0:
-        return None, [*own, *firsts[1:]]
-    return (0, own) if position == first else (first, [])
-
-
 _TOPOLOGIES: dict[tuple[Any, float, int | None], Topology] = {}
 
 
@@ -459,16 +421,6 @@ def check_connected() -> None:
             "The processes have parted: an earlier trainer's end() has left the process group, and a new trainer "
             "needs it. Call end() once, on the last trainer of the script."
         )
-
-
-def let_group_threads_finish() -> None:
-    """Sleep briefly, with the GIL released, before groups or the interpreter are torn down.
-
-    The thread of a gloo group drops the tensors of its last collective shortly after the caller has returned, and
-    needs the GIL to do so. If the interpreter exits at that moment, the process aborts after a successful run; if the
-    group is destroyed at that moment, the two deadlock.
-    """
-    time.sleep(_GROUP_THREADS_SECONDS)
 
 
 def _seconds(device: torch.device, call: Callable[[], Any]) -> float:

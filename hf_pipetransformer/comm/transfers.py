@@ -59,6 +59,7 @@ def pack(tree: Any) -> torch.Tensor:
     Raises:
         TypeError: a leaf is neither a tensor nor a JSON value.
     """
+    # Filled by `_describe` in the order in which `unpack` meets the tensors.
     chunks: list[torch.Tensor] = []
     description = _describe(tree, chunks)
     header = json.dumps(description).encode()
@@ -127,6 +128,7 @@ def _describe(tree: Any, chunks: list[torch.Tensor]) -> Any:
     )
 
 
+# Far above the tags of other transfers, which are 0 throughout.
 _CLOSING_TAG, _MOMENT = 2**20, timedelta(milliseconds=1)
 
 Transfer = dist.P2POp
@@ -141,6 +143,14 @@ def sending(tensor: torch.Tensor, peer: int, group: Any) -> Transfer:
 def receiving(tensor: torch.Tensor, peer: int, group: Any) -> Transfer:
     """Return the receive of global rank `peer`'s next message into a contiguous `tensor`."""
     return dist.P2POp(dist.irecv, tensor, peer, group)
+
+
+def with_tensor(like: Transfer, tensor: torch.Tensor) -> Transfer:
+    """Return the transfer of another tensor on the way of `like`."""
+    # Not a call of `P2POp`, whose search for the ranks takes as long as the transfer's start.
+    transfer = object.__new__(Transfer)
+    vars(transfer).update(vars(like), tensor=tensor)
+    return transfer
 
 
 def post(transfers: Sequence[Transfer]) -> list[Any]:
@@ -317,6 +327,7 @@ def in_rounds(sizes: Sequence[int], limit: int | None = None) -> list[range]:
     return [*rounds, range(start, len(sizes))] if sizes else []
 
 
+# Of the process, not of a topology: connections outlast the trainers that made them.
 _connected: set[tuple[int, bool]] = set()
 """Ranks that this one has sent device tensors to, or received from, over the world group."""
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from hf_pipetransformer.comm.errors import wait_for
-from hf_pipetransformer.comm.transfers import post, receiving, sending
+from hf_pipetransformer.comm.transfers import post, receiving, sending, with_tensor
+from hf_pipetransformer.engine.timing import NOTHING
 from hf_pipetransformer.schedules import BEGINS_BACKWARD, Action, ActionList, Op
 
 
@@ -42,39 +44,44 @@ class Link(Protocol):
         """Return a filler message."""
 
 
-@dataclass(frozen=True)
 class Wire:
-    """Link to the global rank `peer`. `timeout` is in seconds per transfer.
+    """Link to the global rank `peer`, described in errors. `timeout` is in seconds per transfer.
 
     Use the process group of the two ranks for nothing else, because messages match by order, and warm it up first:
     otherwise the first transfer blocks the host.
     """
 
-    peer: int
-    group: Any
-    description: str
-    dtype: torch.dtype
-    device: torch.device
-    timeout: float
+    def __init__(
+        self, peer: int, group: Any, description: str, dtype: torch.dtype, device: torch.device, timeout: float
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        # On a GPU a wait with a timeout blocks the host until the transfer is done; without one it orders streams.
+        self._timeout = timeout if device.type == "cpu" else None
+        self._receiving, self._sending = f"receiving {description}", f"sending {description}"
+        # Each message is a copy of one of these, with a tensor of its own.
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        self._incoming, self._outgoing = receiving(nothing, peer, group), sending(nothing, peer, group)
 
     def receive(self, shape: tuple[int, ...]) -> Pending:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return _Posted(tensor, post([receiving(tensor, self.peer, self.group)]), f"receiving {self.description}", self)
+        return _Posted(tensor, post([with_tensor(self._incoming, tensor)]), self._timeout, self._receiving)
 
     def zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def send(self, tensor: torch.Tensor) -> Pending:
+        # A backend sends memory as it lies, and its send must not keep the graph of the forward alive.
         tensor = tensor.detach().contiguous()
-        return _Posted(tensor, post([sending(tensor, self.peer, self.group)]), f"sending {self.description}", self)
+        return _Posted(tensor, post([with_tensor(self._outgoing, tensor)]), self._timeout, self._sending)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Posted:
     tensor: torch.Tensor
     works: list[Any]
+    timeout: float | None
     what: str
-    wire: Wire
 
     def wait(self) -> torch.Tensor:
         """Wait for the transfer.
@@ -82,9 +89,8 @@ class _Posted:
         Raises:
             PeerLostError: the neighbor died, or `pipeline_timeout` passed.
         """
-        # On a GPU a wait with a timeout blocks the host until the transfer is done; without one it orders streams.
         for work in self.works:
-            wait_for(work, self.wire.timeout if self.tensor.is_cpu else None, self.what)
+            wait_for(work, self.timeout, self.what)
         return self.tensor
 
 
@@ -135,6 +141,7 @@ class ActionListRun:
         # Stages with backwards. The others are frozen, so their forwards run without autograd.
         self._active = _trained(actions)
         self._position = 0
+        # Keyed by transfer, as a table may post several receives before it takes the first.
         self._arriving: dict[Action, Pending] = {}
         self._to_send: dict[Action, torch.Tensor] = {}
         self._leaving: dict[Action, Pending] = {}
@@ -186,6 +193,7 @@ class ActionListRun:
 
     def take_results(self) -> list[Any]:
         """Return the last stage's outputs since the previous call, in micro-batch order; empty on other ranks."""
+        # Taken away: in a window that runs on, the next call must not count them again.
         results, self._results = self._results, {}
         return [results[i] for i in sorted(results)]
 
@@ -221,7 +229,9 @@ class ActionListRun:
         received = self._take(links.forward_in, action, Op.RECEIVE_FORWARD)
         run = program.forward if self.is_training else program.predict
         is_trained = self.is_training and chunk in self._active
-        with torch.set_grad_enabled(is_trained), self.meter.part("forward"), self.meter.tracing(action):
+        # To set the mode takes longer than to ask for it, and in training it mostly is the right one.
+        mode = NOTHING if torch.is_grad_enabled() == is_trained else torch.set_grad_enabled(is_trained)
+        with mode, self.meter.part("forward"), self.meter.tracing(action):
             result = run(self.micro_batches[i], received)
         if links.forward_out is None:
             self._results[i] = result
@@ -234,7 +244,7 @@ class ActionListRun:
         program, links = self.programs[chunk], self.links[chunk]
         received = self._take(links.backward_in, action, Op.RECEIVE_BACKWARD)
         # The peer has run its backward, so it has received the activation: this wait returns at once and frees it.
-        self._let_go([action._replace(op=Op.SEND_FORWARD)])
+        self._let_go([_with_op(action, Op.SEND_FORWARD)])
         run = program.backward if op is Op.BACKWARD else program.backward_input
         with self.meter.part("backward"), self.meter.tracing(action):
             gradient = run(self.micro_batches[i], received)
@@ -251,7 +261,7 @@ class ActionListRun:
         if isinstance(to, Local):
             self._arriving[Action(receive, action.micro_batch, to.chunk)] = _Here(tensor)
         else:
-            self._to_send[action._replace(op=send)] = tensor
+            self._to_send[_with_op(action, send)] = tensor
 
     def _post_receive(self, action: Action) -> None:
         links = self.links[action.chunk]
@@ -277,7 +287,7 @@ class ActionListRun:
         """Return the tensor that `action` consumes, waiting for its transfer; None at an end of the pipeline."""
         if link is None:
             return None
-        transfer = action._replace(op=receive)
+        transfer = _with_op(action, receive)
         pending = self._arriving.pop(transfer, None)
         # Only a wrong table gets here; waiting would hang instead of saying so.
         if pending is None:
@@ -312,7 +322,13 @@ _HANDLERS: dict[Op, Callable[[ActionListRun, Action], None]] = {
 }
 
 
-@dataclass(frozen=True)
+@lru_cache(maxsize=4096)
+def _with_op(action: Action, op: Op) -> Action:
+    """Return the transfer or computation of another kind for the same micro-batch; those of a schedule recur."""
+    return action._replace(op=op)
+
+
+@dataclass
 class _Here:
     tensor: torch.Tensor
 

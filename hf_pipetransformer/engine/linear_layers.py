@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,13 +27,18 @@ from hf_pipetransformer.comm.errors import PipelineError
 _CAST_BY_AUTOCAST = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-@contextmanager
-def replaced_forwards(modules: Iterable[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forwards(modules: Iterable[nn.Module], forward: Callable[..., Any]) -> AbstractContextManager[None]:
     """Call `forward(module, ...)` instead of the modules' own forwards inside, where gradients are computed.
 
     Modules that are already overridden, for example by the stage view, are left alone.
     """
     own = [each for each in modules if "forward" not in vars(each)] if torch.is_grad_enabled() else []
+    # Mostly there is nothing to replace, and each micro-batch passes here several times.
+    return _replaced(own, forward) if own else nullcontext()
+
+
+@contextmanager
+def _replaced(own: list[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
     for module in own:
         vars(module)["forward"] = partial(forward, module)
     try:
@@ -137,12 +142,15 @@ class WeightGradients:
         """Make forwards inside defer their weight gradients. Their backwards must then run inside `put_off`."""
         return replaced_forwards(self.layers, partial(_split_linear, self))
 
-    @contextmanager
-    def put_off(self, index: int) -> Iterator[None]:
+    def put_off(self, index: int) -> AbstractContextManager[None]:
         """Collect the weight gradients of backwards inside for `accumulate(index)`.
 
         Forwards recomputed inside (the model's own activation checkpointing) are deferred as well.
         """
+        return self._collecting(index) if self.layers else nullcontext()
+
+    @contextmanager
+    def _collecting(self, index: int) -> Iterator[None]:
         self._current = self._put_off.setdefault(index, deque())
         try:
             with self.split_linears():
@@ -152,7 +160,9 @@ class WeightGradients:
 
     def accumulate(self, index: int) -> None:
         """Add the deferred gradients of a micro-batch to `.grad`, firing each parameter's hooks once."""
-        entries = self._put_off.pop(index, deque())
+        entries = self._put_off.pop(index, None)
+        if entries is None:
+            return
         left = Counter(id(parameter) for entry in entries for parameter in entry.parameters)
         sums: dict[int, torch.Tensor] = {}
         # One by one, so that each activation is freed as soon as its gradient is made.

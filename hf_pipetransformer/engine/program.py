@@ -53,6 +53,13 @@ class MicroBatch:
     step: int = 0
     ends_before_head: bool = False
 
+    def with_inputs(self, inputs: dict[str, Any]) -> MicroBatch:
+        """Return a copy with other inputs."""
+        # `dataclasses.replace` would look at every field again, for each micro-batch of each step.
+        found = object.__new__(MicroBatch)
+        vars(found).update(vars(self), inputs=inputs)
+        return found
+
 
 class MicroBatches(Protocol):
     """Lookup of micro-batches by number."""
@@ -152,6 +159,7 @@ class ModelProgram(StageProgram):
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
     def begin(self, actions: ActionList) -> None:
+        # A run that an error ended has left graphs behind, which would hold their memory through this one.
         self._held.clear()
         self.weight_gradients.clear()
         self.embeddings.clear()
@@ -212,6 +220,7 @@ class ModelProgram(StageProgram):
             # The loss of a part without items is nan, and 0 times nan would spoil all gradients.
             elif micro_batch.weight:
                 (output * (micro_batch.weight * micro_batch.loss_scale)).backward()
+        # Behind the backward, in which the rows arrive; before it there would be nothing new to add.
         self.embeddings.add_if_many()
         if self.contexts is not None:
             self.contexts.end_backward(micro_batch.place)

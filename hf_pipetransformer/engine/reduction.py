@@ -219,6 +219,7 @@ class GradientReducer:
         """
         # Of unused parameters no gradient came; they must not count for the next step.
         self._final.clear()
+        # A bucket with an unused parameter never fills by itself, and other replicas wait for it.
         while self._next < len(self.buckets):
             self._launch_next()
         for bucket in self.buckets:
@@ -294,6 +295,7 @@ def _read(parts: Sequence[torch.Tensor]) -> list[list[float]]:
 def _in_buckets(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
     buckets: list[list[torch.nn.Parameter]] = []
     size = 0
+    # From the last layer down, as the backward gives gradients, so that the first bucket is full first.
     for parameter in reversed(parameters):
         num_bytes = parameter.numel() * parameter.element_size()
         # A bucket is one flat tensor, and so of one dtype.

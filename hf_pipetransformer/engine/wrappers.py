@@ -34,6 +34,7 @@ def recomputed_micro_batches(actions: ActionList, chunk: int, mode: str) -> froz
     Micro-batches whose backward follows immediately are left out, because recomputing them would save no memory.
     `mode` is `never`, `always`, or `except_last` (all but the last micro-batch).
     """
+    # Those of the whole list: a window may have forwards whose backward comes with the next list.
     forwards = {i for op, i, own in actions if (op, own) == (Op.FORWARD, chunk)}
     computations = [action for action in actions if action.op in COMPUTATIONS]
     at_once = {
@@ -84,6 +85,7 @@ class RecomputingProgram(ProgramWrapper):
         if not torch.is_grad_enabled() or micro_batch.index not in self._recomputed:
             return self.program.forward(micro_batch, received)
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        # Taken before the forward: it draws from these states, and the second run must draw the same.
         self._starts[micro_batch.index] = _Start(received, torch.get_rng_state(), cuda)
         with torch.no_grad():
             return self.program.forward(micro_batch, received)

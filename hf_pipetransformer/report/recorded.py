@@ -51,7 +51,7 @@ class RecordedRun:
         events: events in order, without those that a resumed run repeated; `at_s` is the seconds since the start.
         entries: log entries in order.
         results: values of the results files.
-        trace: events of the newest trace of a step, see `engine.trace`.
+        trace: events of the newest trace of a step, see `engine.timing`.
         best: None if no metric was followed.
         after: values that were logged after the training, such as those of `evaluate()`.
         estimates_time: seconds are `train_runtime` spread evenly over the steps.

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import TrainerControl, TrainerState
 
-from hf_pipetransformer.comm.errors import OUT_OF_MEMORY_REMEDY, FaultBoard, PipelineError, is_second_hand
+from hf_pipetransformer.comm.errors import OUT_OF_MEMORY_REMEDY, PipelineError, is_second_hand
+from hf_pipetransformer.comm.fault_board import FaultBoard
 from hf_pipetransformer.report import failure, logger
 from hf_pipetransformer.report.files import FindCheckpoint, note_space
 

@@ -148,9 +148,7 @@ class StageRunner:
             # A loss of the whole batch needs what enters the head in all of its micro-batches.
             schedule = forwards_first(schedule) if is_joined else schedule
             actions = self.actions(schedule, len(cut) // num_slices, num_slices)
-            # Each action except a send looks up its micro-batch once.
-            uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
-            run = stage.engine.begin(actions, OnDevice(cut, uses, batch.prepare, self._copies))
+            run = stage.engine.begin(actions, OnDevice(cut, _uses(actions), batch.prepare, self._copies))
             for stop in self._stops(actions, is_last_batch):
                 run.advance(before=stop)
             shares = run.drain()
@@ -200,8 +198,7 @@ class StageRunner:
         Collective: call on every rank of the pipeline.
         """
         actions = self.actions(FORWARD_ONLY[self.stage.layout.placement], len(cut))
-        uses = Counter(action.micro_batch for action in actions if action.op not in SENDS)
-        parts = OnDevice([replace(part, forward=reference) for part in cut], uses, prepare, self._copies)
+        parts = OnDevice([replace(part, forward=reference) for part in cut], _uses(actions), prepare, self._copies)
         found = self.stage.engine.begin(actions, parts, is_training=False).drain()
         # Results come out on the last stage alone, whose head is the one to read the entries.
         if not found:
@@ -397,6 +394,11 @@ class StageRunner:
         return bounds if len(bounds) > 2 else ()
 
 
+def _uses(actions: ActionList) -> Counter[int]:
+    """Return how many actions look up each micro-batch: all but the sends, each of them once."""
+    return Counter(action.micro_batch for action in actions if action.op not in SENDS)
+
+
 def _joined_outputs(outputs: list[Any], inputs: dict[str, Any], parts: Sequence[MicroBatch], count: int) -> Any:
     """Return the outputs of `count` parts of a batch as one; None if they have no row for each sample."""
     rows, sequences = rows_per_sample(inputs), sequences_of(inputs)
@@ -437,7 +439,7 @@ class OnDevice(Sequence[MicroBatch]):
         if i not in self._there:
             self._fetch(i)
             inputs = self._coming.pop(i).on_device()
-            self._there[i] = replace(self._parts[i], inputs=inputs)
+            self._there[i] = self._parts[i].with_inputs(inputs)
             # Ahead, so that the copy runs beside the computations of this one.
             self._fetch(i + 1)
         self._num_left[i] -= 1

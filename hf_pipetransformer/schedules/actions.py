@@ -41,6 +41,9 @@ class Op(Enum):
     SEND_BACKWARD = "SB"
     UPDATE = "U"
 
+    # Enum's own hash is Python code, which the engine would run dozens of times for each micro-batch.
+    __hash__ = object.__hash__
+
 
 class Action(NamedTuple):
     """One entry of an action list. For an update, `micro_batch` is the index of its optimizer step."""
@@ -112,6 +115,7 @@ def add_updates(table: Table, step_sizes: Sequence[int], first_active_stage: int
 
 def _updated(actions: ActionList, ends: Sequence[int], runs_ahead: int) -> ActionList:
     """Insert the updates; `runs_ahead` is how many forwards a rank without backwards runs past those of a step."""
+    # Counted in computations: transfers lie between them in numbers that depend on the rank.
     computed = [position for position, action in enumerate(actions) if action.op in COMPUTATIONS]
     last_op = GRADIENTS_ARE_WHOLE if any(action.op in GRADIENTS_ARE_WHOLE for action in actions) else (Op.FORWARD,)
     # For each micro-batch, the index of its last computation in the actions.
@@ -119,11 +123,13 @@ def _updated(actions: ActionList, ends: Sequence[int], runs_ahead: int) -> Actio
     before: dict[int, list[Action]] = {}
     for step, end in enumerate(ends):
         last = end - 1 + runs_ahead
+        # A window that ends early has no such forward any more: then the update closes the list.
         number = 0 if end == 0 else last_of[last] + 1 if last < len(last_of) else len(computed)
         position = computed[number] if number < len(computed) else len(actions)
         # Updates of empty steps are at the same place as that of the step before.
         before.setdefault(position, []).append(Action(Op.UPDATE, step))
     laid: list[Action] = []
+    # One position more than there are actions: an update may follow the last of them.
     for position in range(len(actions) + 1):
         laid += before.get(position, [])
         laid += actions[position : position + 1]
@@ -162,6 +168,7 @@ class _Laying:
         self.first_active_stage = first_active_stage
         self.left = [self._with_transfers(rank, actions) for rank, actions in enumerate(action_lists)]
         self.laid: list[list[Action]] = [[] for _ in action_lists]
+        # Only what stages of one rank hand to each other: between ranks the transfers themselves keep the order.
         self.computed: set[tuple[int, Op, int]] = set()
         """Stage, operation and micro-batch of each computation that has run."""
 
@@ -172,6 +179,7 @@ class _Laying:
             # Only a standstill changes the order, and the smaller change comes first.
             if any(moved) or any(self._put_off_receives(rank) for rank in ranks) or self._receive_for_send():
                 continue
+            # No order of transfers helps here, so a table would hang on the ranks instead of failing now.
             waiting = [str(left[-1]) for left in self.left if left]
             raise ValueError(f"Computations that wait for each other: {waiting}.")
         return tuple(map(tuple, self.laid))
@@ -186,6 +194,7 @@ class _Laying:
             found += [*filter(None, upcoming), action]
             if action.op in GIVES and self._is_sent(rank, action):
                 found.append(action._replace(op=GIVES[action.op]))
+        # Reversed, because the next action is taken from the end of a list, which is cheap.
         return found[::-1]
 
     def _receive_of(self, rank: int, computation: Action) -> Action | None:
@@ -199,6 +208,7 @@ class _Laying:
         stage = self._stage(rank, computation)
         if computation.op is Op.FORWARD:
             return self.placement.is_crossed(stage)
+        # Frozen stages have no backward that would take the gradient.
         return stage > self.first_active_stage and self.placement.is_crossed(stage - 1)
 
     def _stage(self, rank: int, action: Action) -> int:
@@ -222,6 +232,7 @@ class _Laying:
                 peer, receive = self._receive_at_peer(rank, action)
                 self.left[peer].pop()
                 self.laid[peer].append(receive)
+            # A weight gradient gives nothing that another stage could wait for.
             elif action.op in GIVES:
                 self.computed.add((self._stage(rank, action), GIVES[action.op], action.micro_batch))
             self.laid[rank].append(action)
@@ -246,6 +257,7 @@ class _Laying:
         ends = [self._receive_at_peer(rank, send) for rank, send in held]
         if not ends:
             return False
+        # The closest one changes the least; the first rank wins a tie, so that all ranks lay the same table.
         peer, receive = min(ends, key=lambda end: self.left[end[0]][::-1].index(end[1]))
         self.left[peer].remove(receive)
         self.left[peer].append(receive)
@@ -262,6 +274,7 @@ class _Laying:
         needs_one = self._receive_of(rank, action) in receives
         if action.op in COMPUTATIONS and (needs_one or not self._has_local_input(rank, action)):
             return False
+        # The receives stay in their order: messages of two stages match by it.
         left.remove(action)
         left.append(action)
         return True

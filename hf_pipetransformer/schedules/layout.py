@@ -16,6 +16,7 @@ from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement, Plans
 MOST_MICROBATCHES = 2**20
 """Upper bound on micro-batches, layers, stages and replicas in a layout read from a file."""
 
+# What `from_event` checks as whole numbers; dataclasses take any type.
 _COUNTS = frozenset(
     {"num_layers", "num_frozen_layers", "num_stages", "num_replicas", "num_microbatches", "num_chunks", "cache_level"}
 )
@@ -64,7 +65,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         expected_ends = (0, self.num_blocks)
+        # Slices, because boundaries read from a file may be empty.
         found_ends = self.boundaries[:1] + self.boundaries[-1:]
+        # Unordered ends would give empty ranges, and so stages that run nothing, without an error.
         increasing = all(low < high for low, high in zip(self.boundaries, self.boundaries[1:], strict=False))
         if len(self.boundaries) != self.num_stages + 1 or found_ends != expected_ends or not increasing:
             raise ValueError(
@@ -134,6 +137,7 @@ class Layout:
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
     def stage_of(self, block: int) -> int:
+        # A linear search: models have tens of stages at most, and the caller asks once a layout.
         return next(stage for stage in range(self.num_stages) if block in self.blocks_of(stage))
 
     def blocks_of_rank(self, rank: int) -> tuple[range, ...]:
@@ -186,6 +190,7 @@ class Layout:
 
     def as_scalars(self) -> dict[str, float]:
         """Return the metrics for trackers; empty for a layout that plain Trainer has too (K = 1, nothing frozen)."""
+        # A run like plain Trainer's has the columns of plain Trainer's in a tracker, and no more.
         if self.pipeline_size == 1 and not self.num_frozen_layers:
             return {}
         return {

@@ -6,7 +6,9 @@ works for causal models, where a token attends only to earlier ones and itself.
 
 from __future__ import annotations
 
-from itertools import accumulate
+import math
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 
@@ -53,6 +55,49 @@ def pipeline_sizes(most: int, node_size: int) -> list[int]:
     reaches `pipeline_sizes(K, node_size)`.
     """
     return [k for k in range(1, most + 1) if most % k == 0 and (node_size % k == 0 or k % node_size == 0)]
+
+
+def ranks_in_a_row(hosts: Sequence[str], local_sizes: Sequence[int | None]) -> int:
+    """Return the largest length whose multiples all start and end on one node; K must divide it.
+
+    `local_sizes` are the ranks per node according to each rank's launcher; None where it gave no number.
+    """
+    return math.gcd(*map(len, nodes_of(hosts)), *(size for size in local_sizes if size))
+
+
+def nodes_of(hosts: Sequence[str]) -> list[range]:
+    """Split the ranks into ranges of neighbors on one machine, given each rank's machine name."""
+    ends = list(accumulate(len(list(node)) for _, node in groupby(hosts)))
+    return [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def why_no_spanning(hosts: Sequence[str], local_sizes: Sequence[int | None]) -> str | None:
+    """Return why no pipeline may span nodes, for the arguments of `ranks_in_a_row`; None if one may."""
+    nodes, length = nodes_of(hosts), ranks_in_a_row(hosts, local_sizes)
+    if len(nodes) > len(set(hosts)):
+        return (
+            "The ranks of a node are not in a row: let the launcher fill one node after the other (mpirun --map-by "
+            "slot, srun --distribution=block)."
+        )
+    if {length} in ({len(node) for node in nodes}, set(local_sizes)):
+        return None
+    return (
+        f"A pipeline spans equal nodes only, found nodes of {', '.join(str(len(node)) for node in nodes)} processes."
+    )
+
+
+def broadcast_route(position: int, pipeline_size: int, node_size: int) -> tuple[int | None, list[int]]:
+    """Return from where a position of a pipeline gets what the first one reads, None there, and where it passes it on.
+
+    It travels once to each node: from the first position to the first of every node, and from there to the others.
+    """
+    # One message a node: the links between nodes are the slow ones, and the others pass it on meanwhile.
+    firsts = range(0, pipeline_size, node_size)
+    first = position - position % node_size
+    own = list(range(first + 1, min(first + node_size, pipeline_size)))
+    if position == 0:
+        return None, [*own, *firsts[1:]]
+    return (0, own) if position == first else (first, [])
 
 
 PLACEMENTS = ("loop", "v")
@@ -102,6 +147,7 @@ class Placement(NamedTuple):
         rounds: list[tuple[set[int], list[int]]] = []
         for lower in filter(self.is_crossed, range(self.num_stages)):
             ends = {self.rank_of(lower), self.rank_of(lower + 1)}
+            # The first round in which neither rank has a boundary yet: two of one rank would make it wait for itself.
             free = next((entry for entry in rounds if not entry[0] & ends), None)
             if free is None:
                 free = (set(), [])

@@ -92,6 +92,7 @@ class Schedule:
             raise ValueError(
                 f"A table needs at least one rank and one micro-batch, found {pipeline_size} and {num_microbatches}."
             )
+        # On one rank there is one stage, whatever the schedule is able to do on more.
         able = self.abilities.on(pipeline_size)
         fewest, most = able.min_chunks, able.max_chunks
         if not fewest <= num_chunks <= most:
@@ -111,6 +112,7 @@ class Schedule:
             if not able.cuts_tokens or num_token_slices < 1:
                 raise ValueError(f"{self.name} cannot cut sequences into {num_token_slices} slices.")
             action_lists = in_token_slices(action_lists, num_token_slices)
+        # Frozen stages lose their backwards before the transfers are laid: nothing may be sent for them.
         table = add_transfers(drop_frozen(action_lists, placement, first_active_stage), placement, first_active_stage)
         if self.abilities.overlaps_steps:
             return add_updates(table, (1,) * num_microbatches, first_active_stage)
@@ -163,6 +165,7 @@ def in_phases(num_microbatches: int, *phases: tuple[str, int]) -> list[Action]:
     of a chunk takes the micro-batches in order, up to `num_microbatches`.
     """
     actions, taken = [], Counter[str]()
+    # Numbers go past `num_microbatches` where a phase is longer than what is left; the filter below drops those.
     for pattern, times in phases:
         for word in pattern.split() * times:
             actions.append(Action(Op(word[0]), taken[word], int(word[1:] or 0)))
@@ -222,6 +225,7 @@ def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_s
     size, num_chunks = placement.pipeline_size, placement.num_chunks
     if size == 1:
         return ONE_F_ONE_B.lay(placement, num_microbatches, first_active_stage)
+    # With fewer micro-batches than ranks one group has them all, and ranks wait for it to come round.
     num_groups = max(1, num_microbatches // size)
     # As even as can be: group sizes differ by one at most.
     sizes = [(num_microbatches + later) // num_groups for later in reversed(range(num_groups))]
@@ -233,6 +237,7 @@ def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_s
     for rank in range(size):
         warmup = min(len(forwards), (num_chunks - 1) * sizes[0] + 2 * (size - 1 - rank))
         # After the last forward as many backwards are left as the warm-up had forwards.
+        # Not strict: the warm-up has taken forwards, so that backwards are left over.
         alternating = [each for pair in zip(forwards[warmup:], backwards, strict=False) for each in pair]
         action_lists.append([*forwards[:warmup], *alternating, *backwards[len(forwards) - warmup :]])
     return action_lists
@@ -284,6 +289,7 @@ def _lay_forward_only(placement: Placement, num_microbatches: int, _first_active
         rank 0   F0 F1 F2 .          rank 0   F0   F1   F0.1 F1.1 F2   F3   F2.1 F3.1 .
         rank 1   .  F0 F1 F2         rank 1   .    F0   F1   F0.1 F1.1 F2   F3   F2.1 F3.1
     """
+    # K at a time: the first of them is back at rank 0 just when the rank has run the last one.
     starts = range(0, num_microbatches, placement.pipeline_size)
     actions = [
         Action(Op.FORWARD, i, chunk)

@@ -37,6 +37,7 @@ def lay_greedily(placement: Placement, num_microbatches: int, first_active_stage
         queues.append(
             [
                 [Action(op, i, chunk) for i in range(num_microbatches)]
+                # By urgency: others wait for input gradients, then for forwards, and nobody for weight gradients.
                 for op in (Op.BACKWARD_INPUT, Op.FORWARD, Op.BACKWARD_WEIGHT)
                 for chunk in reversed(range(placement.num_chunks))
                 if op is Op.FORWARD or stages[chunk] >= first_active_stage
@@ -115,6 +116,7 @@ class _Run:
             return True
         if stage < self.first_active_stage:
             return i < 2 or (stage + 1, True, i - 2) in self.ends
+        # If early chunks took all places, later ones could never run the backwards that free them.
         later = self.placement.num_chunks - 1 - self.placement.chunk_of(stage)
         return self.held[rank] < self.limit - later
 
@@ -150,6 +152,7 @@ def _lay_zb_h1(placement: Placement, num_microbatches: int, first_active_stage: 
         return ONE_F_ONE_B.lay(placement, num_microbatches, first_active_stage)
     action_lists = []
     for rank in range(size):
+        # The lag is counted from the first trained rank, below which nobody waits for an input gradient.
         warmup, behind = size - 1 - rank, max(0, rank - first_active_stage)
         steady = max(0, num_microbatches - warmup - behind)
         phases = ("F", warmup), ("F I", behind), ("F I W", steady), ("I W", warmup), ("W", behind)
@@ -186,6 +189,7 @@ def _lay_zb_v(placement: Placement, num_microbatches: int, first_active_stage: i
     ]
     if num_microbatches == wanted and first_active_stage < size:
         return pattern
+    # What the pattern holds at most, so that the choice below changes the time and not the memory.
     greedy = lay_greedily(placement, num_microbatches, first_active_stage, limit=2 * size)
     return shortest(placement, first_active_stage, [drop_frozen(pattern, placement, first_active_stage), greedy])
 

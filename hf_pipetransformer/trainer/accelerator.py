@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
-from hf_pipetransformer.comm.topology import let_group_threads_finish
+from hf_pipetransformer.comm.groups import let_group_threads_finish
 
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from hf_pipetransformer.engine.trace import StepTrace
+from hf_pipetransformer.engine.timing import StepTrace
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.console import NORM_OF
 from hf_pipetransformer.report.files import create

@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_pipetransformer.comm import errors
-from hf_pipetransformer.comm.errors import FaultBoard, PipelineError
+from hf_pipetransformer.comm import fault_board
+from hf_pipetransformer.comm.errors import PipelineError, guarded, is_second_hand
+from hf_pipetransformer.comm.fault_board import FaultBoard
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal
 
@@ -41,14 +42,14 @@ def test_what_a_signal_handler_raises_in_a_collective_is_its_own_cause() -> None
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(RuntimeError, match="^DataLoader worker") as caught:
-            errors.guarded(collective, "summing gradients")
+            guarded(collective, "summing gradients")
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert not isinstance(caught.value, PipelineError) and not errors.is_second_hand(caught.value)
+    assert not isinstance(caught.value, PipelineError) and not is_second_hand(caught.value)
 
 
 def test_a_fault_that_was_caught_is_no_cause_of_the_next(monkeypatch):
-    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(fault_board, "_BEAT_SECONDS", 0.01)
     board = board_over(dist.HashStore())
     for cause in ("no sound checkpoint", "another thing"):
         board.begin(together=True)
@@ -57,7 +58,7 @@ def test_a_fault_that_was_caught_is_no_cause_of_the_next(monkeypatch):
 
 
 def test_the_first_cause_is_everybodys(monkeypatch):
-    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(fault_board, "_BEAT_SECONDS", 0.01)
     board = board_over(dist.HashStore())
     board.begin(together=True)
     assert board.report("the first", is_first_hand=True) == board.report("a second", is_first_hand=True)
@@ -66,7 +67,7 @@ def test_the_first_cause_is_everybodys(monkeypatch):
 
 def test_a_fault_that_one_rank_met_alone_is_no_cause_of_the_next(monkeypatch):
     """Rank 0 saves alone and fails; its script goes on, and both train again."""
-    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(fault_board, "_BEAT_SECONDS", 0.01)
     store = dist.HashStore()
     boards = [board_over(store), board_over(store, rank=1)]
     for board in boards:
@@ -89,14 +90,14 @@ def test_a_fault_that_one_rank_met_alone_is_no_cause_of_the_next(monkeypatch):
 
 def test_who_acts_alone_is_not_told_of_a_fault_that_is_over(monkeypatch):
     """A training failed and the error was caught; `save_model()` comes next."""
-    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(fault_board, "_BEAT_SECONDS", 0.01)
     recorded: list[str] = []
     board = board_over(dist.HashStore(), 0, lambda cause, _details: recorded.append(cause))
     board.begin(together=True)
     board.report("no memory", is_first_hand=True)
     board.end()
     board.begin(together=False)
-    assert not errors._wait(lambda: bool(recorded), 0.3)
+    assert not fault_board._wait(lambda: bool(recorded), 0.3)
     assert board.report("disk full", is_first_hand=True) == "rank 0: disk full"
     board.end()
 
@@ -121,8 +122,8 @@ def test_a_rank_that_waits_for_its_device_writes_the_event_of_another_before_its
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Rank 1 runs out of memory. Rank 0 waits for a transfer on the device, which ends only with its communicator."""
-    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(errors, "_LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(fault_board, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(fault_board, "_LEAVE_SECONDS", 0.2)
     store, aborted, found = dist.HashStore(), threading.Event(), []
 
     def abort() -> None:
@@ -153,7 +154,7 @@ def test_a_rank_that_waits_for_its_device_writes_the_event_of_another_before_its
 
 def test_the_failed_rank_waits_until_the_event_is_written(monkeypatch: pytest.MonkeyPatch):
     """Its end makes a launcher kill the others."""
-    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(fault_board, "_BEAT_SECONDS", 0.01)
     store, recorded = dist.HashStore(), []
     boards = [board_over(store, 0, lambda *told: recorded.append(told)), board_over(store, 1)]
     for board in boards:
@@ -168,7 +169,7 @@ def test_the_failed_rank_waits_until_the_event_is_written(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("is_reaped", [True, False])
 def test_a_killed_process_of_this_machine_is_found_at_once(monkeypatch: pytest.MonkeyPatch, is_reaped: bool):
     """Also where no wait fails, as on a device: the launcher ends this rank next, which has to know why."""
-    monkeypatch.setattr(errors, "_LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(fault_board, "_LEAVE_SECONDS", 0.2)
     store, recorded, aborted = dist.HashStore(), [], threading.Event()
     board = board_over(store, 0, lambda cause, _details: recorded.append(cause), aborted.set)
     board._stores.append(store)
@@ -176,13 +177,13 @@ def test_a_killed_process_of_this_machine_is_found_at_once(monkeypatch: pytest.M
     board.begin(together=True)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]) as other:
         alive = f"{board._keys}/alive/1"
-        store.set(alive, f"7 {other.pid} {errors._pid_namespace()}")
+        store.set(alive, f"7 {other.pid} {fault_board._pid_namespace()}")
         assert not aborted.wait(1)
         store.set(alive, f"8 {other.pid} another machine")
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | (0 if is_reaped else os.WNOWAIT))
         assert not aborted.wait(1)
-        store.set(alive, f"9 {other.pid} {errors._pid_namespace()}")
+        store.set(alive, f"9 {other.pid} {fault_board._pid_namespace()}")
         assert aborted.wait(10)
     said = "killed, as when memory runs out, hanging, or cut off from the network"
     assert recorded == [f"rank 1 does not answer: {said} (rank 0: the process of rank 1 has ended)"]
@@ -190,7 +191,7 @@ def test_a_killed_process_of_this_machine_is_found_at_once(monkeypatch: pytest.M
 
 
 def test_details_are_of_the_first_cause(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(fault_board, "_BEAT_SECONDS", 0.01)
     store = dist.HashStore()
     boards = [board_over(store, 0), board_over(store, 1)]
     for board in boards:
@@ -203,10 +204,10 @@ def test_details_are_of_the_first_cause(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_rank_that_is_told_to_end_finds_the_one_that_is_lost(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(errors, "_SILENT_SECONDS", 0.1)
-    monkeypatch.setattr(errors, "_FIRST_HAND_SECONDS", 0.0)
-    monkeypatch.setattr(errors, "_TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(fault_board, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(fault_board, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(fault_board, "_FIRST_HAND_SECONDS", 0.0)
+    monkeypatch.setattr(fault_board, "_TOLD_SECONDS", 0.0)
     store = dist.HashStore()
     boards = [board_over(store, rank) for rank in range(3)]
     assert boards[0].find_lost() is None
@@ -223,9 +224,9 @@ def test_a_rank_that_is_told_to_end_finds_the_one_that_is_lost(monkeypatch: pyte
 
 def test_groups_stay_whole_on_a_rank_that_leaves_by_itself(monkeypatch: pytest.MonkeyPatch):
     """The script may catch what all ranks raise alike, and train again."""
-    monkeypatch.setattr(errors, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(fault_board, "_BEAT_SECONDS", 0.01)
     store, aborted = dist.HashStore(), threading.Event()
-    boards = [board_over(store, 0, errors._ignore, aborted.set), board_over(store, 1)]
+    boards = [board_over(store, 0, fault_board._ignore, aborted.set), board_over(store, 1)]
     watches = []
     for board in boards:
         board.begin(together=True)
@@ -243,10 +244,10 @@ def test_groups_stay_whole_on_a_rank_that_leaves_by_itself(monkeypatch: pytest.M
 def boards_with_patience(monkeypatch: pytest.MonkeyPatch, stores: list[dist.Store]) -> tuple[list[FaultBoard], Any]:
     """Those of all ranks, begun, and the event that rank 0 is to have its waits ended."""
     for name, seconds in (("_BEAT", 0.01), ("_SHORTEST_PATIENCE", 0.5), ("_SILENT", 0.1)):
-        monkeypatch.setattr(errors, name if "PATIENCE" in name else f"{name}_SECONDS", seconds)
-    monkeypatch.setattr(errors, "_TOLD_SECONDS", 0.1)
+        monkeypatch.setattr(fault_board, name if "PATIENCE" in name else f"{name}_SECONDS", seconds)
+    monkeypatch.setattr(fault_board, "_TOLD_SECONDS", 0.1)
     aborted = threading.Event()
-    boards = [board_over(store, rank, errors._ignore, aborted.set) for rank, store in enumerate(stores)]
+    boards = [board_over(store, rank, fault_board._ignore, aborted.set) for rank, store in enumerate(stores)]
     for board in boards:
         board.world_size, board.patience = len(boards), 2.0  # A busy machine leaves threads out for long.
         board.begin(together=True)

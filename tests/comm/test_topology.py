@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer.comm import topology
-from hf_pipetransformer.comm.topology import Topology, broadcast_route, ranks_in_a_row, why_no_spanning
-from hf_pipetransformer.schedules.placement import pipeline_sizes
+from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.schedules.placement import broadcast_route, pipeline_sizes, ranks_in_a_row, why_no_spanning
 
 
 @pytest.mark.parametrize(

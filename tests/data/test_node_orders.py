@@ -12,9 +12,9 @@ from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSam
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_pipetransformer.cache.opening import num_samples_here, samples_here, why_not_on_nodes
-from hf_pipetransformer.comm.topology import nodes_of
 from hf_pipetransformer.data.node_shares import NodeOrder
 from hf_pipetransformer.data.sampler import order_of_run
+from hf_pipetransformer.schedules.placement import nodes_of
 
 
 DATA = range(12)

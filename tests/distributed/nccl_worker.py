@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_pipetransformer.comm.topology import PipelineGroups, Topology, let_group_threads_finish
+from hf_pipetransformer.comm.groups import let_group_threads_finish
+from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 from hf_pipetransformer.comm.transfers import complete, post, receiving, sending
 from hf_pipetransformer.schedules.placement import Placement
 from tests.distributed.scenarios import scenario

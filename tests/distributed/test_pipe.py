@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_pipetransformer.comm.topology import let_group_threads_finish
+from hf_pipetransformer.comm.groups import let_group_threads_finish
 from hf_pipetransformer.pipe.pipe import Pipe
 from hf_pipetransformer.pipe.stages import WithDevice
 from tests.distributed.scenarios import run, scenario

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer.engine.trace import StepTrace
+from hf_pipetransformer.engine.timing import StepTrace
 from hf_pipetransformer.schedules import Action, Op, find_schedule
 from hf_pipetransformer.schedules.placement import Placement
 from tests.support.models import build_model, collate, make_dataset
