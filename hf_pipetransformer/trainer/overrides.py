@@ -59,12 +59,6 @@ class TrainingOverrides(_Trainer):
     pipeline_run: PipelineSession
     args: PipeTransformerArguments
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: a trial would have to start and stop on all ranks of a pipeline together."""
-        raise ValueError(
-            "hyperparameter_search is not supported with a pipeline: start one run per setting, or use Trainer."
-        )
-
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
         # Not `prepare` of the accelerator: evaluations in a training ask for the bare model, and prepare nothing.
         return self.pipeline_run.pipeline.shell
@@ -255,13 +249,15 @@ class SavingOverrides(_Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model for `from_pretrained`, on rank 0. Collective: call on every rank."""
-        with self.pipeline_run.saving.model():
-            super().save_model(output_dir, _internal_call)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # `save_model` has no argument for the state to write, of which rank 0 fetches the values as it writes.
-        with self.pipeline_run.saving.weights(state_dict) as state:
-            super()._save(output_dir, state)
+        with self.pipeline_run.saving.model() as lends:
+            if not lends:
+                super().save_model(output_dir, _internal_call)
+                return
+            # Trainer's method takes no state to write, of which rank 0 fetches the values as it writes.
+            with self.pipeline_run.saving.lent_state() as state:
+                self._save(output_dir, state)
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
