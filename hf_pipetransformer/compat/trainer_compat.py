@@ -4,8 +4,8 @@ Names that are read or overridden are listed in `tests/support/private_names.py`
 modules of other libraries is here:
 
 - metrics and token counts of TRL's trainers, and `DPOTrainer.precompute_ref_logps` (`compat/trl_compat.py`): parts of
-  a batch overlap and are averaged apart; the loss takes from the batch what a pass of the reference over the stages has
-  computed. Way out: a hook for metrics in TRL, and a method that its loss asks for the reference.
+  a batch overlap and are averaged apart; the loss takes from the batch what a pass of the reference over the stages
+  has computed. Way out: a hook for metrics in TRL, and a method that its loss asks for the reference.
 - `is_quantized`, `hf_quantizer` of a model from a GGUF file (`drop_marks_of_gguf`): they stay although its weights are
   plain, and Trainer refuses it. Way out: transformers removing them.
 - `Trainer.gather_function`, `preprocess_logits_for_metrics`, `compute_metrics` and `compute_loss` (`with_attributes`):

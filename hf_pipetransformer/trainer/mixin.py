@@ -25,6 +25,7 @@ from hf_pipetransformer.report.failure import FailureReporter, recorded
 from hf_pipetransformer.runtime.context import PlanPrinted
 from hf_pipetransformer.trainer.accelerator import PipelineAccelerator
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
+from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.needs import RunOptions, check_constructor_arguments
 from hf_pipetransformer.training.session import PipelineSession
 
@@ -195,7 +196,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         super().__init__(*given.positional, **given.named)
         # After the constructor, since only now it shows which arguments it gave to Trainer's.
         check_handed_on(self)
-        self.pipeline_run = self.accelerator.session = PipelineSession(self, options, needs_pipeline)
+        self.pipeline_run = self.accelerator.session = PipelineSession(PipelineBuilder(self, options, needs_pipeline))
         shorten_console(self.callback_handler)
         if args.places_model and not args.plan_only:
             trl_compat.precompute_reference(self)
@@ -225,7 +226,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         """Log as Trainer does, and write the entry to the events file, also where Trainer evaluates by itself."""
         super().log(logs, start_time)
         if not self.pipeline_run.is_inside_stage:
-            self.pipeline_run.train_calls.note_log(logs)
+            self.pipeline_run.note_log(logs)
 
     def train(
         self,
@@ -256,7 +257,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         try:
             with (
                 reporter,
-                self.pipeline_run.train_calls.call(resume_from_checkpoint, trial, ignore_keys_for_eval) as folder,
+                self.pipeline_run.train_call(resume_from_checkpoint, trial, ignore_keys_for_eval) as folder,
             ):
                 return super().train(folder, trial, ignore_keys_for_eval)
         except PlanPrinted:
@@ -271,7 +272,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         """
         run = self.pipeline_run
         if run.is_left_to_trainer:
-            computed_once = run.train_calls.computed_once
+            computed_once = run.computed_once
             computed_once.begin_step(inputs)
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             computed_once.end_step(inputs, loss)
@@ -289,7 +290,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         asked = kwargs.get("prediction_loss_only")
         loss_alone = bool(self.args.prediction_loss_only if asked is None else asked)
         loss_alone &= not trainer_compat.is_overridden(self, "prediction_step")
-        with self.pipeline_run.train_calls.computed_once.evaluating(generates, loss_alone):
+        with self.pipeline_run.computed_once.evaluating(generates, loss_alone):
             return super().evaluation_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -322,7 +323,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Save metrics as Trainer does, those of `train` with times, layouts and the cache of the last training."""
         # Here and not in `SavingOverrides`: a run on one stage is left to Trainer again once it has ended.
-        results = self.pipeline_run.train_calls.results if split == "train" else {}
+        results = self.pipeline_run.results if split == "train" else {}
         super().save_metrics(split, {**metrics, **results}, combined)
 
     def whole_model(self, device: torch.device | str = "cpu") -> AbstractContextManager[None]:

@@ -65,12 +65,12 @@ class TrainingOverrides(_Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         # The one place where the loop takes another loader, between the start of the pipeline and the first epoch.
-        train_calls = self.pipeline_run.train_calls
+        run = self.pipeline_run
         # The optimizer must include parameters that are frozen now but may unfreeze.
-        with self.pipeline_run.pipeline.stage.store.all_active():
+        with run.pipeline.stage.store.all_active():
             # Without a checkpoint: `prepare` restores it, once parameters and their groups are known by name.
-            prepared = super()._prepare_for_training(max_steps, train_calls.loader, None)
-        train_calls.prepare(max_steps)
+            prepared = super()._prepare_for_training(max_steps, run.loader, None)
+        run.prepare(max_steps)
         return prepared
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -78,19 +78,19 @@ class TrainingOverrides(_Trainer):
 
         They differ from Trainer's when a run resumes with batches of another size.
         """
-        train_calls = self.pipeline_run.train_calls
+        run = self.pipeline_run
         if self.args.plan_only:
             values = super().set_initial_training_values(args, dataloader)
-            train_calls.print_plan(dataloader, values)
+            run.print_plan(dataloader, values)
             return values
-        dataloader = train_calls.begin(dataloader)
+        dataloader = run.start(dataloader)
         values = super().set_initial_training_values(args, dataloader)
-        return train_calls.counts(values, dataloader)
+        return run.counts(values, dataloader)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         # Trainer finds the place in the data from the number of steps alone, which batches of another size make wrong.
         place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
-        resumption = self.pipeline_run.train_calls.resumption
+        resumption = self.pipeline_run.resumption
         rest = None if resumption is None else resumption.remainder
         return place if rest is None else (rest.epoch, 0)
 
@@ -116,10 +116,10 @@ class TrainingOverrides(_Trainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate on one rank per pipeline, and 0 on the others."""
-        train_calls = self.pipeline_run.train_calls
-        if not train_calls.counts_inputs:
+        run = self.pipeline_run
+        if not run.counts_inputs:
             return 0
-        known, count = train_calls.operations, super().floating_point_ops
+        known, count = run.operations, super().floating_point_ops
         if getattr(count, "__func__", None) is not Trainer.floating_point_ops:
             return int(count(inputs))
         # Trainer's follows from shapes, and counting parameters takes milliseconds in which a GPU may wait.
@@ -130,7 +130,7 @@ class TrainingOverrides(_Trainer):
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         # Trainer gathers over all ranks, of which those without samples do not come by, and others have copies.
-        with self.pipeline_run.train_calls.counting_tokens() as counts_here:
+        with self.pipeline_run.counting_tokens() as counts_here:
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
 
@@ -139,7 +139,7 @@ class TrainingOverrides(_Trainer):
         if self.pipeline_run.is_inside_stage:
             self.pipeline_run.context.gains.note_log(logs)
             return
-        self.pipeline_run.train_calls.add_scalars(logs)
+        self.pipeline_run.add_scalars(logs)
         super().log(logs, start_time)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -147,9 +147,9 @@ class TrainingOverrides(_Trainer):
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
         # Times 0, so that device and dtype stay those of Trainer's tensor.
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
-        self.pipeline_run.train_calls.finish()
+        self.pipeline_run.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        outcome = outcome_of(self, self.pipeline_run.train_calls.results)
+        outcome = outcome_of(self, self.pipeline_run.results)
         self.pipeline_run.context.journal.write(
             "end", train_loss=output.training_loss, metrics=output.metrics, **outcome
         )
@@ -280,11 +280,11 @@ class SavingOverrides(_Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Check that the weights fit, of which Trainer's own only warns; each rank reads those of its stage later."""
-        self.pipeline_run.train_calls.weights.expect(resume_from_checkpoint)
+        self.pipeline_run.weights.expect(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """Load the best weights; Trainer's own skips models that are saved under other parameter names (ViT)."""
-        train_calls = self.pipeline_run.train_calls
-        if not train_calls.weights.load_best(self.pipeline_run.pipeline.stage):
+        run = self.pipeline_run
+        if not run.weights.load_best(run.pipeline.stage):
             super()._load_best_model()
-        train_calls.ending.give_back()
+        run.ending.give_back()

@@ -35,6 +35,7 @@ from hf_pipetransformer.startup.first_samples import FirstBatches, first_batches
 from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
+from hf_pipetransformer.training.context import make_context
 from hf_pipetransformer.training.loaders import make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
 from hf_pipetransformer.training.needs import (
@@ -50,10 +51,8 @@ from hf_pipetransformer.training.traces import leaving_no_trace
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.training import TrainingCache
-    from hf_pipetransformer.freeze.policy import FreezePolicy
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.startup.planner import StartUp
-    from hf_pipetransformer.training.context import TrainingContext
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,17 @@ class PipelineBuilder:
 
     Lives as long as the trainer; each `train()` starts a new `Pipeline`, and so does an evaluation before any.
     `policy` is the one in use. Without `needs_pipeline`, Trainer's own methods train and evaluate.
+
+    Collective: construct on every rank.
+
+    Raises:
+        ValueError: the ranks were started with different options, or two policies are asked for.
     """
 
-    def __init__(
-        self, context: TrainingContext, options: RunOptions, policy: FreezePolicy, needs_pipeline: bool
-    ) -> None:
-        self.context = context
+    def __init__(self, trainer: Trainer, options: RunOptions, needs_pipeline: bool) -> None:
+        self.context = make_context(trainer)
         self.options = options
-        self.policy = policy
+        self.policy = options.make_policy(warns=self.context.topology.rank == 0)
         self.needs_pipeline = needs_pipeline
         self.in_force: Pipeline | None = None
         self.cache: TrainingCache | None = None
@@ -97,7 +99,7 @@ class PipelineBuilder:
         """True while Trainer's own methods run instead of the overrides."""
         self.evaluates_alone = self.is_left_to_trainer
         """Value of `is_left_to_trainer` outside of `train()`."""
-        may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.REQUIRED
+        may_do_without = options.is_undivided or options.need(trainer.model) is not Need.REQUIRED
         self._may_do_without = may_do_without and not options.args.plan_only
         self._overrode_loss_kwargs = False
         self._knows_loss = True

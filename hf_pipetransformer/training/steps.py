@@ -15,10 +15,8 @@ from transformers import Trainer
 
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import batch_size, note_samples
-from hf_pipetransformer.engine.losses import agree_on_overflow
 from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.splitters.base import main_input_of
-from hf_pipetransformer.training.loss_check import LossCheck
 
 
 if TYPE_CHECKING:
@@ -215,37 +213,3 @@ class Steps(ABC):
     def _share(self, step: StepBatches) -> float:
         """Return the weight of a batch's loss in its step's loss."""
         return 1.0 if trainer_compat.is_divided(self.trainer, step.num_items) else 1.0 / len(step.batches)
-
-
-@dataclass
-class SynchronousSteps(Steps):
-    """Steps that all stages begin and end together, so that nothing is in flight between two batches."""
-
-    def _read_step(self, num_batches: int) -> StepBatches:
-        return self._fetch(num_batches)
-
-    def __post_init__(self) -> None:
-        self._check = LossCheck(self.context, self.pipeline, self.metrics)
-
-    def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
-        loss = self.pipeline.runner.train(batch, is_last_batch, watches=self._check.begin())
-        return self._check.end(batch, loss, is_last_batch)
-
-    def gradient_norm(self) -> torch.Tensor:
-        scaler = self.trainer.accelerator.scaler
-        if scaler is not None:
-            optimizer = trainer_compat.torch_optimizer(self.trainer)
-            # Each stage sees its own gradients only, and a step must be skipped on all stages or on none.
-            agree_on_overflow(scaler, optimizer, self.trainer.args.device, self.context.topology.largest)
-        squares = self.pipeline.runner.norms.squares()
-        self.controller.watch_gradients(squares)
-        return squares.sum().sqrt().float()
-
-    def end_step(self, is_counted: bool) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
