@@ -22,7 +22,7 @@ from hf_pipetransformer.splitters.base import main_input_of
 if TYPE_CHECKING:
     from hf_pipetransformer.data.loader import PipelineLoader
     from hf_pipetransformer.elastic.controller import LayoutController
-    from hf_pipetransformer.engine.program import Write
+    from hf_pipetransformer.engine.program import Forward, Write
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.training.context import TrainingContext
     from hf_pipetransformer.training.metrics import MetricAccumulator
@@ -67,6 +67,15 @@ class Steps(ABC):
     @cached_property
     def _main_input(self) -> str:
         return main_input_of(self.trainer.model)
+
+    @cached_property
+    def _counts_tokens(self) -> bool:
+        # One rank per pipeline: the others have copies of what it reads.
+        return self.pipeline.stage.groups.is_first
+
+    @cached_property
+    def _reference(self) -> Forward | None:
+        return trl_compat.reference(self.trainer, self.pipeline.shell)
 
     @cached_property
     def _prepare(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -180,7 +189,7 @@ class Steps(ABC):
         if args.torch_empty_cache_steps and trainer.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
 
-        self.metrics.begin_batch(inputs, counts_tokens=pipeline.stage.groups.is_first)
+        self.metrics.begin_batch(inputs, counts_tokens=self._counts_tokens)
         step, number = self._present, self._num_run
         self._num_run += 1
         return self._loader_batch(inputs, number, step, num_items, write)
@@ -194,10 +203,10 @@ class Steps(ABC):
         self, inputs: dict[str, Any], number: int, step: StepBatches, num_items: Any, write: Write | None = None
     ) -> LoaderBatch:
         """Return batch `number` of a step with the loss that Trainer would compute."""
-        trainer, shell = self.trainer, self.pipeline.shell
+        trainer, shell, reference = self.trainer, self.pipeline.shell, self._reference
 
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
-            reads = trl_compat.reading_reference(trainer, micro_batch)
+            reads = nullcontext() if reference is None else trl_compat.reading_reference(trainer, micro_batch)
             with trainer.compute_loss_context_manager(), self.metrics.record_part(micro_batch), reads:
                 loss: torch.Tensor = trainer.compute_loss(shell, micro_batch, num_items_in_batch=num_items)
             return loss
@@ -207,7 +216,6 @@ class Steps(ABC):
         # From the loss on, as accelerate does: stages send gradients in half precision, where small ones would vanish.
         if trainer.accelerator.scaler is not None:
             scale = trainer.accelerator.scaler.scale(torch.full((), share, device=trainer.args.device))
-        reference = trl_compat.reference(trainer, shell)
         return LoaderBatch(inputs, forward, step.items[number], self._prepare, scale, write, reference)
 
     def _share(self, step: StepBatches) -> float:
