@@ -201,6 +201,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         if args.places_model and not args.plan_only:
             trl_compat.precompute_reference(self)
 
+    # Trainer has no other place for an accelerator of one's own, and makes a new one for each trial of a search.
     def create_accelerator_and_postprocess(self) -> None:
         """Make Trainer's accelerator one for stages."""
         super().create_accelerator_and_postprocess()
@@ -222,12 +223,14 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     def events(self) -> EventLog:
         return self.pipeline_run.context.journal.log
 
+    # Here and not in `TrainingOverrides`: entries of runs on one stage are recorded after their end, too.
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as Trainer does, and write the entry to the events file, also where Trainer evaluates by itself."""
         super().log(logs, start_time)
         if not self.pipeline_run.is_inside_stage:
             self.pipeline_run.note_log(logs)
 
+    # The failure report, the lock of the folder and the choice of a checkpoint come before anything of Trainer runs.
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -264,6 +267,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             self.end()
             raise
 
+    # In place of the forward and backward of one rank.
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Train on a batch; the last one of an accumulation also reduces the gradients.
 
@@ -282,6 +286,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
 
+    # Here and not in `EvaluationOverrides`: frozen parts are looked up in runs that are left to Trainer.
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate or predict; frozen parts of a run that is left to Trainer are looked up here, too."""
         if not self.pipeline_run.is_left_to_trainer:
@@ -293,12 +298,13 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         with self.pipeline_run.computed_once.evaluating(generates, loss_alone):
             return super().evaluation_loop(*args, **kwargs)
 
+    # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.pipeline_run.saving.checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 
+    # The card is written from what the run recorded, and pushed by Trainer right after it.
     def create_model_card(
         self, *positional: Any, data: str | None = None, comparison: str | None = None, **named: Any
     ) -> None:
@@ -320,9 +326,10 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         if self.is_world_process_zero():
             write_card(self, data, comparison)
 
+    # Not in the output of `train`, which has Trainer's names alone and is logged. Here and not in `SavingOverrides`: a
+    # run on one stage is left to Trainer again once it has ended.
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Save metrics as Trainer does, those of `train` with times, layouts and the cache of the last training."""
-        # Here and not in `SavingOverrides`: a run on one stage is left to Trainer again once it has ended.
         results = self.pipeline_run.results if split == "train" else {}
         super().save_metrics(split, {**metrics, **results}, combined)
 
