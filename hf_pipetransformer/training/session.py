@@ -81,7 +81,6 @@ class PipelineSession:
         self._policys_start = deepcopy(dict(self.policy.state()))
         self._made_optimizer: Any = None
         self._ignored_outputs: list[str] | None = None
-        self._has_users_optimizer = False
         self._setup: TrainingSetup
         self._until_left = ExitStack()
         """What `start` has entered, for the call in progress."""
@@ -220,8 +219,8 @@ class PipelineSession:
         self.policy.load_state(deepcopy(self._policys_start))
         if trainer.optimizer is self._made_optimizer:
             trainer.optimizer = None  # It was built for other stages and other frozen layers.
-        self._has_users_optimizer = trainer.optimizer is not None
-        setup = start_training(builder, loader, self.resumption, self._has_users_optimizer, self._ignored_outputs)
+        keeps_optimizer = trainer.optimizer is not None
+        setup = start_training(builder, loader, self.resumption, keeps_optimizer, self._ignored_outputs)
         if setup is None:
             self.weights.cast()
             self.weights.load_expected(None)
@@ -255,7 +254,7 @@ class PipelineSession:
         Raises:
             ValueError: on every rank, if the state cannot be restored, or this run's cannot be saved.
         """
-        if not self._has_users_optimizer:
+        if not self._setup.keeps_optimizer:
             self._made_optimizer = self.context.trainer.optimizer
         topology = self.context.topology
         self.present = training = self._setup.training(self.loader, max_steps)
@@ -272,7 +271,7 @@ class PipelineSession:
     def finish(self) -> None:
         """End the training after the last step, and give the user the model back. Collective: call on every rank."""
         pipeline, training, trainer = self.builder.pipeline, self.training, self.context.trainer
-        self.ending.begin(training.optimizer if self._has_users_optimizer else None)
+        self.ending.begin(training.optimizer if self._setup.keeps_optimizer else None)
         self._forget_training()
         pipeline.steps = None
         training.metrics.publish("train", pipeline.stage.groups)  # Trainer logs once more after the loop.
@@ -299,7 +298,7 @@ class PipelineSession:
         builder, training = self.builder, self.present
         pipeline = builder.in_force
         if training is not None:
-            self.ending.begin(training.optimizer if self._has_users_optimizer else None)
+            self.ending.begin(training.optimizer if self._setup.keeps_optimizer else None)
         self.weights.forget()
         self._forget_training()
         self.resumption, builder.is_left_to_trainer = None, builder.evaluates_alone
