@@ -18,10 +18,7 @@ from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.options.refusals import (
-    check_communication_hook,
-    check_dataset,
-)
+from hf_pipetransformer.options.refusals import check_communication_hook, check_dataset
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.generation import check_generation, generate_in_stages, settings_of
 from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell

@@ -21,24 +21,12 @@ from hf_pipetransformer.runtime.gathering import check_whole
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder, saves_state
 from hf_pipetransformer.state.only_run import only_run
 from hf_pipetransformer.state.restore import ResumedEpoch, restore
-from hf_pipetransformer.state.resumption import (
-    Resumption,
-    find_for_trainer,
-    find_resumption,
-    is_of_pipeline,
-)
-from hf_pipetransformer.training.callbacks import (
-    SavesOnSignal,
-    running_callbacks,
-)
+from hf_pipetransformer.state.resumption import Resumption, find_for_trainer, find_resumption, is_of_pipeline
+from hf_pipetransformer.training.callbacks import SavesOnSignal, running_callbacks
 from hf_pipetransformer.training.computed_once import ComputedOnce
 from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.expectation import print_plan
-from hf_pipetransformer.training.loaders import (
-    share_rng_state,
-    states_of_first_rank,
-    with_shared_rng,
-)
+from hf_pipetransformer.training.loaders import share_rng_state, states_of_first_rank, with_shared_rng
 from hf_pipetransformer.training.start import TrainingSetup, start_training
 from hf_pipetransformer.training.weights import Ending, ModelSaving, WeightLoading
 
