@@ -30,7 +30,7 @@ class PipelineAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip by the norm of the whole model's gradients, which is returned. Collective: call on every rank."""
-        training = None if self.session is None else self.session.train_calls.present
+        training = None if self.session is None else self.session.present
         if training is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         return training.clip_gradients(max_norm)

@@ -25,6 +25,7 @@ from hf_pipetransformer.report.failure import FailureReporter, recorded
 from hf_pipetransformer.runtime.context import PlanPrinted
 from hf_pipetransformer.trainer.accelerator import PipelineAccelerator
 from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
+from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.needs import RunOptions, check_constructor_arguments
 from hf_pipetransformer.training.session import PipelineSession
 
@@ -195,11 +196,12 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         super().__init__(*given.positional, **given.named)
         # After the constructor, since only now it shows which arguments it gave to Trainer's.
         check_handed_on(self)
-        self.pipeline_run = self.accelerator.session = PipelineSession(self, options, needs_pipeline)
+        self.pipeline_run = self.accelerator.session = PipelineSession(PipelineBuilder(self, options, needs_pipeline))
         shorten_console(self.callback_handler)
         if args.places_model and not args.plan_only:
             trl_compat.precompute_reference(self)
 
+    # Trainer has no other place for an accelerator of one's own, and makes a new one for each trial of a search.
     def create_accelerator_and_postprocess(self) -> None:
         """Make Trainer's accelerator one for stages."""
         super().create_accelerator_and_postprocess()
@@ -221,12 +223,14 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     def events(self) -> EventLog:
         return self.pipeline_run.context.journal.log
 
+    # Here and not in `TrainingOverrides`: entries of runs on one stage are recorded after their end, too.
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as Trainer does, and write the entry to the events file, also where Trainer evaluates by itself."""
         super().log(logs, start_time)
         if not self.pipeline_run.is_inside_stage:
-            self.pipeline_run.train_calls.note_log(logs)
+            self.pipeline_run.note_log(logs)
 
+    # The failure report, the lock of the folder and the choice of a checkpoint come before anything of Trainer runs.
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -256,13 +260,14 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         try:
             with (
                 reporter,
-                self.pipeline_run.train_calls.call(resume_from_checkpoint, trial, ignore_keys_for_eval) as folder,
+                self.pipeline_run.train_call(resume_from_checkpoint, trial, ignore_keys_for_eval) as folder,
             ):
                 return super().train(folder, trial, ignore_keys_for_eval)
         except PlanPrinted:
             self.end()
             raise
 
+    # In place of the forward and backward of one rank.
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Train on a batch; the last one of an accumulation also reduces the gradients.
 
@@ -271,7 +276,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         """
         run = self.pipeline_run
         if run.is_left_to_trainer:
-            computed_once = run.train_calls.computed_once
+            computed_once = run.computed_once
             computed_once.begin_step(inputs)
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             computed_once.end_step(inputs, loss)
@@ -281,6 +286,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
 
+    # Here and not in `EvaluationOverrides`: frozen parts are looked up in runs that are left to Trainer.
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate or predict; frozen parts of a run that is left to Trainer are looked up here, too."""
         if not self.pipeline_run.is_left_to_trainer:
@@ -289,15 +295,16 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         asked = kwargs.get("prediction_loss_only")
         loss_alone = bool(self.args.prediction_loss_only if asked is None else asked)
         loss_alone &= not trainer_compat.is_overridden(self, "prediction_step")
-        with self.pipeline_run.train_calls.computed_once.evaluating(generates, loss_alone):
+        with self.pipeline_run.computed_once.evaluating(generates, loss_alone):
             return super().evaluation_loop(*args, **kwargs)
 
+    # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.pipeline_run.saving.checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 
+    # The card is written from what the run recorded, and pushed by Trainer right after it.
     def create_model_card(
         self, *positional: Any, data: str | None = None, comparison: str | None = None, **named: Any
     ) -> None:
@@ -319,10 +326,11 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         if self.is_world_process_zero():
             write_card(self, data, comparison)
 
+    # Not in the output of `train`, which has Trainer's names alone and is logged. Here and not in `SavingOverrides`: a
+    # run on one stage is left to Trainer again once it has ended.
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Save metrics as Trainer does, those of `train` with times, layouts and the cache of the last training."""
-        # Here and not in `SavingOverrides`: a run on one stage is left to Trainer again once it has ended.
-        results = self.pipeline_run.train_calls.results if split == "train" else {}
+        results = self.pipeline_run.results if split == "train" else {}
         super().save_metrics(split, {**metrics, **results}, combined)
 
     def whole_model(self, device: torch.device | str = "cpu") -> AbstractContextManager[None]:

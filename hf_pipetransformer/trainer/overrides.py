@@ -59,73 +59,73 @@ class TrainingOverrides(_Trainer):
     pipeline_run: PipelineSession
     args: PipeTransformerArguments
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: a trial would have to start and stop on all ranks of a pipeline together."""
-        raise ValueError(
-            "hyperparameter_search is not supported with a pipeline: start one run per setting, or use Trainer."
-        )
-
+    # Not `prepare` of the accelerator: evaluations in a training ask for the bare model, and prepare nothing.
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
-        # Not `prepare` of the accelerator: evaluations in a training ask for the bare model, and prepare nothing.
         return self.pipeline_run.pipeline.shell
 
+    # The one place where the loop takes another loader, and where a checkpoint can be kept from Trainer, which would
+    # unpickle it.
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        # The one place where the loop takes another loader, between the start of the pipeline and the first epoch.
-        train_calls = self.pipeline_run.train_calls
+        run = self.pipeline_run
         # The optimizer must include parameters that are frozen now but may unfreeze.
-        with self.pipeline_run.pipeline.stage.store.all_active():
+        with run.pipeline.stage.store.all_active():
             # Without a checkpoint: `prepare` restores it, once parameters and their groups are known by name.
-            prepared = super()._prepare_for_training(max_steps, train_calls.loader, None)
-        train_calls.prepare(max_steps)
+            prepared = super()._prepare_for_training(max_steps, run.loader, None)
+        run.prepare(max_steps)
         return prepared
 
+    # The first method of the loop that is given the loader, of which the start reads the samples.
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Start the pipeline and return Trainer's epoch and step counts.
 
         They differ from Trainer's when a run resumes with batches of another size.
         """
-        train_calls = self.pipeline_run.train_calls
+        run = self.pipeline_run
         if self.args.plan_only:
             values = super().set_initial_training_values(args, dataloader)
-            train_calls.print_plan(dataloader, values)
+            run.print_plan(dataloader, values)
             return values
-        dataloader = train_calls.begin(dataloader)
+        dataloader = run.start(dataloader)
         values = super().set_initial_training_values(args, dataloader)
-        return train_calls.counts(values, dataloader)
+        return run.counts(values, dataloader)
 
+    # Trainer finds the place in the data from the number of steps alone, which batches of another size make wrong.
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        # Trainer finds the place in the data from the number of steps alone, which batches of another size make wrong.
         place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
-        resumption = self.pipeline_run.train_calls.resumption
+        resumption = self.pipeline_run.resumption
         rest = None if resumption is None else resumption.remainder
         return place if rest is None else (rest.epoch, 0)
 
+    # A resumed epoch is shorter, and one may have nothing left: callbacks can change neither.
     def _run_epoch(self, **kwargs: Any) -> None:
-        # A resumed epoch is shorter, and one may have nothing left: callbacks can change neither.
         # Without a checkpoint: Trainer would skip batches in a loader of accelerate's, and set RNG states too late.
         kwargs["resume_from_checkpoint"] = None
         with self.pipeline_run.training.epoch(kwargs) as goes_on:
             if goes_on:
                 super()._run_epoch(**kwargs)
 
+    # The one place between two steps that comes before the next batches are read: layouts change here.
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Fetch the batches of one optimizer step, and count the items of their losses over all replicas."""
         return self.pipeline_run.training.begin_step(epoch_iterator, num_batches)
 
+    # `compute_loss` multiplies by it, in user code too: a division around it would not undo that to the bit.
     def get_tp_size(self) -> int:
         """Return the world size: Trainer scales losses by `world_size / tp_size` to undo a mean, and ours is a sum."""
         return self.args.world_size
 
+    # Trainer divides the number of processes by `get_tp_size`.
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples per optimizer step; the same for every layout."""
         return int(args.global_batch_size(self._train_batch_size) * args.gradient_accumulation_steps)
 
+    # Later stages are given copies of the batch, and the sum over ranks would count each of them.
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate on one rank per pipeline, and 0 on the others."""
-        train_calls = self.pipeline_run.train_calls
-        if not train_calls.counts_inputs:
+        run = self.pipeline_run
+        if not run.counts_inputs:
             return 0
-        known, count = train_calls.operations, super().floating_point_ops
+        known, count = run.operations, super().floating_point_ops
         if getattr(count, "__func__", None) is not Trainer.floating_point_ops:
             return int(count(inputs))
         # Trainer's follows from shapes, and counting parameters takes milliseconds in which a GPU may wait.
@@ -134,28 +134,29 @@ class TrainingOverrides(_Trainer):
             known[shapes] = int(count(inputs))
         return known[shapes]
 
+    # Trainer gathers over all ranks, of which those without samples do not come by, and others have copies.
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        # Trainer gathers over all ranks, of which those without samples do not come by, and others have copies.
-        with self.pipeline_run.train_calls.counting_tokens() as counts_here:
+        with self.pipeline_run.counting_tokens() as counts_here:
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
 
+    # The layout is a part of the entry, which is in the history already when `on_log` is called.
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as Trainer does, plus the layout as scalars in the first training entry and after each change."""
         if self.pipeline_run.is_inside_stage:
             self.pipeline_run.context.gains.note_log(logs)
             return
-        self.pipeline_run.train_calls.add_scalars(logs)
+        self.pipeline_run.add_scalars(logs)
         super().log(logs, start_time)
 
+    # Nothing public is called between the last step and the final log, which needs the mean loss of all ranks.
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        # Nothing public is called between the last step and the final log, which needs the mean loss of all ranks.
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
         # Times 0, so that device and dtype stay those of Trainer's tensor.
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
-        self.pipeline_run.train_calls.finish()
+        self.pipeline_run.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
-        outcome = outcome_of(self, self.pipeline_run.train_calls.results)
+        outcome = outcome_of(self, self.pipeline_run.results)
         self.pipeline_run.context.journal.write(
             "end", train_loss=output.training_loss, metrics=output.metrics, **outcome
         )
@@ -169,6 +170,7 @@ class EvaluationOverrides(_Trainer):
     pipeline_run: PipelineSession
     args: PipeTransformerArguments
 
+    # The accelerator, which prepares every loader, is not told what it is for.
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
         dataloader_key: str | None = None,
@@ -181,16 +183,19 @@ class EvaluationOverrides(_Trainer):
         note_request(loader, request)
         return loader
 
+    # Only here it is known that predictions are dropped once the metrics are computed.
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does, through the pipeline; every rank gets the same metrics."""
         with self.pipeline_run.evaluations.call(eval_dataset, "get_eval_dataloader", is_metrics_only=True):
             return super().evaluate(eval_dataset, *args, **kwargs)
 
+    # The pipeline starts before Trainer measures the time, and callbacks may read the whole model until the end.
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
         """Predict as `Trainer.predict` does, through the pipeline; every rank gets all predictions in order."""
         with self.pipeline_run.evaluations.call(test_dataset, "get_test_dataloader"):
             return super().predict(test_dataset, *args, **kwargs)
 
+    # The only method that is given the loader to read.
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -206,6 +211,7 @@ class EvaluationOverrides(_Trainer):
             )
         return evaluation.completed(output, metric_key_prefix)
 
+    # Around the loss and outputs of a batch, before anything is gathered.
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
@@ -232,9 +238,9 @@ class EvaluationOverrides(_Trainer):
         found = None if run is None else run.evaluations.reference_of(dataset, batch_size)
         return super()._precompute_ref_logps(dataset, name, batch_size) if found is None else found
 
+    # Trainer's `prediction_step` calls this and would gather over all ranks, stages included; training counts over
+    # all replicas in `get_batch_samples`.
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
-        # Trainer's `prediction_step` calls this and would gather over all ranks, stages included; training counts over
-        # all replicas in `get_batch_samples`.
         evaluation = self.pipeline_run.evaluations.present
         # Whether the loss is divided by all items or is its own mean decides how replicas average it.
         evaluation.told_num_items = True
@@ -253,42 +259,48 @@ class SavingOverrides(_Trainer):
     pipeline_run: PipelineSession
     args: PipeTransformerArguments
 
+    # Callable at any time, also without a checkpoint, while each rank has one stage.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model for `from_pretrained`, on rank 0. Collective: call on every rank."""
-        with self.pipeline_run.saving.model():
-            super().save_model(output_dir, _internal_call)
+        with self.pipeline_run.saving.model() as lends:
+            if not lends:
+                super().save_model(output_dir, _internal_call)
+                return
+            # Trainer's method takes no state to write, of which rank 0 fetches the values as it writes.
+            with self.pipeline_run.saving.lent_state() as state:
+                self._save(output_dir, state)
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # `save_model` has no argument for the state to write, of which rank 0 fetches the values as it writes.
-        with self.pipeline_run.saving.weights(state_dict) as state:
-            super()._save(output_dir, state)
-
+    # From the first file of a checkpoint to the last the folder is marked incomplete: `on_save` comes after.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.pipeline_run.training.checkpoints.saving(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 
+    # Each stage writes its part; Trainer's files only where plain Trainer could resume with them.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # Each stage writes its part; Trainer's files only where plain Trainer could resume with them.
         checkpoints = self.pipeline_run.training.checkpoints
         checkpoints.save_optimizer(output_dir)
         if checkpoints.are_trainers_too:
             super()._save_optimizer_and_scheduler(output_dir)
 
+    # The last call on all ranks before rank 0 completes the checkpoint.
     def _save_rng_state(self, output_dir: str) -> None:
-        # The last call on all ranks before rank 0 completes the checkpoint.
         checkpoints = self.pipeline_run.training.checkpoints
         if checkpoints.are_trainers_too and self.args.world_size == 1:
             super()._save_rng_state(output_dir)  # With several processes, RNG states differ from Trainer's.
         checkpoints.save_rank_state(output_dir)
 
+    # Trainer would load the whole model on every rank.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Check that the weights fit, of which Trainer's own only warns; each rank reads those of its stage later."""
-        self.pipeline_run.train_calls.weights.expect(resume_from_checkpoint)
+        self.pipeline_run.weights.expect(resume_from_checkpoint)
 
+    # The stages stay until here, so that each reads its own weights.
     def _load_best_model(self) -> None:
         """Load the best weights; Trainer's own skips models that are saved under other parameter names (ViT)."""
-        train_calls = self.pipeline_run.train_calls
-        if not train_calls.weights.load_best(self.pipeline_run.pipeline.stage):
+        run = self.pipeline_run
+        if not run.weights.load_best(run.pipeline.stage):
             super()._load_best_model()
-        train_calls.ending.give_back()
+        run.ending.give_back()

@@ -18,10 +18,7 @@ from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.options.refusals import (
-    check_communication_hook,
-    check_dataset,
-)
+from hf_pipetransformer.options.refusals import check_communication_hook, check_dataset
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.generation import check_generation, generate_in_stages, settings_of
 from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
@@ -35,6 +32,7 @@ from hf_pipetransformer.startup.first_samples import FirstBatches, first_batches
 from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
+from hf_pipetransformer.training.context import TrainingContext, make_context
 from hf_pipetransformer.training.loaders import make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
 from hf_pipetransformer.training.needs import (
@@ -50,10 +48,8 @@ from hf_pipetransformer.training.traces import leaving_no_trace
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.training import TrainingCache
-    from hf_pipetransformer.freeze.policy import FreezePolicy
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.startup.planner import StartUp
-    from hf_pipetransformer.training.context import TrainingContext
 
 
 @dataclass(frozen=True)
@@ -86,14 +82,17 @@ class PipelineBuilder:
 
     Lives as long as the trainer; each `train()` starts a new `Pipeline`, and so does an evaluation before any.
     `policy` is the one in use. Without `needs_pipeline`, Trainer's own methods train and evaluate.
+
+    Collective: construct on every rank.
+
+    Raises:
+        ValueError: the ranks were started with different options, or two policies are asked for.
     """
 
-    def __init__(
-        self, context: TrainingContext, options: RunOptions, policy: FreezePolicy, needs_pipeline: bool
-    ) -> None:
-        self.context = context
+    def __init__(self, trainer: Trainer, options: RunOptions, needs_pipeline: bool) -> None:
+        self.context = make_context(trainer)
         self.options = options
-        self.policy = policy
+        self.policy = options.make_policy(warns=self.context.topology.rank == 0)
         self.needs_pipeline = needs_pipeline
         self.in_force: Pipeline | None = None
         self.cache: TrainingCache | None = None
@@ -102,7 +101,7 @@ class PipelineBuilder:
         """True while Trainer's own methods run instead of the overrides."""
         self.evaluates_alone = self.is_left_to_trainer
         """Value of `is_left_to_trainer` outside of `train()`."""
-        may_do_without = options.is_undivided or options.need(context.trainer.model) is not Need.REQUIRED
+        may_do_without = options.is_undivided or options.need(trainer.model) is not Need.REQUIRED
         self._may_do_without = may_do_without and not options.args.plan_only
         self._overrode_loss_kwargs = False
         self._knows_loss = True
@@ -197,23 +196,9 @@ class PipelineBuilder:
             ValueError: something does not work with a pipeline.
         """
         trainer, topology, args = self.context.trainer, self.context.topology, self.context.args
-        if prepare_quantized(trainer.model) and topology.rank == 0:
-            logger.warning(
-                "On this processor (AVX512 for bfloat16) bitsandbytes packs weights of 4 bits anew in the first "
-                "evaluation. From then on, in training too, it rounds their scales to bfloat16 and gives no gradient "
-                "through them, which changes plain Trainer's losses. Here the weights stay as they were loaded."
-            )
-        if topology.rank == 0:
-            size = sum(map(num_weights, trainer.model.parameters()))
-            announce(f"Inspecting the model ({type(trainer.model).__name__}, {size / 1e6:,.3g} million parameters)...")
-        what = "Training" if is_training else "Evaluation"
+        _prepare_model(self.context)
         if isinstance(given, Request):
-            if given.dataset is None:
-                raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
-            check_dataset(given.dataset, what.lower())
-            check_agreement(topology, "data set", {"number of samples": _length(given.dataset)})
-            if _length(given.dataset) == 0:
-                raise ValueError(f"The {what.lower()} data set has no samples: expected at least one.")
+            _check_data(self.context, given, is_training)
         scope = self._scope_of_loss()
         if self._overrode_loss_kwargs:
             trainer_compat.pass_num_items(trainer, True)  # Undo the override below; the model may be another one now.
@@ -384,6 +369,34 @@ class PipelineBuilder:
         if persists:
             pipeline.persistent_loaders[str(request.key)] = loader
         return loader
+
+
+def _prepare_model(context: TrainingContext) -> None:
+    """Make a quantized model fit for stages, and say what is inspected."""
+    model, is_first = context.trainer.model, context.topology.rank == 0
+    if prepare_quantized(model) and is_first:
+        logger.warning(
+            "On this processor (AVX512 for bfloat16) bitsandbytes packs weights of 4 bits anew in the first "
+            "evaluation. From then on, in training too, it rounds their scales to bfloat16 and gives no gradient "
+            "through them, which changes plain Trainer's losses. Here the weights stay as they were loaded."
+        )
+    if is_first:
+        size = sum(map(num_weights, model.parameters()))
+        announce(f"Inspecting the model ({type(model).__name__}, {size / 1e6:,.3g} million parameters)...")
+
+
+def _check_data(context: TrainingContext, request: Request, is_training: bool) -> None:
+    """Refuse a data set that is missing, empty, of different lengths on the ranks, or of a kind that is refused.
+
+    Collective: call on every rank.
+    """
+    what = "Training" if is_training else "Evaluation"
+    if request.dataset is None:
+        raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
+    check_dataset(request.dataset, what.lower())
+    check_agreement(context.topology, "data set", {"number of samples": _length(request.dataset)})
+    if _length(request.dataset) == 0:
+        raise ValueError(f"The {what.lower()} data set has no samples: expected at least one.")
 
 
 def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerControl, TrainerState
 
+from hf_pipetransformer.comm.topology import Topology, check_agreement, get_topology
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.batches import for_model
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
-from hf_pipetransformer.runtime.context import Context
-
-
-if TYPE_CHECKING:
-    from hf_pipetransformer.comm.topology import Topology
-    from hf_pipetransformer.training.gains import LossGains
+from hf_pipetransformer.options.refusals import comparable
+from hf_pipetransformer.report.events import EventLog
+from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
+from hf_pipetransformer.state.checkpoint import newest_whole
+from hf_pipetransformer.training.gains import LossGains
 
 
 @dataclass(frozen=True)
@@ -99,3 +100,35 @@ class TrainingContext(Context):
 
     trainer: Trainer
     gains: LossGains
+
+
+def make_context(trainer: Trainer) -> TrainingContext:
+    """Return the context of a trainer's runs. Collective: call on every rank.
+
+    Raises:
+        ValueError: the ranks were started with different options.
+    """
+    args = cast(PipeTransformerArguments, trainer.args)
+    rest_seconds = max(args.pipeline_timeout, args.ddp_timeout)
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+    topology = get_topology(rest_seconds, int(local_world_size) if local_world_size else None)
+    topology.limit_waits(rest_seconds)  # An earlier trainer may have failed mid-step.
+    if args.pipeline_size is not None:
+        topology.check_pipeline_size(args.pipeline_size)
+    check_agreement(topology, "training arguments", _shared(args))
+    run = TrainerView(trainer)
+    journal = Journal(run, EventLog(args.output_dir if trainer.is_world_process_zero() else None))
+    # A batch of a new shape recompiles, so with torch_compile any step may take as long as the first one.
+    step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
+    timeouts = CollectiveTimeouts(
+        topology, journal, step_seconds, rest_seconds, args.pipeline_timeout, find_checkpoint=newest_whole
+    )
+    seeds, gains = Seeds(topology, args.seed), LossGains(trainer, topology)
+    return TrainingContext(run, topology, journal, timeouts, seeds, trainer, gains)
+
+
+def _shared(args: PipeTransformerArguments) -> dict[str, Any]:
+    """Return the arguments that must be equal on all ranks."""
+    # Nodes may have paths of their own, and rank 0 often logs otherwise; none of these changes what is computed.
+    local = ("output_dir", "run_name", "disable_tqdm", "log_level", "log_level_replica", "hub_token", "local_rank")
+    return comparable({key: value for key, value in args.to_dict().items() if key not in local})

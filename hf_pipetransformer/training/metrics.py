@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,10 +89,17 @@ class MetricAccumulator:
     _rows_per_sample: int = field(default=1, init=False)
     _parts: dict[str, list[Part]] = field(default_factory=lambda: {"train": [], "eval": []}, init=False)
 
+    @cached_property
+    def _records(self) -> bool:
+        """True for a trainer that records metrics, as TRL's do."""
+        return trl_compat.metrics(self.context.trainer) is not None
+
     def begin_batch(self, inputs: dict[str, Any], counts_tokens: bool = False) -> None:
         """Start the next batch, and count its tokens if asked to: its parts overlap, so they cannot be counted."""
         self._batch += 1
         self._rows_per_sample = rows_per_sample(inputs)
+        if not self._records:
+            return
         if counts_tokens and inputs and trl_compat.num_tokens_read(self.context.trainer) is not None:
             mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
             num_tokens = int(mask.sum()) if mask is not None else 0 if tokens is None else tokens.numel()
@@ -108,7 +116,7 @@ class MetricAccumulator:
     @contextmanager
     def record_part(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Wrap the loss of one batch part; a stage without a loss leaves with an exception and records nothing."""
-        if trl_compat.metrics(self.context.trainer) is None:
+        if not self._records:
             yield
             return
         with collect_separately(self.context.trainer) as apart, trl_compat.kept_token_count(self.context.trainer):

@@ -14,8 +14,9 @@ from hf_pipetransformer.cache.frozen_parts.trial import maximal_frozen
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
+from hf_pipetransformer.freeze.policies import make_policy
 from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
-from hf_pipetransformer.options.combinations import unused_by_trainer
+from hf_pipetransformer.options.combinations import unused_by_trainer, unused_freeze_options
 from hf_pipetransformer.options.refusals import (
     check_arguments,
     check_dataset,
@@ -52,6 +53,25 @@ class RunOptions:
     args: PipeTransformerArguments
     policy: FreezePolicy | None = None
     splitter: Splitter | None = None
+
+    def make_policy(self, warns: bool) -> FreezePolicy:
+        """Return the policy of the run, the user's or the named one; `warns` of options that it does not read.
+
+        Raises:
+            ValueError: the options ask for two policies.
+        """
+        args = self.args
+        if self.policy is not None and args.freeze_layers is not None:
+            raise ValueError(
+                f"freeze_layers={args.freeze_layers} with a policy of your own ({type(self.policy).__name__}): the "
+                "policy decides alone. Give only one."
+            )
+        if self.policy is not None:
+            return self.policy
+        # A replayed run uses the recorded decisions, so unused freeze options are not worth a warning there.
+        for text in unused_freeze_options(args, args.freeze_policy) if warns and args.layout_plan is None else ():
+            logger.warning(text)
+        return make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
 
     def need(self, model: Any) -> Need:
         """Return what the options and the model require; `model` is None if it is not built yet."""

@@ -1,4 +1,4 @@
-"""Pipeline state attached to one trainer: its calls of `train()`, and saving its model."""
+"""Session of one trainer: what a pipeline adds to it, and its calls of `train()`."""
 
 from __future__ import annotations
 
@@ -9,63 +9,51 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer, TrainerControl
+from transformers import TrainerControl
 from transformers.trainer_utils import SaveStrategy
 
-from hf_pipetransformer.comm.topology import check_agreement, get_topology
+from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import request_of
 from hf_pipetransformer.data.rng import set_random_state
-from hf_pipetransformer.freeze.policies import make_policy
-from hf_pipetransformer.options.combinations import unused_freeze_options
-from hf_pipetransformer.options.refusals import comparable
-from hf_pipetransformer.report import announce, logger
-from hf_pipetransformer.report.events import EventLog
-from hf_pipetransformer.runtime.context import CollectiveTimeouts, Journal, Seeds
+from hf_pipetransformer.report import announce
 from hf_pipetransformer.runtime.gathering import check_whole
-from hf_pipetransformer.state.checkpoint import newest_whole
-from hf_pipetransformer.state.description import RunDescription, check_shared_folder
+from hf_pipetransformer.state.description import RunDescription, check_shared_folder, saves_state
 from hf_pipetransformer.state.only_run import only_run
-from hf_pipetransformer.state.resumption import (
-    Resumption,
-    find_for_trainer,
-    find_resumption,
-    is_of_pipeline,
-)
-from hf_pipetransformer.training.builder import PipelineBuilder
-from hf_pipetransformer.training.callbacks import (
-    SavesOnSignal,
-    running_callbacks,
-)
+from hf_pipetransformer.state.restore import ResumedEpoch, restore
+from hf_pipetransformer.state.resumption import Resumption, find_for_trainer, find_resumption, is_of_pipeline
+from hf_pipetransformer.training.callbacks import SavesOnSignal, running_callbacks
 from hf_pipetransformer.training.computed_once import ComputedOnce
-from hf_pipetransformer.training.context import TrainerView, TrainingContext
 from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.expectation import print_plan
-from hf_pipetransformer.training.gains import LossGains
-from hf_pipetransformer.training.loaders import (
-    share_rng_state,
-    states_of_first_rank,
-    with_shared_rng,
-)
+from hf_pipetransformer.training.loaders import share_rng_state, states_of_first_rank, with_shared_rng
 from hf_pipetransformer.training.start import TrainingSetup, start_training
 from hf_pipetransformer.training.weights import Ending, ModelSaving, WeightLoading
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.schedules.layout import Layout
-    from hf_pipetransformer.training.needs import RunOptions
+    from hf_pipetransformer.training.builder import PipelineBuilder
     from hf_pipetransformer.training.training import Training
 
 
-class TrainCalls:
-    """Calls of `train()`, one after the other: around Trainer's training, or through a pipeline."""
+class PipelineSession:
+    """Everything a pipeline adds to one trainer, and its calls of `train()`, one after the other.
+
+    Lives as long as the trainer. Only parts that follow the trainer's changing attributes (`state`, `args`, `model`,
+    `optimizer`, ...) get the `Trainer` itself, in their `TrainingContext`.
+    """
 
     def __init__(self, builder: PipelineBuilder) -> None:
         self.builder = builder
         self.context = builder.context
         self.policy = builder.policy
+        self.evaluations = Evaluations(builder)
+        self.saving = ModelSaving(builder)
+        self.weights = WeightLoading(self.context)
+        self.ending = Ending(builder)
+        self.computed_once = ComputedOnce(self.context)
         self.present: Training | None = None
         """Training in progress."""
         self.resumption: Resumption | None = None
@@ -75,19 +63,39 @@ class TrainCalls:
         """What the last training adds to `train_results.json`."""
         self.signals: SavesOnSignal
         """Signal handling of the current training."""
+        self.operations: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
+        """Trainer's estimate of a batch's floating-point operations, by the shapes of its inputs."""
         # A policy changes its state in place, and a second `train()` must find it as it was.
         self._policys_start = deepcopy(dict(self.policy.state()))
         self._made_optimizer: Any = None
         self._ignored_outputs: list[str] | None = None
-        self._has_users_optimizer = False
         self._setup: TrainingSetup
-        self.weights = WeightLoading(self.context)
-        self.ending = Ending(builder)
-        self.computed_once = ComputedOnce(self.context)
         self._until_left = ExitStack()
-        """What `begin` has entered, for the call in progress."""
-        self.operations: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
-        """Trainer's estimate of a batch's floating-point operations, by the shapes of its inputs."""
+        """What `start` has entered, for the call in progress."""
+
+    @property
+    def is_left_to_trainer(self) -> bool:
+        """True while Trainer's own methods run instead of the overrides."""
+        return self.builder.is_left_to_trainer
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.builder.pipeline
+
+    @property
+    def is_inside_stage(self) -> bool:
+        """True while one of several stages runs, where the other ranks do not log."""
+        pipeline = self.builder.in_force
+        return pipeline is not None and pipeline.layout.pipeline_size > 1 and pipeline.is_inside_step
+
+    @property
+    def layout(self) -> Layout | None:
+        """Current layout; None before the first start."""
+        return None if self.builder.in_force is None else self.builder.in_force.layout
+
+    def whole_model(self, device: torch.device) -> AbstractContextManager[None]:
+        """See `Pipeline.whole_model`."""
+        return nullcontext() if self.builder.in_force is None else self.builder.in_force.whole_model(device)
 
     @property
     def training(self) -> Training:
@@ -95,8 +103,10 @@ class TrainCalls:
             raise RuntimeError("There is no training: train() alone calls this.")
         return self.present
 
+    # ---- one call of `train()` ----
+
     @contextmanager
-    def call(
+    def train_call(
         self,
         resume_from_checkpoint: str | bool | None,
         trial: Any = None,
@@ -112,6 +122,11 @@ class TrainCalls:
         self.results = {}
         self._ignored_outputs = ignored_outputs
         where = self._choose_who_trains(resume_from_checkpoint or None)
+        # Trainer sets it on every rank, but gives the trial to this method on some of them only.
+        if trainer.hp_search_backend is not None and not self.builder.is_left_to_trainer:
+            raise ValueError(
+                "hyperparameter_search is not supported with a pipeline: start one run per setting, or use Trainer."
+            )
         self.weights.check_masters(self.builder.is_left_to_trainer)
         if self.builder.is_left_to_trainer:
             self.weights.cast()
@@ -175,7 +190,7 @@ class TrainCalls:
         request, (_, steps_per_epoch, *_, max_steps) = request_of(loader), values
         print_plan(self.builder, loader if request is None else request, max_steps, steps_per_epoch)
 
-    def begin(self, loader: Any) -> Any:
+    def start(self, loader: Any) -> Any:
         """Move the model onto its stages and give each rank its own RNG state. Collective: call on every rank.
 
         A model that cannot be split is left to Trainer if the run can do without a pipeline; then nothing freezes.
@@ -188,12 +203,12 @@ class TrainCalls:
         builder, context, trainer = self.builder, self.context, self.context.trainer
         self.ending.begin(None)
         self.operations.clear()  # The model may be another one now.
-        # Forget an earlier training's policy state; on a resume, `Training.begin` restores the checkpoint's.
+        # Forget an earlier training's policy state; on a resume, `prepare` restores the checkpoint's.
         self.policy.load_state(deepcopy(self._policys_start))
         if trainer.optimizer is self._made_optimizer:
             trainer.optimizer = None  # It was built for other stages and other frozen layers.
-        self._has_users_optimizer = trainer.optimizer is not None
-        setup = start_training(builder, loader, self.resumption, self._has_users_optimizer, self._ignored_outputs)
+        keeps_optimizer = trainer.optimizer is not None
+        setup = start_training(builder, loader, self.resumption, keeps_optimizer, self._ignored_outputs)
         if setup is None:
             self.weights.cast()
             self.weights.load_expected(None)
@@ -220,17 +235,31 @@ class TrainCalls:
         return self.resumption.counts(values, loader, self.context.args.num_train_epochs)
 
     def prepare(self, max_steps: int) -> None:
-        """Build the training around the optimizer that Trainer has just made. Collective: call on every rank."""
-        if not self._has_users_optimizer:
+        """Build the training around the optimizer that Trainer has just made, and restore a checkpoint's state.
+
+        Collective: call on every rank.
+
+        Raises:
+            ValueError: on every rank, if the state cannot be restored, or this run's cannot be saved.
+        """
+        if not self._setup.keeps_optimizer:
             self._made_optimizer = self.context.trainer.optimizer
-        self.present = self._setup.training(self.loader, max_steps)
-        self.builder.cache = self.present.cache
-        self.present.begin(self.resumption)
+        topology = self.context.topology
+        self.present = training = self._setup.training(self.loader, max_steps)
+        self.builder.cache = training.cache
+        if training.cache is not None:
+            training.cache.follow()
+        if self.resumption is not None:
+            numbers = restore(self.resumption, training.checkpoints)
+            training.resumed_epoch = ResumedEpoch(training.checkpoints, self.resumption, numbers)
+        if saves_state(self.context.args):
+            # Fail now instead of at the first checkpoint.
+            topology.together(training.checkpoints.check_savable)
 
     def finish(self) -> None:
         """End the training after the last step, and give the user the model back. Collective: call on every rank."""
         pipeline, training, trainer = self.builder.pipeline, self.training, self.context.trainer
-        self.ending.begin(training.optimizer if self._has_users_optimizer else None)
+        self.ending.begin(training.optimizer if self._setup.keeps_optimizer else None)
         self._forget_training()
         pipeline.steps = None
         training.metrics.publish("train", pipeline.stage.groups)  # Trainer logs once more after the loop.
@@ -257,7 +286,7 @@ class TrainCalls:
         builder, training = self.builder, self.present
         pipeline = builder.in_force
         if training is not None:
-            self.ending.begin(training.optimizer if self._has_users_optimizer else None)
+            self.ending.begin(training.optimizer if self._setup.keeps_optimizer else None)
         self.weights.forget()
         self._forget_training()
         self.resumption, builder.is_left_to_trainer = None, builder.evaluates_alone
@@ -320,88 +349,3 @@ class TrainCalls:
         if self.present is not None or self.results:
             values = {name: value for name, value in logs.items() if isinstance(value, (int, float, str))}
             self.context.journal.write("log", values=values)
-
-
-class PipelineSession:
-    """Everything a pipeline adds to one trainer; lives as long as the trainer. Collective: construct on every rank.
-
-    Only parts that follow the trainer's changing attributes (`state`, `args`, `model`, `optimizer`, ...) get the
-    `Trainer` itself, in their `TrainingContext`.
-
-    Raises:
-        ValueError: the ranks were started with different options.
-    """
-
-    def __init__(self, trainer: Trainer, options: RunOptions, needs_pipeline: bool) -> None:
-        args: PipeTransformerArguments = trainer.args
-        self.context = _make_context(trainer, args)
-        if options.policy is not None and args.freeze_layers is not None:
-            raise ValueError(
-                f"freeze_layers={args.freeze_layers} with a policy of your own ({type(options.policy).__name__}): the "
-                "policy decides alone. Give only one."
-            )
-        policy = options.policy or make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
-        # A replayed run uses the recorded decisions, so unused freeze options are not worth a warning there.
-        if options.policy is None and args.layout_plan is None and self.context.topology.rank == 0:
-            for text in unused_freeze_options(args, args.freeze_policy):
-                logger.warning(text)
-        self.builder = PipelineBuilder(self.context, options, policy, needs_pipeline)
-        self.train_calls = TrainCalls(self.builder)
-        self.evaluations = Evaluations(self.builder)
-        self.saving = ModelSaving(self.builder)
-
-    @property
-    def is_left_to_trainer(self) -> bool:
-        """True while Trainer's own methods run instead of the overrides."""
-        return self.builder.is_left_to_trainer
-
-    @property
-    def pipeline(self) -> Pipeline:
-        return self.builder.pipeline
-
-    @property
-    def is_inside_stage(self) -> bool:
-        """True while one of several stages runs, where the other ranks do not log."""
-        pipeline = self.builder.in_force
-        return pipeline is not None and pipeline.layout.pipeline_size > 1 and pipeline.is_inside_step
-
-    @property
-    def layout(self) -> Layout | None:
-        """Current layout; None before the first start."""
-        return None if self.builder.in_force is None else self.builder.in_force.layout
-
-    @property
-    def training(self) -> Training:
-        return self.train_calls.training
-
-    # ---- the whole model ----
-
-    def whole_model(self, device: torch.device) -> AbstractContextManager[None]:
-        """See `Pipeline.whole_model`."""
-        return nullcontext() if self.builder.in_force is None else self.builder.in_force.whole_model(device)
-
-
-def _make_context(trainer: Trainer, args: PipeTransformerArguments) -> TrainingContext:
-    rest_seconds = max(args.pipeline_timeout, args.ddp_timeout)
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    topology = get_topology(rest_seconds, int(local_world_size) if local_world_size else None)
-    topology.limit_waits(rest_seconds)  # An earlier trainer may have failed mid-step.
-    if args.pipeline_size is not None:
-        topology.check_pipeline_size(args.pipeline_size)
-    check_agreement(topology, "training arguments", _shared(args))
-    run = TrainerView(trainer)
-    journal = Journal(run, EventLog(args.output_dir if trainer.is_world_process_zero() else None))
-    # A batch of a new shape recompiles, so with torch_compile any step may take as long as the first one.
-    step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
-    timeouts = CollectiveTimeouts(
-        topology, journal, step_seconds, rest_seconds, args.pipeline_timeout, find_checkpoint=newest_whole
-    )
-    seeds, gains = Seeds(topology, args.seed), LossGains(trainer, topology)
-    return TrainingContext(run, topology, journal, timeouts, seeds, trainer, gains)
-
-
-def _shared(args: PipeTransformerArguments) -> dict[str, Any]:
-    """Return the arguments that must be equal on all ranks."""
-    # Nodes may have paths of their own, and rank 0 often logs otherwise; none of these changes what is computed.
-    local = ("output_dir", "run_name", "disable_tqdm", "log_level", "log_level_replica", "hub_token", "local_rank")
-    return comparable({key: value for key, value in args.to_dict().items() if key not in local})

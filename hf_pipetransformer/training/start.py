@@ -33,7 +33,8 @@ from hf_pipetransformer.training.asynchronous import AsynchronousSteps, check_st
 from hf_pipetransformer.training.expectation import in_words, make_forecast
 from hf_pipetransformer.training.loaders import check_undivided
 from hf_pipetransformer.training.metrics import MetricAccumulator
-from hf_pipetransformer.training.steps import Steps, SynchronousSteps
+from hf_pipetransformer.training.steps import Steps
+from hf_pipetransformer.training.synchronous import SynchronousSteps
 from hf_pipetransformer.training.training import Training
 
 

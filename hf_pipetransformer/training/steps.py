@@ -15,16 +15,14 @@ from transformers import Trainer
 
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import batch_size, note_samples
-from hf_pipetransformer.engine.losses import agree_on_overflow
 from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.splitters.base import main_input_of
-from hf_pipetransformer.training.loss_check import LossCheck
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.data.loader import PipelineLoader
     from hf_pipetransformer.elastic.controller import LayoutController
-    from hf_pipetransformer.engine.program import Write
+    from hf_pipetransformer.engine.program import Forward, Write
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.training.context import TrainingContext
     from hf_pipetransformer.training.metrics import MetricAccumulator
@@ -69,6 +67,15 @@ class Steps(ABC):
     @cached_property
     def _main_input(self) -> str:
         return main_input_of(self.trainer.model)
+
+    @cached_property
+    def _counts_tokens(self) -> bool:
+        # One rank per pipeline: the others have copies of what it reads.
+        return self.pipeline.stage.groups.is_first
+
+    @cached_property
+    def _reference(self) -> Forward | None:
+        return trl_compat.reference(self.trainer, self.pipeline.shell)
 
     @cached_property
     def _prepare(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -182,7 +189,7 @@ class Steps(ABC):
         if args.torch_empty_cache_steps and trainer.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
 
-        self.metrics.begin_batch(inputs, counts_tokens=pipeline.stage.groups.is_first)
+        self.metrics.begin_batch(inputs, counts_tokens=self._counts_tokens)
         step, number = self._present, self._num_run
         self._num_run += 1
         return self._loader_batch(inputs, number, step, num_items, write)
@@ -196,10 +203,10 @@ class Steps(ABC):
         self, inputs: dict[str, Any], number: int, step: StepBatches, num_items: Any, write: Write | None = None
     ) -> LoaderBatch:
         """Return batch `number` of a step with the loss that Trainer would compute."""
-        trainer, shell = self.trainer, self.pipeline.shell
+        trainer, shell, reference = self.trainer, self.pipeline.shell, self._reference
 
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
-            reads = trl_compat.reading_reference(trainer, micro_batch)
+            reads = nullcontext() if reference is None else trl_compat.reading_reference(trainer, micro_batch)
             with trainer.compute_loss_context_manager(), self.metrics.record_part(micro_batch), reads:
                 loss: torch.Tensor = trainer.compute_loss(shell, micro_batch, num_items_in_batch=num_items)
             return loss
@@ -209,43 +216,8 @@ class Steps(ABC):
         # From the loss on, as accelerate does: stages send gradients in half precision, where small ones would vanish.
         if trainer.accelerator.scaler is not None:
             scale = trainer.accelerator.scaler.scale(torch.full((), share, device=trainer.args.device))
-        reference = trl_compat.reference(trainer, shell)
         return LoaderBatch(inputs, forward, step.items[number], self._prepare, scale, write, reference)
 
     def _share(self, step: StepBatches) -> float:
         """Return the weight of a batch's loss in its step's loss."""
         return 1.0 if trainer_compat.is_divided(self.trainer, step.num_items) else 1.0 / len(step.batches)
-
-
-@dataclass
-class SynchronousSteps(Steps):
-    """Steps that all stages begin and end together, so that nothing is in flight between two batches."""
-
-    def _read_step(self, num_batches: int) -> StepBatches:
-        return self._fetch(num_batches)
-
-    def __post_init__(self) -> None:
-        self._check = LossCheck(self.context, self.pipeline, self.metrics)
-
-    def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
-        loss = self.pipeline.runner.train(batch, is_last_batch, watches=self._check.begin())
-        return self._check.end(batch, loss, is_last_batch)
-
-    def gradient_norm(self) -> torch.Tensor:
-        scaler = self.trainer.accelerator.scaler
-        if scaler is not None:
-            optimizer = trainer_compat.torch_optimizer(self.trainer)
-            # Each stage sees its own gradients only, and a step must be skipped on all stages or on none.
-            agree_on_overflow(scaler, optimizer, self.trainer.args.device, self.context.topology.largest)
-        squares = self.pipeline.runner.norms.squares()
-        self.controller.watch_gradients(squares)
-        return squares.sum().sqrt().float()
-
-    def end_step(self, is_counted: bool) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass

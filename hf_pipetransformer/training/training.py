@@ -13,8 +13,6 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from hf_pipetransformer.engine.reduction import share_values
 from hf_pipetransformer.report import logger
-from hf_pipetransformer.state.description import saves_state
-from hf_pipetransformer.state.restore import ResumedEpoch, restore
 from hf_pipetransformer.training.metrics import MetricAccumulator, Summary
 from hf_pipetransformer.training.progress import Progress, Tracer
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from hf_pipetransformer.runtime.optimizer_state import OptimizerState
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.schedules.layout import Layout
-    from hf_pipetransformer.state.resumption import Resumption
+    from hf_pipetransformer.state.restore import ResumedEpoch
     from hf_pipetransformer.state.saving import Checkpoints
     from hf_pipetransformer.training.context import TrainingContext
     from hf_pipetransformer.training.steps import Steps
@@ -77,21 +75,6 @@ class Training:
             optimizer.register_step_pre_hook(self._before_update),
             optimizer.register_step_post_hook(self._after_update),
         )
-
-    def begin(self, resumption: Resumption | None) -> None:
-        """Restore a checkpoint's state, if any, and check that this run's state can be saved.
-
-        Raises:
-            ValueError: on every rank, if one of them fails.
-        """
-        trainer, topology = self.context.trainer, self.context.topology
-        if self.cache is not None:
-            self.cache.follow()
-        if resumption is not None:
-            self.resumed_epoch = ResumedEpoch(self.checkpoints, resumption, restore(resumption, self.checkpoints))
-        if saves_state(trainer.args):
-            # Fail now instead of at the first checkpoint.
-            topology.together(self.checkpoints.check_savable)
 
     @contextmanager
     def epoch(self, arguments: dict[str, Any]) -> Iterator[bool]:

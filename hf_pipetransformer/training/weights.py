@@ -205,28 +205,22 @@ class ModelSaving:
     def __init__(self, builder: PipelineBuilder) -> None:
         self.builder = builder
         self.context = builder.context
-        self._lends = False
-        """True in a `save_model` in which rank 0 fetches weights from other stages as it writes them."""
         self._warned: set[str] = set()
 
     @contextmanager
-    def model(self) -> Iterator[None]:
-        """Wrap `save_model`: inside, `weights` gets them from all stages. In training or split, collective."""
+    def model(self) -> Iterator[bool]:
+        """Wrap `save_model`; yields True if `lent_state` is to be saved. In training or split, collective."""
         pipeline, topology, timeouts = self.builder.in_force, self.context.topology, self.context.timeouts
         stage = None if pipeline is None else pipeline.stage
         if pipeline is None or stage is None or not (stage.is_training or stage.is_spread):
             with timeouts.reporting_faults(together=False):
-                yield
+                yield False
             return
         pipeline.settle()
         # Rank 0 alone knows what its files need; the other ranks send what it names, in the same order.
         names = topology.decide(self._gathered_to_save) if stage.is_spread else None
         with timeouts.reporting_faults(), whole_on_first_rank(stage, names):
-            before, self._lends = self._lends, names == [] and stage.groups.replica == 0
-            try:
-                yield
-            finally:
-                self._lends = before
+            yield names == [] and stage.groups.replica == 0
             topology.barrier()
 
     def _gathered_to_save(self) -> list[str] | None:
@@ -243,11 +237,11 @@ class ModelSaving:
         return [] if why is None else None
 
     @contextmanager
-    def weights(self, state: dict[str, Any] | None) -> Iterator[dict[str, Any] | None]:
-        """Wrap Trainer's writing of the model's files; yields the state dict to write, None for the model's own."""
-        if not self._lends or state is not None:
-            yield state
-            return
+    def lent_state(self) -> Iterator[dict[str, Any] | None]:
+        """Wrap the writing of a spread model's files; on rank 0, yields the state dict to write.
+
+        Collective: call on every rank of the first replica.
+        """
         with fetching(self.builder.pipeline.stage) as fetch:
             if self.context.topology.rank != 0:
                 yield None

@@ -20,7 +20,7 @@ from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.startup.first_samples import first_batches, probe_samples
 from hf_pipetransformer.training.metrics import MetricAccumulator
-from hf_pipetransformer.training.steps import SynchronousSteps
+from hf_pipetransformer.training.synchronous import SynchronousSteps
 from tests.support.comparison import untimed
 from tests.support.models import build_model, collate, make_dataset, make_rows
 from tests.support.usages import same

@@ -32,7 +32,7 @@ from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.loaders import check_undivided
 from hf_pipetransformer.training.metrics import _sendable
 from hf_pipetransformer.training.needs import check_trained_model
-from hf_pipetransformer.training.session import TrainCalls
+from hf_pipetransformer.training.session import PipelineSession
 from tests.support.models import build_model
 
 
@@ -143,7 +143,7 @@ def test_parts_that_no_call_has_begun() -> None:
     with pytest.raises(RuntimeError, match="The pipeline has not started"):
         _ = PipelineBuilder.pipeline.fget(SimpleNamespace(in_force=None))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="There is no training"):
-        _ = TrainCalls.training.fget(SimpleNamespace(present=None))  # type: ignore[attr-defined]
+        _ = PipelineSession.training.fget(SimpleNamespace(present=None))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="There is no evaluation"):
         _ = Evaluations.present.fget(SimpleNamespace(_present=None))  # type: ignore[attr-defined]
 

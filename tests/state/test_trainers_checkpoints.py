@@ -133,7 +133,7 @@ class Dealing(TrainerCallback):
     trainer: Any = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.trainer.pipeline_run.train_calls.loader.keep_on(NodeOrder(1, (1,), 4))
+        self.trainer.pipeline_run.loader.keep_on(NodeOrder(1, (1,), 4))
 
 
 def test_an_epoch_that_was_dealt_to_nodes_is_none_of_trainers(tmp_path: Path) -> None:

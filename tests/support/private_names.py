@@ -51,6 +51,7 @@ CALLED = {
     "transformers:Trainer._get_output_dir": "self, trial",
     "transformers:Trainer._move_model_to_device": "self, model, device",
     "transformers:Trainer._prepare_inputs": "self, inputs",
+    "transformers:Trainer._save": "self, output_dir=None, state_dict=None",
     "transformers:Trainer._remove_unused_columns": "self, dataset, description=None",
 }
 
@@ -129,6 +130,7 @@ GIVEN_BY_NAME = {
     "transformers:PreTrainedModel.from_pretrained": "config=None, ignore_mismatched_sizes=False",
     "transformers:PreTrainedModel.get_encoder": "modality=None",
     "transformers:Trainer.compute_loss": "return_outputs=False, num_items_in_batch=None",
+    "transformers:Trainer.push_to_hub": "commit_message='End of training', revision=None",
     "transformers:TrainingArguments": (
         "optim='adamw_torch_fused', average_tokens_across_devices=True, max_grad_norm=1.0, "
         "torch_empty_cache_steps=None, auto_find_batch_size=False, logging_nan_inf_filter=True, "
@@ -184,7 +186,6 @@ OVERRIDDEN = {
         "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, "
         "steps_trained_in_current_epoch"
     ),
-    "Trainer._save": "self, output_dir, state_dict",
     "Trainer._save_checkpoint": "self, model, trial",
     "Trainer._save_optimizer_and_scheduler": "self, output_dir",
     "Trainer._save_rng_state": "self, output_dir",
@@ -200,9 +201,6 @@ OVERRIDDEN = {
     "Trainer.get_batch_samples": "self, epoch_iterator, num_batches, device",
     "Trainer.get_total_train_batch_size": "self, args",
     "Trainer.get_tp_size": "self",
-    "Trainer.hyperparameter_search": (
-        "self, hp_space, compute_objective, n_trials, direction, backend, hp_name, kwargs"
-    ),
     "Trainer.log": "self, logs, start_time",
     "Trainer.predict": "self, test_dataset, ignore_keys, metric_key_prefix",
     "Trainer.prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys",

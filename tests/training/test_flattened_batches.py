@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.training.loss_check import LossCheck
+from hf_pipetransformer.training.synchronous import LossCheck
 from tests.support.decoders import make_decoder, make_rows
 
 

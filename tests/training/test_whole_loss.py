@@ -19,7 +19,7 @@ from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.runtime import joining
 from hf_pipetransformer.startup.planner import RunPlanner
-from hf_pipetransformer.training import loss_check
+from hf_pipetransformer.training import synchronous
 from hf_pipetransformer.training.gains import LossGains
 from hf_pipetransformer.training.replica_gather import ReplicaGather
 from tests.support import whole_losses
@@ -78,16 +78,16 @@ def test_a_known_loss_is_checked_in_the_first_steps_and_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     due: list[bool] = []
-    own = loss_check.LossCheck._begin_step
+    own = synchronous.LossCheck._begin_step
 
-    def noting(check: loss_check.LossCheck) -> None:
+    def noting(check: synchronous.LossCheck) -> None:
         own(check)
         due.append(check._is_due)
 
-    monkeypatch.setattr(loss_check.LossCheck, "_begin_step", noting)
+    monkeypatch.setattr(synchronous.LossCheck, "_begin_step", noting)
     monkeypatch.setattr(trainer_compat, "has_known_loss", lambda _trainer: True)
-    monkeypatch.setattr(loss_check, "NUM_FIRST", 2)
-    monkeypatch.setattr(loss_check, "INTERVAL", 4)
+    monkeypatch.setattr(synchronous, "NUM_FIRST", 2)
+    monkeypatch.setattr(synchronous, "INTERVAL", 4)
     train("mean", False, tmp_path, pipeline_parallel_num_microbatches=2)
     assert due == [True, True, False, False, True]
 

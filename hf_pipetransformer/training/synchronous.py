@@ -1,9 +1,9 @@
-"""Check, while a run goes on, that the weighted losses of micro-batches and replicas add up to the batch's loss.
+"""Steps that all stages begin and end together, and the check that the losses of their parts add up.
 
-What a loss averages over is found at the start on a few samples, which do not show everything. Here the stage with the
-head computes the loss of a whole batch once more, from what entered the head, and compares it and its gradient there
-with the weighted sum over the parts, dropout off in both. If they differ, the optimizer step is run again with the
-loss of the whole batch, or the run ends before the step.
+What a loss averages over is found at the start on a few samples, which do not show everything. While the run goes on,
+the stage with the head computes the loss of a whole batch once more, from what entered the head, and compares it and
+its gradient there with the weighted sum over micro-batches and replicas, dropout off in both. If they differ, the
+optimizer step is run again with the loss of the whole batch, or the run ends before the step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ from hf_pipetransformer.comm.transfers import all_gather_trees
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.rng import random_state, set_random_state
-from hf_pipetransformer.engine.losses import PARTS_TOLERANCE, SMALLEST_SCALE, LossDoesNotDecomposeError, LossScope
+from hf_pipetransformer.engine.losses import (
+    PARTS_TOLERANCE,
+    SMALLEST_SCALE,
+    LossDoesNotDecomposeError,
+    LossScope,
+    agree_on_overflow,
+)
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
 from hf_pipetransformer.runtime.joining import BatchesDifferError, HeadJoin, ReplicaJoin
 from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
+from hf_pipetransformer.training.steps import StepBatches, Steps
 from hf_pipetransformer.training.traces import Kept, leaving_no_trace
 
 
@@ -277,3 +284,37 @@ class LossCheck:
 
 def _squares(tensors: list[torch.Tensor]) -> float:
     return sum(float(each.double().square().sum()) for each in tensors)
+
+
+@dataclass
+class SynchronousSteps(Steps):
+    """Steps that all stages begin and end together, so that nothing is in flight between two batches."""
+
+    def _read_step(self, num_batches: int) -> StepBatches:
+        return self._fetch(num_batches)
+
+    def __post_init__(self) -> None:
+        self._check = LossCheck(self.context, self.pipeline, self.metrics)
+
+    def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
+        loss = self.pipeline.runner.train(batch, is_last_batch, watches=self._check.begin())
+        return self._check.end(batch, loss, is_last_batch)
+
+    def gradient_norm(self) -> torch.Tensor:
+        scaler = self.trainer.accelerator.scaler
+        if scaler is not None:
+            optimizer = trainer_compat.torch_optimizer(self.trainer)
+            # Each stage sees its own gradients only, and a step must be skipped on all stages or on none.
+            agree_on_overflow(scaler, optimizer, self.trainer.args.device, self.context.topology.largest)
+        squares = self.pipeline.runner.norms.squares()
+        self.controller.watch_gradients(squares)
+        return squares.sum().sqrt().float()
+
+    def end_step(self, is_counted: bool) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
