@@ -175,7 +175,7 @@ class StageRunner:
         if self.stage.layout.pipeline_size == 1:
             for part in cut:
                 self.activation.of(part.inputs)  # Refuses lengths at which the head cannot run apart.
-        self.stage.head.begin(HeadMode.JOINED, HeadJoin.of(batch, cut, self._replicas))
+        self.stage.head.begin(HeadMode.JOINED, HeadJoin.of_training(batch.inputs, cut, batch.prepare, self._replicas))
         return True
 
     @property

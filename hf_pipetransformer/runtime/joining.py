@@ -20,7 +20,6 @@ from hf_pipetransformer.engine.head import Joined
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import PipelineGroups
     from hf_pipetransformer.engine.program import MicroBatch
-    from hf_pipetransformer.runtime.execution import LoaderBatch
 
 
 class BatchesDifferError(ValueError):
@@ -100,13 +99,19 @@ class HeadJoin:
     replicas: ReplicaJoin | None = None
 
     @classmethod
-    def of(cls, batch: LoaderBatch, cut: Sequence[MicroBatch], replicas: ReplicaJoin | None) -> HeadJoin:
+    def of_training(
+        cls,
+        batch: Mapping[str, Any],
+        cut: Sequence[MicroBatch],
+        prepare: Callable[[dict[str, Any]], dict[str, Any]],
+        replicas: ReplicaJoin | None,
+    ) -> HeadJoin:
         """Return the join of a batch of training that was cut into `cut`."""
-        whole, _ = detach_tags(batch.inputs)
+        whole, _ = detach_tags(batch)
         # A frozen reference has given entries to the micro-batches, which the batch does not have.
         of_reference = [name for name in cut[0].inputs if name not in whole]
         inputs = whole | {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
-        return cls(inputs, cut, batch.prepare, replicas)
+        return cls(inputs, cut, prepare, replicas)
 
     def whole(self, entered: Tensors) -> Whole:
         """Join what entered the head in all micro-batches. Collective over the replicas, if they are joined."""

@@ -173,7 +173,7 @@ class LossCheck:
                 replicas.take_part(torch.empty(0, dtype=dtype, device=settings.device))
             return [0.0] * 4
         cut, hidden = [part for part, _ in entered], [each for _, each in entered]
-        joined = HeadJoin.of(batch, cut, replicas)(hidden)
+        joined = HeadJoin.of_training(batch.inputs, cut, batch.prepare, replicas)(hidden)
         share = joined.micro_batch.weight
         whole, gradient = self._loss_of(joined.micro_batch, joined.entering)
         of_parts = [self._loss_of(part, each) for part, each in entered]
