@@ -54,6 +54,7 @@ class Wire:
     def __init__(
         self, peer: int, group: Any, description: str, dtype: torch.dtype, device: torch.device, timeout: float
     ) -> None:
+        self.description = description
         self.dtype = dtype
         self.device = device
         # On a GPU a wait with a timeout blocks the host until the transfer is done; without one it orders streams.
