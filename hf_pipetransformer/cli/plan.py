@@ -253,6 +253,7 @@ def _storage(
     seconds = size / (1e9 * options.disk_bandwidth)
     # The same limit as in a run: half of what is free.
     allowed = safe_max_bytes(cache_base(args)) if limit is None else 1e9 * limit
+    # --disk_bandwidth is that of a disk alone: the pipelines of a node share it.
     storage = DiskProfile(
         size, allowed, seconds, seconds, 0.0 if args.dataloader_num_workers else machine.reading, is_shared=True
     )

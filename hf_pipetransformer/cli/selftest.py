@@ -86,6 +86,7 @@ def run_selftest(wishes: Wishes) -> None:
     Call it on every process. Nothing else may have made process groups in this one.
     """
     start = time.monotonic()
+    # What each tiny run says of itself would hide the ten lines of the test.
     logging.getLogger("hf_pipetransformer").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     guard = Guard(wishes.seconds)
@@ -129,6 +130,7 @@ def run_selftest(wishes: Wishes) -> None:
         if wishes.output is not None and topology.rank == 0:
             wishes.output.parent.mkdir(parents=True, exist_ok=True)
             wishes.output.write_text(json.dumps({**figures, "seconds": round(seconds, 1)}, indent=2) + "\n")
+        # All ranks of a node are through with the folder before one of them deletes it.
         topology.barrier()
         guard.clear()
         runs.last.end()
@@ -213,8 +215,10 @@ class Guard:
     def _say_verdict(self, cause: str) -> None:
         # Before the ranks have met, nobody knows of rank 0: the first process of each node speaks.
         speaks = self._rank == 0 or (self._board is None and os.environ.get("LOCAL_RANK") == "0")
+        # Never released: the timer, the board's thread and the main thread may all come here, for one verdict.
         if speaks and self._is_said.acquire(blocking=False):
             remedy = REMEDIES.get(self._step.partition(",")[0], OTHER_REMEDY)
+            # Only numbers that differ speak against the devices; other errors of a training do not.
             if remedy == REMEDIES["exactness"] and AssertionError.__name__ not in cause:
                 remedy = OTHER_REMEDY
             if TOO_SLOW in cause:
@@ -323,6 +327,7 @@ class Runs:
             expected = self._plain()
         found = {}
         for size in self._sizes:
+            # One stage waits for nobody: all schedules are the same there.
             for schedule in SCHEDULE_NAMES if size > 1 else ("1f1b",):
                 name = f"K={size}, {schedule}"
                 with self._guard.step(f"exactness, {name}"):
@@ -344,6 +349,7 @@ class Runs:
             ]
             if self.topology.is_first_here:
                 plan.write_text("".join(json.dumps(event) + "\n" for event in events))
+            # No rank reads the plan before it is there.
             self.topology.barrier()
             expected = self._plain(after.num_frozen_layers)
             difference = self._compare(self._ours(before.pipeline_size, "1f1b", layout_plan=str(plan)), expected)
@@ -399,6 +405,7 @@ class Runs:
         if abilities.overlaps_steps:
             options["pipeline_drain_interval"] = 1  # Otherwise stages use weights of other steps, as they should.
         model, rows = self._model()
+        # `max_grad_norm` clips nothing here, but without one Trainer computes no gradient norm.
         values: dict[str, Any] = {
             "output_dir": str(self._folder), "num_train_epochs": NUM_STEPS, "learning_rate": LEARNING_RATE,
             "lr_scheduler_type": "constant", "per_device_train_batch_size": ROWS_PER_RANK, "max_grad_norm": 1e9,
@@ -411,6 +418,7 @@ class Runs:
         self.last = hf_pipetransformer.PipeTransformerTrainer(
             model, PipeTransformerArguments(**values), train_dataset=rows
         )
+        # Without a bar Trainer prints each log entry.
         self.last.remove_callback(PrinterCallback)
         self.last.train()
         log = [entry for entry in self.last.state.log_history if "loss" in entry]

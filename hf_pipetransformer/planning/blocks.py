@@ -69,6 +69,7 @@ class BlockCosts:
     def __post_init__(self) -> None:
         may_be_empty = ("kept", "trained_bytes", "kept_bytes", "boundary_bytes", "working_bytes", "launch")
         empty = [name for name in may_be_empty if not getattr(self, name)]
+        # None of these has an entry for each block.
         others = ("shared", "kept_shared", "slices", "table", *empty)
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name not in others}
         if len(set(lengths.values())) != 1:

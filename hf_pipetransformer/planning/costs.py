@@ -95,6 +95,7 @@ class Overheads:
         found = []
         for lower, block in enumerate(layout.boundaries[1:-1]):
             is_far = self.spans_nodes(layout.pipeline_size) and layout.places.leaves_node(lower, self.node_size)
+            # `hop` is that of a micro-batch's message as a whole: only those to other nodes have their bytes apart.
             size = samples * costs.boundary_bytes[block] if is_far and costs.boundary_bytes else 0.0
             found.append(self.node_hop + self.node_hop_per_byte * size if is_far else self.hop)
         return tuple(found)
@@ -128,6 +129,7 @@ def costs_by_work(costs: BlockCosts, work: Sequence[float]) -> BlockCosts:
     """Return the costs in operations instead of seconds: a backward takes two forwards, for weights alone one."""
     forward = tuple(work)
     backward = tuple(2 * each for each in forward)
+    # Times of slices and launches are in seconds, which must not be added to operations.
     return replace(costs, forward=forward, backward=backward, edge_backward=forward, slices=None, launch=())
 
 
@@ -135,6 +137,7 @@ def with_launches(costs: BlockCosts, layout: Layout, samples_per_device: int) ->
     """Return the costs in which no block takes less time than its launches, with the layout's micro-batches."""
     if not costs.launch:
         return costs
+    # A launch is paid once a micro-batch, while costs are per sample.
     samples = max(1.0, samples_per_device * layout.pipeline_size / layout.num_microbatches)
     forwards, backwards = zip(
         *((forward / samples, backward / samples) for forward, backward in costs.launch), strict=True
@@ -170,6 +173,7 @@ def predict_step(
         step_size = accumulation * microbatches
         durations = replace(durations, update=tuple(map(sum, zip(reductions, updates, strict=True))))
         pipeline = steady_seconds(layout.places, layout.first_active_stage, step_size, durations)
+        # Both are in the stages' updates; by default these stages clip by their own norms, and sum none.
         reduction = optimizer = 0.0
         # `durations` has a time of the backward for frozen stages too, which launch none.
         whole = [each if stage >= layout.first_active_stage else 0.0 for stage, each in enumerate(durations.backward)]
@@ -279,8 +283,10 @@ def shard_seconds(
     all_bytes, trained = scale * (sum(costs.trained_sizes) + sum(costs.kept_sizes)), scale * sum(costs.trained_sizes)
     # The pass of the reference reads all weights once more.
     gathers = NUM_GATHERS + overheads.has_reference
+    # A gather, like a sum into shards, moves half of the bytes of an all-reduce.
     ring = (world_size - 1) / world_size * overheads.reduction_per_byte
     # Half of an all-reduce's ring each, for every layer and for the outermost module.
     latency = (gathers + 1) * (num_layers(len(costs.parameters)) + 1) * overheads.of_sum(world_size) / 2
     messages = accumulation * (ring * (gathers * all_bytes + trained) + latency)
+    # Each process updates its own shard alone.
     return max(alone.pipeline, messages) + alone.optimizer / world_size + alone.other

@@ -61,6 +61,7 @@ def length_of_run(args: Any, num_devices: int, num_samples: int | None) -> tuple
         # Without a length the whole run counts as one epoch, after which nothing is read again.
         return max(0, args.max_steps), max(1, args.max_steps)
     batches = math.ceil(num_samples / (args.train_samples_per_device * num_devices))
+    # As in Trainer, the batches that are left at the end of an epoch make a step of their own.
     steps_per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
     by_epochs = math.ceil(args.num_train_epochs * steps_per_epoch)
     return (args.max_steps if args.max_steps > 0 else by_epochs), steps_per_epoch
@@ -75,4 +76,5 @@ def spans_of(coming: Iterable[tuple[int, int]], num_frozen: int, num_steps: int)
             starts.append((step, frozen))
     ends = [*(step for step, _ in starts[1:]), num_steps]
     found = [Span(end - step, frozen) for (step, frozen), end in zip(starts, ends, strict=True)]
+    # A decision before the first step leaves an empty span before it.
     return [span for span in found if span.num_steps]

@@ -61,10 +61,12 @@ class Forecast:
         """Return the times of a run and of one that freezes nothing."""
         full = self.full_seconds(course.num_steps)
         seconds = full if course.freezing is None else self.seconds(course.freezing.spans)
+        # A run of unknown length has no steps, and so takes no time.
         return Duration(seconds, full, course.num_epochs * seconds / full if full else course.num_epochs)
 
     def seconds(self, spans: Sequence[Span]) -> float:
         """Return the seconds of a run with these spans, in which ever more layers freeze, transitions included."""
+        # Each pass brings its own reading: with that of the measured steps it would count twice.
         inputs = self._without_reading
         return sum(each.moving + seconds_left(each.layout, each.passes, inputs) for each in self.stretches(spans))
 
@@ -75,6 +77,7 @@ class Forecast:
     def decision(self, spans: Sequence[Span]) -> CacheDecision | None:
         """Return the first decision of a run to store something, or else its first one; None if it decides nothing."""
         found = [each.decision for each in self.stretches(spans) if each.decision is not None]
+        # A first layer may be too cheap to store where the first ten are not.
         return next((each for each in found if each.use), found[0] if found else None)
 
     def stretches(self, spans: Sequence[Span]) -> Iterator[Segment]:

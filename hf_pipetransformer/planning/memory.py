@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hf_pipetransformer.schedules.layout import Layout
 
 
+# For what no formula here counts, such as the fragments of an allocator.
 MEMORY_RESERVE = 0.1
 """Share of a device's memory that a plan leaves free."""
 

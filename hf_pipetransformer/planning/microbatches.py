@@ -67,6 +67,7 @@ def calibrate(
     trained = [by_position[rank % layout.pipeline_size] for rank in range(len(reports))]
     largest = max(ranks, key=trained.__getitem__)
     if trained[largest]:
+        # Clipping is measured with the optimizer, but its sum over the stages has a cost of its own.
         updating = max(0.0, reports[largest]["optimizer"] - overheads.of_norms(layout))
         overheads = replace(overheads, optimizer_per_parameter=updating / trained[largest])
         if layout.num_replicas > 1:

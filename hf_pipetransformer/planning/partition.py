@@ -42,6 +42,7 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
                 if head is not None:
                     cost = total[end] - total[start]
                     candidates.append((max(head[0], cost), head[1] + cost**2, (*head[2], end)))
+            # Ties of both costs go to the lowest cuts, so that there is one answer on every machine.
             placed[end] = min(candidates) if candidates else None
         best = placed
     result = best[num_blocks]

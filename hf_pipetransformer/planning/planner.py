@@ -132,6 +132,7 @@ def choose_num_microbatches(
     if abilities.overlaps_steps:
         counts = range(1, pipeline_batch_size + 1)
         possible = (count for count in counts if _is_possible(weights, pipeline_size, accumulation * count))
+        # Where none is possible, the training refuses the run with the reason (`WeightKind.check`).
         return next(possible, max(1, pipeline_batch_size))
     # Below this size a launch takes longer than what it computes, and a smaller bubble gains nothing.
     wanted = min(4 * pipeline_size, pipeline_batch_size // SAMPLES_PER_MICROBATCH)
@@ -180,6 +181,7 @@ def plan_layout(
     schedule, num_stages = find_schedule(shape.schedule), shape.pipeline_size * shape.num_chunks
     most = len(cut_positions) - 1
     if not 0 < num_stages <= most:
+        # V is 0 where the model is too short for the least V of its schedule.
         needed = num_stages or shape.pipeline_size * schedule.abilities.min_chunks
         raise ValueError(
             f"pipeline_parallel_size={shape.pipeline_size} under {schedule.name} needs {needed} stages, but this "
@@ -288,6 +290,7 @@ class PlanInputs:
         """Costs that place stage boundaries: the blocks' work where boundaries affect results, else measured times."""
         if not self.rules.work:
             return self.blocks, self.overheads
+        # The pass of the reference is work as well, and no clock decides whether there is one.
         by_work = replace(WORK_OVERHEADS, has_reference=self.overheads.has_reference)
         return costs_by_work(self.blocks, self.rules.work), by_work
 
@@ -304,11 +307,13 @@ class PlanInputs:
         by_rule = choose_num_microbatches(size, samples, schedule.abilities, self.accumulation, rules.weights)
         level, (costs, overheads) = self.stored(size, cache_level), self.cut_by
         # Where steps overlap, each stage waits for its own update: the update is a part of its load.
+        # Loads are per sample, and an update comes once a step.
         per_sample = overheads.optimizer_per_parameter / (samples * self.accumulation)
         update = per_sample if schedule.abilities.overlaps_steps else 0.0
         loads = block_loads(costs, num_frozen, level, update)
         shape = replace(shape, num_microbatches=known or by_rule)
         layout = plan_layout(loads, rules.cut_positions, shape, num_frozen, level)
+        # Slices are planned with one time for all messages: that of the slowest, which the others wait for.
         hop, is_free = self.overheads.slowest_hop(layout, self.blocks, samples), rules.num_microbatches is None
         layout = cut_layout(layout, rules.token_slices, self.blocks.slices, samples, is_free, hop)
         return self.cut_at_nodes(layout, loads)

@@ -131,6 +131,7 @@ def search(
 
     def as_it_is(level: int) -> Layout:
         stored = inputs.stored(current.pipeline_size, level)
+        # The present fraction belongs to the present records: `_option` sets that of each way.
         return replace(current, num_frozen_layers=num_frozen, cache_level=stored, refresh_fraction=0.0)
 
     # Passes have a reading of their own, in place of the one that is a part of the measured overhead.
@@ -138,6 +139,7 @@ def search(
     found = []
     for size, num_chunks in _shapes(current, num_frozen, inputs).items() if inputs.rules.elastic else ():
         num_replicas = current.pipeline_size * current.num_replicas // size
+        # M is 0 here: `lay_out` chooses it.
         shape = PipelineShape(size, num_replicas, 0, current.schedule, num_chunks)
         found.append(look.best(lambda level, shape=shape: look.recut(shape, level)))  # type: ignore[misc]
     if not any(each.fits for each in found):
@@ -299,6 +301,7 @@ def seconds_left(layout: Layout, passes: Iterable[Pass], inputs: PlanInputs) -> 
 
     total = 0.0
     for each in passes:
+        # A simulation takes time: none is run for a level that no sample has.
         reads = each.share * step_seconds(each.level) if each.share else 0.0
         computes = (1 - each.share) * step_seconds(0) if each.share < 1 else 0.0
         records = inputs.accumulation * samples * each.record_seconds
@@ -311,6 +314,7 @@ def without_reading(inputs: PlanInputs, current: Layout, storing: Storing | None
     if storing is None:
         return inputs
     now = storing.costs.input if storing.now is None else storing.now
+    # The first stage reads the batch of its whole pipeline.
     read = inputs.accumulation * inputs.samples_per_device * current.pipeline_size * now
     return replace(inputs, overheads=replace(inputs.overheads, per_step=max(0.0, inputs.overheads.per_step - read)))
 

@@ -92,6 +92,7 @@ def simulate(table: Table, durations: Durations, placement: Placement | None = N
         pass
     if waiting := run.waiting():
         raise ScheduleError(f"Computations that wait for a message that nobody sends: {waiting}.")
+    # By their ends too: an update that takes no time starts together with the pass after it.
     spans = tuple(sorted(run.spans, key=lambda span: (span.start, span.rank, span.end)))
     return Timeline(spans, max(run.clock), tuple(run.busy))
 
@@ -169,6 +170,7 @@ class _Run:
         op, i, chunk = action
         stage = self.stages[rank][chunk]
         if op in SENDS:
+            # A gradient goes down over the boundary that its activation came up.
             lower = stage if op is Op.SEND_FORWARD else stage - 1
             hop = self.durations.hops[lower] if self.durations.hops else self.durations.hop
             self.arrival[stage, op, i] = self.clock[rank] + hop
@@ -176,6 +178,7 @@ class _Run:
         if op in NEEDS.values() or op in SENDS:
             return True
         start, source = self.clock[rank], source_of(op, stage, self.placement.num_stages)
+        # Between stages of one rank nothing travels, and their order is that of the table.
         if source is not None and self.placement.rank_of(source) != rank:
             arrival = self.arrival.get((source, GIVES[op], i))
             if arrival is None:
@@ -203,6 +206,7 @@ def draw(timeline: Timeline, columns: int = 80) -> str:
     lines = [["."] * width for _ in labels]
     scale = width / timeline.end if timeline.end else 0.0
     for rank, action, start, end in timeline.spans:
+        # Both ends are rounded, not the length, so that a pass begins where the one before it ends.
         first, last = round(start * scale), round(end * scale)
         fill = {Op.FORWARD: "-", Op.BACKWARD_WEIGHT: "+", Op.UPDATE: "~"}.get(action.op, "=")
         lines[rank][first:last] = str(action).ljust(last - first, fill)[: last - first]

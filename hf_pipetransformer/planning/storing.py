@@ -142,6 +142,7 @@ FRESH_BUDGET = 0.1
 def refresh_fraction(costs: CacheCosts, num_frozen: int) -> float:
     """Return the share of the samples, 0 to 1 by 0.001, that each pass may augment again by `FRESH_BUDGET`."""
     prefix = costs.prefix[num_frozen]
+    # A fresh sample is read, computed and written, where its record would only have been read.
     extra = costs.input + prefix + costs.writing(prefix) - costs.reading()
     budget = FRESH_BUDGET * (costs.reading() + costs.active)
     # Rounded down, as it is announced: the budget is kept.
@@ -184,6 +185,7 @@ def passes_ahead(
         return (Pass(steps_left, record_seconds=costs.input),)
     # Records of layers that train again hold what the weights of earlier steps computed.
     share, whole = stored.share if 0 < stored.level <= level else 0.0, costs.prefix[num_frozen]
+    # Records that are there fit, whatever has filled the disk since.
     fits = max(stored.fits_share, share)
     # Frozen blocks above a record run while the device's host reads, and everything runs while it writes anew.
     above_old = max(whole - costs.prefix[stored.level], 0.0) if share else whole
@@ -319,6 +321,7 @@ def ways_of_storing(
         found["keep"] = way(stored.level)
     # Records at the wanted level need no writing: that would be to keep them.
     is_written = "keep" in found and stored.level == num_frozen
+    # Before all slots have been filled no record is read again.
     if num_frozen and not is_written and steps_left > slots.num_slots * steps_per_epoch:
         found["write"] = way(num_frozen)
     return Ways(found, num_frozen, steps_left / steps_per_epoch, slots.num_slots)

@@ -176,6 +176,7 @@ class TokenCosts:
     error: float = 0.0
 
     def seconds(self, sequences: float, context: float, tokens: float) -> float:
+        # A causal slice attends to L x earlier pairs and to half of x^2 of its own; both are doubled here.
         pairs = 2 * context * tokens + tokens**2
         each = self.sequence + self.context * context + self.token * tokens + self.attention * pairs
         return self.launch + sequences * each
@@ -221,6 +222,7 @@ def fit_token_costs(times: Sequence[SliceTime]) -> TokenCosts:
         ],
         axis=1,
     )
+    # Relative errors: a short slice weighs as much as a long one, which takes many times as long.
     rates = _non_negative(columns / seconds[:, None])
     found = columns @ rates
     launch, sequence, context, token, attention = rates.tolist()
@@ -248,6 +250,7 @@ def _non_negative(columns: np.ndarray) -> np.ndarray:
 GRANULE = 8
 """Tokens per granule, the block that slices are made of (TeraPipe, section 4); more where `MOST_GRANULES` limits it.
 """
+# Times are granules x granules, and the program goes through them under each bound.
 MOST_GRANULES = 64
 BUCKETS = (0.25, 0.5, 1.0, 2.0)
 """Sequence lengths to plan for, as shares of the measured length."""
@@ -309,6 +312,7 @@ class SlicePlanner:
 
         def rank(plan: TokenPlan) -> tuple[float, int, int]:
             is_whole = len(plan.lengths) == 1
+            # Of equal times the plan with fewer parts wins: each part has launches of its own.
             return plan.seconds * (WORTH if is_whole else 1.0), plan.num_microbatches, len(plan.lengths)
 
         return min(self._possible(length, num_microbatches), key=rank)

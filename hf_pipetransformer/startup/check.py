@@ -68,6 +68,7 @@ def run_whole(target: ProbeTarget) -> Result:
     with gradients_discarded(target.model):
         # A copy: a loss may take labels out of its inputs, as Trainer's label smoothing does.
         loss = target.loss(dict(target.inputs))
+        # An evaluation may inspect a model of which nothing is trained.
         if loss.requires_grad:
             loss.backward()
         return Result(float(loss.detach()), gradient_norms(target.parameters))
@@ -114,6 +115,7 @@ def probe_model(target: ProbeTarget) -> Probe:
         is_read = _check_split(replace(target, inputs=in_float32(inputs)), structure)
     stages, twin = pairwise(target.twin.cut_positions(structure)), target.twin
     dtypes = [each.dtype for (start, end), each in zip(stages, sent[:-1], strict=False) for _ in range(start, end)]
+    # What later stages do not read is not sent to them: they get a tensor of its shape.
     placeholders = frozenset[str]() if is_read else frozenset({main_input})
     return Probe(
         structure, tuple(twin.of_all_blocks(flops)), tuple(twin.of_all_blocks(dtypes)), activation, placeholders
@@ -287,6 +289,7 @@ def _padding_multiple(target: ProbeTarget, structure: Structure, hidden_shape: t
         try:
             with torch.no_grad():
                 hidden = run_stage(view, range(1), None, lambda: target.loss(given))
+        # They say nothing of the lengths that the model takes.
         except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception:
@@ -308,6 +311,7 @@ def _padding_multiple(target: ProbeTarget, structure: Structure, hidden_shape: t
     multiple = found - too_short
     if multiple <= 1 or found % multiple:
         return 0
+    # One length may fit a multiple by chance: the ends of its interval have to follow it as well.
     lengths = [length, shortest, max(1, too_short)]
     return multiple if all(length_for(each) == padded_length(each, multiple) for each in lengths) else 0
 

@@ -107,6 +107,7 @@ def affordable_samples(wanted: int, pilot: BlockProfile, num_blocks_run: int, fr
         pilot: profile measured on fewer samples.
         num_blocks_run: number of blocks timed alone; the forward of all blocks below runs once before each.
     """
+    # Timed with and without a gradient of the input, each after a warm-up, and run again for its bytes.
     runs = 2 * (NUM_REPEATS + 1) + 1
     slowest = max(f + b for f, b in zip(pilot.forward, pilot.backward, strict=True))
     seconds = num_blocks_run * (sum(pilot.forward) + runs * slowest)
@@ -164,6 +165,7 @@ def kept_back(target: ProbeTarget, structure: Structure) -> tuple[float, float]:
     ids = target.inputs[target.main_input]
     tables = {each.weight: each for each in embeddings_of(target.model, structure.layers)}
     kept = EmbeddingGradients(tables.values()).parameters
+    # An image looks up no rows.
     if not kept or ids.is_floating_point():
         return 0.0, 0.0
     largest = max(kept, key=torch.Tensor.numel)
@@ -251,6 +253,7 @@ class _Runner:
         return max(0.0, live.most - saved)
 
     def _run(self, blocks: range, received: torch.Tensor | None) -> torch.Tensor:
+        # As in a run, in which a stage with the head too keeps no gradients of embeddings back.
         is_first = blocks.start == 0 and blocks.stop < self.view.structure.num_blocks
         with self._kept.keeping() if is_first else nullcontext():
             return run_stage(self.view, blocks, received, lambda: self.target.loss(dict(self.target.inputs)))
@@ -386,6 +389,7 @@ def block_costs(
         edge_backward=tuple(profile.edge_backward),
         activation_bytes=tuple(profile.activation_bytes),
         working_bytes=tuple(profile.working_bytes),
+        # No activation enters the embeddings; that between all other blocks has one shape.
         boundary_bytes=(0.0, *[profile.boundary_bytes] * (structure.num_blocks - 1)),
         table=(profile.table[0], profile.table[1]),
     )

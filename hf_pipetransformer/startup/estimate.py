@@ -206,6 +206,7 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         # The replicas of a stage are on all nodes.
         reduction_per_byte=1 / min(machine.bandwidth, machine.node_bandwidth or machine.bandwidth),
         optimizer_per_parameter=UPDATE_BYTES / machine.memory_bandwidth,
+        # No step has shown what the last backward does not hide: all of it is taken to run beside a reduction.
         hidden_reduction=1.0,
         # Workers read while the devices compute.
         per_step=0.0 if args.dataloader_num_workers else machine.reading * per_step,
@@ -217,6 +218,7 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
     frozen = num_frozen_by_user(model, structure)
     return RunPlanner(
         args,
+        # In place of a topology, of which a plan asks the numbers of processes alone.
         cast(Any, machine),
         probe,
         MeasuredCosts(blocks, overheads, 1),
@@ -233,6 +235,7 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
 def _with_backwards(blocks: BlockCosts, recomputes: bool) -> BlockCosts:
     """Return the costs with backwards: a forward's time for the input, one for all weights, one to recompute."""
     counts = zip(blocks.forward, blocks.trained, blocks.parameters, strict=True)
+    # A frozen weight needs no gradient, and so no product for it.
     weights = [seconds * trained / (number or 1) for seconds, trained, number in counts]
     edge = tuple(weight + recomputes * seconds for weight, seconds in zip(weights, blocks.forward, strict=True))
     whole = tuple(sum(both) for both in zip(edge, blocks.forward, strict=True))

@@ -169,6 +169,7 @@ def _label_of(sample: Mapping[str, Any]) -> Any:
 
 def most_samples(args: PipeTransformerArguments) -> int:
     """Return how many samples the whole model can run in float32 without exceeding the memory of a training step."""
+    # A step that recomputes never keeps the activations of all layers, as these runs do.
     if args.pipeline_checkpoint != "never" or args.activation_checkpointing:
         return 1
     size = args.train_samples_per_device
@@ -204,6 +205,7 @@ def first_batches(
 def _first_of(loader: Any, rows: int) -> dict[str, Any]:
     """Return the first batch of a user's loader. Every rank reads its own, since reading may be a collective."""
     dataset, has_workers = getattr(loader, "dataset", None), getattr(loader, "num_workers", 0)
+    # A loader of an indexed data set begins anew by itself.
     if isinstance(loader, DataLoader) and not is_stream(dataset):
         reading: AbstractContextManager[Any] = nullcontext()
     else:
@@ -224,6 +226,7 @@ def _itself(sample: Any) -> Any:
 
 
 def _read_by_worker(stream: Any) -> DataLoader[Any]:
+    # Torch's own default would turn arrays into tensors; a lambda cannot be sent to a spawned worker.
     return DataLoader(stream, batch_size=None, num_workers=1, collate_fn=_itself)
 
 
@@ -234,6 +237,7 @@ def peeking(source: Any) -> Iterator[Iterator[Any]]:
     Raises:
         ValueError: `source` draws random numbers, and its beginning cannot be read twice.
     """
+    # An earlier look at the same source, whose samples no run has taken yet, is continued.
     peeked = getattr(type(source), _PEEKED, None)
     if peeked is None:
         try:
@@ -310,6 +314,7 @@ class _Peeked:
                 self._states = shared, self._generators.states()
 
     def _given_back(self) -> Iterator[Any]:
+        # First, so that later epochs iterate the object by its own class.
         self._remove()
         if self._rest is None:
             return iter(self.source)
@@ -339,6 +344,7 @@ class _Peeked:
         self._generators.restore(own)
         with first.drawing():
             again = list(islice(iter(self.source), len(self._taken)))
+        # Again, as the second reading has advanced them too.
         self._generators.restore(own)
         if not _same(again, self._taken):
             raise ValueError(

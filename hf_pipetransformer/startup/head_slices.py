@@ -55,6 +55,7 @@ def choose_head_slices(
         # What ran out of memory with whole sequences is tried again.
         sliced = replace(sliced, unfit=unfit(sliced))
         layout = first(sliced)
+        # Where none has room, the most slices stay, which come nearest.
         if _has_room(sliced, layout):
             break
     so = f"{sliced.needed_bytes(layout) / 1e9:.3g} GB so, with K={layout.pipeline_size}"

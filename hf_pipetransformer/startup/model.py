@@ -112,6 +112,7 @@ def run_stage(
     try:
         return forward()
     except StageExit as stage_exit:
+        # It holds the frames of the forward, and with them their tensors.
         stage_exit.__traceback__ = None
         return stage_exit.hidden
 
@@ -130,6 +131,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 def _drops(*holders: Any) -> bool:
     rates = [value for holder in holders for name, value in vars(holder).items() if "drop" in name or "jitter" in name]
+    # Torch's own modules name their rate `p`.
     rates += [holder.p for holder in holders if isinstance(holder, nn.modules.dropout._DropoutNd)]
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
@@ -153,6 +155,7 @@ def dropout_from(model: nn.Module, structure: Structure) -> int:
         if i not in trained
         and any(_drops(module) or keeps_statistics(module) for own in part for module in own.modules())
     )
+    # The embeddings freeze with the first layer.
     return max(1, next(random, len(parts)))
 
 
@@ -167,6 +170,7 @@ def num_frozen_by_user(model: nn.Module, structure: Structure) -> int:
 def gradient_norms(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Return the norm of each trained parameter's gradient, 0 where there is none."""
     trained = [p for p in parameters if p.requires_grad]
+    # In float32: half precision has three digits at most, and the checks compare four.
     norms = [torch.zeros((), device=p.device) if p.grad is None else p.grad.float().norm() for p in trained]
     return torch.stack(norms) if norms else torch.zeros(1)
 
@@ -293,6 +297,7 @@ _SPECIAL_TOKENS = 2**10
 
 def _rows_in_use(model: nn.Module, inputs: Mapping[str, Any]) -> dict[int, torch.Tensor]:
     """Map sizes of large vocabularies to the tokens that a batch names; the first ones are models' special tokens."""
+    # By number of rows, so that the matrix of a head over the same words is found as well.
     sizes = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)}
     tokens = [value.flatten().cpu() for value in inputs.values() if isinstance(value, torch.Tensor)]
     named = torch.cat([torch.arange(_SPECIAL_TOKENS), *(each for each in tokens if each.dtype is torch.int64)])
@@ -384,6 +389,7 @@ def _float32_attention(model: Any) -> Iterator[None]:
 def _deterministic() -> Iterator[None]:
     was_on = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    # Other kernels of attention add in an order that may change from run to run in their backward.
     with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
         warnings.simplefilter("ignore")
         # Not an error: a model may have operations without a deterministic kernel.

@@ -177,6 +177,7 @@ def _whether_it_fits(plan: RunPlan) -> str:
         return ""
     text = f"Does not fit: the fullest rank needs {plan.chosen.fullest / GB:.1f} GB of {plan.budget / GB:g} GB. "
     fitting = [str(each.layout.pipeline_size) for each in plan.options if each.fits]
+    # The number of stages that the user set does not fit, others do.
     if fitting:
         return f"{text}It fits with K={' or '.join(fitting)}."
     remedy = plan.remedy
@@ -197,6 +198,7 @@ def _whether_to_shard(plan: RunPlan) -> str:
     found = f"{sharded.name} fits with {figures}, by formula"
     if not fastest.fits:
         return f"{found}; no pipeline fits without other options."
+    # Predictions err by as much: a smaller lead is none.
     if NO_GAIN * sharded.samples_per_second > fastest.samples_per_second:
         return f"{found}: faster than the {fastest.samples_per_second:.3g} of K={fastest.layout.pipeline_size}."
     return ""
@@ -359,14 +361,17 @@ def chart_of(timeline: Timeline, title: str, unit: str) -> dict[str, Any]:
     ]  # fmt: skip
     found = {bar["pass"] for bar in bars}
     kinds = [kind for kind in _KINDS.values() if kind in found]
+    # Numbers wider than their bars would run into each other.
     least = _LEAST_WIDTH / _WIDTH * timeline.end
     rank = {"field": "rank", "type": "ordinal", "title": "rank", "scale": {"paddingInner": 0.15}}
+    # Of all kinds, drawn or not, so that a kind has one color in all pictures.
     colors = {"domain": list(_KINDS.values()), "range": list(_COLORS)}
     passes = {
         "mark": {"type": "bar", "stroke": "white", "strokeWidth": 0.5},
         "encoding": {
             "x": {
                 "field": "start", "type": "quantitative", "title": unit,
+                # Up to a round number, the axis would end with what looks like waiting.
                 "scale": {"domain": [0, timeline.end], "nice": False},
             },
             "x2": {"field": "end"},

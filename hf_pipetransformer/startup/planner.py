@@ -68,6 +68,7 @@ def memory_conditions(
         "num_microbatches": args.num_microbatches,
         "schedule": args.pipeline_schedule,
         "num_chunks": args.num_chunks,
+        # Left out where they change nothing: conditions of runs without the option stay equal.
         **({"head_slices": head_slices} if head_slices > 1 else {}),
         **({"weights": args.pipeline_weights} if args.schedule.abilities.overlaps_steps else {}),
         "num_layers": probe.structure.num_layers,
@@ -223,6 +224,7 @@ class RunPlanner:
             weights=args.pipeline_weights,
             memory=memory,
             work=self._work,
+            # Under async_1f1b K decides how stale weights are; with full_determinism no clock may decide.
             is_timeless=args.schedule.abilities.overlaps_steps or args.full_determinism,
         )
         how = self.measures_microbatches, args.gradient_accumulation_steps
@@ -253,6 +255,7 @@ class RunPlanner:
         possible = [k for k in self.topology.pipeline_sizes if self.num_chunks(k)]
         # A shorter pipeline has more on each rank, so that it runs out of memory as well.
         untried = [k for k in possible if k > self.unfit]
+        # Where no length is left, the longest, which needs least on a rank, is tried again.
         return first_layout(untried or possible[-1:], lambda k: self.plan(k, num_frozen), self.fits)
 
     def fits(self, layout: Layout) -> bool:
@@ -308,6 +311,7 @@ class RunPlanner:
 
     def one_stage_in_words(self, layout: Layout) -> str:
         """Return a sentence on K=1 for a pipeline whose model would fit on one device; empty if it would not."""
+        # Where a pipeline ran out of memory, one device would as well.
         if layout.pipeline_size == 1 or self.unfit:
             return ""
         alone = self.plan(1, layout.num_frozen_layers)
@@ -327,6 +331,7 @@ class RunPlanner:
         if k == 1:
             return ""
         slices = max(map(len, layout.token_slices), default=1)
+        # With equal stages: real cuts are never quite even, and so wait more.
         timeline = simulate_equal(find_schedule(layout.schedule), layout.places, m, num_token_slices=slices)
         parts = counted(m, "micro-batch", "micro-batches") + ("" if slices == 1 else f" of {slices} token slices")
         return f" With {parts} the {k} devices are busy at most {1 - timeline.bubble:.0%} of the time."
@@ -381,6 +386,7 @@ class RunPlanner:
 
     def _asynchrony(self, layout: Layout) -> str:
         k, m, kind = layout.pipeline_size, layout.num_microbatches, self.args.pipeline_weights
+        # As many forwards as `steady_lag` counts, an update after each step's micro-batches.
         ahead = -(-(k - 1 - layout.first_active_stage) // (m * self.args.gradient_accumulation_steps))
         updates = f"{ahead} update{'' if ahead == 1 else 's'}"
         asked = self.args.pipeline_parallel_num_microbatches

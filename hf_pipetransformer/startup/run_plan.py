@@ -229,6 +229,7 @@ def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[i
     # What costs least comes first: slices hardly any time, recomputation a forward, small batches launches.
     tried = [slices, recomputed, slices | recomputed]
     size, number = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    # Divisors alone, so that a step keeps its samples.
     for smaller in (own for own in range(size - 1, 0, -1) if size % own == 0):
         batch = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": number * (size // smaller)}
         tried.append(slices | recomputed | batch)
@@ -284,6 +285,7 @@ def communicators(layout: Layout, shared: Iterable[Sequence[int]]) -> list[int]:
     ways = set()
     for lower in filter(places.is_crossed, range(layout.num_stages)):
         pair = places.rank_of(lower), places.rank_of(lower + 1)
+        # NCCL runs the transfers of a communicator in the order in which they are posted: one for each way.
         ways |= {pair, pair[::-1]}
     for rank in range(layout.pipeline_size):
         counts[rank] += sum(rank in way for way in ways)
@@ -382,6 +384,7 @@ def _host_memory(option: Option, planner: RunPlanner, machine: Machine, weights:
     gathered = planner.args.pipeline_gather_at_end != "never" and several
     return {
         "model loaded": whole,
+        # 4 bytes each: two layers, and the gradients of two runs that are compared.
         "checks at the start": whole + 8.0 * max(layers) + 8.0 * MOST_GRADIENTS,
         "weights placed": own + WINDOW_BYTES + max(weights) if several else whole,
         "training": state,
@@ -403,6 +406,7 @@ def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: RunS
         why = "activation_cache='off'"
     elif not args.schedule.abilities.runs_steps_whole:
         why = f"pipeline_schedule={args.pipeline_schedule!r} stores nothing"
+    # An elastic run stores as soon as its pipelines fit on a node.
     elif planner.costs.overheads.spans_nodes(layout.pipeline_size) and not args.elastic:
         why = why_not_over_nodes(layout.pipeline_size, machine.devices_per_node)
     elif args.activation_cache == "auto" and most_frozen >= planner.dropout_from:

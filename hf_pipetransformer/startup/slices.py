@@ -49,6 +49,7 @@ def run_slices(
         note: called with a slice's number after its forward and after its backward.
     """
     total, slices = target.count(target.inputs), cut_tokens(target.inputs, bounds)
+    # All forwards first: a slice's backward needs what later slices add to the gradients of its keys.
     (actions,) = GPIPE.table(1, len(slices))
     contexts = TokenSliceContexts(structure.num_layers)
     program = ModelProgram(

@@ -162,6 +162,7 @@ def inspect_model(
             device_bytes,
             frozen,
             has_dropout(model),
+            # Other nodes may not have the file that rank 0 reads.
             topology.decide(
                 lambda: read_unfit(events, memory_conditions(args, probe, device_bytes, args.head_slices or 1))
             ),
@@ -214,6 +215,7 @@ class Inspection:
             UnsupportedModelError: the call raised on some rank; on that rank with the original error as the cause.
         """
         value, refusal = self._attempt(call)
+        # A rank that raised before this collective would leave the others waiting in it.
         for text in self.topology.gather(None if refusal is None else str(refusal)):
             if text is not None:
                 raise refusal or UnsupportedModelError(text)
@@ -364,6 +366,7 @@ def _measure_costs(
         return asdict(measure_blocks(target, structure, samples_per_microbatch(args), topology.num_ranks_here, read))
 
     profile = BlockProfile(**inspection.on_first_rank(measure))
+    # Of the size that the blocks were timed with: both stand for one micro-batch.
     times = topology.measure(int(profile.boundary_bytes * profile.num_samples))
     # Plans are for training, also where an evaluation asks.
     masters = master_names(target.model) if args.pipeline_master_dtype else set()
@@ -381,6 +384,7 @@ def _measure_costs(
     overheads = Overheads(
         node_size=topology.local_world_size,
         has_reference=target.has_reference,
+        # The policy gradient_norm reads the norms of all stages, clipped or not.
         sums_norms=(args.max_grad_norm or 0) > 0 or args.freeze_policy == "gradient_norm",
         per_forward=profile.passing[0],
         per_backward=profile.passing[1],

@@ -39,6 +39,7 @@ def depends_on_length(target: ProbeTarget) -> bool:
     if not target.is_text or sequences_of(target.inputs) is not None:
         return False
     padded = _with_more_padding(target)
+    # Without a trial, the safe answer: padding to a common length only costs time.
     if padded is None:
         return True
     with torch.no_grad():
@@ -106,6 +107,7 @@ def _with_more_padding(target: ProbeTarget) -> dict[str, Any] | None:
     """Return the batch with one more position of padding; None without an attention mask or room for it."""
     length = target.inputs[target.main_input].shape[1]
     longest = config_value(target.model, "max_position_embeddings", length + 1)
+    # Models like RoBERTa begin to count positions at 2, so that two of them are never a token's.
     if "attention_mask" not in target.inputs or length + 2 >= longest:
         return None
     return pad_batch(target.inputs, target.main_input, length + 1, target.pad_token_id)
@@ -116,6 +118,7 @@ def _loss_if_taken(target: ProbeTarget, inputs: dict[str, Any]) -> float | None:
     try:
         with torch.no_grad():
             return float(target.loss(inputs))
+    # It is a RuntimeError too, but says nothing of the length.
     except torch.OutOfMemoryError:
         raise
     except (IndexError, RuntimeError, ValueError):
