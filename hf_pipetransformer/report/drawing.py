@@ -21,6 +21,7 @@ def _look(text: str, pale: str, grid: str, frame: str, background: str, colors: 
         "view": {"stroke": frame},
         "axis": {
             **{"gridColor": grid, "domainColor": frame, "tickColor": frame},
+            # Vega cuts labels at 180 pixels by default, and names of runs and of metrics are longer.
             **{"labelColor": pale, "titleColor": text, "titleFontWeight": 500, "labelLimit": 260},
         },
         "legend": {"labelColor": text, "titleColor": text, "labelLimit": 260, "orient": "top"},
