@@ -193,6 +193,7 @@ class DoubleBuffer(WeightKind):
             )
 
     def forward_version(self, forward: ForwardPass) -> int:
+        # The first step of a window has no version before its own.
         return min(max(0, forward.step - 1), forward.num_updates)
 
     def backward_version(self, forward_version: int, num_updates: int) -> int:
