@@ -38,7 +38,7 @@ _TRAINERS_OPTIONS = (
     *("max_grad_norm", "gradient_accumulation_steps", "seed"),
 )
 _LONGEST_LINE = 108
-# To the end of the card: TRL's templates have their citations last, with headings and code of any kind below.
+# To the end of the card: TRL's templates have their citations last, with blocks of code below.
 _CITATIONS = re.compile(r"^## Citations?\b.*", re.MULTILINE | re.DOTALL)
 
 Facts = dict[str, Any]
