@@ -21,9 +21,9 @@ def _look(text: str, pale: str, grid: str, frame: str, background: str, colors: 
         "view": {"stroke": frame},
         "axis": {
             **{"gridColor": grid, "domainColor": frame, "tickColor": frame},
-            # Vega cuts labels at 180 pixels by default, and names of runs and of metrics are longer.
             **{"labelColor": pale, "titleColor": text, "titleFontWeight": 500, "labelLimit": 260},
         },
+        # Vega cuts those of a legend at 160 pixels by default, and names of runs are parts of paths.
         "legend": {"labelColor": text, "titleColor": text, "labelLimit": 260, "orient": "top"},
         "title": {"color": text},
         "range": {"category": colors},
