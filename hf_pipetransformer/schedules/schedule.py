@@ -237,7 +237,7 @@ def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_s
     action_lists = []
     for rank in range(size):
         # Forwards until the first gradient can be back: the first group passes through all chunks but the last, and
-        # then each rank on the way up to the last one and down again takes the time of another.
+        # then each rank on the way up to the last one and down again takes the time of one more.
         warmup = min(len(forwards), (num_chunks - 1) * sizes[0] + 2 * (size - 1 - rank))
         # After the last forward as many backwards are left as the warm-up had forwards.
         # Not strict: the warm-up has taken forwards, so that backwards are left over.
