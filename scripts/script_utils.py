@@ -245,7 +245,7 @@ def load_tokenizer(model_args: ModelArguments) -> Any:
 
 def class_ids(names: list[str], config: PreTrainedConfig) -> dict[str, int]:
     """Name -> id; a model that was trained on these very classes keeps its own order."""
-    # Many models have the names of a data set's classes in capitals.
+    # Some models have the names of a data set's classes in capitals.
     known = {str(name).lower(): number for name, number in config.label2id.items()}
     if sorted(known) == sorted(name.lower() for name in names):
         return {name: known[name.lower()] for name in names}
