@@ -89,6 +89,7 @@ def _shown(default: Any) -> str:
         return "not set"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
+    # Thirds and the like, which a decimal number would round.
     if isinstance(default, float) and float(f"{default:g}") != default:
         return str(Fraction(default).limit_denominator(100))
     return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"

@@ -193,6 +193,7 @@ def answer_tokens(encoded: BatchEncoding, window: int, answers: dict[str, Any] |
     text = next(iter(answer_texts(answers)), "")
     if not text.strip():
         return None
+    # Without blanks at its ends, at which no token need start or end.
     start = answers["answer_start"][0] + len(text) - len(text.lstrip())
     ends = start, start + len(text.strip()) - 1
     first, last = (encoded.char_to_token(window, character, sequence_index=1) for character in ends)
@@ -250,6 +251,7 @@ def find_answers(
     columns = windows.select_columns(["example_id", "null_position", "token_starts", "token_ends"])
     for window, starts, ends in zip(columns, start_logits, end_logits, strict=True):
         name, null = window["example_id"], window["null_position"]
+        # The smallest: windows without the answer rate none high, and the one that has it decides.
         null_scores[name] = min(null_scores[name], starts[null] + ends[null])
         for span, score in best_spans(starts, ends, window, options):
             scores[name][span] = max(score, scores[name].get(span, -math.inf))
@@ -291,6 +293,7 @@ def choose(question: dict[str, str], scores: dict[Span, float], null_score: floa
         difference = null_score - candidates[0][1] if candidates else math.inf
         text = "" if difference > options.null_score_diff_threshold else best_text
         candidates = sorted([*candidates, ("", null_score)], key=lambda candidate: -candidate[1])
+    # Less the best score, so that no exponential overflows.
     weights = np.exp([score - candidates[0][1] for _, score in candidates])
     rated = [
         {"text": text, "score": score, "probability": float(weight / weights.sum())}
@@ -426,6 +429,7 @@ class QuestionAnsweringMixin:
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> EvalLoopOutput:
         """The Trainer's loop without metrics of logits; then the answers and their metrics."""
+        # Answers need logits, of which Trainer gives none where it has no metrics to compute.
         options |= {"metric_key_prefix": metric_key_prefix, "prediction_loss_only": False}
         compute_metrics, self.compute_metrics = self.compute_metrics, None
         try:

@@ -43,6 +43,7 @@ def block_size_of(data_args: CausalDataArguments, tokenizer: PreTrainedTokenizer
     """As asked for, within what model and tokenizer take."""
     longest = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", tokenizer.model_max_length))
     if data_args.block_size is None:
+        # A tokenizer that knows no limit names a huge one.
         return min(longest, LONGEST_BLOCK)
     if data_args.block_size > longest:
         raise ValueError(
@@ -67,6 +68,7 @@ def tokenize(
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        # Not verbose: it would warn of texts longer than the model takes, and these are cut into blocks.
         ids = tokenizer(batch[column], add_special_tokens=False, verbose=False)["input_ids"]
         return {"input_ids": [own + end for own in ids if own]}
 
@@ -95,11 +97,13 @@ def main(argv: list[str] | None = None) -> None:
         texts = script_utils.load_data(data_args, model_args.cache_dir)
     tokenizer = script_utils.load_tokenizer(model_args)
     model = script_utils.load_model(AutoModelForCausalLM, model_args)
+    # Never to fewer rows: some models have more than there are words, padded for speed.
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))
     size = block_size_of(data_args, tokenizer, model.config)
     with args.main_process_first(desc="tokenizing"):
         data = tokenize(script_utils.wanted_splits(texts, args), tokenizer, data_args, size)
+        # Only now: samples are the blocks, not the texts.
         data = script_utils.select_samples(data, data_args, args)
 
     trainer = PipeTransformerTrainer(
@@ -114,6 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.do_eval:
         metrics = trainer.evaluate() | {"eval_samples": len(data["validation"])}
         loss = metrics["eval_loss"]
+        # `math.exp` raises an error where a float cannot hold the result.
         metrics["perplexity"] = math.exp(loss) if loss < math.log(1e300) else math.inf
         script_utils.report(trainer, "eval", metrics)
     script_utils.finish(trainer, data_args, tasks="text-generation", tags=["hf-pipetransformer"])

@@ -113,6 +113,7 @@ def tokenize(
             return encoded
         if ids:
             return encoded.add_column("label", script_utils.label_ids(split, label, ids))
+        # Floats also of whole numbers: the loss of a regression takes no integers.
         targets = [float(HIDDEN_LABEL if value is None else value) for value in split[label]]
         return encoded.add_column("label", targets)
 
@@ -139,6 +140,7 @@ def main(argv: list[str] | None = None) -> None:
     model_args, data_args, args = script_utils.parse_arguments(
         ModelArguments, GlueDataArguments, PipeTransformerArguments, argv=argv
     )
+    # The others find what it has prepared in the cache of `datasets`.
     with args.main_process_first(desc="loading data"):
         data = script_utils.load_data(data_args, model_args.cache_dir)
     names = label_names(data_args, data)
@@ -155,6 +157,7 @@ def main(argv: list[str] | None = None) -> None:
         train_dataset=data.get("train"),
         eval_dataset=evaluated.get(""),
         processing_class=tokenizer,
+        # Tensor cores multiply numbers of 16 bits in blocks of eight.
         data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if args.fp16 else None),
         compute_metrics=script_utils.metric_function(
             METRICS.get(data_args.task_name, metrics), names is None, data_args.metric_name, args.process_index

@@ -146,6 +146,7 @@ def load_image_processor(model_args: ImageModelArguments, config: PreTrainedConf
                 "No image processor and no config.image_size: how large are images? --image_size."
             ) from None
         height, width = (side, side) if isinstance(side, int) else side
+        # The one that works with Pillow alone, without torchvision.
         processor = ViTImageProcessorPil(**changes | {"size": {"height": height, "width": width}})
         logger.warning(
             "%s has no image processor: images become %s, with mean %s and deviation %s. Change that with "
@@ -181,6 +182,7 @@ def load_data(data_args: ImageDataArguments, model_args: ModelArguments) -> Data
     if not data:
         data = script_utils.load_data(data_args, model_args.cache_dir)
     if "train" in data and "validation" not in data and data_args.train_val_split:
+        # By a seed of its own, so that runs with other seeds are evaluated on the same images.
         halves = data["train"].train_test_split(data_args.train_val_split, seed=0)
         data["train"], data["validation"] = halves["train"], halves["test"]
     return data

@@ -139,6 +139,7 @@ def word_errors(tokenizer: Any) -> Callable[[EvalPrediction], dict[str, float]]:
             tokenizer.batch_decode(np.where(ids == IGNORED, tokenizer.pad_token_id, ids), skip_special_tokens=True)
             for ids in (prediction.predictions, prediction.label_ids)
         )
+        # Word errors are a share of the words of the text, of which an empty one has none.
         pairs = [(one, other) for one, other in zip(expected, found, strict=True) if one.strip()]
         return {"wer": jiwer.wer(*map(list, zip(*pairs, strict=True))) if pairs else 0.0}
 

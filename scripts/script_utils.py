@@ -121,6 +121,7 @@ def parse_arguments(*argument_classes: type, argv: list[str] | None = None) -> t
     for arguments in found:
         if getattr(arguments, "compare_with", None):
             read_comparison(Path(arguments.compare_with))  # Not only after the training
+    # Before a model is made, whose new head is drawn.
     set_seed(found[-1].seed)
     return found
 
@@ -133,6 +134,7 @@ def _file_as_options(path: Path) -> list[str]:
     for name, value in content.items():
         if value is not None:
             values = value if isinstance(value, list) else [value]
+            # Trainer reads options that are dicts, such as lr_scheduler_kwargs, as JSON.
             options += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
     return options
 
@@ -243,6 +245,7 @@ def load_tokenizer(model_args: ModelArguments) -> Any:
 
 def class_ids(names: list[str], config: PreTrainedConfig) -> dict[str, int]:
     """Name -> id; a model that was trained on these very classes keeps its own order."""
+    # Some models have the names of a data set's classes in capitals.
     known = {str(name).lower(): number for name, number in config.label2id.items()}
     if sorted(known) == sorted(name.lower() for name in names):
         return {name: known[name.lower()] for name in names}
@@ -253,6 +256,7 @@ def load_config(model_args: ModelArguments, names: list[str] | None) -> tuple[Pr
     """The model's configuration for these classes (None: a regression), and class name -> id."""
     config = AutoConfig.from_pretrained(model_args.model_name_or_path, **model_args.hub_options)
     if names is None:
+        # With one label the heads of transformers compute the loss of a regression.
         config.num_labels = 1
         return config, {}
     ids = class_ids(names, config)
@@ -278,6 +282,7 @@ def load_metric(name: str | None, rank: int) -> Any:
         import evaluate
     except ModuleNotFoundError:
         raise SystemExit(f"--metric_name {name} needs `evaluate`: pip install evaluate, or leave it out.") from None
+    # Ranks of a machine share a folder, in which each writes a file of its own.
     return evaluate.load(name, experiment_id=f"rank{rank}")
 
 
@@ -299,6 +304,7 @@ def metric_function(
 
 def predictions_from_logits(logits: np.ndarray | tuple[np.ndarray, ...], is_regression: bool) -> np.ndarray:
     """Logits `(samples, classes)` to class ids `(samples,)`, or to values `(samples,)` for a regression."""
+    # Some models give more than logits, which come first.
     scores = logits[0] if isinstance(logits, tuple) else logits
     return scores.reshape(-1) if is_regression else scores.argmax(axis=-1)
 

@@ -119,6 +119,7 @@ def effects_of(
 
     @torch.no_grad()
     def seeded(seed: int) -> Sequence[torch.Tensor]:
+        # Of Python and numpy too: layers may draw from any of these generators.
         set_seed(seed)
         return compute()
 

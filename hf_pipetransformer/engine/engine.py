@@ -65,6 +65,7 @@ class Wire:
         self._incoming, self._outgoing = receiving(nothing, peer, group), sending(nothing, peer, group)
 
     def receive(self, shape: tuple[int, ...]) -> Pending:
+        # New for each message: an activation becomes a leaf of its micro-batch's graph, and stays until the backward.
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         return _Posted(tensor, post([with_tensor(self._incoming, tensor)]), self._timeout, self._receiving)
 

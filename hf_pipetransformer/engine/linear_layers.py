@@ -117,6 +117,7 @@ class _PutOff:
         gradient, hidden = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (self.gradient, self.hidden))
         for parameter in self.parameters:
             found = gradient.T @ hidden if parameter.dim() == 2 else gradient.sum(0)
+            # As the backward of autocast's cast does, which these gradients do not pass through.
             yield found.to(parameter.dtype)
 
 
@@ -163,6 +164,7 @@ class WeightGradients:
         entries = self._put_off.pop(index, None)
         if entries is None:
             return
+        # A layer may be called several times in a forward: hooks of its weight must not see a part of its gradient.
         left = Counter(id(parameter) for entry in entries for parameter in entry.parameters)
         sums: dict[int, torch.Tensor] = {}
         # One by one, so that each activation is freed as soon as its gradient is made.

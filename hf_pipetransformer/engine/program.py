@@ -250,4 +250,5 @@ def as_sent(hidden: torch.Tensor, micro_batch: MicroBatch, dtype: torch.dtype) -
 
 def _weighted(loss: torch.Tensor, weight: float) -> torch.Tensor:
     """Weight a loss. A micro-batch without items has a nan loss (a mean over nothing) and weight 0; it counts as 0."""
+    # Detached, as results are kept to the end of the batch, and a graph would keep its activations as long.
     return loss.detach() * weight if weight else torch.zeros_like(loss)

@@ -46,6 +46,7 @@ class SharedParameter:
     def take(self, flat: torch.Tensor, is_used: bool) -> None:
         """Set `.grad` from the result of `reduced` on the owner; to None elsewhere, or if no rank had a gradient."""
         parameter = self.parameter
+        # On the owner alone, which updates it for all: elsewhere it would count again in the norm of the gradients.
         own = flat[:-1].view_as(parameter).to(parameter.dtype) if self.is_owner and is_used else None
         parameter.grad = own
 

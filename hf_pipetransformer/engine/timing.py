@@ -337,6 +337,7 @@ def _apart(timed: list[tuple[float, float, _Slice]]) -> list[str]:
     for begin, end, each in timed:
         of_lane = ends.setdefault(each.lane, [])
         free = next((number for number, last in enumerate(of_lane) if last <= begin), len(of_lane))
+        # A slice, as it appends where no lane is free.
         of_lane[free : free + 1] = [end]
         lanes.append(each.lane if free == 0 else f"{each.lane} {free + 1}")
     return lanes

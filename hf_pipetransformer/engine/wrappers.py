@@ -101,6 +101,7 @@ class RecomputingProgram(ProgramWrapper):
                     torch.set_rng_state(start.cpu)
                     if start.cuda is not None:
                         torch.cuda.set_rng_state(start.cuda, self.device)
+                    # What it returns is of no use: the program itself holds what the backward starts from.
                     self.program.forward(micro_batch, start.received)
             finally:
                 _RUNS_AGAIN.reset(token)

@@ -35,6 +35,7 @@ def styled(text: str, style: str, stream: TextIO) -> str:
         return text
     console = Console(file=stream)
     with console.capture() as captured:
+        # As `Text`, in which brackets are no markup; unwrapped, because lines are the same without a terminal.
         console.print(Text(text, style), soft_wrap=True, end="")
     return captured.get()
 

@@ -38,6 +38,7 @@ _TRAINERS_OPTIONS = (
     *("max_grad_norm", "gradient_accumulation_steps", "seed"),
 )
 _LONGEST_LINE = 108
+# To the end of the card: TRL's templates have their citations last, with blocks of code below.
 _CITATIONS = re.compile(r"^## Citations?\b.*", re.MULTILINE | re.DOTALL)
 
 Facts = dict[str, Any]
@@ -109,6 +110,7 @@ def facts_of(trainer: Any, data: str | None) -> Facts:
 def _changed_options(args: TrainingArguments) -> Facts:
     """Return the pipeline's options that differ from their defaults, without folders."""
     inherited = {each.name for each in fields(TrainingArguments)}
+    # By its name: the options import this part of the package, and a trainer's own options may derive from theirs.
     pipeline = next((kind for kind in type(args).__mro__ if kind.__name__ == "PipeTransformerArguments"), None)
     known = [] if pipeline is None else [each for each in fields(pipeline) if each.name not in inherited]
     return {
@@ -236,6 +238,7 @@ def read_comparison(path: Path) -> Facts:
     if "metrics" in found:
         return {name: found.get(name) for name in _COMPARED_FACTS}
     metrics = {name: value for name, value in found.items() if _is_result(name) and is_finite(value)}
+    # Trainer's results name the epochs of the whole training `epoch`.
     counts = {"train_samples": found.get("train_samples"), "epochs": found.get("epoch")}
     return {"name": file.resolve().parent.name, "metrics": metrics, **counts}
 
@@ -257,6 +260,7 @@ def render(facts: Facts, facts_file: str) -> str:
     rows = {"results": _result_rows(facts), "evaluations": _evaluation_rows(facts["evaluations"])}
     text = environment.get_template("card.md.jinja").render(**facts, facts_file=facts_file, rows=rows)
     front = facts["front_matter"]
+    # In the order that the trainer gave: the hub's class would put the fields that it knows first.
     metadata = ModelCardData(**front, ignore_metadata_errors=True).to_yaml(original_order=list(front))
     return (f"---\n{metadata}\n---\n\n" if front else "") + text + "\n"
 
@@ -285,11 +289,13 @@ def _code(value: Any) -> _Markdown:
     text = printable(str(value))
     # A code span ends at the first run of as many backticks as it began with.
     fence = _fence(text, 1)
+    # Markdown drops a space at each end; without it a backtick of the text would lengthen the fence.
     pad = " " if len(fence) > 1 else ""
     return _Markdown(f"{fence}{pad}{text}{pad}{fence}")
 
 
 def _lines(text: str) -> str:
+    # Line by line, because a line feed is not printable either.
     return "\n".join(map(printable, text.split("\n")))
 
 

@@ -60,6 +60,7 @@ def _y(title: str, zero: bool = False, **more: Any) -> alt.Y:
 
 def _x(field: str = "step", last: float | None = None) -> alt.X:
     title = "seconds of training" if field == "seconds" else "optimizer step"
+    # The same ends in all panels, whatever each recorded first and last: they are zoomed and moved together.
     scale = alt.Scale(nice=False) if last is None else alt.Scale(nice=False, domain=[0, last])
     return alt.X(field=field, type="quantitative", title=title, scale=scale)
 
@@ -67,6 +68,7 @@ def _x(field: str = "step", last: float | None = None) -> alt.X:
 def _by_run(runs: Sequence[RecordedRun]) -> alt.Color:
     """Color by run; one run needs no legend."""
     legend: Any = alt.Undefined if len(runs) > 1 else None
+    # All runs, so that one keeps its color in a chart in which another has no data.
     scale = alt.Scale(domain=[run.name for run in runs])
     return alt.Color(field="run", type="nominal", title="run", scale=scale, legend=legend)
 
@@ -242,6 +244,7 @@ def _step_time(runs: Sequence[RecordedRun]) -> Chart:
         x, y = _x(last=_last(runs)), _y("milliseconds per step", zero=True)
         measured = _line(rows, x, y, _by_run(runs))
         plan = _line(predicted, x, y, _by_run(runs), interpolate="step-after", strokeWidth=2.2, strokeDash=[4, 2])
+        # A line of its own for each decision: a layout without a prediction must not be bridged by its neighbors'.
         plan = plan.encode(detail=alt.Detail(field="part", type="nominal"))
         spec = _stacked([alt.layer(plan, measured).properties(width=WIDTH, height=190)])
     return Chart(
@@ -326,6 +329,7 @@ def _gradients(runs: Sequence[RecordedRun]) -> Chart:
             ),
             tooltip=[alt.Tooltip(field=name, type="nominal") for name in ("step", "layer", "norm")],
         )
+        # Names of layers overlap in lower rows, and rows of few layers need no more than a line of text.
         height = alt.Step(max(11, min(22, 300 // len(order))))
         panels.append(chart.properties(width=WIDTH, height=height))
     return Chart(
@@ -357,6 +361,7 @@ def _gradient_rows(begin: int, end: int, norms: dict[str, float]) -> list[Row]:
     return [
         {"begin": begin, "step": end, "layer": name, "norm": norm, "place": -1 if name == "embeddings" else place}
         for place, (name, norm) in enumerate(norms.items())
+        # A logarithmic scale has no color for 0.
         if is_finite(norm) and norm > 0
     ]
 

@@ -26,6 +26,7 @@ _LEFT_OUT = (
     *("epoch", "total_flos", "frozen_layers", "cached_layers", "memory_gb", "tokens_per_second", "bubble_share"),
     *("pipeline_stages", "pipeline_chunks", "pipeline_replicas", "pipeline_microbatches"),
 )
+# Of an evaluation, whose samples stay the same, the runtime says as much.
 _LEFT_OUT_ENDS = ("_samples_per_second", "_steps_per_second")
 
 
@@ -34,6 +35,7 @@ def shorten_console(handler: CallbackHandler) -> None:
     for callback in handler.callbacks:
         # Exactly these: a subclass of the user's prints in a way that is wanted.
         if type(callback) in (PrinterCallback, ProgressCallback):
+            # On the instance: the class also prints for trainers of other kinds in this process.
             callback.on_log = partial(_print_line, callback)
 
 

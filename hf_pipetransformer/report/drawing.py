@@ -23,6 +23,7 @@ def _look(text: str, pale: str, grid: str, frame: str, background: str, colors: 
             **{"gridColor": grid, "domainColor": frame, "tickColor": frame},
             **{"labelColor": pale, "titleColor": text, "titleFontWeight": 500, "labelLimit": 260},
         },
+        # Vega cuts those of a legend at 160 pixels by default, and names of runs are parts of paths.
         "legend": {"labelColor": text, "titleColor": text, "labelLimit": 260, "orient": "top"},
         "title": {"color": text},
         "range": {"category": colors},

@@ -87,6 +87,7 @@ def _event_of(line: bytes) -> dict[str, Any] | None:
         event = json.loads(line)
         text(entry(entries(event, "event"), "event"), "event")
         whole_number(entry(event, "step"), "step")
+    # What is no JSON may nest brackets deeper than the parser can follow.
     except (ValueError, RecursionError):
         return None
     return dict(event)
@@ -114,6 +115,7 @@ def _numbered_events(path: str) -> list[tuple[int, dict[str, Any]]]:
             event = _event_of(line)
             if event is not None:
                 events.append((at, event))
+            # A kill can cut short the last line alone, which then has no newline.
             elif line.endswith(b"\n") or len(line) == _LONGEST_LINE:
                 raise ValueError(
                     f"{path} is not the events file of a run: line {at} is {line.rstrip()[:60]!r}, expected an event. "

@@ -76,6 +76,7 @@ class FailureReporter:
         self._is_resumed = is_resumed
         self._faults = faults
         self._find_checkpoint = find_checkpoint
+        # Python lets no other thread set a handler.
         self._handles_sigterm = handles_sigterm and threading.current_thread() is threading.main_thread()
         self._pid = os.getpid()
         self._is_handled = threading.Event()
@@ -94,6 +95,7 @@ class FailureReporter:
         """Start the thread that ends a process whose main thread does not return to Python."""
         _leave_signals_to_children()
         signaled, self._wakes = os.pipe()
+        # Required of a wakeup descriptor: a signal must not wait in its handler until a full pipe is read.
         os.set_blocking(self._wakes, False)
         before = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         if before != -1:
@@ -125,6 +127,7 @@ class FailureReporter:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
+        # SystemExit is no failure: `plan_only` ends a run by it.
         is_told = isinstance(error, (Exception, KeyboardInterrupt))
         try:
             if error is None:
@@ -184,6 +187,7 @@ class FailureReporter:
         if os.getpid() == self._pid:  # Not a forked worker.
             with contextlib.suppress(Exception):
                 self._say_why_it_ends()
+        # By the signal again, so that the launcher sees the exit code that it expects.
         os.kill(os.getpid(), number)
 
     def _say_why_it_ends(self) -> None:
@@ -216,6 +220,7 @@ def is_of_users(error: BaseException) -> bool:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
+    # A ValueError of this package says what to change; of one that only passes through it, the place is needed.
     is_raised_here = last is not None and last.tb_frame.f_code.co_filename.startswith(_PACKAGE)
     return not (isinstance(error, ValueError) and is_raised_here)
 
@@ -258,10 +263,12 @@ def _end_soon_after(error: BaseException) -> None:
     with contextlib.suppress(Exception):  # A class of the user's may be frozen.
         error._ends_rank = True  # type: ignore[attr-defined]
     atexit.unregister(_end_if_uncaught)
+    # Anew, so that it is the last: these run in reverse order, and this one runs the others before it ends.
     atexit.register(_end_if_uncaught)
 
 
 def _end_if_uncaught() -> None:
+    # Python sets it for an error that nobody caught, before it calls what is registered here.
     if getattr(getattr(sys, "last_value", None), "_ends_rank", False):
         atexit.unregister(_end_if_uncaught)
         atexit._run_exitfuncs()

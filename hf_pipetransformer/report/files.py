@@ -46,9 +46,11 @@ def open_regular(
     try:
         descriptor = os.open(path, flags, mode, dir_fd=dir_fd)
     except OSError as error:
+        # What opening gives for a link, for a folder that is to be written, and for a pipe that nobody reads.
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise refusal from None
         raise
+    # The open file is asked, not its path, which may lead to something else by now.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise refusal
@@ -89,6 +91,7 @@ def _describe(error: BaseException, output_dir: str, find_checkpoint: FindCheckp
         folder = os.path.dirname(folder)
     with contextlib.suppress(OSError):
         space, newest = shutil.disk_usage(folder), find_checkpoint(output_dir)
+        # torch does not say why it could not write: where a checkpoint would have room, the disk was not full.
         if not found and space.free >= (newest[1] if newest else _LITTLE_BYTES):
             return None
         needed = f", a checkpoint takes {in_bytes(newest[1])}" if newest else ""

@@ -87,6 +87,7 @@ def changed_options(args: TrainingArguments) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """Return an option as a JSON value."""
+    # Trainer turns options with fixed choices, such as `optim`, into members of an enum.
     value = getattr(value, "value", value)
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
@@ -132,6 +133,7 @@ def _name_of(dataset: Any) -> str | None:
     """Return the name that `datasets` knows a set by, with its configuration; None for others."""
     info = getattr(dataset, "info", None)
     names = [getattr(info, name, None) for name in ("dataset_name", "config_name")]
+    # `datasets` calls a configuration that nobody named "default".
     words = [name for name in names if isinstance(name, str) and name != "default"]
     return relative(" ".join(words)) if words else None
 

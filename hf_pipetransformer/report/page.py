@@ -281,6 +281,7 @@ def render(runs: Sequence[RecordedRun], charts: Sequence[Chart]) -> str:
         charts=charts,
         transitions=transitions(runs),
         looks={"light": LIGHT, "dark": DARK},
+        # Browsers read the text of a script as it is: escaped, it would not run.
         library=Markup(library),
     )
     return page

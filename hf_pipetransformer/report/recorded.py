@@ -121,6 +121,7 @@ class RecordedRun:
         values = self.values_of(name)
         if is_finite(self.after.get(name)):
             return float(self.after[name])
+        # The training loss was logged for the last steps, whichever model was loaded after them.
         if self.best is not None and self.best.is_loaded and name != "loss":
             values = [(entry, value) for entry, value in values if entry.step == self.best.step]
         elif is_finite(self.results.get(name)):

@@ -446,6 +446,7 @@ class OnDevice(Sequence[MicroBatch]):
         return self._there[i] if self._num_left[i] else self._there.pop(i)
 
     def _fetch(self, i: int) -> None:
+        # Neither beyond the last one nor what no action of this rank looks up.
         if self._num_left[i] and i not in self._coming and i not in self._there:
             given = self._parts[i].inputs
             self._coming[i] = self._copies.start(lambda: self._prepare(given))

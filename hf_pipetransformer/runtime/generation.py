@@ -155,6 +155,7 @@ class StagedGeneration:
                 )
         options |= send_to_device(shared, device)
         passes = Passes(self.pipeline.runner, self.pipeline.shell)
+        # The greedy choice draws nothing, so that no states of generators need be exchanged for it.
         draws = drawing_alike(of_first, device) if settings.do_sample else nullcontext()
         with draws, passes.replacing_forward(self.model):
             result = self.original(None, generation_config, *others, **options)

@@ -61,6 +61,7 @@ def mapped(call: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return call(value)
     if isinstance(value, dict):
+        # By keywords, which are how a `ModelOutput` takes its entries.
         return type(value)(**{key: mapped(call, item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
         return type(value)(mapped(call, item) for item in value)

@@ -192,6 +192,7 @@ def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD_BYTES:
         flat = flat.clone()  # `view(torch.int64)` needs an aligned offset.
+    # Sums that do not fit 64 bits wrap around, in the same way on every rank.
     num_whole = flat.numel() // _WORD_BYTES * _WORD_BYTES
     return flat[:num_whole].view(torch.int64).sum() + flat[num_whole:].sum(dtype=torch.int64)
 

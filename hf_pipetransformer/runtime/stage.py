@@ -223,6 +223,7 @@ class GradientNorms:
     def own_squares(self) -> torch.Tensor:
         """Return `squares` of this rank's stages only."""
         num_layers, device = self.stage.layout.num_layers, self.stage.settings.device
+        # In float64: the square of a norm that fits float32 may not fit it.
         squares = torch.zeros(num_layers + 2, dtype=torch.float64, device=device)
         held = self.stage.store.held().items()
         trained = {name: p.grad for name, p in held if p.requires_grad or p.grad is not None}

@@ -181,6 +181,7 @@ def _behind(actions: Sequence[Action], last: Action, start: int) -> int:
     if last not in actions[start:]:
         return start if any(action.op is Op.BACKWARD for action in actions) else len(actions)
     position = actions.index(last, start) + 1
+    # The transfers behind it are still the batch's: a neighbor waits for the gradient while this rank updates.
     while position < len(actions) and actions[position].op not in COMPUTATIONS:
         position += 1
     return position

@@ -145,6 +145,7 @@ class _EngineBuilder:
         programs = [self._program(stage) for stage in stages]
         return Engine(programs, [self._links(stage) for stage in stages], self.settings.meter)
 
+    # One for all stages of the rank and its head apart, so that a weight is cast once for all of them.
     @cached_property
     def _casts(self) -> SharedCasts:
         # Between two drains of an asynchronous schedule the weights change, and compiled layers hold their own casts.

@@ -219,6 +219,7 @@ class _Laying:
         is_forward = send.op is Op.SEND_FORWARD
         target = self._stage(rank, send) + (1 if is_forward else -1)
         op = Op.RECEIVE_FORWARD if is_forward else Op.RECEIVE_BACKWARD
+        # With the chunk that it is on the receiving rank, which may be another one than on the sending rank.
         return self.placement.rank_of(target), Action(op, send.micro_batch, self.placement.chunk_of(target))
 
     def _advance(self, rank: int) -> bool:
@@ -242,6 +243,7 @@ class _Laying:
         if action.op in SENDS:
             peer, receive = self._receive_at_peer(rank, action)
             return self.left[peer][-1:] == [receive]
+        # A receive does not run by itself: the send of its peer runs both, see `_advance`.
         return action.op in COMPUTATIONS and self._has_local_input(rank, action)
 
     def _has_local_input(self, rank: int, computation: Action) -> bool:

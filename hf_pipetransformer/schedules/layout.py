@@ -74,6 +74,7 @@ class Layout:
                 f"Stage boundaries {self.boundaries} do not cut {self.num_blocks} blocks into {self.num_stages} "
                 f"non-empty stages: expected {self.num_stages + 1} increasing indices from 0 to {self.num_blocks}."
             )
+        # Several stages on a single rank have no table, see `Abilities.on`.
         if self.num_chunks < 1 or self.num_stages % self.num_chunks or 1 < self.num_chunks == self.num_stages:
             raise ValueError(
                 f"{self.num_stages} stages do not make a pipeline of ranks with {self.num_chunks} stages each: "
@@ -145,6 +146,7 @@ class Layout:
 
     def ranks_of(self, used_by: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks that own any of these blocks, as positions in the pipeline, in the order of the blocks."""
+        # In order, which a set would lose: the first rank that uses a parameter keeps its optimizer state.
         return tuple(dict.fromkeys(self.places.rank_of(self.stage_of(block)) for block in used_by))
 
     def as_event(self) -> dict[str, Any]:
@@ -185,6 +187,7 @@ class Layout:
         )
         number(found.get("refresh_fraction", 0.0), "refresh_fraction", 0, 1)
         find_schedule(text(found["schedule"], "schedule"))
+        # Its type alone: the constructor knows which names there are.
         text(found.get("placement", ""), "placement")
         return cls(**found)
 

@@ -132,6 +132,7 @@ class Placement(NamedTuple):
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of `rank`, by chunk."""
         starts = range(0, self.num_stages, self.pipeline_size)
+        # Within a chunk `rank_of` is its own inverse: stages run up the ranks, or down.
         return tuple(start + self.rank_of(start + rank) for start in starts)
 
     def is_crossed(self, lower: int) -> bool:

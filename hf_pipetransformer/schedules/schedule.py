@@ -141,6 +141,7 @@ class Schedule:
                 if op is Op.FORWARD and stages[chunk] >= first_active_stage:
                     held += sizes[stages[chunk]]
                     most = max(most, held)
+                # Not after a backward of the input alone: the gradient of the weights reads the activations still.
                 elif op in GRADIENTS_ARE_WHOLE:
                     held -= sizes[stages[chunk]]
             found.append(most)
@@ -235,6 +236,8 @@ def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_s
     backwards = [Action(Op.BACKWARD, i, chunk) for group in groups for chunk in reversed(chunks) for i in group]
     action_lists = []
     for rank in range(size):
+        # Forwards until the first gradient can be back: the first group passes through all chunks but the last, and
+        # then each rank on the way up to the last one and down again takes the time of one more.
         warmup = min(len(forwards), (num_chunks - 1) * sizes[0] + 2 * (size - 1 - rank))
         # After the last forward as many backwards are left as the warm-up had forwards.
         # Not strict: the warm-up has taken forwards, so that backwards are left over.

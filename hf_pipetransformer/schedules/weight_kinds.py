@@ -149,6 +149,7 @@ class PipeOptim(WeightKind):
         return steady_lag(stage, num_stages) > 0
 
     def forward_version(self, forward: ForwardPass) -> int:
+        # So many updates are done when its backward runs, which is what the prediction is for.
         return forward.step
 
     def backward_version(self, forward_version: int, num_updates: int) -> int:
@@ -168,6 +169,7 @@ class Stashing(WeightKind):
         return forward_version
 
     def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
+        # The current version is the weights themselves, of which no copy is needed.
         return {version for version in in_flight if version < num_updates}
 
 
@@ -193,6 +195,7 @@ class DoubleBuffer(WeightKind):
             )
 
     def forward_version(self, forward: ForwardPass) -> int:
+        # The first step of a window has no version before its own.
         return min(max(0, forward.step - 1), forward.num_updates)
 
     def backward_version(self, forward_version: int, num_updates: int) -> int:

@@ -115,6 +115,7 @@ class _Run:
         if self.limit is None:
             return True
         if stage < self.first_active_stage:
+            # It keeps nothing for a backward, so that only what waits for the next stage has to be bounded.
             return i < 2 or (stage + 1, True, i - 2) in self.ends
         # If early chunks took all places, later ones could never run the backwards that free them.
         later = self.placement.num_chunks - 1 - self.placement.chunk_of(stage)

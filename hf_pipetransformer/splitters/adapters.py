@@ -105,6 +105,7 @@ def adapted_tower(model: Any) -> tuple[str, str] | None:
             return None
         # As PEFT matches a list of names: by the end of a module's path.
         matched = targets if isinstance(targets, str) else rf".*\.({'|'.join(map(re.escape, sorted(targets)))})"
+        # PEFT matches a pattern with the whole path, so that a look ahead at its begin leaves out the tower.
         return name, rf"(?!{re.escape(name)}\.)({matched})"
     return None
 
@@ -241,5 +242,7 @@ def cast_masters(model: nn.Module, names: Collection[str], device: torch.device 
     """Cast the named parameters and buffers to float32, one by one, and move those that are held to `device`."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if name in names:
+            # Meta tensors stand for weights of other stages, and have nothing to move.
             target = tensor.device if device is None or tensor.is_meta else device
+            # The tensor stays the same object, which tied modules share.
             tensor.data = tensor.data.to(target, torch.float32)

@@ -83,6 +83,7 @@ def plan_in_4_bits(layers: Iterable[nn.Module]) -> None:
     for module in (module for layer in layers for module in layer.modules()):
         if isinstance(module, (nn.Linear, Conv1D)):
             size = module.weight.numel()
+            # Half a byte a weight, and a scale in float32 for each block of them.
             vars(module.weight)[_PLANNED] = size // 2 + 4 * -(-size // _BLOCK)
 
 

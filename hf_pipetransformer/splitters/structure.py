@@ -379,6 +379,7 @@ class ActivationShape:
             return (value.shape[0], *self.hidden_shape)
         if len(shape) == 1 and self.multiple and self._is_of_sequences:
             return (value.shape[0], padded_length(shape[0], self.multiple), *self.hidden_shape[1:])
+        # A sound has one dimension too, but no tokens to be padded.
         if len(shape) == 1 and not value.is_floating_point():
             raise ValueError(
                 f"A batch holds {self.main_input!r} of {shape[0]} tokens a sample, the first batch had "

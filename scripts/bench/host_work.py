@@ -96,6 +96,7 @@ def run_engine(count: int) -> None:
     """Run steps of the engine on one of two stages."""
     rank = dist.get_rank()
     shape = (1, LENGTH, WIDTH)
+    # One for each direction, as messages of a group match by their order alone.
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     below = [Wire(1 - rank, group, "a tensor", torch.float32, torch.device("cpu"), 600) for group in groups]
     links = StageLinks(*(None, below[0], below[1], None) if rank == 0 else (below[0], None, None, below[1]))
@@ -119,6 +120,7 @@ def count_instructions(folder: Path, name: str, count: int) -> list[int]:
     command += [f"--callgrind-out-file={folder}/%q{{RANK}}", sys.executable, "-m", "scripts.bench.host_work"]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    # Texts hash the same in each run, or the work of dicts and sets would differ.
     environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
     environment["PYTHONPATH"] = str(REPOSITORY)
     subprocess.run([*command, name, str(count)], check=True, cwd=folder, env=os.environ | environment)

@@ -231,6 +231,7 @@ def with_fsdp(run: Run) -> list[float]:
 
     model, mesh, rank = run.load(), init_device_mesh("cpu", (2,)), dist.get_rank()
     layers, name = next(each for each in model.modules() if isinstance(each, nn.ModuleList)), model.main_input_name
+    # The model last: what its layers have not taken is sharded with it.
     for module in (*layers, model):
         fully_shard(module, mesh=mesh)
     update = Update([model])
@@ -253,6 +254,7 @@ def with_torch(run: Run) -> list[float]:
     numbers = [rank, last - rank if name in ("ZBVZeroBubble", "DualPipeV") else rank + 2][: CHUNKS[name]]
     whole = stages_of(run.load(), count)
     stages = [PipelineStage(whole[number], number, count, torch.device("cpu")) for number in numbers]
+    # Memory is measured, in which the other process's stages must not count.
     del whole
     gc.collect()
     schedule = getattr(schedules, f"Schedule{name}")(

@@ -55,6 +55,7 @@ def make_trainer(
         defaults = {"learning_rate": 1e-5, "pipeline_timeout": 120}
         trainer = kind(args=PipeTransformerArguments(**{**common, **defaults, **options}), **given)
     else:
+        # Without the option DDP would look for unused parameters in each step, to the disadvantage of plain Trainer.
         trainer = kind(args=TrainingArguments(**{**common, "ddp_find_unused_parameters": False, **options}), **given)
         if isinstance(trainer.model, BertForSequenceClassification):
             trainer.model_accepts_loss_kwargs = False  # Its loss ignores num_items_in_batch.
