@@ -75,6 +75,7 @@ _MASK = "attention_mask"
 
 def dataset_and_collator(trainer: Trainer, dataset: Any, description: str) -> tuple[Any, Any]:
     """Return the data set and collator without the columns that the model does not accept."""
+    # As in Trainer's own loaders: columns of a `datasets.Dataset` are dropped once, of other samples by the collator.
     if isinstance(dataset, datasets.Dataset):
         return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
     return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
@@ -92,6 +93,7 @@ def drop_marks_of_gguf(model: Any) -> None:
     if any(parameter.dtype == torch.uint8 for parameter in bare.parameters()):
         return
     bare.hf_quantizer.remove_quantization_config(bare)
+    # From the environment: only the model is given here, before the trainer exists.
     if int(os.environ.get("RANK", "0")) == 0:
         announce("The model's weights were dequantized when its GGUF file was read: they train and save as they are.")
 
@@ -106,6 +108,7 @@ def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
     attention = config_value(bare_model(trainer.model), "_attn_implementation")
     # Compiled code reads no mask on the host, and takes plain tensors only; user code may give the batch another mask.
     is_compiled = trainer.args.torch_compile or attention == "flex_attention"
+    # A method of the user's gets what Trainer would give it: the batch as it was collated.
     if _has_users_preparation(trainer):
         return trainer._prepare_inputs
     return partial(_prepare if is_compiled else _prepare_with_mask, trainer)
@@ -134,6 +137,7 @@ def _prepare(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
 
 def _prepare_with_mask(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
     moved, mask = _prepare(trainer, inputs), inputs.get(_MASK)
+    # In each forward transformers' mask functions ask if the mask is all ones, and the host would wait for the device.
     if isinstance(mask, torch.Tensor) and not is_apart(mask.device) and is_apart(moved[_MASK].device):
         return {**moved, _MASK: KnownMask.of(moved[_MASK], mask)}
     return moved
@@ -194,6 +198,7 @@ def has_known_loss(trainer: Trainer) -> bool:
     """
     model = bare_model(trainer.model)
     kinds = [kind for kind in type(trainer).__mro__ if not is_own(kind) and "compute_loss" in vars(kind)]
+    # What is set on an instance hides the class's own: transformers' `loss_function` is assigned so.
     instances = vars(trainer).get("compute_loss"), vars(model).get("_loss_function"), trainer.compute_loss_func
     code = [kinds[0], type(model).forward, vars(model).get("forward"), *instances]
     return all(each is None or is_known_code(each) for each in code)
@@ -235,8 +240,10 @@ def why_gathered_to_save(trainer: Trainer) -> str | None:
         return f"{type(model).__name__} has its own save_pretrained"
     if not is_transformers and trainer.accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
         return f"{type(model).__name__} is wrapped around the model"
+    # `save_pretrained` then asks its quantizer for the tensors, whatever state dict it is given.
     if getattr(model, "hf_quantizer", None) is not None:
         return "the model is quantized"
+    # `save_pretrained` then takes meta tensors for offloaded ones, which it loads itself.
     if {"cpu", "disk"} & {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}:
         return "it was loaded with parts of it offloaded"
     return None
@@ -340,12 +347,14 @@ def restore_loss(
     """Restore unlogged loss, for the next log entry but not for this call's mean. Collective: call on every rank."""
     trainer._tr_loss += unlogged_loss
     trainer._globalstep_last_logged = last_logged_step
+    # Trainer adds all of `_tr_loss` to this total: at the next log entry, or at the end of the training.
     trainer._total_loss_scalar -= sum(topology.gather(unlogged_loss)) / topology.world_size
 
 
 @contextmanager
 def writing_tensors_with(write: Callable[..., None]) -> Iterator[None]:
     """Make `save_pretrained` and Trainer write their safetensors files with another function."""
+    # One function, two names: `save_pretrained` has imported it, and Trainer calls it for other models.
     places: list[tuple[Any, str]] = [(modeling_utils, "safe_save_file"), (safetensors.torch, "save_file")]
     originals = [getattr(module, name) for module, name in places]
     for module, name in places:
@@ -361,6 +370,7 @@ def writing_tensors_with(write: Callable[..., None]) -> Iterator[None]:
 def rotating_with(rotate: Callable[..., None]) -> Iterator[None]:
     """Make Trainer delete old checkpoints with another function, which takes the arguments of its own."""
     original = stock.rotate_checkpoints
+    # In the module of Trainer, which has imported the function by name.
     stock.rotate_checkpoints = rotate
     try:
         yield
@@ -378,6 +388,7 @@ def alone_reads_outputs(trainer: Trainer) -> bool:
 def with_attributes(trainer: Trainer, values: dict[str, Any]) -> Iterator[None]:
     """Set attributes of a trainer inside. A method among them hides that of the class."""
     own = vars(trainer)
+    # Only what the instance itself has: what the class has shows again as soon as ours is deleted.
     before = {name: own[name] for name in values if name in own}
     own.update(values)
     try:
@@ -439,7 +450,9 @@ class SelfFilteringLoss(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.isnan, torch.isinf):
+            # On the host, where Trainer's `if` reads the answer without a wait.
             return torch.zeros(args[0].shape, dtype=torch.bool)
+        # Otherwise each result would be of this class again, Trainer's sum of losses too.
         with torch._C.DisableTorchFunctionSubclass():
             # `+=` may arrive as either method.
             if function in (torch.Tensor.add_, torch.Tensor.__iadd__) and isinstance(args[1], cls):

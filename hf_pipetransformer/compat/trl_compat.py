@@ -35,6 +35,7 @@ def rows_of_sample(trainer: Trainer) -> int:
 
 
 def _is_trls(kind: type) -> bool:
+    # By the module's name, since TRL need not be installed.
     return kind.__module__.partition(".")[0] == "trl"
 
 
@@ -53,6 +54,7 @@ def metrics(trainer: Trainer) -> Metrics | None:
     found = getattr(trainer, "_metrics", None)
     if not isinstance(found, dict) or not {"train", "eval"} <= found.keys():
         return None
+    # TRL's are `defaultdict(list)`; a `_metrics` of another make belongs to the user's code.
     return found if all(getattr(each, "default_factory", None) is list for each in found.values()) else None
 
 
@@ -78,10 +80,12 @@ def metric_weights(inputs: Mapping[str, Any]) -> Callable[[str], int]:
 
 def _label_tokens(inputs: Mapping[str, Any]) -> list[int]:
     """Count the predicted tokens by block of rows: not the first of a sequence. Empty for a batch without labels."""
+    # Shifted already: the first place of a row is predicted as well.
     if "shift_labels" in inputs:
         is_label = inputs["shift_labels"] != IGNORED_LABEL
     elif "labels" in inputs:
         is_label = inputs["labels"][..., 1:] != IGNORED_LABEL
+    # DPOTrainer's batches have no labels: its loss counts the tokens that this mask marks.
     elif "completion_mask" in inputs:
         is_label = inputs["completion_mask"][..., 1:] != 0
     else:
@@ -159,6 +163,7 @@ def with_likely_reference(trainer: Trainer, shell: nn.Module, inputs: dict[str, 
         return inputs
     entries = reference_entries(trainer, shell, for_model(inputs))
     places = torch.arange(batch_size(inputs))
+    # Prime to 7, so that neighbors differ; but for every seventh sample, so do chosen and rejected texts.
     factors = dict(zip(_REFERENCE, (5, 3), strict=True))
     differences = {name: (places * factor % 7 - 3) / 2 for name, factor in factors.items()}
     return {**inputs, **{name: value + differences[name].to(value) for name, value in entries.items()}}
@@ -200,6 +205,7 @@ def with_columns(dataset: datasets.Dataset, entries: list[dict[str, torch.Tensor
     """Return a data set with the entries of all its samples, given in batches, as columns in memory."""
     for name in _REFERENCE:
         values = torch.cat([entry[name] for entry in entries])
+        # numpy has no bfloat16.
         dataset = dataset.add_column(name, values.float().numpy())
     return dataset
 
@@ -228,6 +234,7 @@ def check_trainer(kind: type[Trainer], args: PipeTransformerArguments, values: M
         if not _is_trls(each):
             continue
         reason = _REFUSED.get(each.__name__)
+        # Told by their methods, such as GRPOTrainer's `_generate`: a list would miss those that TRL adds.
         if reason is None and any(name.startswith("_generate") for name in vars(each)):
             reason = (
                 "it generates text with the model while it trains, which needs the whole model between two steps. "
@@ -248,6 +255,7 @@ def _check_reference(name: str, args: Any, values: Mapping[str, Any]) -> None:
             f"loss_type={losses[0]!r} sorts the samples of a batch, so that it is no mean over samples: micro-batches "
             "and replicas need one. Choose another loss, such as 'sigmoid'."
         )
+    # TRL puts adapters on a model if it is given `peft_config`; a script may also pass a model that has some.
     has_adapters = values.get("peft_config") is not None or hasattr(values.get("model"), "get_base_model")
     is_second_model = values.get("ref_model") is not None or not (has_adapters or args.precompute_ref_log_probs)
     if is_second_model:

@@ -340,6 +340,7 @@ class PipeTransformerArguments(TrainingArguments):
 
     @failure.recorded()
     def __post_init__(self) -> None:
+        # First of all: Trainer's `__post_init__` would join the process group again, and wait for ever if it was left.
         check_connected()
         _check_output_dir(self.output_dir)
         # Here rather than with the other refusals: Trainer's own `__post_init__` reads the file and starts DeepSpeed.
@@ -351,8 +352,10 @@ class PipeTransformerArguments(TrainingArguments):
         # Before the checks below, which compare options in the types that the readers give them.
         for name, read in READERS.items():
             setattr(self, name, read(name, getattr(self, name)))
+        # Trainer's, but between two steps ranks wait for each other as long as the longer of both timeouts says.
         self.ddp_timeout = read_timeout("ddp_timeout", self.ddp_timeout)
         read_trainers_numbers(self)
+        # Before the checks, too: they refuse fp16 of the launcher where they refuse the option.
         self._take_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         check_combinations(self)
         # After the checks, which refuse both ways to say it at once.
@@ -364,6 +367,7 @@ class PipeTransformerArguments(TrainingArguments):
         # Once a host.
         if os.environ.get("LOCAL_RANK") == "0" and (why := why_not_reached()) is not None:
             logger.warning(why)
+        # Before Trainer's part, which may start CUDA: later the variable would come too late.
         self._load_kernels_at_once()
         super().__post_init__()  # It connects the processes.
         # Depends on their number, which is known from here on.
@@ -406,6 +410,7 @@ class PipeTransformerArguments(TrainingArguments):
                     f"activation_checkpointing=True and pipeline_checkpoint={self.pipeline_checkpoint!r} say the same "
                     "thing twice: set only one of them."
                 )
+            # One process runs the model's own forward, which recomputes as with Trainer.
             if self.world_size > 1 or self.schedule.abilities.cuts_tokens:
                 # The engine recomputes; the model must not do so a second time.
                 self.pipeline_checkpoint = "layers"
@@ -422,6 +427,7 @@ class PipeTransformerArguments(TrainingArguments):
         """Replace the schedule for a loss of whole batches; `run_asked_schedule` takes it back."""
         if self.schedule.abilities.runs_steps_whole and self.pipeline_schedule != forwards_first(self.schedule).name:
             self.asked_schedule, self.asked_chunks = self.pipeline_schedule, self.pipeline_chunks or 0
+            # The chunks too: only the schedule that was asked for may have several stages on a rank.
             self.pipeline_schedule, self.pipeline_chunks = forwards_first(self.schedule).name, None
 
     def run_asked_schedule(self) -> None:
@@ -491,6 +497,7 @@ class PipeTransformerArguments(TrainingArguments):
 READERS: dict[str, Reader] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(PipeTransformerArguments, include_extras=True).items()
+    # The hints of Trainer's own options are among them, and have no reader.
     if name in PipeTransformerArguments.__annotations__
 }
 """Reader of each option of the pipeline, from its annotation."""
@@ -504,6 +511,7 @@ def _check_output_dir(value: Any) -> None:
 def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
     """Return arguments with all pipeline options: other `TrainingArguments` are copied and get the defaults."""
     if isinstance(args, PipeTransformerArguments):
+        # Once more: a script may have set them since the arguments were made.
         read_trainers_numbers(args)
         args.is_taken = True
         return args
@@ -512,6 +520,7 @@ def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
     # A combined class keeps the options of a subclass such as Seq2SeqTrainingArguments.
     both = PipeTransformerArguments
     if kind is not TrainingArguments:
+        # A dataclass again, as Trainer goes through `fields`, which would lack those of the subclass.
         both = dataclass(type(f"Pipeline{kind.__name__}", (PipeTransformerArguments, kind), {}))
     # Copied, not constructed: Trainer's __post_init__ has derived values already and must not run twice.
     taken = copy.copy(args)

@@ -90,6 +90,7 @@ def _refused_on_other_schedules(args: Options) -> list[Refusal]:
     defaults = _defaults(args)
     return [
         (
+            # A value that equals the default cannot be told from one that nobody set.
             not can(args.schedule.abilities) and getattr(args, name) != defaults[name],
             f"{name}={getattr(args, name)!r} needs pipeline_schedule={' or '.join(map(repr, schedules_that(can)))}, "
             f"found {args.pipeline_schedule!r}.",
@@ -115,6 +116,7 @@ def _refused_on_this_schedule(args: Options) -> list[Refusal]:
             f"torch_compile {here} has not been verified: use another schedule, or leave torch_compile out.",
         ),
         (
+            # `auto` is no demand: there it stores nothing, without a word.
             args.activation_cache == "on" and stores_nothing,
             f"activation_cache='on' {here}: nothing is stored there. Leave activation_cache out, or use "
             "pipeline_schedule='1f1b'.",
@@ -135,6 +137,7 @@ def _refused_on_this_schedule(args: Options) -> list[Refusal]:
             "Leave pipeline_loss out, or use pipeline_schedule='1f1b'.",
         ),
         (
+            # None is `auto`, which leaves the head whole there.
             (args.head_slices or 1) > 1 and not able.runs_steps_whole,
             f"pipeline_head_slices={args.pipeline_head_slices} {here}, which runs its head in other ways. Leave "
             "pipeline_head_slices out, or use pipeline_schedule='1f1b'.",

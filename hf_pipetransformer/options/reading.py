@@ -24,8 +24,10 @@ _FALSE = ("false", "no", "off", "n", "f", "0")
 _NOTHING = ("none", "null", "")
 _SHOWN_LETTERS = 100
 # At most 18 digits, so that every number fits 64 bits.
+# Not \d, which takes the digits of all scripts.
 _DIGITS = re.compile("[0-9]{1,18}")
 _PERCENT = re.compile(r"([0-9]{1,2}(?:\.[0-9]{1,16})?) ?%")
+# The denominator has another digit than 0: `Fraction` raises ZeroDivisionError for 1/0.
 _SHARE = re.compile(r"[0-9]{1,19}/0*[1-9][0-9]{0,18}|0?\.[0-9]{1,18}")
 
 
@@ -198,10 +200,12 @@ def _number_or_share(text: str) -> int | Fraction | None:
 
 def _real(value: Any) -> float | None:
     """Convert a number or numeric string to float; None for anything else, and for NaN."""
+    # To Python a bool is a number, but in place of one it is a mistake.
     if isinstance(value, bool) or not isinstance(value, (Real, str)):
         return None
     try:
         found = float(value)
+    # Whole numbers beyond the largest float overflow.
     except (ValueError, OverflowError):
         return None
     return None if math.isnan(found) else found
@@ -214,6 +218,7 @@ def _finite(value: Any) -> float | None:
 
 def _whole(value: Any) -> int | None:
     """Convert an integer of at most 18 digits, a string of one, or an integral float; None for anything else."""
+    # Not by way of a float, which rounds whole numbers of more than 15 digits.
     if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
         return int(value)
     if isinstance(value, bool) or not isinstance(value, (Integral, Real, str)):
@@ -251,6 +256,7 @@ TRAINERS_NUMBERS: dict[str, Reader] = {
     "per_device_train_batch_size": _at_least_one,
     "per_device_eval_batch_size": _at_least_one,
     "eval_accumulation_steps": optional(_at_least_one),
+    # -1, Trainer's default, sets no limit.
     "max_steps": _any_whole,
     "num_train_epochs": number("a number of epochs, 0 or more", lambda x: x >= 0),
     "learning_rate": optional(_not_negative),  # Adafactor takes None.
@@ -259,6 +265,7 @@ TRAINERS_NUMBERS: dict[str, Reader] = {
     "adam_beta1": _decay,
     "adam_beta2": _decay,
     "adam_epsilon": _not_negative,
+    # Infinite, it clips nothing, and the norm is logged all the same.
     "max_grad_norm": optional(number("a number", may_be_infinite=True)),
     "label_smoothing_factor": _any_number,
     "neftune_noise_alpha": optional(_not_negative),
@@ -266,7 +273,9 @@ TRAINERS_NUMBERS: dict[str, Reader] = {
     "eval_steps": optional(_any_number),
     "save_steps": optional(_any_number),
     "eval_delay": optional(number("a number", may_be_infinite=True)),
+    # As with Trainer, 0 and less delete nothing.
     "save_total_limit": optional(_any_whole),
+    # numpy, which Trainer seeds as well, takes no others.
     "seed": whole_number(f"a whole number from 0 to {2**32 - 1}", least=0, most=2**32 - 1),
     "data_seed": optional(_any_whole),
     "dataloader_num_workers": whole_number("a whole number, 0 or more", least=0),

@@ -260,6 +260,7 @@ def check_launch(args: TrainingArguments) -> None:
             f"{asked} independent trainings would run. To train on CPUs set ACCELERATE_USE_CPU=true. Else start so: "
             f"{LAUNCH_HINT}."
         )
+    # Again: the arguments may have been made before an earlier trainer left the process group.
     check_connected()
     wanted = _processes_asked_of_accelerate()
     if args.world_size == 1 and wanted > 1:
@@ -272,8 +273,10 @@ def check_launch(args: TrainingArguments) -> None:
 def _processes_asked_of_accelerate() -> int:
     """Return the processes that the `accelerate launch` which is the parent process was to start; 1 without one."""
     try:
+        # From its command line: accelerate tells a lone process on CPUs by no variable how many were asked for.
         parent = psutil.Process().parent()
         words = parent.cmdline() if parent is not None else []
+    # It may have ended, or belong to another user.
     except psutil.Error:
         return 1
     is_launch = any(word == "launch" or "accelerate.commands.launch" in word for word in words)
@@ -323,6 +326,7 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
         raise ValueError("The model was loaded with device_map; load it without, stages are placed by the pipeline.")
     if not is_undivided:
         _check_statistics(model)
+    # One stage has all parameters, and steps the optimizer as Trainer does.
     if optimizers[0] is not None and pipeline_size != 1:
         _check_divisible(optimizers[0])
     config = getattr(model, "config", None)

@@ -133,6 +133,7 @@ class StageNorms:
                 self.record(each)
             self.norm = squares[-1].sum().sqrt().float()
         if is_drained:
+            # Nobody reads these sums any more, but behind a drain nothing may be under way.
             for _, work in self._summed:
                 guarded(work.wait, WHAT)
             self._summed.clear()
@@ -169,6 +170,7 @@ class AsynchronousSteps(Steps):
         if self._window is None:
             # All ranks compute the same drain point.
             drains_at = next_drain(self.trainer, self.controller.coming_decisions(), args.pipeline_drain_interval)
+            # Not before the steps that are read already: a drain may change the layout, for which they were cut.
             self._drains_at = max(drains_at, self._step + len(self._queue))
         self._read_ahead(self._num_wanted(self.pipeline.stage.groups.position), num_batches)
         return self._queue.popleft()
@@ -210,6 +212,7 @@ class AsynchronousSteps(Steps):
         if self._window is None:
             # The rest of the present step, and the steps read ahead.
             self._window = self.pipeline.runner.open_window(self._parts.weights)
+            # `next_batch` has counted the batch that runs now, which belongs to the window too.
             self._window.add(self._cut(self._present)[self._num_run - 1 :])
             for step in self._queue:
                 self._window.add(self._cut(step))
@@ -239,18 +242,21 @@ class AsynchronousSteps(Steps):
 
     def end_step(self, is_counted: bool) -> None:
         """Finish the optimizer step, and drain the window after its last one."""
+        # Trainer calls once more at the end of an epoch, when no batch has run since.
         if self._window is not None and self._num_run:
             self._num_run = 0
             self._window.end_step()
             if not self._window.num_known:
                 self._window.drain()
                 self._window = None
+        # Not in every step: the sum over the stages would make them wait for each other.
         if self._made is not None and (is_counted or self._window is None):
             self._made.norms.settle(is_drained=self._window is None)
 
     def report(self) -> dict[str, float]:
         """Return each stage's weight prediction errors since the last call, and write them as an event."""
         groups, size = self.pipeline.stage.groups, self.pipeline.layout.pipeline_size
+        # Replicas of a stage have the same weights, and so the same errors.
         found = self._parts.weights.take_errors() if groups.replica == 0 else None
         own = {"stage": groups.position, "errors": None if found is None else asdict(found)}
         by_stage = {
@@ -273,6 +279,7 @@ class AsynchronousSteps(Steps):
     def settle(self) -> None:
         if self._iterator is not None:
             if not self._has_ended:
+                # Every rank as far as the first, which reads furthest: so no batch is left on its way to a later one.
                 self._read_ahead(self._num_wanted(0) - 1, self.trainer.args.gradient_accumulation_steps)
             if self.loader is not None:
                 self.loader.num_ahead = sum(len(step.batches) for step in self._queue)

@@ -102,6 +102,7 @@ class PipelineBuilder:
         self.evaluates_alone = self.is_left_to_trainer
         """Value of `is_left_to_trainer` outside of `train()`."""
         may_do_without = options.is_undivided or options.need(trainer.model) is not Need.REQUIRED
+        # With `plan_only` a model that cannot be split is refused with the reason.
         self._may_do_without = may_do_without and not options.args.plan_only
         self._overrode_loss_kwargs = False
         self._knows_loss = True
@@ -180,6 +181,7 @@ class PipelineBuilder:
             if resumes_own or not may_do_without:
                 raise
             say_left_to_trainer(error)
+        # Both were the pipeline's task: to recompute, and to move the model, which Trainer has left where it was.
         self.context.args.leave_recomputing_to_trainer()
         trainer_compat.place_model(self.context.trainer)
         self.is_left_to_trainer = self.evaluates_alone = True
@@ -209,6 +211,7 @@ class PipelineBuilder:
         check_trained_model(trainer.model, options, trainer.optimizer if is_training else None)
         splitter = self.options.splitter or find_splitter(trainer.model)
         shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)
+        # A loss may read this flag.
         shell.training = is_training
         count = partial(trainer_compat.items_of, trainer)
         # Reading samples may draw random numbers, which a training must draw as if nobody had looked before.
@@ -228,6 +231,7 @@ class PipelineBuilder:
         self._knows_loss = needs_loss
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
         complete = partial(trl_compat.with_likely_reference, trainer, shell)
+        # Losses may count their calls, keep values and log, which must not begin before the training does.
         with leaving_no_trace(trainer):
             start_up = inspect_model(
                 ProbeTarget(
@@ -357,9 +361,11 @@ class PipelineBuilder:
     def loader(self, request: Request) -> PipelineLoader:
         """Return the pipeline's loader for a request; evaluation loaders may persist."""
         pipeline, args = self.pipeline, self.context.args
+        # As with Trainer, which keeps evaluation loaders for the sake of their workers alone.
         persists = request.key is not None and args.dataloader_persistent_workers
         if persists and request.key in pipeline.persistent_loaders:
             return pipeline.persistent_loaders[str(request.key)]
+        # A replayed run freezes as recorded, whatever its policy would do.
         freezes = pipeline.layout.num_frozen_layers or self.policy.freezes or args.layout_plan is not None
         loader = make_loader(self.context, pipeline, request, may_store=bool(request.is_training and freezes))
         # Of a sample whose activation is stored, prompts are not read.
@@ -394,6 +400,7 @@ def _check_data(context: TrainingContext, request: Request, is_training: bool) -
     if request.dataset is None:
         raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
     check_dataset(request.dataset, what.lower())
+    # Before the next check: where one rank alone has no samples, only that rank would end, and the others would wait.
     check_agreement(context.topology, "data set", {"number of samples": _length(request.dataset)})
     if _length(request.dataset) == 0:
         raise ValueError(f"The {what.lower()} data set has no samples: expected at least one.")

@@ -37,6 +37,7 @@ class SavesOnSignal:
         for callback in context.trainer.callback_handler.callbacks:
             if isinstance(callback, JITCheckpointCallback) and callback.jit_manager is not None:
                 self._managers.append((callback, callback.jit_manager))
+                # Without a manager Trainer's callback does nothing at any event.
                 callback.jit_manager = None
         self._saved_at = -1
         self._stops = False
@@ -47,6 +48,7 @@ class SavesOnSignal:
         Skips an evaluation, since the process may be killed at any moment, and a second save at the same step, since a
         checkpoint has no state while it is rewritten.
         """
+        # Asking all ranks takes a collective in each step, so only runs that may get a signal do so.
         if not self.context.trainer.args.enable_jit_checkpoint:
             return
         step = self.context.trainer.state.global_step
@@ -84,6 +86,7 @@ def check_callbacks(callbacks: list[TrainerCallback], topology: Topology) -> Non
         events = [name for name in dir(TrainerCallback) if name.startswith("on_") and takes_model(callback, name)]
         if events:
             found[type(callback).__name__] = ", ".join(events)
+    # All ranks put the model together for each of them: where one has none, the others would wait for it.
     check_agreement(topology, "callbacks that read the model", found)
     for name, names in found.items():
         if "on_push_begin" in names:
@@ -124,6 +127,7 @@ class StageCallbacks(CallbackHandler):
     """
 
     def __init__(self, handler: CallbackHandler, pipeline: Pipeline, ends: StepEnds | None = None) -> None:
+        # With the same list of callbacks, so that one which is added or removed is so in both handlers.
         self.__dict__.update(handler.__dict__)
         self._handler = handler
         self._pipeline = pipeline
@@ -171,6 +175,7 @@ class StageCallbacks(CallbackHandler):
             # A handler has one model for all its callbacks, so each gets its own: the placeholder names its reader.
             one = copy.copy(self)
             one.callbacks = [callback]
+            # Those of transformers read no weights, and get the model itself.
             if _users_methods(callback, event):
                 one.model = SpreadModel(self.model, f"{type(callback).__name__}.{event}")
             control = CallbackHandler.call_event(one, event, args, state, control, **kwargs)
@@ -207,12 +212,14 @@ def _users_methods(callback: TrainerCallback, event: str) -> list[Any]:
     return [vars(kind)[event] for kind in own if event in vars(kind)]
 
 
+# Asked at each event for each callback, and disassembling takes long.
 @cache
 def _reads_model(method: Any) -> bool:
     parameters = inspect.signature(method).parameters.values()
     if any(each.name == "model" for each in parameters):
         return True
     others = next((each.name for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD), None)
+    # What decorators put around a method has code of its own.
     code = getattr(inspect.unwrap(method), "__code__", None)
     if others is None or code is None:
         return False

@@ -92,6 +92,7 @@ class ComputedOnce:
         # Trainer itself looks at each step's loss, so that this waits for nothing more.
         if not partly or not loss.isnan():
             return
+        # Computed once more with all parts: the loss may be nan for reasons of its own.
         with leaving_no_trace(self.trainer), buffers_kept(self.trainer.model), ExitStack() as stack:
             for served in self.served:
                 stack.enter_context(served.part.computed())
@@ -114,6 +115,7 @@ class ComputedOnce:
         """
         self._notice_changed_weights()
         self._look_again()
+        # Evaluations nest: `compute_metrics` may start another one.
         before = self._does_for_evaluation
         self._does_for_evaluation = lambda reading: (
             not generates and (reading.does_for_losses if reads_loss_alone else reading.does_for_evaluations)
@@ -213,6 +215,7 @@ class ComputedOnce:
         def run() -> tuple[torch.Tensor, Any]:
             # The same dropout masks in each run, so that outputs that differ were computed otherwise.
             set_seed(self.args.seed)
+            # Processes do not try in step, so that a loss which waits for others is refused here.
             with Alone() if is_distributed else nullcontext(), trainer.compute_loss_context_manager():
                 return trainer.compute_loss(tried, dict(given), return_outputs=True, num_items_in_batch=items)
 
@@ -226,6 +229,7 @@ class ComputedOnce:
         by_name = [{name: rest for name, *rest in of_rank} for of_rank in told]
         own = {each.part.name: each for each in found}
         agreed: list[Found] = []
+        # In rank 0's order on every rank, as what follows for each part is collective.
         for name in by_name[0]:
             if not all(name in of_rank for of_rank in by_name):
                 continue
@@ -337,11 +341,13 @@ class ComputedOnce:
 
     def _look_again(self) -> None:
         for served in self.served:
+            # A process alone knows all records, for it has written them itself or found them when it opened the store.
             if self.context.topology.is_distributed:
                 served.store.look_again()
 
     def _notice_changed_weights(self) -> None:
         for served in self.served:
+            # `_stop` takes parts out of `_serving`, not out of the list that this loop goes through.
             if served.is_trained:
                 self._say(f"{served.part.name} is not frozen any more: it is computed as in Trainer from here on.")
                 self._stop(served)

@@ -83,6 +83,7 @@ class TrainerView:
     def hides_batches_of(self, dataset: Any) -> bool:
         trainer, own = self.trainer, self.trainer.eval_dataset
         sets = own.values() if isinstance(own, dict) else [own]
+        # Stored samples are not read at all, and code of the user's that looks at batches would miss them.
         is_plain = trainer_compat.has_plain_loss(trainer)
         is_plain &= not trainer_compat.is_overridden(trainer, "prediction_step")
         return is_plain and any(each is dataset for each in sets)
@@ -109,6 +110,7 @@ def make_context(trainer: Trainer) -> TrainingContext:
         ValueError: the ranks were started with different options.
     """
     args = cast(PipeTransformerArguments, trainer.args)
+    # Between two steps ranks save, evaluate or compile, which may take longer than any step.
     rest_seconds = max(args.pipeline_timeout, args.ddp_timeout)
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     topology = get_topology(rest_seconds, int(local_world_size) if local_world_size else None)

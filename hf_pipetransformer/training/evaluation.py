@@ -63,7 +63,9 @@ class Evaluation:
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
         self.metrics = MetricAccumulator(context)
         if not context.trainer.is_in_train:
+            # Within a training it would take what the loss has left since the last log entry for known.
             context.gains.begin()
+        # `Seq2SeqTrainer` takes `gather` in place of `gather_for_metrics`, before each evaluation.
         fills_batches = self.trainer.gather_function == self.trainer.accelerator.gather
         is_flattened = sequences_of(pipeline.start_up.samples) is not None
         self.gather = ReplicaGather(pipeline.stage.groups, loader, is_for_first_rank, fills_batches, is_flattened)
@@ -105,6 +107,7 @@ class Evaluation:
         self.metrics.begin_batch(inputs)
         num_tokens = sequence_length(inputs, main_input_of(trainer.model))
         self.gather.begin_batch(batch_size(inputs), rows_per_sample(inputs), num_tokens)
+        # Every replica has all of a smaller batch.
         is_cut = self.loader.progress.size >= self.pipeline.layout.num_replicas
         prediction = replace(
             shell.prediction,
@@ -310,6 +313,7 @@ class Evaluations:
             and context.topology.world_size > 1
             and context.args.pipeline_compute_metrics == "first_rank"
             and context.trainer.compute_metrics is not None
+            # A loop of the user's may read predictions on every rank.
             and not trainer_compat.is_overridden(context.trainer, "evaluation_loop")
         )
 
@@ -345,6 +349,7 @@ class Evaluations:
         builder, trainer = self.builder, self.builder.context.trainer
         if is_stream(dataset):
             return None
+        # All samples: each needs a value in the columns that are added.
         request = Request(dataset, "Reference", samples_per_rank, reads_all=True)
         was_training = trainer.model.training
         with self._up(request) as is_up:

@@ -79,6 +79,7 @@ def _copies(parameters: Iterable[nn.Parameter], device: torch.device) -> list[nn
             rows = parameter.detach()
             per_row = max(1, parameter.numel() // len(rows)) if rows.dim() else 1
             rows = rows[: max(1, left // per_row)] if rows.dim() else rows
+            # A copy on the same device too, because the steps that are timed change it.
             copies.append(nn.Parameter(rows.to(device, copy=True)))
             left = max(0, left - rows.numel())
     return copies
@@ -138,6 +139,7 @@ def make_forecast(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | N
 def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: int = 0) -> str:
     """Compare a predicted time with that of a run that freezes no more than `num_frozen` layers, in sentences."""
     at_least, more = "" if is_certain else "at least ", " more" if num_frozen else ""
+    # Compared as it is shown below, so that no sentence contradicts its number.
     share = f"{seconds / full_seconds:.2f}"
     time = f"{at_least}{duration(seconds)}, {share} of what it takes with nothing{more} frozen"
     if float(share) >= 1:
@@ -172,6 +174,7 @@ def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_e
         with create(os.path.join(folder, PLAN_FILE)) as file:
             json.dump(as_json(plan), file)
 
+    # By `decide`, so that an error on rank 0 does not leave the others waiting.
     context.topology.decide(tell)
     context.end_plan()
 
@@ -221,6 +224,7 @@ def _plan(builder: PipelineBuilder, start_up: StartUp, batches: FirstBatches, le
 def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputReport, num_samples: int) -> DiskProfile:
     """Measure the disk of the activation cache, as far as samples can be stored."""
     activation, why = start_up.probe.activation, report.reason
+    # The reason is that samples are random, and slots store such samples.
     if args.activation_cache_views and report.is_random:
         why = None
     if len(activation.hidden_shape) != 2 or activation.changes_length:

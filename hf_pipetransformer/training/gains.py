@@ -85,6 +85,7 @@ class LossGains:
     def _at(self, step: int, epoch: float | None) -> Iterator[None]:
         """Log as at an earlier moment; the entry that Trainer is about to log stays due."""
         state, control = self._trainer.state, self._trainer.control
+        # Trainer's `on_log` clears the flag that an entry is due.
         before = state.global_step, state.epoch, control.should_log
         state.global_step, state.epoch = step, epoch
         try:
@@ -98,6 +99,7 @@ class LossGains:
         for name, value in vars(self._trainer).items():
             if name in self._of_loss - self._of_trainers and name not in trainer_compat.NOT_OF_A_LOSS:
                 tree = as_tree(value)
+                # By content, as a loss may append to the same list at each step.
                 found[name] = None if tree is _NO_TREE else xxhash.xxh64_intdigest(pack([tree]).numpy().tobytes())
         return found
 
@@ -147,6 +149,7 @@ def _put(own: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _is_constant(value: Any) -> bool:
+    # A metric of torchmetrics is a module that can be called, and yet changes with each batch.
     is_metric = type(value).__module__.partition(".")[0] == "torchmetrics"
     return callable(value) and not is_metric or isinstance(value, nn.Module) and not is_metric
 

@@ -64,9 +64,11 @@ class UsersLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        # An iterator draws when it is made: torch takes the seed of its workers.
         with self.shared.drawing():
             batches = iter(self.loader)
         while True:
+            # Left between two batches, as steps draw numbers of this rank's own.
             with self.shared.drawing():
                 batch = next(batches, None)
             if batch is None:
@@ -110,11 +112,13 @@ def make_loader(context: TrainingContext, pipeline: Pipeline, request: Request, 
     order = EpochOrder(BatchSampler(sampler, batch_size, drops_last))
     batches = ReplicaBatchSampler(order, groups.replica, groups.num_replicas, not request.is_training, slots)
     seed_workers = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
+    # As in Trainer, which seeds the workers of training loaders alone.
     worker_init = seed_workers if request.is_training else None
     collator = BatchCollator(of_batch, rows)
     reader = torch_loader(samples, collator, args, seconds, batch_sampler=batches, worker_init_fn=worker_init)
     # Workers have their own RNG states and read for all replicas in parallel: no dispatching with workers.
     may_dispatch = seeded is None and not args.dataloader_num_workers
+    # Rank 0 decides: ranks that read in different ways would wait for each other.
     if may_dispatch and topology.decide(lambda: draws_at_random(dataset, collate)):
         reading = DispatchedReading(reader, link, shared, args.pipeline_timeout, request.is_training)
     else:

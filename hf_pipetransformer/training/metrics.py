@@ -52,6 +52,7 @@ def _of_batch(name: str, parts: list[tuple[float, int]]) -> float:
     # The least of a batch's parts is that of the batch, where a mean of them would be neither.
     if choose is not None:
         return choose([value for value, _ in parts])
+    # No part has a weight if the batch has no label token.
     return sum(value * weight for value, weight in parts) / max(sum(weight for _, weight in parts), 1)
 
 
@@ -107,6 +108,7 @@ class MetricAccumulator:
 
     def mark(self) -> Any:
         """Return what `rewind` goes back to."""
+        # Copies, since the lists grow on.
         return self._batch, {mode: list(parts) for mode, parts in self._parts.items()}
 
     def rewind(self, mark: Any) -> None:
@@ -128,6 +130,7 @@ class MetricAccumulator:
             values = {
                 name: (values[-1], weight(name))
                 for name, values in recorded.items()
+                # The tokens of the whole batch are counted by `begin_batch`.
                 if values and name != "num_tokens"
             }
             if values:
@@ -165,6 +168,7 @@ def on_first_rank(compute_metrics: Any, topology: Topology) -> Callable[..., Any
         if topology.rank == 0:
             try:
                 with _NoCollectives():  # type: ignore[no-untyped-call]
+                    # As Trainer does with the result: numbers of numpy could not be sent.
                     metrics = denumpify_detensorize(compute_metrics(*args, **kwargs))
                 answer["metrics"] = _sendable(metrics)
             except Exception as error:

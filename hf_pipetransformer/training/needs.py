@@ -86,6 +86,7 @@ class RunOptions:
         # Trainer's replicas do not give the numbers of one process, but that alone is worth no error.
         if args.world_size > 1 and not has_adapters(model):
             return Need.PREFERRED
+        # `auto` can slice the head in a pipeline only, and does without where none can run.
         if args.head_slices is None:
             return Need.PREFERRED
         return Need.PREFERRED if args.activation_cache == "auto" and _may_store(model) else Need.NONE
@@ -194,6 +195,7 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
 
 def say_left_to_trainer(error: ValueError) -> None:
     """Warn why a run goes on without a pipeline."""
+    # From the environment: the trainer that knows its rank may not exist yet.
     if int(os.environ.get("RANK", "0")) == 0:
         logger.warning(f"Training without a pipeline or freezing, as plain Trainer does: {error}")
 

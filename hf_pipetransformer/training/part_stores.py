@@ -110,6 +110,7 @@ class PartStores:
             nonlocal store, reason
             try:
                 store = make()
+            # Kept for the gather below, for which all processes wait.
             except (OSError, ValueError, StoreDamagedError) as error:
                 reason = str(error)
 
@@ -140,6 +141,7 @@ class PartStores:
         return replace(own, hits=counts.hits, misses=counts.misses)
 
     def _num_rows(self, of_a_sample: float) -> int:
+        # Evaluations look parts up, too.
         evaluated = self._trainer.eval_dataset
         others = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
         known = [each for each in (self._trainer.train_dataset, *others) if each is not None]
@@ -152,6 +154,7 @@ class PartStores:
         asked = self.args.activation_cache_max_gb
         if asked is None:
             return safe_max_bytes(cache_base(self.args))
+        # The option bounds the stores of all parts together.
         return max(0.0, asked * 1e9 - self._bytes_taken())
 
     def _epochs_left(self) -> float:

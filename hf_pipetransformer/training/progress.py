@@ -170,6 +170,7 @@ class Tracer:
         if self.context.args.pipeline_trace_step != self.context.trainer.state.global_step:
             return
         self._step = self.context.trainer.state.global_step
+        # Not `perf_counter`, whose zero differs from machine to machine.
         begun = time.time()
         earliest = min(self.context.topology.gather(begun))
         stages = tuple(stage.layout.places.stages_of(stage.groups.position))

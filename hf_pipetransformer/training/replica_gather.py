@@ -77,6 +77,7 @@ class ReplicaGather:
             return self.losses[-1].expand(self.loader.total_batch_size)
         if self.groups.num_replicas == 1 and self._rows == 1 and not is_loss:
             return self._as_one_process(values)
+        # The loss goes to all: on each rank Trainer compares it, to find the best model or to stop early.
         gather = self._gather_to_first if self.is_for_first_rank and not is_loss else self._gather
 
         def gather_blocks(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,6 +113,7 @@ class ReplicaGather:
         if self.groups.replica_control is None:
             return loss.detach().reshape(1)
         # A replica without items has the loss nan (0 / 0), which would spread to all by the sum.
+        # In float64, or each number of replicas would round in its own way.
         share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
         sums = self._summed(torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)]))
         return (sums[0] / sums[1]).to(loss.dtype).to(loss.device).reshape(1)
@@ -148,6 +150,7 @@ class ReplicaGather:
         """
         if self.groups.replica_control is None:
             return tensor
+        # Once a batch: all of its outputs have the same tokens.
         if self._token_counts is None:
             own = torch.tensor([self._num_tokens])
             counts = [torch.empty_like(own) for _ in self.groups.replica_ranks]
@@ -201,6 +204,7 @@ class ReplicaGather:
 def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the first `rows` samples, followed by zeros where there are fewer."""
     if tensor.shape[0] == rows:
+        # Collectives take no views with gaps.
         return tensor.contiguous()
     # A collective takes tensors of one shape from all ranks; what is added is cut off again behind it.
     own = tensor.new_zeros((rows, *tensor.shape[1:]))
@@ -226,6 +230,7 @@ def shape_without_rows(trainer: Trainer, model: Any, inputs: dict[str, Any], ign
         return None
     size = batch_size(inputs)
     found: list[str] = []
+    # Of TRL's pairs, an output has a row for each pair or for each of its texts.
     sizes = {size, size * rows_per_sample(inputs)}
 
     def look(tensor: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,7 @@ class PipelineSession:
             # The lock comes first: reported faults are written to the events file, which may belong to another run.
             with self._only_run(trial), timeouts.reporting_faults(), ExitStack() as self._until_left:
                 topology.decide(self.context.journal.log.check)
+                # With `model_init` Trainer makes a new model, and the old one need not be whole.
                 if trainer.model_init is None:
                     self.ending.put_together()
                     check_whole(trainer.model)
@@ -204,6 +205,7 @@ class PipelineSession:
         self.ending.begin(None)
         self.operations.clear()  # The model may be another one now.
         # Forget an earlier training's policy state; on a resume, `prepare` restores the checkpoint's.
+        # A copy again, as the policy may go on to change what it is given.
         self.policy.load_state(deepcopy(self._policys_start))
         if trainer.optimizer is self._made_optimizer:
             trainer.optimizer = None  # It was built for other stages and other frozen layers.
@@ -296,6 +298,7 @@ class PipelineSession:
             pipeline.steps = None
         if pipeline is None or pipeline.stage.reducer is None:
             return
+        # Putting it together is collective, and after an error other ranks may not come.
         if pipeline.stage.is_spread:
             pipeline.stage.reducer.remove()
         else:

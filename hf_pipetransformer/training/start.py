@@ -77,6 +77,7 @@ class TrainingSetup:
             fields["resumed_from"] = saved.folder
         fields["origin"] = origin_of(self.context.trainer) if self.context.topology.rank == 0 else None
         step, epoch = (0, 0.0) if saved is None else (saved.progress.step, saved.progress.epoch)
+        # With step and epoch, which Trainer has not set yet.
         self.context.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
         if self.context.topology.rank == 0:
             one_stage = start_up.plans.one_stage_in_words(layout)
@@ -213,6 +214,7 @@ class TrainingSetup:
         samples = self.context.args.train_samples_per_device
         # Rank 0 alone has an events file.
         known = self.context.topology.decide(
+            # As lists, for a message has no tuples as keys.
             lambda: [[*shape, m] for shape, m in read_known_microbatches(path, layout, samples).items()]
         )
         return {(k, v): m for k, v, m in known}
@@ -285,9 +287,11 @@ def start_training(
     start_up, plans = report.start_up, report.start_up.plans
     longest = longest_pipeline(layout, None if resumption is None else resumption.first_layout, policy, replay)
     if request is None:
+        # Once more: `auto`, or a layout to grow back to, has given the number of stages only now.
         check_undivided(loader, "get_train_dataloader", longest)
     trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     users = start_up.probe.structure.blocks_of_parameter
+    # Refused while the model is whole, before any weight moves.
     check_stages(layout, {name: users[name] for name in trained}, args)
     check_unfreezing(args, policy, replay, longest)
     sums = plans.sums_in_float32(layout) if resumption is None else resumption.sums_in_float32(plans, layout)

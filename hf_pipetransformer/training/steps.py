@@ -134,6 +134,7 @@ class Steps(ABC):
         return self._present.batches, self._present.num_items
 
     def _fetch(self, num_batches: int) -> StepBatches:
+        # `range` comes first: the other way round, `zip` would take one batch more and drop it.
         batches = [batch for _, batch in zip(range(num_batches), self._iterator, strict=False)]
         if self.loader is None:
             rows = trl_compat.rows_of_sample(self.trainer)
@@ -184,6 +185,7 @@ class Steps(ABC):
         value = inputs.get(self._main_input)
         num_tokens = value.numel() if isinstance(value, torch.Tensor) else 0
         pipeline.settings.meter.count(batch_size(inputs), num_tokens)
+        # In place of Trainer's `training_step`, where optimizers change their mode and the device's cache is emptied.
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         if args.torch_empty_cache_steps and trainer.state.global_step % args.torch_empty_cache_steps == 0:
@@ -196,6 +198,7 @@ class Steps(ABC):
 
     def loss_of_all(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a scalar whose mean over all ranks is the loss of the batch, from what `run` returned."""
+        # Trainer takes the mean over all ranks, of which only those of the last stage have a loss.
         share = self._share(self._present) * self.context.topology.world_size
         return loss.detach().to(self.trainer.args.device) * share
 

@@ -129,6 +129,7 @@ class LossCheck:
         if self._is_due:
             kept = Kept(self.context.trainer.model)
             kept.add_attributes(self.context.trainer, trainer_compat.NOT_OF_A_LOSS)
+            # Taken before the step runs, in case that it has to run again.
             self._start = random_state(self.pipeline.settings.device), kept, self.metrics.mark()
 
     @property
@@ -170,6 +171,7 @@ class LossCheck:
         if not entered:
             if replicas is not None:
                 dtype = settings.probe.boundary_dtypes[-1]
+                # The other replicas wait for this one in the exchanges of the join.
                 replicas.take_part(torch.empty(0, dtype=dtype, device=settings.device))
             return [0.0] * 4
         cut, hidden = [part for part, _ in entered], [each for _, each in entered]
@@ -193,6 +195,7 @@ class LossCheck:
             return self._loss_at_once(part, entering)
         # Otherwise the logits of a whole batch would be in memory.
         whole, total = torch.zeros_like(entering), torch.zeros((), device=entering.device)
+        # With weight 1, so that the weights of the slices are their shares in this part.
         for where, cut in slices.of(replace(part, weight=1.0), length):
             if cut.weight:
                 loss, gradient = self._loss_at_once(cut, entering[:, where])
@@ -255,6 +258,7 @@ class LossCheck:
     def _why_not_joined(self) -> str | None:
         """Return what to change if the loss of whole batches cannot take over. The same on every rank."""
         layout = self.pipeline.layout
+        # All forwards first takes one stage a rank, and stages cannot move amid a step.
         if self.context.args.pipeline_loss != "auto" or layout.num_chunks > 1:
             return "Set pipeline_loss='batch', which computes the loss of the whole batch at once."
         plans = self.pipeline.start_up.with_scope(LossScope.BATCH).plans
@@ -270,6 +274,7 @@ class LossCheck:
         states, kept, mark = self._start
         self.pipeline.start_up = self.pipeline.start_up.with_scope(LossScope.BATCH)
         self._runner.scope = LossScope.BATCH
+        # Nothing of the first run may count: its gradients, what the loss has kept, its metrics and random numbers.
         self.pipeline.shell.zero_grad()
         kept.restore()
         self.metrics.rewind(mark)

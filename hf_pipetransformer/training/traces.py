@@ -36,6 +36,7 @@ def leaving_no_trace(trainer: Trainer, is_silent: bool = True) -> Iterator[None]
     and what only compiled code reaches. With `is_silent`, `trainer.log` does nothing inside.
     """
     own = vars(trainer)
+    # A script may have put a `log` of its own on the trainer.
     log = own.get("log")
     with ExitStack() as stack:
         kept = Kept(bare_model(trainer.model))

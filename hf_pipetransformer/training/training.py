@@ -71,6 +71,7 @@ class Training:
         self.tracer = Tracer(self.context)
         self.pipeline.steps = self
         optimizer = self.optimizer.optimizer
+        # Hooks, as Trainer calls the optimizer itself, and a loss scaler may skip its step.
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_update),
             optimizer.register_step_post_hook(self._after_update),
@@ -157,6 +158,7 @@ class Training:
         meter = self.pipeline.settings.meter
         with meter.part("optimizer"), meter.tracing("clip gradients"):
             norm = self.steps.gradient_norm()
+            # Trainer gives an infinite limit to get the norm alone.
             if max_norm < math.inf:
                 clip_grads_with_norm_(self.pipeline.runner.norms.parameters(), max_norm, norm)
         self._norm = norm

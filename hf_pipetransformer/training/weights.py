@@ -51,6 +51,7 @@ class WeightLoading:
         """
         model, topology = self.context.trainer.model, self.context.topology
         if topology.together(lambda: is_of_adapters(folder)):
+            # Before the adapters are read into the weights, whose half precision would round them.
             self.cast()
             topology.together(lambda: load_weights(model, folder))
             return
@@ -221,6 +222,7 @@ class ModelSaving:
         names = topology.decide(self._gathered_to_save) if stage.is_spread else None
         with timeouts.reporting_faults(), whole_on_first_rank(stage, names):
             yield names == [] and stage.groups.replica == 0
+            # Until the files are written: what follows on any rank may read them.
             topology.barrier()
 
     def _gathered_to_save(self) -> list[str] | None:
@@ -228,6 +230,7 @@ class ModelSaving:
         trainer = self.context.trainer
         why = trainer_compat.why_gathered_to_save(trainer)
         if why is None and has_adapters(trainer.model):
+            # Never an empty list, which stands for a state that is fetched as it is written.
             return adapters.saved_names(trainer.model) or None
         why = why or why_not_deferred(trainer.model)
         if why is not None and why not in self._warned:
