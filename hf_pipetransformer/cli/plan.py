@@ -226,7 +226,7 @@ def _course(
     if not length[0]:
         note = "Without --samples or --max_steps the length of the run is unknown, and what freezing saves."
         return RunSchedule(*length, note=note, assumed=rates)
-    policy = make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
+    policy = make_policy(args)
     num_layers = planner.probe.structure.num_layers
     # It also rounds shares of the run and of the layers, which the forecast needs as numbers.
     policy.check(num_layers, length[0])

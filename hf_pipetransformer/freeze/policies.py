@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.freeze.policy import (
     GRADIENT_NORMS,
@@ -17,6 +17,10 @@ from hf_pipetransformer.freeze.policy import (
 )
 from hf_pipetransformer.options.reading import parse_freeze_at
 from hf_pipetransformer.planning.course import Freezing, Span, spans_of
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 
 class Schedule(FreezePolicy):
@@ -232,18 +236,19 @@ class NoFreezing(FreezePolicy):
         return False
 
 
-def make_policy(name: str, alpha: float, rule: str, freeze_at: str | None) -> FreezePolicy:
+def make_policy(args: PipeTransformerArguments) -> FreezePolicy:
     """Return the policy that the options select.
 
     Raises:
         ValueError: unknown name, or `freeze_at` missing or malformed.
     """
+    name = args.freeze_policy
     if name == "gradient_norm":
-        return GradientNorm(alpha, rule)
+        return GradientNorm(args.freeze_alpha, args.freeze_rule)
     if name == "schedule":
-        return Schedule(alpha)
+        return Schedule(args.freeze_alpha)
     if name == "fixed":
-        return Fixed(parse_freeze_at(freeze_at or ""))
+        return Fixed(parse_freeze_at(args.freeze_at or ""))
     if name == "auto":
         return Auto()
     if name == "none":

@@ -1,7 +1,8 @@
-"""Search for the next layout: at the start, when layers freeze, on resuming, in a plan and in forecasts.
+"""Search for the next layout: when layers freeze, on resuming, in a plan and in forecasts.
 
 It looks at each number of stages K with each way to store what is frozen, and compares the seconds until the end of
-the run, those that write records and move weights included. Pure.
+the run, those that write records and move weights included. A start takes the shortest pipeline that fits
+(`first_layout`). Pure.
 """
 
 from __future__ import annotations

@@ -336,7 +336,7 @@ def check_readable(folder: str) -> None:
                 refuse(error)
 
 
-def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tuple[str | None, list[str]]:
+def newest_verified(output_dir: str, read: Callable[[str], Any] = read_state) -> tuple[str | None, list[str]]:
     """Return the highest-step folder that `read` accepts, without a ValueError, and why later ones were skipped.
 
     Raises UnreadableError if this user has no permission for a later checkpoint, which may be sound.
@@ -356,7 +356,7 @@ def latest_sound(output_dir: str, read: Callable[[str], Any] = read_state) -> tu
     return None, reasons
 
 
-def newest_whole(output_dir: str) -> tuple[str, int] | None:
+def newest_by_sizes(output_dir: str) -> tuple[str, int] | None:
     """Return the newest checkpoint to resume from, and its bytes, by the files' sizes alone: reading them takes long.
 
     A checkpoint of plain Trainer counts as whole once Trainer has written its last file.

@@ -188,7 +188,7 @@ def find_for_trainer(output_dir: str, needs_weights: bool) -> tuple[str | None, 
         if not checkpoint.has_state(folder):
             check_trainers(folder, needs_weights)
 
-    folder, reasons = checkpoint.latest_sound(output_dir, read)
+    folder, reasons = checkpoint.newest_verified(output_dir, read)
     if folder is not None and checkpoint.has_state(folder):
         return folder, True
     if folder is not None or reasons:
@@ -220,7 +220,7 @@ def _find(where: str | bool, description: RunDescription) -> list[Any]:
         )
 
     if where is True:
-        found, reasons = checkpoint.latest_sound(args.output_dir, read_folder)
+        found, reasons = checkpoint.newest_verified(args.output_dir, read_folder)
         folder = _report_unsound(args.output_dir, found, reasons)
     else:
         folder = str(where)

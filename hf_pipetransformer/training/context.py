@@ -18,7 +18,7 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
-from hf_pipetransformer.state.checkpoint import newest_whole
+from hf_pipetransformer.state.checkpoint import newest_by_sizes
 from hf_pipetransformer.training.gains import LossGains
 
 
@@ -123,7 +123,7 @@ def make_context(trainer: Trainer) -> TrainingContext:
     # A batch of a new shape recompiles, so with torch_compile any step may take as long as the first one.
     step_seconds = rest_seconds if args.torch_compile else args.pipeline_timeout
     timeouts = CollectiveTimeouts(
-        topology, journal, step_seconds, rest_seconds, args.pipeline_timeout, find_checkpoint=newest_whole
+        topology, journal, step_seconds, rest_seconds, args.pipeline_timeout, find_checkpoint=newest_by_sizes
     )
     seeds, gains = Seeds(topology, args.seed), LossGains(trainer, topology)
     return TrainingContext(run, topology, journal, timeouts, seeds, trainer, gains)

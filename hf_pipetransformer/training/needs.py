@@ -71,7 +71,7 @@ class RunOptions:
         # A replayed run uses the recorded decisions, so unused freeze options are not worth a warning there.
         for text in unused_freeze_options(args, args.freeze_policy) if warns and args.layout_plan is None else ():
             logger.warning(text)
-        return make_policy(args.freeze_policy, args.freeze_alpha, args.freeze_rule, args.freeze_at)
+        return make_policy(args)
 
     def need(self, model: Any) -> Need:
         """Return what the options and the model require; `model` is None if it is not built yet."""

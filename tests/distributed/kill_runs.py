@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.state.checkpoint import STATE_FOLDER, latest_sound
+from hf_pipetransformer.state.checkpoint import STATE_FOLDER, newest_verified
 from tests.distributed.launcher import free_port
 from tests.support.models import build_model, collate, has_zero_gradient, make_dataset
 
@@ -194,7 +194,7 @@ def stamp_of(path: Path) -> tuple[int, int] | None:
 
 def run_once(output: Path, world_size: int, log: Path) -> bool:
     """The rest of the run, undisturbed."""
-    where = latest_sound(str(output))[0]
+    where = newest_verified(str(output))[0]
     ranks = fork_ranks(world_size, log, lambda: train(output, world_size, where))
     codes = wait(ranks, RUN_SECONDS)
     end(ranks, codes)
@@ -203,7 +203,7 @@ def run_once(output: Path, world_size: int, log: Path) -> bool:
 
 def run_and_kill(output: Path, world_size: int, log: Path, draw: random.Random) -> Kill | str | None:
     """Go on and be killed; None if the run came to its end before, a text if it failed by itself."""
-    where = latest_sound(str(output))[0]
+    where = newest_verified(str(output))[0]
     begins_at = draw.randint(1, 3) if where is None else (step_of(where) or 0) + draw.randint(1, 2)
     if begins_at >= NUM_STEPS:
         return None
@@ -230,7 +230,7 @@ def run_and_kill(output: Path, world_size: int, log: Path, draw: random.Random) 
     end(ranks, codes)
     if (output / FINAL).exists():
         return None
-    sound, passed_over = latest_sound(str(output))
+    sound, passed_over = newest_verified(str(output))
     if where is not None and (step_of(sound) or 0) < (step_of(where) or 0):
         return f"lost {where}: {passed_over}"
     target = "all" if victim is None else str(victim)

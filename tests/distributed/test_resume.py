@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.state.checkpoint import latest_sound
+from hf_pipetransformer.state.checkpoint import newest_verified
 from hf_pipetransformer.state.plain_checkpoint import export_checkpoint
 from tests.distributed.launcher import LaunchResult
 from tests.distributed.resume_worker import (
@@ -341,20 +341,20 @@ def test_a_newest_checkpoint_with_any_damaged_file_is_passed_over(folder: Path, 
     for step in (2, 4):
         shutil.copytree(folder / "saved" / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
     older, newest = (str(tmp_path / f"checkpoint-{step}") for step in (2, 4))
-    assert latest_sound(str(tmp_path)) == (newest, [])
+    assert newest_verified(str(tmp_path)) == (newest, [])
     paths = sorted(path for path in Path(newest).rglob("*") if path.is_file())
     num_variants = 0
     for path in paths:
         whole = path.read_bytes()
         for what, content in damages(path, num_flips=18):
             path.unlink() if content is None else path.write_bytes(content)
-            found, reasons = latest_sound(str(tmp_path))
+            found, reasons = newest_verified(str(tmp_path))
             assert (found, len(reasons)) == (older, 1), (path.name, what)
             assert path.name in reasons[0] and newest in reasons[0], (what, reasons)
             num_variants += 1
         path.write_bytes(whole)
     assert len(paths) == 9 and num_variants >= 200
-    assert latest_sound(str(tmp_path)) == (newest, [])
+    assert newest_verified(str(tmp_path)) == (newest, [])
 
 
 # ---- on other processes ----

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,12 @@ from tests.support.settled_policy import Settled
 
 
 L = 12
+
+
+def policy_of(name: str, freeze_at: str | None = None) -> FreezePolicy:
+    """Return the policy that options select."""
+    args: Any = SimpleNamespace(freeze_policy=name, freeze_alpha=1 / 3, freeze_rule="inclusive", freeze_at=freeze_at)
+    return make_policy(args)
 
 
 def run(policy: FreezePolicy, norms: list[tuple[float, ...]], min_active: int = 0, num_layers: int = L) -> list[int]:
@@ -198,11 +205,11 @@ def test_a_policy_says_before_a_run_what_cannot_be() -> None:
     assert check_policy(Settled(), 2, 40, 2) == [
         "freeze_min_active_layers=2 of 2 layers: nothing will be frozen. Set it lower."
     ]
-    fixed = make_policy("fixed", 1 / 3, "inclusive", "5:2,40:3")
+    fixed = policy_of("fixed", "5:2,40:3")
     assert check_policy(fixed, L, 40, L) == [
         "freeze_at: the run ends after 40 steps, before step 40 freezes or unfreezes anything."
     ]
-    assert check_policy(make_policy("none", 1 / 3, "inclusive", None), L, 40, L) == []
+    assert check_policy(policy_of("none"), L, 40, L) == []
     with pytest.raises(ValueError, match=r"freeze_layers or freeze_at freezes 3 layers: the model has 2\."):
         check_policy(fixed, 2, 50, 0)
     with pytest.raises(ValueError, match=r"share must be above 0, found -1"):
@@ -245,13 +252,13 @@ def test_decisions_are_due_between_steps_after_the_warm_up(interval: str, warmup
 
 
 def test_no_policy_none_is_ever_asked() -> None:
-    policy, clock = make_policy("none", 1 / 3, "inclusive", None), make_clock("1", 0.0, 10, 40)
+    policy, clock = policy_of("none"), make_clock("1", 0.0, 10, 40)
     assert not any(policy.is_due(step, clock) for step in range(41))
     assert policy.target_num_frozen(signal(3, 3.0)) == 3
 
 
 def test_a_fixed_table_is_followed_at_its_steps_only() -> None:
-    policy, clock = make_policy("fixed", 1 / 3, "inclusive", "0:1, 12:4,5:2"), make_clock("epoch", 0.9, 10, 40)
+    policy, clock = policy_of("fixed", "0:1, 12:4,5:2"), make_clock("epoch", 0.9, 10, 40)
     assert [step for step in range(41) if policy.is_due(step, clock)] == [0, 5, 12]
     frozen = [decide(policy, FreezeSignal(step, 40, L, 0, 0.0, ()), 0).num_frozen for step in (0, 5, 12)]
     assert frozen == [1, 2, 4]
@@ -262,7 +269,7 @@ def test_auto_freezes_half_of_the_layers_in_short_runs_only() -> None:
 
     With many steps in an epoch they do so, too.
     """
-    policy = make_policy("auto", 1 / 3, "inclusive", None)
+    policy = policy_of("auto")
     asked = {steps: list(policy.due_steps(make_clock("epoch", 0.5, 10, steps))) for steps in (10, 19, 20, 30, 31, 40)}
     assert asked == {10: [], 19: [], 20: [0], 30: [0], 31: [], 40: []}
     assert decide(policy, FreezeSignal(0, 20, 5, 0, 0.0), 4).num_frozen == 2
@@ -291,7 +298,7 @@ def test_a_table_that_names_a_step_twice_is_refused() -> None:
 
 @pytest.mark.parametrize("name", FREEZE_POLICIES)
 def test_policies_are_made_by_their_names(name: str) -> None:
-    policy = make_policy(name, 1 / 3, "inclusive", "5:2")
+    policy = policy_of(name, "5:2")
     assert policy.name == name
     assert policy.describe().startswith(name)
 
@@ -299,17 +306,18 @@ def test_policies_are_made_by_their_names(name: str) -> None:
 @pytest.mark.parametrize("name", FREEZE_POLICIES)
 def test_options_that_a_policy_reads_are_known_to_be_read(name: str) -> None:
     """Or a run warns that they do nothing: `POLICIES_READING` in options/combinations.py lists the policies."""
-    policy = make_policy(name, 1 / 3, "inclusive", "5:2")
+    policy = policy_of(name, "5:2")
     decides_by_the_clock = type(policy).is_due is FreezePolicy.is_due
     for option in ("freeze_interval", "freeze_warmup"):
-        assert (name in POLICIES_READING[option]) == decides_by_the_clock, option
+        is_listed = name in POLICIES_READING[option]
+        assert is_listed == decides_by_the_clock, f"{name} in POLICIES_READING[{option!r}]"
     is_limited = policy.freezes and policy.keeps_minimum
     assert (name in POLICIES_READING["freeze_min_active_layers"]) == is_limited
 
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="Unknown freeze policy 'unfreeze'"):
-        make_policy("unfreeze", 1 / 3, "inclusive", None)
+        policy_of("unfreeze")
 
 
 # ---- the monitor

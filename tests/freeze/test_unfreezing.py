@@ -14,9 +14,10 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.elastic.transition import check_unfreezing
-from hf_pipetransformer.freeze.policies import Fixed, describe_outlook, make_policy, outlook
+from hf_pipetransformer.freeze.policies import Fixed, describe_outlook, outlook
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal, decide
 from hf_pipetransformer.schedules.layout import Layout
+from tests.freeze.test_freeze import policy_of
 from tests.planning.test_planning import layout_of, plan, rules_for
 from tests.support.models import build_model, collate, make_dataset
 
@@ -54,7 +55,7 @@ def test_an_answer_of_fewer_layers_unfreezes_but_not_what_the_script_froze(answe
 
 
 def test_a_table_may_unfreeze_only_if_it_has_fewer_layers_later() -> None:
-    growing, falling = Fixed({5: 2, 9: 3}), make_policy("fixed", 1 / 3, "inclusive", "9:0,20:2,5:3")
+    growing, falling = Fixed({5: 2, 9: 3}), policy_of("fixed", "9:0,20:2,5:3")
     assert not growing.may_unfreeze
     assert decide(growing, FreezeSignal(5, 100, L, 3, 3.0), 0).num_frozen == 3
     assert falling.may_unfreeze
@@ -64,7 +65,7 @@ def test_a_table_may_unfreeze_only_if_it_has_fewer_layers_later() -> None:
 
 
 def test_shares_of_a_table_are_rounded_to_layers() -> None:
-    falling = make_policy("fixed", 1 / 3, "inclusive", "0:2/3,1/5:1/3,2/5:0")
+    falling = policy_of("fixed", "0:2/3,1/5:1/3,2/5:0")
     assert falling.may_unfreeze
     assert falling.table == {}
     assert falling.check(6, 100) == []

@@ -17,7 +17,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.options.arguments import READERS, with_pipeline_options
+from hf_pipetransformer.options.arguments import FREEZE_POLICIES, READERS, with_pipeline_options
 from hf_pipetransformer.options.refusals import comparable
 
 
@@ -196,7 +196,7 @@ def test_yaml_means_what_the_user_wrote(line: str, meant: Any):
         ("freeze_layers: 100%", "found '100%'."),
         (
             "freeze_policy: ''",
-            "freeze_policy must be one of ('gradient_norm', 'schedule', 'fixed', 'auto', 'none'), found ''",
+            f"freeze_policy must be one of {FREEZE_POLICIES}, found ''",
         ),
         ('layout_plan: "caf\\udce9"', "layout_plan must be a path in UTF-8"),
         ("freeze_layers: true", "found True."),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hf_pipetransformer.planning.simulator import Durations, simulate
-from hf_pipetransformer.schedules import FORWARD_ONLY, Schedule, Table, find_schedule
+from hf_pipetransformer.schedules import FORWARD_ONLY, SCHEDULE_NAMES, Schedule, Table, find_schedule
 from hf_pipetransformer.schedules.actions import ScheduleError
 from hf_pipetransformer.schedules.placement import Placement
 from tests.engine.test_engine import make_micro_batches, make_programs
-from tests.schedules.test_schedules import parse, text
+from tests.schedules.test_schedules import ONE_STAGE_A_RANK, parse, text
 from tests.support.added_schedules import BREADTH_FIRST, GPIPE_IN_ORDER
 from tests.support.one_process import make_engines, run_table
 from tests.support.schedule_checker import check_on_nccl, check_table
@@ -17,6 +17,12 @@ from tests.support.schedule_checker import check_on_nccl, check_table
 
 INTERLEAVED, ZB_H1, ZB_V = map(find_schedule, ("interleaved_1f1b", "zb_h1", "zb_v"))
 KINDS = [(INTERLEAVED, 2), (INTERLEAVED, 3), (INTERLEAVED, 4), (ZB_H1, 1), (ZB_V, 2)]
+
+
+def test_every_schedule_has_its_proofs() -> None:
+    """Token slices are cut from the tables of others, and asynchronous windows are in test_async_schedule.py."""
+    proved = {*ONE_STAGE_A_RANK, *(schedule.name for schedule, _ in KINDS), "token", "async_1f1b"}
+    assert proved == set(SCHEDULE_NAMES), "add it to ONE_STAGE_A_RANK of test_schedules.py or to KINDS of this file"
 
 
 def named(value: object) -> str:

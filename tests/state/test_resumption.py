@@ -19,7 +19,7 @@ from hf_pipetransformer.planning.planner import PipelineShape, plan_layout
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint, resumption
-from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, newest_whole, read_state
+from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, newest_by_sizes, read_state
 from hf_pipetransformer.state.description import TOLD_ARGUMENTS, check_same_run
 from hf_pipetransformer.state.resumption import Resumption, find_resumption, read_plan
 from hf_pipetransformer.state.run_state import RunState, checksum_of
@@ -213,16 +213,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_newest_whole_checkpoint_is_found_by_the_sizes_of_its_files(saved: Path, tmp_path: Path) -> None:
     run = shutil.copytree(saved.parent, tmp_path / "run")
-    found = newest_whole(str(run))
+    found = newest_by_sizes(str(run))
     assert found is not None and found[0] == str(run / "checkpoint-6")
     assert found[1] == sum(path.stat().st_size for path in (run / "checkpoint-6").rglob("*") if path.is_file())
     optimizer = run / "checkpoint-6" / STATE_FOLDER / "optimizer-stage-0.safetensors"
     optimizer.write_bytes(optimizer.read_bytes()[:-1])
-    assert newest_whole(str(run))[0] == str(run / "checkpoint-4")
+    assert newest_by_sizes(str(run))[0] == str(run / "checkpoint-4")
     (run / "checkpoint-4" / "model.safetensors").unlink()
-    assert newest_whole(str(run))[0] == str(run / "checkpoint-2")
+    assert newest_by_sizes(str(run))[0] == str(run / "checkpoint-2")
     (run / "checkpoint-2" / STATE_FOLDER / STATE_FILE).unlink()  # As of a save that was interrupted.
-    assert newest_whole(str(run)) is None
+    assert newest_by_sizes(str(run)) is None
 
 
 def write_state(folder: Path, state: Any) -> None:

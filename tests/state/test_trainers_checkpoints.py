@@ -424,7 +424,7 @@ def test_a_run_whose_sampler_is_longer_than_the_data_set_is_resumed(tmp_path: Pa
     make(DrawsLonger, tmp_path, **FREEZES).train()
     # 20 of 48 samples of the epoch, of a data set of 16.
     assert checkpoint.read_state(str(tmp_path / "checkpoint-5")).place["samples"] == 20
-    assert checkpoint.latest_sound(str(tmp_path))[0] == str(tmp_path / "checkpoint-6")
+    assert checkpoint.newest_verified(str(tmp_path))[0] == str(tmp_path / "checkpoint-6")
 
 
 @pytest.fixture(scope="module")
@@ -568,10 +568,10 @@ def test_a_newest_checkpoint_that_may_not_be_read_is_not_passed_over(
     path.chmod(0)
     where = str(open_folder)
     with as_another_user(), pytest.raises(ValueError, match=r"checkpoint-6' cannot be read: this user has no perm"):
-        find_for_trainer(where, True) if finder == "of Trainer" else checkpoint.latest_sound(where)
+        find_for_trainer(where, True) if finder == "of Trainer" else checkpoint.newest_verified(where)
     open_folder.chmod(0)
     with as_another_user(), pytest.raises(ValueError, match="cannot be read: this user has no permission"):
-        find_for_trainer(where, True) if finder == "of Trainer" else checkpoint.latest_sound(where)
+        find_for_trainer(where, True) if finder == "of Trainer" else checkpoint.newest_verified(where)
 
 
 # ---- links ----
