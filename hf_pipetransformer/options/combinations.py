@@ -23,7 +23,7 @@ POLICIES_READING = {
     "freeze_warmup": ("gradient_norm", "schedule"),
     "freeze_min_active_layers": ("gradient_norm", "schedule"),
 }
-"""Built-in policies that read each of these options; one of your own reads all but `freeze_alpha` and `freeze_rule`."""
+"""Built-in policies that read each of these; one of your own reads all but `freeze_alpha` and `freeze_rule`."""
 
 OPTIONS_OF_SCHEDULES: dict[str, Callable[[Abilities], bool]] = {
     "pipeline_token_slices": lambda able: able.cuts_tokens,
