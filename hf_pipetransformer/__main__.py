@@ -1,6 +1,6 @@
 """`python -m hf_pipetransformer`: the command line."""
 
-from hf_pipetransformer.cli.main import main
+from hf_pipetransformer.cli import main
 
 
 main()

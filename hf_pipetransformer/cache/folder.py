@@ -176,7 +176,13 @@ def take_store(
     folder, store = _take_store(base, key, num_samples, record_format, max_bytes)
     # Marked from the start: of a run that is killed, the next one still finds the records.
     if key is not None and use is not None:
-        folder.keep(use)
+        try:
+            folder.keep(use)
+        except BaseException:
+            # Nobody has the folder yet who could give it back: it would stay locked, on a disk that is full perhaps.
+            store.close()
+            folder.close()
+            raise
     return folder, store
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -124,6 +124,19 @@ class Resumption:
                 "the run that was saved; its layout does not fit this run. Set the option to fix it."
             )
         return planned
+
+    def saved_head_slices(self, plans: RunPlanner, world_size: int, unfit: Callable[[RunPlanner], int]) -> int | None:
+        """Return the saved number of slices of the head if the saved layout goes on with it; None to choose anew.
+
+        Like the layout, it is not chosen again while it fits, since the choice depends on measured times.
+        `unfit` returns the largest pipeline length that ran out of memory with the slices of a planner.
+        """
+        number = None if self.is_plain else self.state.arguments.get("pipeline_head_slices")
+        if not isinstance(number, int) or (number > 1 and plans.why_whole_head is not None):
+            return None
+        sliced = replace(plans, head_slices=number)
+        sliced = replace(sliced, unfit=unfit(sliced))
+        return number if self._is_still_asked_for(self.state.layout, sliced, world_size) else None
 
     def compare_head_slices(self, number: int) -> None:
         """Warn if the run has chosen another number of slices of the head than it was saved with."""

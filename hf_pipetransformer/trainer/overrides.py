@@ -59,6 +59,13 @@ class TrainingOverrides(_Trainer):
     pipeline_run: PipelineSession
     args: PipeTransformerArguments
 
+    # Refused at once: backends swallow what a trial raises, and the flag that Trainer sets for them outlives an error.
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a trial would have to start and stop on all ranks of a pipeline together."""
+        raise ValueError(
+            "hyperparameter_search is not supported with a pipeline: start one run per setting, or use Trainer."
+        )
+
     # Not `prepare` of the accelerator: evaluations in a training ask for the bare model, and prepare nothing.
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
         return self.pipeline_run.pipeline.shell

@@ -122,11 +122,6 @@ class PipelineSession:
         self.results = {}
         self._ignored_outputs = ignored_outputs
         where = self._choose_who_trains(resume_from_checkpoint or None)
-        # Trainer sets it on every rank, but gives the trial to this method on some of them only.
-        if trainer.hp_search_backend is not None and not self.builder.is_left_to_trainer:
-            raise ValueError(
-                "hyperparameter_search is not supported with a pipeline: start one run per setting, or use Trainer."
-            )
         self.weights.check_masters(self.builder.is_left_to_trainer)
         if self.builder.is_left_to_trainer:
             self.weights.cast()

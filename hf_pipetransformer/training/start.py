@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import has_length
@@ -306,8 +306,12 @@ def _with_head_slices(
     """Choose the slices of the head for a run that leaves them open. Collective: call on every rank."""
     plans, topology = report.start_up.plans, context.topology
 
+    num_frozen = plans.num_frozen_by_user
+    if resumption is not None and not resumption.is_plain:
+        num_frozen = max(num_frozen, resumption.state.layout.num_frozen_layers)
+
     def first(planner: RunPlanner) -> Layout:
-        return planner.choose(plans.num_frozen_by_user) if replay is None else replay[0]
+        return planner.choose(num_frozen) if replay is None else replay[0]
 
     def unfit(planner: RunPlanner) -> int:
         return read_unfit(context.journal.log.path, planner.conditions)
@@ -315,6 +319,10 @@ def _with_head_slices(
     def choose() -> list[Any]:
         if context.args.pipeline_size is not None:
             topology.check_pipeline_size(context.args.pipeline_size)
+        number = None if resumption is None else resumption.saved_head_slices(plans, topology.world_size, unfit)
+        if number is not None:
+            announce(f"pipeline_head_slices='auto': {number} as in the run that was saved.", is_decision=True)
+            return [number, unfit(replace(plans, head_slices=number))]
         chosen, line = choose_head_slices(plans, first, unfit)
         announce(line, is_decision=True)
         return [chosen.num_head_slices, chosen.unfit]

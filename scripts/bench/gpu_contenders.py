@@ -21,7 +21,7 @@ import transformers
 from transformers import Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cli.main import main as command
+from hf_pipetransformer.cli import main as command
 from hf_pipetransformer.comm.groups import share_gpus
 
 from .measure import PeakMemory, alternate, ratios, seconds_of, summary

@@ -31,7 +31,7 @@ from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.planner import measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.cli.main import main
+from hf_pipetransformer.cli import main
 from hf_pipetransformer.data.batches import detach_tags
 from hf_pipetransformer.engine.program import MicroBatch
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.cache import folder as folder_module
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.folder import StoreFolder, as_dataset, safe_max_bytes, take_store
+from hf_pipetransformer.cache.folder import StoreFolder, Use, as_dataset, safe_max_bytes, take_store
 from hf_pipetransformer.cache.records import RecordFormat, Records
 from hf_pipetransformer.cache.store import ActivationStore, store_size
 
@@ -777,6 +777,20 @@ def test_a_store_that_an_earlier_version_kept_is_made_again(tmp_path: Path) -> N
     assert again.path == folder.path and not store.weights_ids(np.arange(20)).any()
     names = {path.name for path in again.path.iterdir()}
     assert names == {"lock", "store.json", "index.bin", "records-0.bin"}
+
+
+def test_a_store_that_cannot_be_marked_as_kept_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreFolder, "keep", fail)
+        with pytest.raises(OSError, match="No space left"):
+            take_store(tmp_path, "key", 20, PLAIN, BOUND, Use("a", "b"))
+    assert not (tmp_path / "key").exists()
+    folder, _ = take_store(tmp_path, "key", 20, PLAIN, BOUND, Use("a", "b"))
+    assert folder.path.name == "key" and folder.is_kept
+    folder.close()
 
 
 def test_a_folder_that_is_not_kept_is_emptied(tmp_path: Path) -> None:

@@ -26,8 +26,6 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.distributed import DistributedConfig
-from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS
-from transformers.trainer_utils import HPSearchBackend
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.freeze.policies import Schedule
@@ -189,20 +187,8 @@ def plan_of(step: int = 0, **changes: Any) -> Callable[[Path], str]:
     return plan(json.dumps({"event": "run", "step": step, "layout": layout | changes}))
 
 
-class OneTrial:
-    """Search backend that tries one setting, as Optuna's does on several processes."""
-
-    def ensure_available(self) -> None:
-        pass
-
-    def run(self, trainer: PipeTransformerTrainer, *_: Any) -> None:
-        trainer.train(trial={"learning_rate": 1e-3})
-
-
 def search(trainer: PipeTransformerTrainer) -> None:
-    trainer.model_init = lambda: build_model("bert_sequence")
-    ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA] = OneTrial
-    trainer.hyperparameter_search(hp_space=lambda trial: {}, n_trials=1, backend="optuna")
+    trainer.hyperparameter_search(hp_space=lambda trial: {}, n_trials=1)
 
 
 def resume(where: Any) -> Callable[[PipeTransformerTrainer], Any]:

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.cli.main import main as main_of_cli
+from hf_pipetransformer.cli import main as main_of_cli
 from hf_pipetransformer.schedules.layout import Layout
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.support.models import NUM_LAYERS, build_model, collate, make_dataset

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_pipetransformer.cli import selftest
-from hf_pipetransformer.cli.main import main
+from hf_pipetransformer.cli import main, selftest
 from hf_pipetransformer.comm import topology
 from tests.distributed.launcher import LaunchResult, accelerate_launch
 from tests.distributed.scenarios import RANK, scenario, start

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_pipetransformer.cli.main import main
+from hf_pipetransformer.cli import main
 from tests.distributed.scenarios import run, scenario
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import hf_pipetransformer
-from hf_pipetransformer.cli.main import main
+from hf_pipetransformer.cli import main
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def test_what_an_asynchronous_schedule_cannot_be_is_refused(options: list[str], 
 
 
 def test_help_and_version_take_no_torch() -> None:
-    code = "import sys; from hf_pipetransformer.cli.main import main\n" + (
+    code = "import sys; from hf_pipetransformer.cli import main\n" + (
         "try: main([sys.argv[1]])\nexcept SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
@@ -103,7 +103,7 @@ def test_the_package_is_a_command_that_takes_no_torch_to_say_what_it_is(option: 
     result = subprocess.run(command, check=True, timeout=60, cwd=REPOSITORY, capture_output=True, text=True)
     assert text in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "hf_pipetransformer.cli.main" in imported and not {"torch", "transformers", "datasets"} & imported
+    assert "hf_pipetransformer.cli" in imported and not {"torch", "transformers", "datasets"} & imported
 
 
 def test_public_names_are_where_the_package_shows_them() -> None:
@@ -177,15 +177,20 @@ def test_a_plan_counts_master_weights_in_float32(tmp_path: Path, capsys: pytest.
     assert with_adapters["weights"] < 2.2 * json.loads(expected)["num_parameters"], "the base model stays"
 
 
+def verdict_in(plan: str) -> str:
+    (found,) = [line for line in plan.splitlines() if line.startswith("Does not fit")]
+    return found
+
+
 def test_a_plan_that_fits_nowhere_names_the_bytes_and_what_helps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(["plan", config_of(tmp_path, **LLAMA_70B), "--processes", "8", "--device_memory", "40"])
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("Does not fit: the fullest rank needs ") and " GB of 36 GB. " in last
-    assert "Recomputation and batches of one sample do not help" in last
-    assert "PEFT" in last
+    verdict = verdict_in(capsys.readouterr().out)
+    assert verdict.startswith("Does not fit: the fullest rank needs ") and " GB of 36 GB. " in verdict
+    assert "Recomputation and batches of one sample do not help" in verdict
+    assert "PEFT" in verdict
 
 
 def test_a_plan_that_fits_nowhere_finds_what_would_make_it_fit(
@@ -196,9 +201,9 @@ def test_a_plan_that_fits_nowhere_finds_what_would_make_it_fit(
     plan += ["--device_memory", "90", "--sequence_length", "4096", "--per_device_train_batch_size", "16"]
     with pytest.raises(SystemExit):
         main(plan)
-    last = capsys.readouterr().out.splitlines()[-1]
-    found = re.search(r"It fits with (--.*), K=(\d): ([\d.]+) GB", last)
-    assert found is not None, last
+    verdict = verdict_in(capsys.readouterr().out)
+    found = re.search(r"It fits with (--.*), K=(\d): ([\d.]+) GB", verdict)
+    assert found is not None, verdict
     main([*plan, *found[1].split(), "--pipeline_parallel_size", found[2], "--json"])
     chosen = json.loads(capsys.readouterr().out)["chosen"]
     assert chosen["fits"]
@@ -234,7 +239,7 @@ def test_adapters_train_little_and_images_and_sequences_are_planned_too(
             )
             found = json.loads(capsys.readouterr().out)
             assert found["num_layers"] == 6 and found["chosen"]["pipeline_size"] == 1
-            trained[name, bool(adapters)] = sum(found["trained_by_rank"])
+            trained[name, bool(adapters)] = sum(each["trained"] for each in found["stages"])
     assert all(0 < trained[name, True] < trained[name, False] / 5 for name in configs)
 
 

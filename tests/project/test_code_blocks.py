@@ -36,7 +36,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
-from hf_pipetransformer.cli import main as cli
+from hf_pipetransformer import cli
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]

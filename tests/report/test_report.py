@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.cli.main import main
+from hf_pipetransformer.cli import main
 from hf_pipetransformer.report import printable
 from hf_pipetransformer.report.charts import all_charts
 from hf_pipetransformer.report.drawing import save_chart

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import BertConfig, LlamaConfig, PreTrainedConfig, ViTConfig
 
-from hf_pipetransformer.cli.main import main
+from hf_pipetransformer.cli import main
 from hf_pipetransformer.freeze.policies import MEASURED
 from hf_pipetransformer.planning.course import length_of_run
 from hf_pipetransformer.report.drawing import MISSING_LIBRARY

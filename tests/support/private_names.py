@@ -201,6 +201,9 @@ OVERRIDDEN = {
     "Trainer.get_batch_samples": "self, epoch_iterator, num_batches, device",
     "Trainer.get_total_train_batch_size": "self, args",
     "Trainer.get_tp_size": "self",
+    "Trainer.hyperparameter_search": (
+        "self, hp_space, compute_objective, n_trials, direction, backend, hp_name, kwargs"
+    ),
     "Trainer.log": "self, logs, start_time",
     "Trainer.predict": "self, test_dataset, ignore_keys, metric_key_prefix",
     "Trainer.prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys",

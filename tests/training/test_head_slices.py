@@ -17,6 +17,7 @@ from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.startup import start
 from hf_pipetransformer.state.checkpoint import read_state
+from hf_pipetransformer.training import start as training_start
 from tests.support.decoders import collate_tokens, make_decoder, make_rows
 
 
@@ -129,6 +130,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
     monkeypatch.setattr(start, "smallest_device_bytes", lambda *_: num_bytes)
 
 
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+
+
 def slices_of(trainer: Any) -> int:
     return int(trainer.pipeline_run.pipeline.settings.head_slices.number)
 
@@ -143,12 +148,16 @@ def test_slices_that_the_run_chooses_are_saved_and_compared_by_the_next(
     np.testing.assert_allclose(logged(first), plain, rtol=1e-5)
     folder = tmp_path / "ours" / "checkpoint-2"
     assert slices_of(first) == read_state(str(folder)).arguments["pipeline_head_slices"] == 1
-    for num_bytes, expected in ((1e12, 1), (1.0, 64)):
+    kept = weights_of(first)
+    # As long as the saved layout goes on, so does the saved number, whatever would be chosen now.
+    for num_bytes, num_unfit, expected in ((1e12, 0, 1), (1.0, 0, 1), (1.0, 1, 64)):
         plant(monkeypatch, num_bytes)
+        monkeypatch.setattr(training_start, "read_unfit", lambda *_, found=num_unfit: found)
         again = trainer_of(PipeTransformerTrainer, tmp_path / "ours", model_of("llama"), **own)
         with caplog.at_level("WARNING", "hf_pipetransformer"):
             again.train(resume_from_checkpoint=str(folder))
         assert slices_of(again) == expected
+        assert expected != 1 or all(torch.equal(kept[name], weight) for name, weight in weights_of(again).items())
         found = [entry["loss"] for entry in again.state.log_history if "grad_norm" in entry]
         np.testing.assert_allclose(found, [loss for loss, _ in plain], rtol=1e-5)
         warning = "pipeline_head_slices='auto': 64 from here on, 1 in the run that was saved"
