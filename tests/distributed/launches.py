@@ -144,13 +144,15 @@ class Launches:
         self.folder = folder
         self.cases = cases
         self.strict = strict
-        self._output: dict[tuple[int, bool], str] = {}
-        self._refused: dict[tuple[int, bool], str] = {}
+        asking = sorted((run for run in cases if run.layout is not None), key=lambda run: -run.num_ranks)
+        # The last one stays: the fewest ranks of the runs that are compared with a reference.
+        self._asked_by = {run.reference: run.num_ranks for run in asking}
+        self._output: dict[tuple[int, int], str] = {}
+        self._refused: dict[tuple[int, int], str] = {}
 
     def ranks(self, run: Run, allows_errors: bool = False) -> list[dict[str, Any]]:
         """Return what each rank noted of a run."""
-        # References apart: a run of ours may read what they wrote, and the other way round.
-        group = (run.num_ranks, run.layout is None)
+        group = self._group(run)
         if group not in self._output:
             try:
                 self._output[group] = self._launch_all(group)
@@ -163,8 +165,13 @@ class Launches:
     def outcome(self, run: Run) -> Outcome:
         return Outcome(self.ranks(run), self.folder / str(run))
 
-    def _launch_all(self, group: tuple[int, bool]) -> str:
-        runs = [run for run in self.cases if (run.num_ranks, run.layout is None) == group]
+    def _group(self, run: Run) -> tuple[int, int]:
+        """Return what the runs that start together have in common."""
+        # References apart, those of two ranks and of four, too: one of them may read what the run of ours wrote.
+        return run.num_ranks, self._asked_by.get(run, 1) if run.layout is None else 0
+
+    def _launch_all(self, group: tuple[int, int]) -> str:
+        runs = [run for run in self.cases if self._group(run) == group]
         jobs = {str(run): {"name": str(run), "case": self.cases[run], "layout": run.layout} for run in runs}
         seconds, is_strict = (START_SECONDS, RUN_SECONDS), group[0] in self.strict
         return run_each(self.scenario, self.folder, jobs, group[0], seconds, strict_nccl=is_strict)
