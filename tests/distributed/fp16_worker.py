@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.training import steps as steps_of_training
+from hf_pipetransformer.training import synchronous as steps_of_training
 from tests.distributed.launches import Layout, run_listed
 from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.doubles.fp16 import use_fp16
