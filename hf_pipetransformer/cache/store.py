@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-from hf_pipetransformer.cache.files import Array, PrivateFolder, Space, StoreDamagedError, StoreFile
+from hf_pipetransformer.cache.files import Array, PrivateFolder, StoreDamagedError, StoreFile
 from hf_pipetransformer.cache.records import (
     HEADER_FILE,
     INDEX_FILE,
@@ -26,6 +26,7 @@ from hf_pipetransformer.cache.records import (
     Records,
     hash_of,
 )
+from hf_pipetransformer.cache.space import Space
 from hf_pipetransformer.report import logger
 
 

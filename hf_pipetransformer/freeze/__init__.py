@@ -1,4 +1,4 @@
-"""Policies: when layers freeze from the bottom, and how many. Pure but for the signals that they look at.
+"""Policies: when layers freeze from the bottom, and how many. Pure.
 
 In: gradients' norms and other signals at a decision. Out: the number of frozen layers.
 """

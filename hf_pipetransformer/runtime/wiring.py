@@ -21,7 +21,8 @@ from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingPr
 from hf_pipetransformer.runtime.gathering import check_state_dicts, check_whole
 from hf_pipetransformer.runtime.ownership import ParameterStore, frozen_names
 from hf_pipetransformer.runtime.stage import Stage, StageSettings
-from hf_pipetransformer.splitters.adapters import cast_masters, has_adapters, master_names
+from hf_pipetransformer.splitters.adapters import has_adapters
+from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.splitters.quantized import named_scales
 from hf_pipetransformer.splitters.view import StageView
 

@@ -23,9 +23,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.splitters.adapters import bare_model, cast_masters, master_names
+from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import layers_of
 from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.splitters.quantized import plan_in_4_bits
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, trace_structure
 from hf_pipetransformer.startup.check import run_stages

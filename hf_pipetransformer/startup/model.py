@@ -21,8 +21,9 @@ from hf_pipetransformer.data.batches import IGNORED_LABEL
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.options.refusals import keeps_statistics
 from hf_pipetransformer.schedules.placement import block_of
-from hf_pipetransformer.splitters.adapters import HALVES, bare_model, master_names
+from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
+from hf_pipetransformer.splitters.masters import HALVES, master_names
 from hf_pipetransformer.splitters.quantized import float32_products, is_packed, put_in_evaluation_mode
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from hf_pipetransformer.startup.twin import WHOLE, ProbeSubmodel

@@ -20,8 +20,8 @@ from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.token_slices import TokenCosts
 from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.report.events import read_unfit
-from hf_pipetransformer.splitters.adapters import master_names
 from hf_pipetransformer.splitters.base import UnsupportedModelError
+from hf_pipetransformer.splitters.masters import master_names
 from hf_pipetransformer.startup.check import check_loss, probe_model
 from hf_pipetransformer.startup.costs import (
     BlockProfile,

@@ -18,7 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_pipetransformer.data.rng import generators_kept
 from hf_pipetransformer.options.refusals import comparable
-from hf_pipetransformer.splitters.adapters import master_names
+from hf_pipetransformer.splitters.masters import master_names
 from hf_pipetransformer.state.run_state import DataDescription, RunIdentity, RunState
 
 

@@ -21,7 +21,8 @@ from hf_pipetransformer.runtime.gathering import (
     whole_on_first_rank,
 )
 from hf_pipetransformer.splitters import adapters
-from hf_pipetransformer.splitters.adapters import cast_masters, has_adapters, master_names
+from hf_pipetransformer.splitters.adapters import has_adapters
+from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
 from hf_pipetransformer.state.saving import check_unlinked, clear, rotating_by_step
 from hf_pipetransformer.state.weights import find_weights, has_weights, is_of_adapters, load_weights

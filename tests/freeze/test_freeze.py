@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.elastic.controller import GradientNormMonitor
 from hf_pipetransformer.freeze.policies import (
     Auto,
     Fixed,
@@ -30,6 +29,7 @@ from hf_pipetransformer.freeze.policy import (
     DecisionClock,
     FreezePolicy,
     FreezeSignal,
+    GradientNormMonitor,
     check_policy,
     decide,
     make_clock,
