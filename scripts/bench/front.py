@@ -109,14 +109,14 @@ class TaskData:
 
     Args:
         pool: what training samples are drawn from.
-        model: makes the pretrained model with a new head.
+        model: makes the pretrained model with a new head; with LoRA, from the contender's settings of it.
         score: of a model in evaluation mode, on the samples that are held out, in percent.
         arguments: options of Trainer that the data need.
         collator: makes a batch of samples.
     """
 
     pool: Dataset
-    model: Callable[[], Any]
+    model: Callable[..., Any]
     score: Callable[[Any], dict[str, float]]
     arguments: dict[str, Any]
     collator: Any
@@ -309,7 +309,7 @@ def run(task: TaskData, settings: Mapping[str, Any], seed: int, **changes: Any) 
             "dataloader_pin_memory": False, "report_to": "none",
         }  # fmt: skip
         trainer = PipeTransformerTrainer(
-            model=task.model(), train_dataset=training, data_collator=task.collator,
+            model=task.model(**settings["lora"] or {}), train_dataset=training, data_collator=task.collator,
             args=PipeTransformerArguments(**options | settings["options"] | task.arguments | changes),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
@@ -338,19 +338,21 @@ def finished(path: Path, settings: Mapping[str, Mapping[str, Any]]) -> Runs:
     return runs
 
 
-def finish(data: str, models: str, folder: str, names: list[str], contenders: list[str], seeds: list[int]) -> None:
+def finish(
+    data: str, models: str, folder: str, tasks: Mapping[str, Task], contenders: list[str], seeds: list[int]
+) -> None:
     """Do every run that has no line yet, all contenders of a seed before the next seed; started by `launch`."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    for name in names:
-        path, settings, task = Path(folder, f"{name}.jsonl"), TASKS[name].contenders(), None
+    for name, kind in tasks.items():
+        path, settings, task = Path(folder, f"{name}.jsonl"), kind.contenders(), None
         path.parent.mkdir(parents=True, exist_ok=True)
         for seed in seeds:
             for contender in contenders or settings:
                 if seed in finished(path, settings)[contender]:  # Another process may have written it.
                     continue
                 if task is None:
-                    task = TASKS[name].make(Path(data), Path(models))
+                    task = kind.make(Path(data), Path(models))
                     # What is imported and compiled at the first use must not be the first contender's.
                     run(task, list(settings.values())[-1], seed=100, max_steps=2)
                 found = run(task, settings[contender], seed)
@@ -398,14 +400,14 @@ def mean_point(points: Sequence[Point]) -> Point:
     return statistics.mean(x for x, _ in points), statistics.mean(y for _, y in points)
 
 
-def task_report(runs: Runs, metric: str) -> dict[str, Any]:
-    """The mean curve of full fine-tuning, and a row for each contender that has a run."""
+def task_report(runs: Runs, metric: str, curve: str = FULL) -> dict[str, Any]:
+    """The mean curve of the contenders whose names begin so, and a row for each contender that has a run."""
     points = {
         name: {seed: (each["seconds"], each["scores"][metric]) for seed, each in sorted(by_seed.items())}
         for name, by_seed in runs.items()
         if by_seed
     }
-    full = {name: by_seed for name, by_seed in points.items() if name.startswith(FULL)}
+    full = {name: by_seed for name, by_seed in points.items() if name.startswith(curve)}
     seeds = sorted({seed for by_seed in full.values() for seed in by_seed})
     # Over the numbers of epochs that most seeds have; a seed that lacks one of them has no curve.
     lengths = [by_seed for by_seed in full.values() if 2 * len(by_seed) > len(seeds)]
@@ -421,7 +423,7 @@ def task_report(runs: Runs, metric: str) -> dict[str, Any]:
         }  # fmt: skip
         if shared := {seed: curves[seed] for seed in own if seed in curves}:
             row |= {} if name in full else beside_curve(own, shared)
-            longest = {seed: curve[-1] for seed, curve in shared.items()}
+            longest = {seed: full_curve[-1] for seed, full_curve in shared.items()}
             row["against_longest_full"] = paired({seed: own[seed][1] - score for seed, (_, score) in longest.items()})
             times = [own[seed][0] / seconds for seed, (seconds, _) in longest.items()]
             row["time_over_longest_full"] = round(statistics.median(times), 3)
@@ -454,12 +456,12 @@ def front(settings: Settings) -> dict[str, Any]:
     """Accuracy against time: stored prefixes beside full fine-tuning on three tasks."""
     results = REPOSITORY / "benchmarks"
     folder = settings.of(results / "front", settings.folder)
-    names = settings.of(list(TASKS), ["cifar10"])
+    tasks = settings.of(TASKS, {"cifar10": TASKS["cifar10"]})
     contenders = settings.of([], ["first 1/2 frozen, half of the epochs"])
     seeds = settings.of(list(SEEDS), [0])
     launch(
-        finish, 1, str(settings.data), str(settings.models), str(folder), names, contenders, seeds, minutes=math.inf
+        finish, 1, str(settings.data), str(settings.models), str(folder), tasks, contenders, seeds, minutes=math.inf
     )
-    runs = {name: finished(folder / f"{name}.jsonl", TASKS[name].contenders()) for name in names}
-    tasks = settings.of(json.loads((results / "front.json").read_text())["tasks"], {})
-    return {"tasks": tasks | {name: task_report(found, TASKS[name].metric) for name, found in runs.items()}}
+    runs = {name: finished(folder / f"{name}.jsonl", TASKS[name].contenders()) for name in tasks}
+    others = settings.of(json.loads((results / "front.json").read_text())["tasks"], {})
+    return {"tasks": others | {name: task_report(found, TASKS[name].metric) for name, found in runs.items()}}

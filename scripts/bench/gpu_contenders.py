@@ -25,12 +25,11 @@ from hf_pipetransformer.cli import main as command
 from hf_pipetransformer.comm.groups import share_gpus
 
 from .measure import PeakMemory, alternate, ratios, seconds_of, summary
-from .models import NO_DROPOUT, Tensors, rows_of
+from .models import NO_DROPOUT, Tensors, rows_of, with_adapters
 from .training import losses_of, make_trainer, without_launch_variables
 
 
 NUM_EPOCHS, MICRO_BATCHES, RANK = 5, 8, 16
-LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 
 
 # ---- what is trained ----
@@ -87,17 +86,9 @@ class Subject:
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=weights)
         if self.is_bound:
             model.base_model.embeddings.requires_grad_(False)
-        return model if self.adapted_from is None else self._with_adapters(model)
-
-    def _with_adapters(self, model: Any) -> Any:
-        from peft import LoraConfig, get_peft_model
-
-        count = model.config.num_hidden_layers
-        layers = list(range(int(count * (self.adapted_from or 0)), count))
-        return get_peft_model(model, LoraConfig(
-            r=RANK, lora_alpha=2 * RANK, target_modules=LINEAR, layers_to_transform=layers, layers_pattern="layers",
-            task_type="CAUSAL_LM",
-        ))  # fmt: skip
+        if self.adapted_from is None:
+            return model
+        return with_adapters(model, RANK, int(model.config.num_hidden_layers * self.adapted_from))
 
 
 BERT, VIT, LLAMA = (

@@ -47,6 +47,21 @@ def smollm2() -> tuple[Any, Any]:
     return model, transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
 
 
+LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+"""Linear layers of a layer of Llama."""
+
+
+def with_adapters(model: Any, rank: int, first_layer: int) -> Any:
+    """Put LoRA on the linear layers of a Llama, from a layer on."""
+    from peft import LoraConfig, get_peft_model
+
+    layers = list(range(first_layer, model.config.num_hidden_layers))
+    return get_peft_model(model, LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=LINEAR, layers_to_transform=layers, layers_pattern="layers",
+        task_type="CAUSAL_LM",
+    ))  # fmt: skip
+
+
 def passages(file: Path | str, count: int) -> Any:
     """The first different passages of a file of SQuAD's questions."""
     texts = list(dict.fromkeys(Dataset.from_parquet(str(file))["context"]))

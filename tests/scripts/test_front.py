@@ -86,11 +86,11 @@ def tiny(_data: Path, _models: Path) -> TaskData:
     )
 
 
-def test_runs_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "TASKS", {"tiny": front.Task(tiny, "accuracy", 6, 2, 2, 2, 1e-3)})
+def test_runs_go_on_where_they_stopped(tmp_path: Path) -> None:
+    tasks = {"tiny": front.Task(tiny, "accuracy", 6, 2, 2, 2, 1e-3)}
     half = "first 1/2 frozen, half of the epochs"
     for seeds in ([0], [0, 1]):
-        front.finish("", "", str(tmp_path), ["tiny"], [f"{FULL}2", half], seeds)
+        front.finish("", "", str(tmp_path), tasks, [f"{FULL}2", half], seeds)
     (file,) = tmp_path.iterdir()
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(each["contender"], each["seed"]) for each in records] == [
@@ -99,7 +99,7 @@ def test_runs_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.Monke
     assert [each["num_steps"] for each in records] == [6, 3, 6, 3] and all(each["seconds"] > 0 for each in records)
     with file.open("a") as end:
         end.write('{"contender": "cut')
-    settings = front.TASKS["tiny"].contenders()
+    settings = tasks["tiny"].contenders()
     assert set(finished(file, settings)[half]) == {0, 1}
     settings[half] = {**settings[half], "rate": 1.0}
     assert finished(file, settings)[half] == {}
