@@ -34,7 +34,7 @@ CHECKED := hf_pipetransformer scripts tests examples
 # Where `make package` tries what it has built.
 PACKAGE := build/package
 
-.PHONY: help demo docs package tables cards test test-all test-changed test-nightly test-lowest test-latest
+.PHONY: help demo docs package tables cards test test-all test-changed test-nightly test-liger test-lowest test-latest
 .PHONY: test-faults families gpu-check gpu-bench quality style benchmark benchmark-quick pipe-suites clean
 
 help:
@@ -99,6 +99,14 @@ test-all: $(INSTALLED)
 # What `make test` leaves out: tests/nightly.py, and what is marked slow where it stands. An hour or two.
 test-nightly: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# Liger's own kernels, which Triton interprets on the CPU; elsewhere a double stands for them. 20 minutes.
+LIGER := .liger
+test-liger: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade \
+		--target $(LIGER) liger-kernel triton
+	PYTHONPATH=$(LIGER) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "" -k liger tests/training/test_head_slices.py \
+		tests/distributed/test_decoders.py
 
 # The lower bounds of pyproject.toml as constraints of pip, in an environment of its own.
 test-lowest:

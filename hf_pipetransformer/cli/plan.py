@@ -223,6 +223,8 @@ def _course(
         f"{options.communicator_gb:g} GB for each communicator",
         f"{options.reading_ms:g} ms to read a sample, {options.launch_us:g} us to launch an operation",
     )
+    if args.use_liger_kernel:
+        rates += ("logits of whole sequences, as without Liger's kernels: only --plan_only runs these",)
     if not length[0]:
         note = "Without --samples or --max_steps the length of the run is unknown, and what freezing saves."
         return RunSchedule(*length, note=note, assumed=rates)

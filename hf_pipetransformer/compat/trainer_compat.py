@@ -187,8 +187,8 @@ NOT_OF_A_LOSS = (
 )
 """Attributes of a trainer that a loss reads but does not write: large ones, and what Trainer itself counts."""
 
-_KNOWN_CODE = ("transformers", "trl")
-"""Packages whose losses are known."""
+_KNOWN_CODE = ("transformers", "trl", "liger_kernel")
+"""Packages whose losses are known. Those of Liger take the place of transformers' (`use_liger_kernel`)."""
 
 
 def has_known_loss(trainer: Trainer) -> bool:

@@ -86,12 +86,6 @@ def _refused_always(args: PipeTransformerArguments) -> list[Refusal]:
             "'group_by_length'.",
         ),
         (
-            args.use_liger_kernel,
-            "use_liger_kernel=True replaces the forward of the head and skips logits; its kernels, which need a GPU, "
-            "have not been compared with plain Trainer in stages. Remove it: with pipeline_head_slices=8 no logits of "
-            "whole sequences are kept either. One stage where nothing freezes is left to Trainer, with its kernels.",
-        ),
-        (
             args.eval_use_gather_object,
             "eval_use_gather_object=True: predictions are gathered over replicas as tensors. Remove it.",
         ),

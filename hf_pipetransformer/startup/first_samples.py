@@ -169,8 +169,9 @@ def _label_of(sample: Mapping[str, Any]) -> Any:
 
 def most_samples(args: PipeTransformerArguments) -> int:
     """Return how many samples the whole model can run in float32 without exceeding the memory of a training step."""
-    # A step that recomputes never keeps the activations of all layers, as these runs do.
-    if args.pipeline_checkpoint != "never" or args.activation_checkpointing:
+    # A step that recomputes never keeps the activations of all layers, as these runs do, and one whose head is sliced
+    # never the logits of a sample.
+    if args.pipeline_checkpoint != "never" or args.activation_checkpointing or args.head_slices != 1:
         return 1
     size = args.train_samples_per_device
     # Float32 takes twice the memory of 16 bits.

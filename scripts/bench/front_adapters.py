@@ -144,7 +144,7 @@ def _task(make: Callable[[Path, Path], TaskData], metric: str, num_training: int
 
 TASKS = {
     "adapters_questions": _task(questions, "exact_match", 384, 1e-3),
-    "adapters_passages": _task(passages, "log_likelihood", 192, 1e-3),
+    "adapters_passages": _task(passages, "log_likelihood", 128, 1e-3),
 }
 
 

@@ -13,6 +13,7 @@ from hf_pipetransformer import PipeTransformerTrainer
 from tests.distributed.launches import Layout, run_listed
 from tests.distributed.scenarios import WORLD_SIZE, scenario
 from tests.support.decoders import DECODERS, collate_tokens, make_decoder, make_packed_rows, make_rows, ties_embeddings
+from tests.support.liger import install_kernels
 from tests.support.trainings import End, end_of, our_arguments, plain_arguments
 
 
@@ -107,7 +108,19 @@ STORED = {
     "stored-llama": DecoderCase("llama", KEPT, num_rows=16),
     "stored-gpt2": DecoderCase("gpt2", KEPT | {"pipeline_compression": "throughput"}, num_rows=16),
 }
-CASES = FAMILIES | EMBEDDINGS | CLASSIFIERS | PACKED | SLICED | HEADS | ELASTIC | STORED
+# Plain Trainer runs without the kernels.
+FUSED = {"use_liger_kernel": True}
+LIGER = {
+    "liger-llama": DecoderCase("llama", FUSED, layouts=((2, 1), (1, 2), (2, 2))),
+    # Soft caps on its logits, which the kernels of the head have to know.
+    "liger-gemma2": DecoderCase("gemma2", FUSED | {"pipeline_checkpoint": "layers"}, accumulation=2),
+    "liger-packed": DecoderCase("llama", FUSED | {"pipeline_schedule": "gpipe"}, is_packed=True),
+    "liger-split-backward": DecoderCase("qwen3", FUSED | {"pipeline_schedule": "zb_h1"}),
+    "liger-head-slices": DecoderCase("qwen2", FUSED | HEAD),
+    "liger-token-slices": DecoderCase("mistral", FUSED | EVEN),
+    "liger-stored": DecoderCase("llama", FUSED | KEPT, num_rows=16),
+}
+CASES = FAMILIES | EMBEDDINGS | CLASSIFIERS | PACKED | SLICED | HEADS | ELASTIC | STORED | LIGER
 
 
 def rows_of(case: DecoderCase, num: int) -> list[dict[str, Any]]:
@@ -130,6 +143,8 @@ def make_trainer(case: DecoderCase, layout: Layout | None, output: Path) -> Trai
         plain.model_accepts_loss_kwargs = case.task == "words"  # transformers#47688
         return plain
     own = case.options
+    if "use_liger_kernel" in own:
+        install_kernels()
     if layout is None:
         # Whole sequences on one process, which other tests compare with plain Trainer.
         own = {key: value for key, value in own.items() if key.startswith("freeze")}

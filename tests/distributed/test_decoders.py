@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.decoder_worker import CASES, ELASTIC, HEADS, SLICED, STEPS, STORED, run_all
+from tests.distributed.decoder_worker import CASES, ELASTIC, HEADS, LIGER, SLICED, STEPS, STORED, run_all
 from tests.distributed.launches import Outcome, Run, assert_trained_alike, launches_of, run_params, slow_unless
 from tests.support.models import is_key_bias
 
 
 # In every run of CI: positions that are learned, rotary ones, and layers of two kinds; on two processes only.
 FAMILIES = ("family-gpt2", "family-llama", "family-gemma2", "classes-gpt2", "packed-llama", "stored-packed")
-QUICK = {*FAMILIES, *SLICED, *HEADS, *ELASTIC}
+QUICK = {*FAMILIES, *SLICED, *HEADS, *ELASTIC, *LIGER}
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 

@@ -74,7 +74,6 @@ REFUSED = [
     ({"auto_find_batch_size": True}, "it restarts the run with a smaller batch"),
     ({"optim": "lomo"}, "LOMO, GaLore and APOLLO update"),
     ({"train_sampling_strategy": "batch_rebalance"}, "gives ranks different numbers of samples"),
-    ({"use_liger_kernel": True}, "replaces the forward of the head"),
     ({"eval_use_gather_object": True}, "predictions are gathered over replicas"),
     ({"dataloader_in_order": False}, "would depend on the workers' speed"),
     (

@@ -80,8 +80,12 @@ def test_a_run_says_whether_activations_may_be_stored(tmp_path: Path, freezes: b
 
 @pytest.mark.parametrize(
     ("options", "most"),
-    [({}, 3), ({"bf16": True}, 1), ({"activation_checkpointing": True}, 1), ({"per_device_train_batch_size": 40}, 6)],
-)
+    [
+        ({}, 3), ({"bf16": True}, 1), ({"activation_checkpointing": True}, 1),
+        ({"per_device_train_batch_size": 40}, 6), ({"pipeline_head_slices": 4}, 1),
+        ({"pipeline_head_slices": "auto"}, 1),
+    ],
+)  # fmt: skip
 def test_the_probe_runs_no_more_samples_than_a_step_has_memory_for(
     tmp_path: Path, options: dict[str, Any], most: int
 ) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
+from transformers.integrations import liger
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.engine.head import HeadSlices
-from hf_pipetransformer.engine.losses import LossRule
+from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.startup import start
 from hf_pipetransformer.state.checkpoint import read_state
 from hf_pipetransformer.training import start as training_start
 from tests.support.decoders import collate_tokens, make_decoder, make_rows
+from tests.support.liger import install_kernels
 
 
 SLICES = 3
@@ -45,6 +49,19 @@ def model_of(name: str, task: str = "words") -> nn.Module:
 def logged(trainer: Trainer) -> list[tuple[float, float]]:
     trainer.train()
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_numbers_with_kernels_of_liger(name: str, tmp_path: Path) -> None:
+    plain = logged(trainer_of(Trainer, tmp_path / "plain", model_of(name)))
+    options: dict[str, Any] = {"use_liger_kernel": True, "pipeline_head_slices": 1}
+    with patch.dict(sys.modules), patch.object(liger, "is_liger_kernel_available"):
+        install_kernels()
+        ours = trainer_of(PipeTransformerTrainer, tmp_path / "ours", model_of(name), **options)
+        np.testing.assert_allclose(logged(ours), plain, rtol=1e-5)
+    # Its loss is known, so that parts of a batch may run one after the other.
+    assert vars(ours.model)["forward"].__module__.startswith("liger_kernel.")
+    assert ours.pipeline_run.pipeline.start_up.loss_rule.scope is LossScope.PARTS
 
 
 @pytest.mark.parametrize(
