@@ -100,13 +100,13 @@ test-all: $(INSTALLED)
 test-nightly: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
-# Liger's own kernels, which Triton interprets on the CPU; elsewhere a double stands for them. 20 minutes.
+# Liger's own kernels, which Triton interprets on the CPU; elsewhere a double stands for them. About an hour.
 LIGER := .liger
 test-liger: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade \
 		--target $(LIGER) liger-kernel triton
-	PYTHONPATH=$(LIGER) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "" -k liger tests/training/test_head_slices.py \
-		tests/distributed/test_decoders.py
+	PYTHONPATH=$(LIGER) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "" -k liger --timeout 1800 \
+		tests/training/test_head_slices.py tests/distributed/test_decoders.py
 
 # The lower bounds of pyproject.toml as constraints of pip, in an environment of its own.
 test-lowest:

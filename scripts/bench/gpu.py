@@ -28,12 +28,13 @@ from typing import Any
 
 import torch
 
-from .gpu_contenders import NUM_EPOCHS, compare, head_memories, stage_memory, subjects
+from .gpu_contenders import NUM_EPOCHS, compare, head_memories, heads_beside, stage_memory, subjects
 from .measure import (
     KEEPS_FREED,
     REPOSITORY,
     RETURNS_FREED,
-    largest_difference,
+    Settings,
+    experiment,
     launch_all,
     machine,
     versions,
@@ -91,18 +92,8 @@ def adapters(launcher: Launcher) -> dict[str, Any]:
 
 def heads(launcher: Launcher) -> dict[str, Any]:
     """Memory of the last of two stages by the way its head is computed."""
-    ranks = launcher(head_memories, 2, *((64, 64, 16_000) if launcher.is_tiny else (2048, 2048, 128_000)))
-    # Logits are the last rank's, losses are logged by the first.
-    few, whole = ranks[-1]["few words"]["peak"], ranks[0]["whole sequences"]["losses"]
-    return {
-        name: found if "refused" in found else {
-            "GiB beyond the state": round(found["peak"] / 2**30, 3),
-            "of the stage with few words": round(found["peak"] / few, 2),
-            "largest relative difference of the losses":
-                None if name == "few words" else largest_difference(ranks[0][name]["losses"], whole),
-        }
-        for name, found in ranks[-1].items()
-    }  # fmt: skip
+    size = (64, 64, 16_000) if launcher.is_tiny else (2048, 2048, 128_000)
+    return heads_beside(launcher(head_memories, 2, *size, False))
 
 
 def stages(launcher: Launcher) -> dict[str, Any]:
@@ -117,6 +108,16 @@ def stages(launcher: Launcher) -> dict[str, Any]:
             round(each / rank["bytes"], 3) for each, rank in zip(planned, ranks, strict=True)
         ],
     }  # fmt: skip
+
+
+@experiment("head_slices.json", minutes=12, quick_minutes=2)
+def head_slices(settings: Settings) -> dict[str, Any]:
+    """Memory of the last of two stages by the way its head is computed, on CPUs."""
+    size = settings.of((128, 256, 128_000), (32, 32, 4_000))
+    return {
+        trained: heads_beside(launch_all(head_memories, 2, *size, is_adapted, environment=RETURNS_FREED))
+        for trained, is_adapted in (("all weights", False), ("adapters", True))
+    }
 
 
 @dataclass(frozen=True)

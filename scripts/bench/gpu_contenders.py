@@ -24,7 +24,7 @@ from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cli import main as command
 from hf_pipetransformer.comm.groups import share_gpus
 
-from .measure import PeakMemory, alternate, ratios, seconds_of, summary
+from .measure import PeakMemory, alternate, largest_difference, ratios, seconds_of, summary
 from .models import NO_DROPOUT, Tensors, rows_of, with_adapters
 from .training import losses_of, make_trainer, without_launch_variables
 
@@ -168,7 +168,7 @@ CONTENDERS = {"prefix": PREFIX, "launches": LAUNCH_BOUND, "adapters": ADAPTERS, 
 FEW = 256
 HEADS = {
     "few words": {}, "whole sequences": {}, "8 slices": {"pipeline_head_slices": 8},
-    "Liger": {"use_liger_kernel": True},
+    "64 slices": {"pipeline_head_slices": 64}, "Liger": {"use_liger_kernel": True},
 }  # fmt: skip
 """Options of stages whose head is measured; the first has a vocabulary that does not fill it with logits."""
 
@@ -195,9 +195,13 @@ def peak_bytes() -> int:
 
 
 class Watch(TrainerCallback):
-    """Seconds of each epoch and of what comes before the first step; the allocator's peak after the first step."""
+    """Seconds of each epoch and of what comes before the first step; the peak of memory after the first step.
 
-    def __init__(self) -> None:
+    On a GPU it is the allocator's; on a CPU the phase `training` of `memory`, if there is one.
+    """
+
+    def __init__(self, memory: PeakMemory | None = None) -> None:
+        self.memory = memory
         self.epochs: list[float] = []
         self.created = self.begun = time.perf_counter()
         self.before = 0.0
@@ -214,6 +218,8 @@ class Watch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1 and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        elif state.global_step == 1 and self.memory is not None:
+            self.memory.begin("training")
 
 
 def trainer_of(subject: Subject, contender: Contender, **options: Any) -> Any:
@@ -370,16 +376,17 @@ class StageState(TrainerCallback):
         self._parameters = [p for p in self.trainer.model.parameters() if not p.is_meta]
 
     def bytes(self) -> int:
-        """Count them, a gradient for each weight though the optimizer has let go of it."""
+        """Count them, a gradient for each trained weight though the optimizer has let go of it."""
         states = list(self.trainer.optimizer.state.values()) if self._parameters else []
         tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        return sum(tensor.nbytes for tensor in [*self._parameters, *self._parameters, *tensors])
+        gradients = [parameter for parameter in self._parameters if parameter.requires_grad]
+        return sum(tensor.nbytes for tensor in [*self._parameters, *gradients, *tensors])
 
 
-def head_memory(name: str, width: int, num_tokens: int, num_words: int) -> dict[str, Any]:
-    """Peak of this rank's stage, one of two, beyond its state, and the losses."""
+def head_memory(name: str, width: int, num_tokens: int, num_words: int, adapted: bool) -> dict[str, Any]:
+    """Peak of this rank's stage, one of two, beyond its state, and the losses; all is trained, or adapters are."""
     config = llama(width, 4, FEW if name == "few words" else num_words)
-    subject = Subject(LLAMA, config, partial(blocks, num_tokens), 8, 3, num_tokens)
+    subject = Subject(LLAMA, config, partial(blocks, num_tokens), 8, 3, num_tokens, 0.0 if adapted else None)
     memory = PeakMemory("start", lambda: state.bytes()) if device() == "cpu" else None
     try:
         trainer = trainer_of(subject, OURS, **HEADS[name], **two_stages(4), num_train_epochs=1, logging_steps=1)
@@ -387,9 +394,7 @@ def head_memory(name: str, width: int, num_tokens: int, num_words: int) -> dict[
         return {"refused": str(error).strip().splitlines()[-1]}
     state = StageState(trainer)
     trainer.add_callback(state)
-    trainer.add_callback(Watch())
-    if memory is not None:
-        memory.begin("training")
+    trainer.add_callback(Watch(memory))
     trainer.train()
     if memory is not None:
         memory.end()
@@ -407,9 +412,24 @@ def two_stages(num_microbatches: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def head_memories(*size: int) -> dict[str, Any]:
+def head_memories(*size: Any) -> dict[str, Any]:
     """Return what each way to compute the head takes on this rank."""
     return {name: head_memory(name, *size) for name in HEADS}
+
+
+def heads_beside(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Compare the ways to compute the head by what each rank of two found."""
+    # Logits are the last rank's, losses are logged by the first.
+    few, whole = ranks[-1]["few words"]["peak"], ranks[0]["whole sequences"]["losses"]
+    return {
+        name: found if "refused" in found else {
+            "GiB beyond the state": round(found["peak"] / 2**30, 3),
+            "of the stage with few words": round(found["peak"] / few, 2),
+            "largest relative difference of the losses":
+                None if name == "few words" else largest_difference(ranks[0][name]["losses"], whole),
+        }
+        for name, found in ranks[-1].items()
+    }  # fmt: skip
 
 
 def stage_memory(subject: Subject) -> dict[str, Any]:

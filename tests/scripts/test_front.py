@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import ViTConfig, ViTForImageClassification, default_data_collator
 
-from scripts.bench import front
+from scripts.bench import front, front_adapters
 from scripts.bench.front import FULL, TASKS, TaskData, answer_sentence, at_equal_time, finished, seconds_to
 from scripts.bench.measure import REPOSITORY
 
@@ -57,12 +57,16 @@ def test_contenders_are_compared_seed_by_seed_at_equal_time() -> None:
     assert rows["prefix"]["times_as_fast_at_equal_score"] == pytest.approx(24.5 / 22.5, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_the_committed_runs_are_those_of_the_report(name: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "name", "task", "curve"),
+    [("front.json", name, task, FULL) for name, task in TASKS.items()]
+    + [("front_adapters.json", name, task, front_adapters.CURVE) for name, task in front_adapters.TASKS.items()],
+)
+def test_the_committed_runs_are_those_of_the_report(file: str, name: str, task: Any, curve: str) -> None:
     """Read with the settings of now: a changed setting would no longer count them."""
-    report = json.loads((REPOSITORY / "benchmarks" / "front.json").read_text())["tasks"][name]
-    runs = finished(REPOSITORY / "benchmarks" / "front" / f"{name}.jsonl", TASKS[name].contenders())
-    found = json.loads(json.dumps(front.task_report(runs, TASKS[name].metric)))
+    report = json.loads((REPOSITORY / "benchmarks" / file).read_text())["tasks"][name]
+    runs = finished(REPOSITORY / "benchmarks" / "front" / f"{name}.jsonl", task.contenders())
+    found = json.loads(json.dumps(front.task_report(runs, task.metric, curve)))
     assert found["curve"] == report["curve"] and found["num_runs"] == report["num_runs"]
     rows = {row["contender"]: row for row in report["rows"]}
     assert all(row.items() <= rows[row["contender"]].items() for row in found["rows"])
