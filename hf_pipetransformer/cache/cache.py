@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 CHECKED_HITS = 256
 """One in this many cached samples is still read from the data set, to verify that it has not changed."""
 
+CHECKED_AT_ONCE = 4
+"""Most samples of a batch that are verified, as the first of each epoch are: callbacks change data sets between."""
+
 MAX_BATCHES_IN_FLIGHT = 16
 """Maximum number of micro-batches waiting in pinned memory to be written; beyond it, training waits for the disk."""
 
@@ -101,6 +104,10 @@ class ActivationCache:
         Ranks that call it equally often share records from then on, and no later run does.
         """
         self._num_distrusted += 1
+
+    def verify_next(self) -> None:
+        """Have the inputs of the next stored samples verified."""
+        self._hits_unchecked = CHECKED_HITS
 
     def take_counts(self) -> dict[str, float]:
         """Return the counters and reset them."""
@@ -318,17 +325,23 @@ class ActivationCache:
             self.counts.read_seconds += time.perf_counter() - start
 
     def _check_inputs(self, index: Indices) -> None:
-        """Read the input of about every `CHECKED_HITS`-th cached sample again; raise if the data set has changed."""
+        """Read inputs of stored samples again, at first in an epoch; raise if the data set has changed."""
         self._hits_unchecked += len(index)
         if self._hits_unchecked < CHECKED_HITS:
             return
-        self._hits_unchecked -= CHECKED_HITS
-        _, found = self.source.digests(self.source.read(index[:1].tolist()))
-        self.counts.checked += 1
-        (entry,) = self.store.entries(self.source.records_of(index[:1]))
+        self._hits_unchecked = min(self._hits_unchecked - CHECKED_HITS, CHECKED_HITS - 1)
+        some = index[:CHECKED_AT_ONCE]
+        _, found = self.source.digests(self.source.read(some.tolist()))
+        self.counts.checked += len(some)
+        entries = self.store.entries(self.source.records_of(some))
         # An empty entry belongs to a record that is being written anew.
-        if entry["weights_id"] and found[0] != entry["input_digest"]:
-            sample = self.source.sample_of(int(index[0]))
+        differing = [
+            int(number)
+            for number, digest, entry in zip(some, found, entries, strict=True)
+            if entry["weights_id"] and digest != entry["input_digest"]
+        ]
+        if differing:
+            sample = self.source.sample_of(differing[0])
             raise StoreDamagedError(
                 f"sample {sample} of the data set is not what it was when its activation was stored. The data set or "
                 "its transform changes: set activation_cache='off', or make it give the same sample each time."

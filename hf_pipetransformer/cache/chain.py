@@ -243,8 +243,15 @@ class FrozenWeights:
         self.precision = coarsest(precision_of(args), self.output.dtype)
         is_watched = stage.groups.position in self._watching
         # The first block that uses a parameter decides: an embedding tied to the head counts as the embedding.
-        watched = [p for name, p in parameters.items() if structure.blocks_of_parameter[name][0] in below_entry]
-        self._watch = PrefixWatch(watched if is_watched else [])
+        self._watched = {
+            name: p for name, p in parameters.items() if structure.blocks_of_parameter[name][0] in below_entry
+        }
+        self._watch = PrefixWatch([*self._watched.values()] if is_watched else [])
+
+    @property
+    def trained(self) -> str | None:
+        """Name of a parameter that asks for gradients by now, which records do not give; None if there is none."""
+        return next((name for name, parameter in self._watched.items() if parameter.requires_grad), None)
 
     def what_changed(self) -> str:
         """Return what differs from construction, weights or what is computed from them; empty if nothing does.

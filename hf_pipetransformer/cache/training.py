@@ -227,7 +227,17 @@ class TrainingCache:
         """Return a training batch, read again if frozen weights have changed since (by a callback or a load).
 
         Collective: call on every rank of a pipeline.
+
+        Raises:
+            ValueError: the script lets a layer train whose output is stored.
         """
+        trained = None if self._weights is None else self._weights.trained
+        if trained is not None:
+            raise ValueError(
+                f"{trained} was frozen when training started, and requires_grad is True now, while the outputs of "
+                "its layer are read from the activation cache: it would not be trained. Set activation_cache='off', "
+                "with which layers may be unfrozen in a run."
+            )
         if self._is_due:
             self.check()
         else:
@@ -267,6 +277,8 @@ class TrainingCache:
     def begin_epoch(self) -> None:
         """Have the next batch checked, after the callbacks that come before it."""
         self._is_due = True
+        if self._opened is not None:
+            self._opened.verify_next()
 
     def check(self) -> None:
         """Check that the frozen layers are and compute what they did when records were written.

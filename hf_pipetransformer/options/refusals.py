@@ -197,6 +197,11 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
             "without it.",
         ),
         (
+            bool(args.neftune_noise_alpha) and args.freeze_policy != "none",
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: the embeddings freeze first, and frozen layers run in "
+            "evaluation mode, in which NEFTune adds no noise. Trainer adds it to frozen embeddings, too.",
+        ),
+        (
             args.fp16 and args.device.type == "cpu",
             "fp16=True has no effect on a CPU, where accelerate computes in float32: use bf16=True, or leave it out.",
         ),

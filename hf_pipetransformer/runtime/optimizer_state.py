@@ -39,6 +39,10 @@ class OptimizerState:
         group_of: Mapping[str, int],
     ) -> None:
         self.optimizer = optimizer
+        self.frozen_by_script: tuple[str, ...] = ()
+        """Names of parameters of a user's optimizer that the script froze before training."""
+        # A rank of several has been given the parameters of its stage alone.
+        self._is_reduced = bool(group_of)
         name_of = {id(parameter): name for name, parameter in named.items()}
         self.group_of = dict(group_of)
         # A user's optimizer may train parameters outside the model (of a loss, say): they stay.
@@ -100,6 +104,11 @@ class OptimizerState:
                 is_tuple = isinstance(value, list) and isinstance(group.get(key, ()), tuple)
                 group[key] = tuple(value) if is_tuple else value
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of parameters that a user's optimizer had and that are not in it now, as the script froze them."""
+        return self.frozen_by_script if self._is_reduced else ()
+
     def let_go(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Remove parameters that this rank no longer trains and free their state; call `hold` afterwards."""
         gone = set(parameters)
@@ -110,6 +119,7 @@ class OptimizerState:
 
     def hold(self, named: Mapping[str, torch.nn.Parameter], received: Mapping[str, dict[str, Any]]) -> None:
         """Train exactly the parameters `named`: drop the state of all others and install `received` state."""
+        self._is_reduced = True
         groups = [list(foreign) for foreign in self._foreign]
         for name, index in self.group_of.items():  # Keeps the parameter order of an optimizer on a single stage.
             if name in named:

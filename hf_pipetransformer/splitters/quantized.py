@@ -99,7 +99,7 @@ def num_bytes(parameter: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def is_packed(parameter: torch.Tensor) -> bool:
+def is_packed(parameter: torch.Tensor | None) -> bool:
     """Return True if a parameter's elements are bytes of several weights, of whatever dtype they are."""
     return getattr(parameter, "quant_state", None) is not None
 
@@ -123,7 +123,8 @@ def prepare_quantized(model: nn.Module) -> bool:
     for module in model.modules():
         if is_in_8_bits(module):
             _prepare_8_bits(module)
-        if not is_packed(getattr(module, "weight", None)):  # type: ignore[arg-type]
+        # Not the attribute, which a parametrization computes anew, in training mode with another power iteration.
+        if not is_packed(module._parameters.get("weight")):
             continue
         if vars(module).get("support_avx512bf16_for_cpu"):
             module.state_dict()  # Unpacks in place.

@@ -167,11 +167,15 @@ def _label_of(sample: Mapping[str, Any]) -> Any:
     return tuple(labels[labels != IGNORED_LABEL].unique().tolist())
 
 
-def most_samples(args: PipeTransformerArguments) -> int:
-    """Return how many samples the whole model can run in float32 without exceeding the memory of a training step."""
+def most_samples(args: PipeTransformerArguments, may_slice_head: bool = False) -> int:
+    """Return how many samples the whole model can run in float32 without exceeding the memory of a training step.
+
+    Args:
+        may_slice_head: True if a step may hold the logits of a part of each sequence only.
+    """
     # A step that recomputes never keeps the activations of all layers, as these runs do, and one whose head is sliced
     # never the logits of a sample.
-    if args.pipeline_checkpoint != "never" or args.activation_checkpointing or args.head_slices != 1:
+    if args.pipeline_checkpoint != "never" or args.activation_checkpointing or may_slice_head:
         return 1
     size = args.train_samples_per_device
     # Float32 takes twice the memory of 16 bits.

@@ -14,6 +14,7 @@ from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.data.batches import CommonLength, batch_size
 from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.engine.effects import buffers_kept
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule, LossScope
 from hf_pipetransformer.planning.costs import Overheads
@@ -58,6 +59,7 @@ from hf_pipetransformer.startup.storable import (
     depends_on_length,
     depends_on_padding,
     reads_first_alone,
+    why_one_after_another,
 )
 from hf_pipetransformer.startup.twin import as_twin, moved
 
@@ -113,6 +115,8 @@ def inspect_model(
         twin = stack.enter_context(as_twin(model, given.splitter))
         stack.enter_context(_moved_to_probe(twin.tensors(model), args.device, topology))
         stack.enter_context(undisturbed(model, is_training))
+        # Of forwards that write into them in evaluation mode, too.
+        stack.enter_context(buffers_kept(model))
         if is_training and args.pipeline_master_dtype:
             stack.enter_context(with_masters(model, twin, given.inputs))
         target = with_batch(replace(given, twin=twin), given.inputs)
@@ -126,7 +130,7 @@ def inspect_model(
         frozen, drops_from = num_frozen_by_user(model, probe.structure), dropout_from(model, probe.structure)
         with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
-            loss_rule = _find_loss_rule(exact, probe, args, inspection)
+            loss_rule = _find_loss_rule(exact, probe, args, inspection, is_training)
             # Layers with dropout are known to compute otherwise in training: nothing has to be tried.
             is_tried = is_training and 0 < frozen < drops_from
             found = inspection.on_first_rank(lambda: _find_traits(exact, probe, args, topology, frozen, is_tried))
@@ -288,7 +292,7 @@ def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> Non
 
 
 def _find_loss_rule(
-    exact: ProbeTarget, probe: Probe, args: PipeTransformerArguments, inspection: Inspection
+    exact: ProbeTarget, probe: Probe, args: PipeTransformerArguments, inspection: Inspection, is_training: bool
 ) -> FoundRule:
     is_split = inspection.topology.world_size > 1 or args.num_microbatches not in (None, 1)
     adds_parts = exact.scope is LossScope.PARTS
@@ -296,6 +300,8 @@ def _find_loss_rule(
     def find() -> list[Any]:
         found = check_loss(exact, is_split and adds_parts)
         mixed = why_mixed(exact, probe.structure) if is_split else None
+        if is_split and is_training and adds_parts:
+            mixed = mixed or why_one_after_another(exact)
         return [found.rule.value, found.ignores_num_items, mixed, found.refusal, found.is_finite]
 
     rule, ignores_num_items, mixed, refusal, is_finite = inspection.on_first_rank(find)

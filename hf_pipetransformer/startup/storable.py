@@ -1,4 +1,6 @@
-"""Checks of what frozen layers may leave out where their output is stored: padding, positions, the training mode.
+"""Checks of what frozen layers may leave out where their output is stored (padding, positions, the training mode).
+
+And of what forwards in training leave to the next ones.
 
 Functions of a `ProbeTarget` without communication, called in full precision.
 """
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import set_seed
 
 from hf_pipetransformer.data.batches import pad_batch
 from hf_pipetransformer.data.flattened import sequences_of
@@ -32,6 +35,9 @@ PADDING_LOSS_TOLERANCE = 1e-6
 
 MODE_TOLERANCE = 1e-5
 """Largest difference between the outputs in training and evaluation mode that is rounding, of their largest value."""
+
+SAME_LOSS_TOLERANCE = 1e-6
+"""Largest relative difference between the losses of two same forwards."""
 
 
 def depends_on_length(target: ProbeTarget) -> bool:
@@ -162,6 +168,37 @@ def computes_otherwise_in_training(target: ProbeTarget, structure: Structure, nu
         return True
     finally:
         view.remove()
+
+
+def why_one_after_another(target: ProbeTarget) -> str | None:
+    """Return why forwards in training depend on those before them, so that parts of a batch would; None if not.
+
+    Such are moving averages, counters and power iterations that each forward goes on with, and a teacher that follows.
+
+    Call in full precision.
+    """
+
+    def loss() -> float:
+        set_seed(0)
+        return float(target.loss(dict(target.inputs)).detach())
+
+    try:
+        with Alone(), _training(target.model), buffers_kept(target.model):
+            first, second = loss(), loss()
+    except torch.OutOfMemoryError:
+        raise
+    # What a few samples are too little for, or what communicates, the run itself shows.
+    except (IndexError, RuntimeError, ValueError):
+        return None
+    # The same kernels on the same values: what differs is no rounding.
+    if math.isclose(first, second, rel_tol=SAME_LOSS_TOLERANCE) or not math.isfinite(first + second):
+        return None
+    return (
+        f"In training, {type(target.model).__name__} gives the loss {first:.8g} for a few samples and {second:.8g} "
+        "for the same ones in its next forward: it keeps something that each forward changes (a moving average, a "
+        "counter, a power iteration), and here every micro-batch and replica is a forward. Use one process with "
+        "pipeline_parallel_num_microbatches=1, or transformers.Trainer."
+    )
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, m
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.startup.first_samples import FirstBatches, first_batches, most_samples, probe_samples
+from hf_pipetransformer.startup.head_slices import why_whole_by_options
 from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
@@ -214,13 +215,16 @@ class PipelineBuilder:
         # A loss may read this flag.
         shell.training = is_training
         count = partial(trainer_compat.items_of, trainer)
+        why_whole = why_whole_head(trainer)
+        # Where the head stays whole whatever happens, a loss is tried on as many samples as in any run.
+        is_whole = why_whole or why_whole_by_options(args, scope)
+        may_slice_head = is_training and args.head_slices != 1 and is_whole is None
         # Reading samples may draw random numbers, which a training must draw as if nobody had looked before.
         with undisturbed(trainer.model):
             batches = self.first_batches(given)
-            parts = (batches, main_input_of(trainer.model), count, most_samples(args))
+            parts = (batches, main_input_of(trainer.model), count, most_samples(args, may_slice_head))
             # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
             samples = topology.decide(lambda: probe_samples(*parts))
-        why_whole = why_whole_head(trainer)
         if is_training and (args.head_slices or 1) > 1 and why_whole is not None:
             raise ValueError(
                 f"pipeline_head_slices={args.head_slices} would change the numbers: {why_whole}. Leave the option out."

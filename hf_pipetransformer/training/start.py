@@ -243,6 +243,7 @@ class TrainingSetup:
             for size, num_chunks in reachable_shapes(layout.schedule, wanted, sizes, most):
                 self.context.topology.groups(Placement(size, num_chunks, layout.placement))
         state = OptimizerState(optimizer, stage.store.named(), self.context.topology, may_move, groups)
+        state.frozen_by_script = tuple(name for name in state.group_of if not stage.store.trainable[name])
         if not stage.store.trains_all:
             state.hold(stage.trained_here(), {})  # Trainer made it for the parameters that may unfreeze, too.
         return state

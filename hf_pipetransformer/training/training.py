@@ -131,9 +131,22 @@ class Training:
         batches = self.steps.begin(epoch_iterator, num_batches)
         if self.loader is None:
             self.set_random_numbers()  # Reading a user's own loader up to here drew what the checkpoint has drawn.
+        self._check_left_out()
         # Behind the reading of batches, which may take longer than any step.
         self.context.timeouts.enter_step()
         return batches
+
+    def _check_left_out(self) -> None:
+        """Raise if the script lets a parameter train that the optimizer does not have any more."""
+        left_out = self.optimizer.left_out
+        named = self.pipeline.stage.store.named() if left_out else {}
+        for name in left_out:
+            if named[name].requires_grad:
+                raise ValueError(
+                    f"{name} was frozen when training started, and requires_grad is True now: the optimizer that the "
+                    "trainer was given has lost it, and would not train it. Leave it trainable until training starts "
+                    "and freeze it in a callback (on_train_begin), or train with one stage and no freezing."
+                )
 
     def run_batch(self, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
         """Run forward and backward of one loader batch; the last one of an accumulation also reduces the gradients.

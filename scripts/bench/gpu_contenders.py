@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import Trainer, TrainerCallback
+from transformers.utils import is_liger_kernel_available
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cli import main as command
@@ -387,11 +388,10 @@ def head_memory(name: str, width: int, num_tokens: int, num_words: int, adapted:
     """Peak of this rank's stage, one of two, beyond its state, and the losses; all is trained, or adapters are."""
     config = llama(width, 4, FEW if name == "few words" else num_words)
     subject = Subject(LLAMA, config, partial(blocks, num_tokens), 8, 3, num_tokens, 0.0 if adapted else None)
+    if "use_liger_kernel" in HEADS[name] and not is_liger_kernel_available():
+        return {"refused": "liger-kernel is not installed"}
     memory = PeakMemory("start", lambda: state.bytes()) if device() == "cpu" else None
-    try:
-        trainer = trainer_of(subject, OURS, **HEADS[name], **two_stages(4), num_train_epochs=1, logging_steps=1)
-    except (ValueError, ImportError) as error:
-        return {"refused": str(error).strip().splitlines()[-1]}
+    trainer = trainer_of(subject, OURS, **HEADS[name], **two_stages(4), num_train_epochs=1, logging_steps=1)
     state = StageState(trainer)
     trainer.add_callback(state)
     trainer.add_callback(Watch(memory))

@@ -190,6 +190,8 @@ def test_a_loss_of_the_users_keeps_the_head_whole(
     with caplog.at_level("INFO", "hf_pipetransformer"):
         trainer.train()
     assert slices_of(trainer) == 1
+    # Its loss is tried on as many samples as in any run.
+    assert len(trainer.pipeline_run.pipeline.start_up.samples["input_ids"]) == 4
     assert "GB, but the loss of Doubled is more than that of a causal language model of transformers" in caplog.text
 
 
