@@ -83,9 +83,13 @@ class Following(nn.Linear):
 def normed() -> nn.Module:
     head = nn.Linear(WIDTH, 2)
     nn.init.orthogonal_(head.weight)
-    # Two singular values so near to each other that power iterations take many forwards.
-    head.weight.data[0] *= 1.03
-    return nn.utils.parametrizations.spectral_norm(head)
+    head.weight.data[0] *= 1.5
+    head = nn.utils.parametrizations.spectral_norm(head)
+    # Vectors that power iterations have to change yet.
+    norm: Any = head.parametrizations.weight[0]
+    norm._u.copy_(torch.tensor([0.6, 0.8]))
+    norm._v.copy_(nn.functional.normalize(norm._u @ head.parametrizations.weight.original.detach(), dim=0))
+    return head
 
 
 class AtEpochs(TrainerCallback):
