@@ -277,7 +277,8 @@ class TrainingCache:
     def begin_epoch(self) -> None:
         """Have the next batch checked, after the callbacks that come before it."""
         self._is_due = True
-        if self._opened is not None:
+        # Augmented samples are others in each reading.
+        if self._opened is not None and self.loader.slots is None:
             self._opened.verify_next()
 
     def check(self) -> None:

@@ -28,7 +28,16 @@ from typing import Any
 
 import torch
 
-from .gpu_contenders import NUM_EPOCHS, compare, head_memories, heads_beside, stage_memory, subjects
+from .gpu_contenders import (
+    HEADS,
+    NUM_EPOCHS,
+    compare,
+    head_memories,
+    head_memory,
+    heads_beside,
+    stage_memory,
+    subjects,
+)
 from .measure import (
     KEEPS_FREED,
     REPOSITORY,
@@ -114,10 +123,15 @@ def stages(launcher: Launcher) -> dict[str, Any]:
 def head_slices(settings: Settings) -> dict[str, Any]:
     """Memory of the last of two stages by the way its head is computed, on CPUs."""
     size = settings.of((128, 256, 128_000), (32, 32, 4_000))
-    return {
-        trained: heads_beside(launch_all(head_memories, 2, *size, is_adapted, environment=RETURNS_FREED))
-        for trained, is_adapted in (("all weights", False), ("adapters", True))
-    }
+
+    def beside(is_adapted: bool) -> dict[str, Any]:
+        # Each in processes of its own: what one has left in memory must not hide what the next one takes.
+        found = {
+            name: launch_all(head_memory, 2, name, *size, is_adapted, environment=RETURNS_FREED) for name in HEADS
+        }
+        return heads_beside([{name: ranks[rank] for name, ranks in found.items()} for rank in range(2)])
+
+    return {"all weights": beside(False), "adapters": beside(True)}
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def test_trained_twice(outcome: Outcome):
 
 def test_kept_for_another_head(outcome: Outcome):
     """A second run with another learning rate reads each sample once, on whichever rank, to compare it."""
-    assert outcome.read("first") == NUM_SAMPLES + NUM_KEY_SAMPLES
+    assert outcome.read("first") == NUM_SAMPLES + NUM_KEY_SAMPLES + outcome.total("first", "checked")
     assert outcome.read("without") == EPOCHS * NUM_SAMPLES
     # Up to four records of a level are computed again, to see that the layers still compute them.
     assert outcome.read("with") == NUM_KEY_SAMPLES + outcome.total("with", "checked") + 4

@@ -49,6 +49,7 @@ def arguments(**options: Any) -> Any:
         "ddp_bucket_cap_mb": None,
         "ddp_broadcast_buffers": None,
         "ddp_static_graph": None,
+        "neftune_noise_alpha": None,
     }
     values |= {"accelerator_config": SimpleNamespace(even_batches=True), "device": torch.device("cuda", 0)}
     values |= {"world_size": 2, "pipeline_size": 2, **options}
