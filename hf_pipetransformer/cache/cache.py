@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 CHECKED_HITS = 256
-"""One in this many cached samples is still read from the data set, to verify that it has not changed."""
+"""After this many cached samples a few are still read from the data set, to verify that it has not changed."""
 
 CHECKED_AT_ONCE = 4
 """Most samples of a batch that are verified, as the first of each epoch are: callbacks change data sets between."""

@@ -81,7 +81,9 @@ class Buffers:
     def restore(self) -> None:
         for owner, name, buffer, before in self._kept:
             owner[name] = buffer
-            buffer.copy_(before)
+            # What has not changed may be an expanded tensor, which takes no values.
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
 
 
 @contextmanager

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import set_seed
 
 from hf_pipetransformer.data.batches import pad_batch
 from hf_pipetransformer.data.flattened import sequences_of
-from hf_pipetransformer.data.rng import random_state, same_states
+from hf_pipetransformer.data.rng import random_state, same_states, set_random_state
 from hf_pipetransformer.engine.effects import Alone, buffers_kept, effects_of
 from hf_pipetransformer.schedules.placement import first_above
 from hf_pipetransformer.splitters.base import config_value
@@ -178,8 +177,10 @@ def why_one_after_another(target: ProbeTarget) -> str | None:
     Call in full precision.
     """
 
+    tensors, values = random_state(target.device)
+
     def loss() -> float:
-        set_seed(0)
+        set_random_state(tensors, values, target.device)
         return float(target.loss(dict(target.inputs)).detach())
 
     try:
