@@ -276,10 +276,8 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         """
         run = self.pipeline_run
         if run.is_left_to_trainer:
-            computed_once = run.computed_once
-            computed_once.begin_step(inputs)
-            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-            computed_once.end_step(inputs, loss)
+            with run.computed_once.step(inputs):
+                loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         loss = run.training.run_batch(inputs, num_items_in_batch)
         if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
@@ -287,20 +285,22 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         return loss
 
     # Here and not in `EvaluationOverrides`: frozen parts are looked up in runs that are left to Trainer.
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate or predict; frozen parts of a run that is left to Trainer are looked up here, too."""
-        if not self.pipeline_run.is_left_to_trainer:
-            return super().evaluation_loop(*args, **kwargs)
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Evaluate a batch; frozen parts of a run that is left to Trainer are looked up here, too."""
+        run = self.pipeline_run
+        if not run.is_left_to_trainer:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         generates = bool(getattr(self.args, "predict_with_generate", False))
-        asked = kwargs.get("prediction_loss_only")
-        loss_alone = bool(self.args.prediction_loss_only if asked is None else asked)
-        loss_alone &= not trainer_compat.is_overridden(self, "prediction_step")
-        with self.pipeline_run.computed_once.evaluating(generates, loss_alone):
-            return super().evaluation_loop(*args, **kwargs)
+        with run.computed_once.evaluating(inputs, generates, prediction_loss_only):
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        # No checkpoint without a look at what its steps have read.
+        self.pipeline_run.computed_once.check_thoroughly()
         with self.pipeline_run.saving.checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from hf_pipetransformer.cache.frozen_parts.trial import maximal_frozen
+from hf_pipetransformer.cache.frozen_parts.part import maximal_frozen
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
@@ -80,6 +80,9 @@ class RunOptions:
             return Need.REQUIRED
         if _leaves_adapters_to_trainer(model) and not self._ask_for_parts:
             return Need.PREFERRED if self._freeze or args.activation_cache == "on" else Need.NONE
+        # Trainer's own loop looks up what the script froze, see `computed_once`.
+        if self.only_store:
+            return Need.NONE
         is_divided = args.world_size > 1 and args.pipeline_size != 1
         if is_divided or self._freeze or self._ask_for_parts or args.activation_cache == "on":
             return Need.REQUIRED
@@ -170,7 +173,9 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
     need = options.need(model)
     if need is Need.NONE:
         args.leave_recomputing_to_trainer()
-        text = unused_by_trainer(args, READERS)
+        # Of what is frozen, Trainer's own loop stores what it can.
+        stores = options.only_store and (model is None or bool(maximal_frozen(bare_model(model))))
+        text = unused_by_trainer(args, [each for each in READERS if not (stores and each.startswith("activation_"))])
         if text is not None and args.process_index == 0:
             logger.warning(text)
         return False

@@ -14,6 +14,7 @@ from transformers import Trainer
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import Use, safe_max_bytes, take_store
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
+from hf_pipetransformer.cache.frozen_parts.served import Counts, weights_key
 from hf_pipetransformer.cache.opening import cache_base
 from hf_pipetransformer.cache.planner import measure_storage
 from hf_pipetransformer.comm.staging import is_apart
@@ -21,10 +22,9 @@ from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decid
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.frozen_parts.part import FrozenPart
-    from hf_pipetransformer.cache.frozen_parts.served import Circumstances
-    from hf_pipetransformer.cache.frozen_parts.trial import Found, Trial
+    from hf_pipetransformer.cache.frozen_parts.served import Plan
     from hf_pipetransformer.cache.frozen_parts.values import Rows
+    from hf_pipetransformer.cache.frozen_parts.watching import Found
     from hf_pipetransformer.cache.records import RecordFormat
     from hf_pipetransformer.training.context import TrainingContext
 
@@ -43,7 +43,6 @@ class Price:
         num_places: records of all rows that the run is expected to compute.
         needed_bytes: of all records, `record_bytes` each.
         hit_seconds: what reading a record saves.
-        speedup: predicted time of a step of Trainer's over that of one that reads all records.
         reason: of the decision; `is_used` is its outcome.
     """
 
@@ -51,7 +50,6 @@ class Price:
     record_bytes: float
     needed_bytes: float
     hit_seconds: float
-    speedup: float
     is_used: bool
     reason: str
 
@@ -69,11 +67,14 @@ class PartStores:
         self._trainer: Trainer = context.trainer
         self._bytes_taken = bytes_taken
 
-    def price(
-        self, found: Found, trial: Trial, num_samples: int, rows: Rows, content: RecordFormat, length: int
-    ) -> Price:
-        """Return what storing a part costs and saves, with records of `length`; raises like `measure_storage`."""
-        base, num_places = cache_base(self.args), self._num_rows(rows.number / num_samples)
+    def price(self, found: Found, num_samples: int, rows: Rows, content: RecordFormat, length: int) -> Price:
+        """Return what storing a part costs and saves, with records of `length`; raises like `measure_storage`.
+
+        Args:
+            num_samples: of the batch in which the part was seen.
+            rows: some of its rows.
+        """
+        base, num_places = cache_base(self.args), self._num_rows(found.rows / num_samples)
         record_bytes = content.record_bytes(length)
         needed = num_places * record_bytes + content.index_bytes(num_places)
         speed = measure_storage(base, content, length, rows.number, num_places)
@@ -87,21 +88,16 @@ class PartStores:
         )
         seconds = decision.seconds_per_sample
         saved = (seconds["compute"] - seconds.get("write", math.inf)) * num_places
-        # A backward takes twice its forward.
-        part, rest = found.seconds * rows.number, 3 * (trial.seconds - found.seconds * rows.number)
-        return Price(
-            num_places,
-            record_bytes,
-            needed,
-            found.seconds - read,
-            (rest + part) / (rest + read * rows.number),
-            decision.use and (self.args.activation_cache == "on" or saved >= WORTH_SECONDS),
-            decision.reason,
-        )
+        is_used = decision.use and (self.args.activation_cache == "on" or saved >= WORTH_SECONDS)
+        return Price(num_places, record_bytes, needed, found.seconds - read, is_used, decision.reason)
 
-    def open(self, part: FrozenPart, content: RecordFormat, price: Price, around: Circumstances) -> ContentStore | str:
-        """Return the node's store, which its first process makes, or why some node has none. Collective."""
-        topology, key = self._topology, self._key_of_store(part, content, around)
+    def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str) -> ContentStore | str:
+        """Return the node's store, which its first process makes, or why some node has none. Collective.
+
+        Args:
+            settings: everything besides weights and inputs that outputs depend on, as text.
+        """
+        topology, key = self._topology, self._key_of_store(plan, content, settings)
         number, num_writers = topology.ranks_here.index(topology.rank), len(topology.ranks_here)
         store: ContentStore | None = None
         reason: str | None = None
@@ -118,7 +114,7 @@ class PartStores:
             where, limit = (cache_base(self.args), key), int(self._max_bytes())
 
             def make() -> ContentStore:
-                folder, made = take_store(*where, price.num_places, content, limit, self.use(part))
+                folder, made = take_store(*where, price.num_places, content, limit, self.use(plan, Counts()))
                 return ContentStore(made, 0, num_writers, folder)
 
             attempt(make)
@@ -134,10 +130,9 @@ class PartStores:
             return str(reason)
         return store
 
-    def use(self, part: FrozenPart) -> Use:
+    def use(self, plan: Plan, counts: Counts) -> Use:
         """Return what a kept store is listed with."""
-        counts = part.counts
-        own = Use.of(self._trainer.model, part.name, self._trainer.train_dataset)
+        own = Use.of(self._trainer.model, plan.name, self._trainer.train_dataset)
         return replace(own, hits=counts.hits, misses=counts.misses)
 
     def _num_rows(self, of_a_sample: float) -> int:
@@ -164,10 +159,10 @@ class PartStores:
         steps = max(1, len(loader) // self.args.gradient_accumulation_steps)
         return (state.max_steps - state.global_step) / steps
 
-    def _key_of_store(self, part: FrozenPart, content: RecordFormat, around: Circumstances) -> str | None:
+    def _key_of_store(self, plan: Plan, content: RecordFormat, settings: str) -> str | None:
         if not self.args.activation_cache_keep:
             return None
-        return f"part-{xxhash.xxh3_128_hexdigest(f'{around.weights_key(part)}{content.to_json()}'.encode())}"
+        return f"part-{xxhash.xxh3_128_hexdigest(f'{weights_key(plan, settings)}{content.to_json()}'.encode())}"
 
 
 def _seconds_of_hashing(rows: Rows) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache.frozen_parts import trial
+from hf_pipetransformer.cache.frozen_parts import watching
 from tests.distributed.scenarios import Lines, scenario
 from tests.support.frozen_models import CASES, logged, trainer_of
 
@@ -26,7 +26,7 @@ class Talks(PipeTransformerTrainer):
 @scenario
 def train(folder: Path, names: list[str]) -> dict[str, Any]:
     """Return losses and norms of both trainers, and what ours read and said."""
-    trial.WORTH = 0.0
+    watching.WORTH = 0.0
     lines = Lines()
     logging.getLogger("hf_pipetransformer").addHandler(lines)
     found: dict[str, Any] = {}

@@ -28,7 +28,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from hf_pipetransformer.cache.frozen_parts import trial
+from hf_pipetransformer.cache.frozen_parts import watching
 from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, note, noted, scenario
 from tests.support.every_family import Subject, build, collate, every_subject, rows
 
@@ -181,7 +181,7 @@ FROZEN = {"most": 1.0, "half": 0.6}
 
 def frozen(subject: Subject, folder: Path) -> dict[str, Any]:
     """Trainings of both trainers with a part of the model frozen, and what ours said of it."""
-    trial.WORTH = 0.0
+    watching.WORTH = 0.0
     said = Lines()
     logging.getLogger("hf_pipetransformer").addHandler(said)
     found: dict[str, Any] = {}

@@ -51,6 +51,10 @@ class ContentStore:
     def path(self) -> str:
         return str(self._store.folder)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._store.record_format.dtype
+
     def use_weights(self, key: str) -> None:
         """Serve the records of the weights named by `key`, of an earlier run too, and no others.
 

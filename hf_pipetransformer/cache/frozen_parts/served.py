@@ -1,9 +1,8 @@
-"""A frozen part that is looked up in a training, and the checks that it still computes what its records hold."""
+"""Records of a frozen part in a training: what of a call they hold, what is added, and whether they still hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -11,129 +10,312 @@ import numpy as np
 import torch
 import xxhash
 
-from hf_pipetransformer.cache.chain import SAME_BATCH_TOLERANCE, PrefixWatch, any_differs
-from hf_pipetransformer.cache.frozen_parts.part import Counts, FrozenPart
-from hf_pipetransformer.cache.frozen_parts.values import Rows, tensors_of
+from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, PrefixWatch, coarsest, differs
+from hf_pipetransformer.cache.frozen_parts.values import NotStorableError
 from hf_pipetransformer.comm.transfers import digest_of
-from hf_pipetransformer.data.rng import generators_kept
+from hf_pipetransformer.report import logger
 
 
 if TYPE_CHECKING:
+    from hf_pipetransformer.cache.files import Array
     from hf_pipetransformer.cache.folder import Use
+    from hf_pipetransformer.cache.frozen_parts.call import PartCall
     from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
+    from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
+    from hf_pipetransformer.cache.frozen_parts.reading import Reading
+    from hf_pipetransformer.cache.frozen_parts.values import Rows
 
 
-NUM_CHECKED = 1
-"""Rows that a check computes again: twice an epoch, and of a large encoder each takes a second."""
-
-
-@dataclass(frozen=True)
-class Circumstances:
-    """Settings that the outputs of a part depend on besides its weights.
-
-    Args:
-        settings: of the run and the model, as text.
-        precision: `fp32`, `bf16` or `fp16`.
-        autocast: enters the precision of the training.
-        buffers_are_sent: True if buffers are written anew in every forward, as DistributedDataParallel does.
-    """
-
-    settings: str
-    precision: str
-    autocast: Callable[[], AbstractContextManager[object]]
-    buffers_are_sent: bool = False
-
-    def weights_key(self, part: FrozenPart) -> str:
-        """Return a name for all that the part's outputs depend on besides its inputs."""
-        hasher = xxhash.xxh3_128(self.settings.encode())
-        for name, value in sorted(part.modules.state_dict().items()):
-            digest = digest_of(value) if isinstance(value, torch.Tensor) else repr(value)
-            hasher.update(f"{name} {digest}\n".encode())
-        hasher.update(part.key.encode())
-        return hasher.hexdigest()
+CHECK_EVERY = 32
+"""Calls with records after which a row of one is computed again."""
+NUM_COMPARED = 8
+"""Rows of an earlier run's records that are compared with what the part gives now before one is used."""
 
 
 @dataclass
-class ServedPart:
-    """A part whose forward is replaced from `begin` to `end`.
+class Counts:
+    """Rows of the calls of a part, found or computed."""
+
+    hits: int = 0
+    misses: int = 0
+
+
+@dataclass
+class Plan:
+    """What is to be stored of a part.
 
     Args:
-        rows: a call, the first of whose rows checks compute again.
+        parts: those that it computes from, in their order, and itself.
+        is_of_script: True if code of the script's computes in it, which is never run for a check.
+        is_for_outputs: True if the model's outputs are the same with zeros behind the last real token of a row, not its
+            loss alone.
+        notes_first: True if it is not known that inputs come again: records are made of those that do.
     """
 
-    part: FrozenPart
+    parts: list[FrozenPart]
+    reading: Reading
+    is_of_script: bool = False
+    is_for_outputs: bool = True
+    notes_first: bool = False
+
+    @property
+    def name(self) -> str:
+        names = [each.name for each in self.parts]
+        return names[0] if len(names) == 1 else f"{names[0]} {'with' if len(names) == 2 else 'to'} {names[-1]}"
+
+    @property
+    def part(self) -> FrozenPart:
+        return self.parts[-1]
+
+    @property
+    def size(self) -> int:
+        return sum(each.numel() for part in self.parts for each in part.module.parameters())
+
+    @property
+    def key(self) -> str:
+        """Properties of the part that its records depend on besides weights and inputs, as text."""
+        modes = [f"{each.name} {each.in_evaluation} {each.cuts_padding}" for each in self.parts]
+        return f"{modes} {self.reading}"
+
+
+@dataclass
+class Records:
+    """Records of a part, in a store.
+
+    Args:
+        settings: everything else that outputs depend on, as text.
+        precision: `fp32`, `bf16` or `fp16`.
+        say_wrong: is told if records do not hold any more.
+    """
+
+    plan: Plan
     store: ContentStore
-    rows: Rows
-    around: Circumstances
-    _watch: PrefixWatch = field(init=False)
-    _buffers: list[str] = field(init=False)
-    _expected: list[torch.Tensor] = field(init=False)
+    settings: str
+    precision: str
+    say_wrong: Callable[[Records], None]
+    counts: Counts = field(default_factory=Counts)
+    num_changes: int = 0
+    """How often the weights were changed."""
+    is_proven: bool = field(default=False, init=False)
+    _num_agreed: int = field(default=0, init=False)
+    _num_calls: int = field(default=0, init=False)
     _num_distrusted: int = field(default=0, init=False)
+    _seen: set[bytes] | None = field(default=None, init=False)
+    _last: PartCall | None = field(default=None, init=False)
+    _all_found: PartCall | None = field(default=None, init=False)
     _hits_checked: int = field(default=0, init=False)
     _reported: Counts = field(default_factory=Counts, init=False)
+    _has_overflown: bool = field(default=False, init=False)
 
     def begin(self) -> None:
         """Look up from here on."""
-        # Taken out of the batch, which could not be freed otherwise.
-        self.rows = Rows.of(*self.rows.take(np.arange(min(NUM_CHECKED, self.rows.number))))
-        self.part.store = self.store
+        self._seen = set() if self.plan.notes_first else None
         self.use_present_weights()
-        self.part.begin()
+        # Of an earlier run nothing is used before it was compared, and of code that may not be tried, what two passes
+        # have not given alike.
+        self.is_proven = not self.plan.is_of_script and not len(self.store)
+        self.plan.part.records = self
 
     def end(self, use: Use) -> None:
-        """Let the module run its own forward again, and give the store back; if it is kept, `use` is noted."""
-        self.part.end()
+        """Compute from here on, and give the store back; if it is kept, `use` is noted."""
+        self.plan.part.records = None
+        self._last = self._all_found = None
         self.store.close(use)
 
+    @property
+    def reading(self) -> Reading:
+        return self.plan.reading
+
+    def serves(self, step: PresentStep) -> bool:
+        """Return True if what is stored is enough for the calls of a step."""
+        if self.store.is_off:
+            return False
+        if not (self.reading.is_by_token and step.evaluates) or self.plan.is_for_outputs:
+            return True
+        return step.reads_loss_alone and not step.generates
+
+    # ---- weights ----
+
     def use_present_weights(self) -> None:
-        """Serve records of the part's present weights."""
-        modules = self.part.modules
-        # Version counters of buffers that every forward writes say nothing: their digests are compared instead.
-        buffers = [] if self.around.buffers_are_sent else modules.buffers()
-        self._watch = PrefixWatch([*modules.parameters(), *buffers])
-        # Computed now, with the weights whose records are served from here on.
-        self._buffers, self._expected = self._digests_of_buffers(), self._computed()
-        self.store.use_weights(f"{self.around.weights_key(self.part)} {self._num_distrusted}")
+        """Serve records of the present weights."""
+        self._watch = PrefixWatch([each for part in self.plan.parts for each in part.weights])
+        self.store.use_weights(f"{weights_key(self.plan, self.settings)} {self._num_distrusted}")
 
     @property
     def is_trained(self) -> bool:
-        """True if one of the part's parameters asks for gradients by now."""
-        return any(parameter.requires_grad for parameter in self.part.modules.parameters())
+        return any(part.is_trained for part in self.plan.parts)
 
     def have_weights_changed(self) -> bool:
         """Return True if a look at the weights shows a change; serve the new ones then."""
         if not self._watch.has_changed():
             return False
+        self.num_changes += 1
         self.use_present_weights()
         return True
 
+    # ---- reading and writing ----
+
+    def found(self, call: PartCall) -> dict[int, torch.Tensor] | None:
+        """Return the outputs of a call that records have, with those of rows that have none computed; None if none."""
+        places = self.store.find(call.keys)
+        is_hit = places >= 0
+        if not is_hit.any() or not self.is_proven:
+            return None
+        self._num_calls += 1
+        records = self.store.read(places[is_hit], self.reading.num_tokens(call))
+        if records is None:
+            return None
+        if self._num_calls % CHECK_EVERY == 1:
+            if self.plan.is_of_script:
+                return None  # Computed as a whole, as Trainer does, and compared when it is kept.
+            row = int(np.flatnonzero(is_hit)[0])
+            if not self._holds(call, row, records[:1]):
+                self.distrust()
+                return None
+        self._last, self._all_found = call.sample(1) if self._num_calls % CHECK_EVERY == 1 else self._last, None
+        call.counted = int(is_hit.sum()), int((~is_hit).sum())
+        self._count(*call.counted)
+        if is_hit.all():
+            self._all_found = call
+            return self.reading.outputs(records, call)
+        missing = np.flatnonzero(~is_hit)
+        leaves = call.computed(missing, known={})
+        new = self._write(call, leaves, call.rows.some(missing), missing)
+        whole = new.new_zeros(call.rows.number, max(records.shape[1], new.shape[1]), new.shape[2])
+        whole[torch.from_numpy(is_hit), : records.shape[1]] = records.to(new)
+        whole[torch.from_numpy(~is_hit), : new.shape[1]] = new
+        return self.reading.outputs(whole, call)
+
+    def _count(self, hits: int, misses: int) -> None:
+        self.counts.hits += hits
+        self.counts.misses += misses
+
+    def is_all_found(self, call: PartCall) -> bool:
+        """Return True if nothing of a call was computed."""
+        return self._all_found is call
+
+    def keep(self, call: PartCall, leaves: Sequence[torch.Tensor]) -> None:
+        """Store what was computed for a call, and compare it with what is stored where that is still to be shown."""
+        places = self.store.find(call.keys)
+        is_hit = places >= 0
+        # What was read before is computed now all the same.
+        self._count(-call.counted[0], call.rows.number - call.counted[1])
+        call.counted = 0, call.rows.number
+        try:
+            if is_hit.any() and not self._agrees(call, leaves, places, is_hit):
+                self.distrust()
+                if self.plan.part.records is not self:
+                    return
+                is_hit = np.zeros_like(is_hit)
+            rows = np.flatnonzero(~is_hit)
+            if self._seen is not None:
+                names = [key.tobytes() for key in call.keys]
+                rows = np.array([row for row in rows.tolist() if names[row] in self._seen], np.int64)
+                self._seen.update(names)
+            if len(rows):
+                own = [call.rows.rows_of(leaf, rows) for leaf in leaves]
+                self._write(call, own, call.rows.some(rows), rows)
+        # Not stored; what was computed is right.
+        except NotStorableError:
+            return
+
+    def _agrees(self, call: PartCall, leaves: Sequence[torch.Tensor], places: Array, is_hit: Array) -> bool:
+        chosen = np.flatnonzero(is_hit)
+        computed = self.reading.records([call.rows.rows_of(leaf, chosen) for leaf in leaves], call.rows.some(chosen))
+        stored = self.store.read(places[is_hit], computed.shape[1])
+        if stored is None:
+            return True
+        lengths = self.reading.lengths(call.rows.some(chosen), computed.shape[1]).tolist()
+        pairs = zip(stored, computed.cpu(), lengths, strict=True)
+        agrees = not any(self._differ(a[:length], b[:length]) for a, b, length in pairs)
+        self._num_agreed += len(chosen) if agrees else 0
+        # Of the script's code a whole pass has to agree, see `begin_epoch`.
+        if agrees and not self.plan.is_of_script and self._num_agreed >= NUM_COMPARED:
+            self.is_proven = True
+        return agrees
+
+
+    @property
+    def has_been_proven(self) -> bool:
+        """True if records were used at some time."""
+        return self.counts.hits > 0
+
+    def begin_epoch(self) -> None:
+        """Use the records of the script's own code, if those of an epoch have come out alike once more."""
+        if not self.is_proven and self._num_agreed:
+            self.is_proven = True
+
+    def _write(self, call: PartCall, leaves: Sequence[torch.Tensor], rows: Rows, chosen: Array) -> torch.Tensor:
+        """Store the records of computed outputs of some rows, and return them."""
+        records = self.reading.records(leaves, rows)
+        lengths = self.reading.lengths(rows, records.shape[1])
+        host = records.cpu()
+        stored = host.to(self.store.dtype)
+        # A value beyond the range of the dtype that is stored would come back as infinity.
+        fits = (stored.isfinite() | ~host.isfinite()).flatten(1).all(1).numpy()
+        if not fits.all() and not self._has_overflown:
+            self._has_overflown = True
+            logger.warning(
+                f"{self.plan.name}: some outputs are beyond the range of activation_cache_dtype="
+                f"{str(self.store.dtype).removeprefix('torch.')!r}. They are computed in every epoch."
+            )
+        if fits.any():
+            self.store.write(call.keys[chosen][fits], stored[torch.from_numpy(fits)], lengths[fits])
+        return records
+
+    # ---- checks ----
+
+    def _differ(self, stored: torch.Tensor, computed: torch.Tensor) -> bool:
+        precision = coarsest(self.precision, stored.dtype, computed.dtype)
+        return differs(stored.to(computed.dtype), computed, OTHER_BATCH_TOLERANCE[precision])
+
+    def _holds(self, call: PartCall, row: int, record: torch.Tensor) -> bool:
+        """Compute a row of a call again, and return True if a record `(1, tokens, values)` of it is the same."""
+        rows = np.array([row])
+        some = call.rows.some(rows)
+        found = self.reading.records(call.computed(rows, known={}), some)
+        length = int(self.reading.lengths(some, found.shape[1])[0])
+        return not self._differ(record[0, :length], found.cpu()[0, :length])
+
     def is_what_it_was(self) -> bool:
-        """Return False if bytes of the weights, or what the part makes of some rows, have changed; takes a while."""
-        tolerance = SAME_BATCH_TOLERANCE[self.around.precision]
-        is_other = any_differs(self._computed(), self._expected, tolerance)
-        is_other |= self._watch.has_changed(thoroughly=True) or self._digests_of_buffers() != self._buffers
-        return not is_other
+        """Return False if bytes of the weights, or what the part makes of a row that was read, have changed."""
+        if self._watch.has_changed(thoroughly=True):
+            return False
+        call = self._last
+        if call is None or self.plan.is_of_script or call.has_written_inputs:
+            return True
+        places = self.store.find(call.keys)
+        if (places < 0).any():
+            return True
+        records = self.store.read(places, self.reading.num_tokens(call))
+        return records is None or self._holds(call, 0, records)
 
     def distrust(self) -> None:
-        """Use no record from before this call."""
+        """Use no record from before this call, and say so."""
         self._num_distrusted += 1
-        self.use_present_weights()
+        self._num_agreed, self._last, self._all_found = 0, None, None
+        self.say_wrong(self)
+        if self.plan.part.records is self:
+            self.use_present_weights()
 
     def has_served_since_check(self) -> bool:
         """Return True if records were read since the last call."""
-        before, self._hits_checked = self._hits_checked, self.part.counts.hits
+        before, self._hits_checked = self._hits_checked, self.counts.hits
         return self._hits_checked > before
 
     def counts_since_report(self) -> Counts:
         """Return the rows found and computed since the last call."""
-        before, now = self._reported, self.part.counts
+        before, now = self._reported, self.counts
         self._reported = replace(now)
         return Counts(now.hits - before.hits, now.misses - before.misses)
 
-    def _digests_of_buffers(self) -> list[str]:
-        return [str(digest_of(buffer)) for buffer in self.part.modules.buffers()]
 
-    def _computed(self) -> list[torch.Tensor]:
-        """Return what the part makes of the rows of checks, without a trace in the generators."""
-        with generators_kept(), torch.no_grad(), self.around.autocast():
-            return tensors_of(self.part.compute(*self.rows.given))
+def weights_key(plan: Plan, settings: str) -> str:
+    """Return a name for all that outputs depend on besides what the parts are called with and their attributes."""
+    hasher = xxhash.xxh3_128(settings.encode())
+    for part in plan.parts:
+        for name, value in sorted(part.module.state_dict().items()):
+            digest = digest_of(value) if isinstance(value, torch.Tensor) else repr(value)
+            hasher.update(f"{part.name} {name} {digest}\n".encode())
+    hasher.update(plan.key.encode())
+    return hasher.hexdigest()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 GRID = "grid_thw"
+MASKS = {"input_ids": MASK, "decoder_input_ids": f"decoder_{MASK}"}
+"""Inputs of models to the masks that show which of their tokens are real."""
 OF_THE_LOSS = "num_items_in_batch"
 """Argument that Trainer has for the loss, and that models hand to their parts among others."""
 
@@ -71,11 +73,12 @@ class Rows:
     """Arguments of a call of a frozen part, row by row.
 
     Args:
-        given: positional and keyword arguments.
-        tensors: in them; modules may write into containers that they are given.
+        given: positional and keyword arguments; modules may write into containers that they are given.
+        tensors: in them, in a fixed order.
         number: rows of the tensors that have one for each image, tile, sound or text.
         lengths: `(number,)` tokens, frames or patches of each row up to its padding; None if rows are not padded.
         is_flat: True if rows lie one behind the other in the first tensor, as patches of images beside a grid of them.
+        whole: `id`s of tensors that belong to all rows, however many entries they have, such as buffers.
     """
 
     given: tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,12 +86,23 @@ class Rows:
     number: int
     lengths: Array | None = None
     is_flat: bool = False
+    whole: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], cuts_padding: bool = True) -> Rows:
-        """Find the rows of a call; with `cuts_padding` those of an `attention_mask` end at their last real token.
+    def of(
+        cls,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        lengths_of: Callable[[torch.Tensor], Array | None] = lambda _: None,
+        is_whole: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> Rows:
+        """Find the rows of a call; those of an `attention_mask` among its arguments end at their last real token.
 
         An argument `grid_thw` `(images, 3)` has the patches of images in time, height and width, as for Qwen2-VL.
+
+        Args:
+            lengths_of: gives the lengths of the rows of a tensor `(number, tokens, ...)` where no mask is given.
+            is_whole: says if a tensor belongs to all rows whatever its shape.
 
         Raises:
             NotStorableError: there is nothing that rows could be known by.
@@ -97,18 +111,20 @@ class Rows:
         tensors = tuple(tensors_of(given))
         if not tensors or not tensors[0].dim():
             raise NotStorableError("takes no tensor with a row for each sample")
+        whole = frozenset(id(each) for each in tensors if is_whole(each))
         grid = kwargs.get(GRID)
         if isinstance(grid, torch.Tensor) and grid.dim() == 2 and int(grid.prod(1).sum()) == tensors[0].shape[0]:
             sizes = grid.detach().prod(1).cpu().numpy().astype(np.int64)
-            return cls(tuple(given), tensors, len(sizes), sizes, is_flat=True)
+            return cls(tuple(given), tensors, len(sizes), sizes, is_flat=True, whole=whole)
         places = [kwargs, *(each for each in args if isinstance(each, dict))]
         number, mask = tensors[0].shape[0], next((each[MASK] for each in places if MASK in each), None)
         is_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2 and tensors[0].shape[:2] == mask.shape
-        if not cuts_padding or not is_mask or not number:
-            return cls(tuple(given), tensors, number)
-        assert isinstance(mask, torch.Tensor)
-        # A row without any token keeps one: the store takes no empty records.
-        return cls(tuple(given), tensors, number, np.maximum(shown_lengths(mask), 1))
+        lengths = lengths_of_mask(mask) if is_mask and number else None
+        for tensor in tensors if not is_mask and number else ():
+            lengths = lengths_of(tensor) if lengths is None and tensor.shape[:1] == (number,) else lengths
+        if lengths is not None and (len(lengths) != number or tensors[0].dim() < 2):
+            lengths = None
+        return cls(tuple(given), tensors, number, lengths, whole=whole)
 
     @property
     def length(self) -> int:
@@ -118,30 +134,48 @@ class Rows:
         return int(self.lengths.max(initial=0)) if self.is_flat else int(self.tensors[0].shape[1])
 
     @property
+    def is_padded(self) -> bool:
+        """True if rows of different lengths are padded to one."""
+        return self.lengths is not None and not self.is_flat and bool((self.lengths < self.length).any())
+
+    @property
     def _read(self) -> list[Any]:
         """Arguments that outputs may depend on."""
         args, kwargs = self.given
         # It differs from step to step, and no output of a part depends on it.
         return [args, {name: value for name, value in kwargs.items() if name != OF_THE_LOSS}]
 
-    def take(self, rows: Array, length: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of some rows, cut to or padded with zeros to a length if one is given."""
+    def take(
+        self,
+        rows: Array,
+        length: int | None = None,
+        instead: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of some rows, cut to a length if one is given.
+
+        `instead` gives what a tensor is for these rows, None to take them from it.
+        """
 
         def of_rows(tensor: torch.Tensor) -> torch.Tensor:
-            if not self._has_rows(tensor) and not self._is_flat(tensor):
-                return tensor
-            found = self.rows_of(tensor, rows)
-            if length is None or found.dim() < 2 or found.shape[1] != self.length:
-                return found
-            padding = found.new_zeros(len(found), max(0, length - found.shape[1]), *found.shape[2:])
-            return torch.cat([found[:, :length], padding], dim=1)
+            other = instead(tensor)
+            if other is not None:
+                return other
+            found = self.rows_of(tensor, rows) if self.has_rows(tensor) or self._is_flat(tensor) else tensor
+            dims = self._token_dims(tensor) if length is not None else ()
+            for dim in dims:
+                found = found.narrow(dim, 0, length) if length is not None else found
+            return found
 
         args, kwargs = rebuilt(list(self.given[0]), of_rows), rebuilt(self.given[1], of_rows)
         return tuple(args), kwargs
 
+    def some(self, rows: Array) -> Rows:
+        """Return some of the rows, as the outputs of a call are told apart; arguments are those of all."""
+        return replace(self, number=len(rows), lengths=None if self.lengths is None else self.lengths[rows])
+
     def share_of(self, tensor: torch.Tensor) -> int:
         """Return how many of a flat call's patches have one entry in a tensor; 0 if it has one for each row."""
-        if not self.is_flat or self._has_rows(tensor) or not tensor.dim() or not tensor.shape[0]:
+        if not self.is_flat or self.has_rows(tensor) or not tensor.dim() or not tensor.shape[0]:
             return 0
         assert self.lengths is not None
         share, rest = divmod(int(self.lengths.sum()), tensor.shape[0])
@@ -156,75 +190,102 @@ class Rows:
             return torch.cat([parts[row] for row in np.asarray(rows).tolist()])
         return tensor[torch.from_numpy(np.asarray(rows, np.int64)).to(tensor.device)]
 
-    @property
-    def form(self) -> str:
-        """Arguments that are no tensors and that outputs may depend on, and the places of the tensors, as text."""
-        return form_of(self._read)
+    def kind(self, cuts_padding: bool) -> bytes:
+        """Return a hash of what is no row's content: shapes without the number of rows, dtypes, options of the call.
 
-    @property
-    def kind(self) -> bytes:
-        """Hash of what is no row's content: shapes without the number of rows, dtypes, options of the call.
-
-        Without the padded length where rows are cut to their own.
+        With `cuts_padding`, without the padded length.
         """
         hasher = xxhash.xxh3_128()
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             if self._is_flat(tensor):
                 hasher.update(f"flat {tuple(tensor.shape[1:])} {tensor.dtype}".encode())
-            elif not self._has_rows(tensor):
+            elif cuts_padding and (dims := self._token_dims(tensor)):
+                shape = [size for dim, size in enumerate(tensor.shape) if dim not in (0, *dims)]
+                hasher.update(f"tokens {dims} {shape} {tensor.dtype}".encode())
+            elif self.has_rows(tensor):
+                hasher.update(f"rows {tuple(tensor.shape[1:])} {tensor.dtype}".encode())
+            else:
                 # The same for all rows, so its content is part of what each of them is computed from.
                 hasher.update(f"whole {tuple(tensor.shape)} {tensor.dtype}".encode())
-                hasher.update(_bytes(tensor.detach().cpu().reshape(1, -1)).data)
-            elif self._is_cut(tensor):
-                hasher.update(f"tokens {tuple(tensor.shape[2:])} {tensor.dtype}".encode())
-            else:
-                hasher.update(f"rows {tuple(tensor.shape[1:])} {tensor.dtype}".encode())
+                hasher.update(_values(tensor).tobytes())
             return tensor.new_empty(0, device="cpu")
 
         # What is no tensor is told by its text.
         hasher.update(repr(rebuilt(self._read, note)).encode())
         return hasher.digest()
 
-    def digests(self, salt: bytes) -> Array:
-        """Return two words `(number, 2)` a row: a 128-bit hash of all that the row is computed from, and of `salt`."""
-        start = xxhash.xxh3_128(salt + self.kind)
-        columns = [self._bytes_of_rows(tensor) for tensor in tensors_of(self._read)]
+    def digests(
+        self,
+        salt: bytes,
+        cuts_padding: bool = False,
+        key_of: Callable[[torch.Tensor], Array | None] = lambda _: None,
+    ) -> Array:
+        """Return two words `(number, 2)` a row: a 128-bit hash of all that the row is computed from, and of `salt`.
+
+        With `cuts_padding`, without what lies beyond a row's last real token. `key_of` gives the hashes of the rows of
+        a tensor that are known already.
+        """
+        start = xxhash.xxh3_128(salt + self.kind(cuts_padding))
+        columns = [self._parts_of_rows(each, cuts_padding, key_of(each)) for each in tensors_of(self._read)]
         found = np.empty((self.number, 2), np.uint64)
-        for row in range(self.number):
+        for row, parts in enumerate(zip(*columns, strict=True)):
             # What all rows have in common is hashed once.
             hasher = start.copy()
-            for column in filter(None, columns):
-                hasher.update(column[row].data)
+            for part in parts:
+                if part is not None:
+                    hasher.update(np.ascontiguousarray(part).data)
             found[row] = np.frombuffer(hasher.digest(), np.uint64)
         return found
 
-    def _bytes_of_rows(self, tensor: torch.Tensor) -> list[Array]:
-        """Return what each row has in an argument; nothing if that is no row's."""
-        host = tensor.detach().cpu()
+    def _parts_of_rows(self, tensor: torch.Tensor, cuts_padding: bool, known: Array | None) -> Iterator[Any]:
+        """Iterate over what each row has in an argument; None if that is no row's."""
+        if known is not None:
+            yield from known
+            return
+        dims = self._token_dims(tensor) if cuts_padding else ()
         if self._is_flat(tensor):
             assert self.lengths is not None
-            values = _bytes(host.reshape(tensor.shape[0], -1))
-            return [part.reshape(-1) for part in np.split(values, np.cumsum(self.lengths)[:-1])]
-        if not self._has_rows(tensor):
-            return []
-        values = _bytes(host.reshape(self.number, -1))
-        if not self._is_cut(tensor) or self.lengths is None:
-            return list(values)
-        bytes_of_token = values.shape[1] // self.length
-        return [row[: bytes_of_token * length] for row, length in zip(values, self.lengths.tolist(), strict=True)]
+            yield from np.split(_values(tensor), np.cumsum(self.lengths)[:-1])
+        elif dims:
+            assert self.lengths is not None
+            values, has_rows = _values(tensor), self.has_rows(tensor)
+            for row, length in enumerate(self.lengths.tolist()):
+                part = values[row if has_rows else 0]
+                yield part[(*[slice(None)] * (dims[0] - 1), *[slice(length)] * len(dims))]
+        elif self.has_rows(tensor):
+            yield from _values(tensor)
+        else:
+            yield from [None] * self.number
 
     def _is_flat(self, tensor: torch.Tensor) -> bool:
         return self.share_of(tensor) == 1
 
-    def _is_cut(self, tensor: torch.Tensor) -> bool:
-        return self.lengths is not None and not self.is_flat and tensor.dim() > 1 and tensor.shape[1] == self.length
+    def _token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return the dimensions of an argument that go on with the padded length, for each row or for all alike."""
+        if self.lengths is None or self.is_flat or tensor.dim() < 2 or tensor.shape[0] not in (1, self.number):
+            return ()
+        length = self.length
+        if tensor.dim() == 4 and tensor.shape[3] == length and tensor.shape[2] in (1, length):
+            return (2, 3) if tensor.shape[2] == length else (3,)  # A mask of pairs of tokens.
+        return (1,) if tensor.shape[1] == length else ()
 
-    def _has_rows(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() > 0 and tensor.shape[0] == self.number
+    def has_rows(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() > 0 and tensor.shape[0] == self.number and id(tensor) not in self.whole
 
 
-def _bytes(rows: torch.Tensor) -> Array:
-    """Return a matrix as bytes, row by row."""
-    found: Array = rows.contiguous().view(torch.uint8).numpy()
+def lengths_of_mask(mask: torch.Tensor) -> Array:
+    """Return the tokens `(rows,)` of each row up to the last real one."""
+    # A row without any token keeps one: the store takes no empty records.
+    return np.maximum(shown_lengths(mask), 1)
+
+
+def _values(tensor: torch.Tensor) -> Array:
+    """Return a tensor on the host, as whole numbers of the same bits where numpy has no such kind of number."""
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype in (torch.bfloat16, torch.float16):
+        host = host.view(torch.int16)
+    elif host.dtype.itemsize == 1 and host.dtype not in (torch.bool, torch.int8):
+        host = host.view(torch.uint8)
+    found: Array = host.numpy()
     return found

@@ -1,0 +1,246 @@
+"""A call of a frozen part: what it was called with, and its outputs, which are computed or read when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hf_pipetransformer.cache.frozen_parts.deferred import Deferred, undeferred
+from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each, rebuilt, tensors_of
+from hf_pipetransformer.data.rng import generators_kept
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.cache.files import Array
+    from hf_pipetransformer.cache.frozen_parts.part import FrozenPart
+
+
+NUM_TRIED = 4
+"""Rows of a call that a part is tried on."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Modes of torch in which a call computes."""
+
+    has_gradients: bool
+    is_inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def present(cls) -> Modes:
+        devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        autocast = tuple((each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+    @contextmanager
+    def entered(self, has_gradients: bool = True) -> Iterator[None]:
+        with ExitStack() as stack:
+            for device, is_on, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled=is_on))
+            stack.enter_context(torch.inference_mode(self.is_inference))
+            stack.enter_context(torch.set_grad_enabled(self.has_gradients and has_gradients))
+            yield
+
+    @property
+    def precision(self) -> bytes:
+        """The autocast setting, by whose change outputs change."""
+        return " ".join(f"{device} {dtype}" for device, is_on, dtype in self.autocast if is_on).encode()
+
+
+class PartCall:
+    """Call of a frozen part, of which nothing is computed yet."""
+
+    def __init__(self, part: FrozenPart, rows: Rows, modes: Modes, values: Sequence[torch.Tensor] | None = None) -> None:
+        self.part, self.rows, self.modes = part, rows, modes
+        self.notes: dict[int, bool] = {}
+        """Outputs that were used, each with True if that was the first position of each row alone."""
+        self.reads_beyond = False
+        """True if an output was used that no record has."""
+        self.keys: Array = np.empty((0, 2), np.uint64)
+        self.template: Template | None = None
+        self._values = None if values is None else list(values)
+        self._found: dict[int, torch.Tensor] | None = None
+        self.counted = 0, 0
+        """Rows that were read and computed, as the records have counted them."""
+        self._versions = [_version(each) for each in rows.tensors]
+        self._sample: PartCall | None = None
+
+    @property
+    def inputs(self) -> list[Deferred]:
+        """Arguments that are outputs of other calls."""
+        return [each for each in self.rows.tensors if type(each) is Deferred]
+
+    @property
+    def has_written_inputs(self) -> bool:
+        """True if an argument was written into since the call."""
+        return [_version(each) for each in self.rows.tensors] != self._versions
+
+    @property
+    def chain(self) -> list[PartCall]:
+        """Calls that this one computes from, in their order, and itself."""
+        found: dict[int, PartCall] = {}
+        for each in self.inputs:
+            found.update((id(call), call) for call in each.call.chain)
+        return [*found.values(), self]
+
+    def note(self, number: int, is_first: bool = False) -> None:
+        self.notes[number] = self.notes.get(number, True) and is_first
+
+    def value(self, number: int, first: bool = False) -> torch.Tensor:
+        """Return an output, of each row the first position alone if asked: read, or else computed."""
+        records = self.part.records
+        if self._values is None and records is not None:
+            pick = records.reading.pick(number)
+            if pick is None or (pick.is_first and not first):
+                self.reads_beyond = True
+            elif (found := self.found()) is not None:
+                whole = found[number]
+                return whole[:, 0] if first and not pick.is_first else whole
+        whole = self.values()[number]
+        return whole[:, 0] if first else whole
+
+    def found(self) -> dict[int, torch.Tensor] | None:
+        """Return the outputs that records have, by number; None if they are to be computed."""
+        assert self.part.records is not None
+        if self._found is None:
+            self._found = self.part.records.found(self)
+        return self._found
+
+    def values(self) -> list[torch.Tensor]:
+        """Compute all outputs, in the modes of the call.
+
+        Raises:
+            RuntimeError: an argument was overwritten since the call.
+        """
+        if self._values is None:
+            if self.has_written_inputs:
+                raise RuntimeError(
+                    f"{self.part.name} was called with a tensor that was written into before an output of the call was "
+                    "read for the first time, which no record has. Set activation_cache='off'."
+                )
+            with self.modes.entered():
+                self.compute()
+        assert self._values is not None
+        return self._values
+
+    def compute(self) -> Any:
+        """Compute all outputs as the module gives them, and store them if they are to be stored."""
+        args, kwargs = self.rows.given
+        output = self.part.compute(undeferred(args), undeferred(kwargs))
+        self._values = tensors_of(output)
+        if self.part.records is not None:
+            self.part.records.keep(self, self._values)
+        return output
+
+    def computed(
+        self, rows: Array, length: int | None = None, known: dict[int, list[torch.Tensor]] | None = None
+    ) -> list[torch.Tensor]:
+        """Compute the outputs of some rows alone, cut to a length if one is given, without a trace in generators."""
+        found = {} if known is None else known
+        if id(self) not in found:
+
+            def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
+                if type(tensor) is not Deferred:
+                    return None
+                if tensor.call._values is not None and length is None:
+                    return tensor.call.rows.rows_of(tensor.call._values[tensor.number], rows)
+                return tensor.call.computed(rows, length, found)[tensor.number]
+
+            with generators_kept(), self.modes.entered(has_gradients=False):
+                args, kwargs = self.rows.take(rows, length, replaced)
+                found[id(self)] = tensors_of(self.part.compute(args, kwargs))
+        return found[id(self)]
+
+    def sample(self, most: int = NUM_TRIED) -> PartCall:
+        """Return a call with copies of a few rows, the shortest one among them, for later."""
+        if self._sample is not None and most == NUM_TRIED:
+            return self._sample
+        lengths, number = self.rows.lengths, min(most, self.rows.number)
+        chosen = np.arange(number)
+        if lengths is not None and number:
+            chosen[-1] = max(number - 1, int(np.argmin(lengths)))
+
+        def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
+            if type(tensor) is not Deferred:
+                return None
+            shape = [number, *tensor.shape[1:]]
+            return Deferred(tensor.call.sample(most), tensor.number, shape, tensor)
+
+        given = rebuilt(list(self.rows.take(chosen, None, replaced)), _copied)
+        tensors = tuple(tensors_of(given))
+        pairs = zip(self.rows.tensors, tensors, strict=True)
+        whole = frozenset(id(new) for old, new in pairs if id(old) in self.rows.whole)
+        rows = Rows(
+            tuple(given), tensors, number, None if lengths is None else lengths[chosen], self.rows.is_flat, whole
+        )
+        found = PartCall(self.part, rows, self.modes)
+        found.notes, found.template = self.notes, self.template
+        found.keys = self.keys[chosen] if len(self.keys) else self.keys
+        if most == NUM_TRIED:
+            self._sample = found
+        return found
+
+
+class Template:
+    """Form of a part's outputs in calls of one kind.
+
+    Args:
+        of_tokens: outputs whose second dimension is the padded length of the call.
+    """
+
+    def __init__(
+        self, output: Any, rows: Rows, of_tokens: frozenset[int] = frozenset(), num_draws: int = 0
+    ) -> None:
+        self.num_draws = num_draws
+        """Random numbers that the call took."""
+        self._of_tokens = of_tokens
+        leaves = tensors_of(output)
+        given = {id(tensor): number for number, tensor in enumerate(rows.tensors)}
+        # By identity, because an output that is computed may equal an input by chance.
+        self._given = [given.get(id(leaf)) for leaf in leaves]
+        self.shares = [rows.share_of(leaf) for leaf in leaves]
+        if any(
+            not (share or of_call is not None or leaf.shape[:1] == (rows.number,))
+            for leaf, share, of_call in zip(leaves, self.shares, self._given, strict=True)
+        ):
+            raise NotStorableError(no_row_each(leaves, rows.number))
+        # The containers are kept, but no tensor of the call.
+        self._output = rebuilt(output, lambda tensor: tensor.detach().new_empty(0))
+        # As the part's own output did, an output may ask for gradients that nobody needs.
+        self.likes = [leaf.detach()[:0].clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+
+    def shape(self, number: int, rows: Rows) -> list[int]:
+        """Return the shape of an output."""
+        share = self.shares[number]
+        first = int(rows.tensors[0].shape[0]) // share if share else rows.number
+        shape = [first, *self.likes[number].shape[1:]]
+        if number in self._of_tokens:
+            shape[1] = rows.length
+        return shape
+
+    def output(self, call: PartCall) -> Any:
+        """Return the outputs of a call, deferred but for those that are its arguments."""
+        leaves = iter(range(len(self.likes)))
+
+        def leaf(_: torch.Tensor) -> torch.Tensor:
+            number = next(leaves)
+            given = self._given[number]
+            if given is not None:
+                return call.rows.tensors[given]
+            return Deferred(call, number, self.shape(number, call.rows), self.likes[number])
+
+        return rebuilt(self._output, leaf)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if type(tensor) is Deferred else tensor.detach().clone()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if type(tensor) is Deferred or tensor.is_inference() else tensor._version

@@ -1,0 +1,242 @@
+"""State of modules besides their weights: attributes, classes, code and hooks, whose change changes what they compute."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from itertools import chain
+from operator import is_
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from hf_pipetransformer.cache.chain import NOT_SETTINGS
+from hf_pipetransformer.comm.transfers import digest_of
+
+
+_DEPTH = 4
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_MOST_STATES = 8
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib"))
+_WEIGHTS = ("_parameters", "_buffers")
+
+
+class ModuleState:
+    """State of a module and all inside it.
+
+    Args:
+        own_forward: the module's forward, in whose place another one may stand.
+    """
+
+    def __init__(self, module: nn.Module, own_forward: Any) -> None:
+        self.module, self.own_forward = module, own_forward
+        self._known: list[tuple[list[Any], list[int], bytes]] = []
+        self._look()
+
+    def _look(self) -> None:
+        """Find what the state consists of."""
+        self._modules = list(self.module.modules())
+        self._seen: set[int] = set()
+        self._views: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        weights = {id(each) for each in chain(self.module.parameters(), self.module.buffers())}
+        self._seen |= weights | {id(each) for each in self._modules}
+        for kind in dict.fromkeys(base for each in self._modules for base in _own_classes(type(each))):
+            self._views.append(vars(kind).values())
+        for each in self._modules:
+            self._views.append(vars(each).values())
+            for name, value in vars(each).items():
+                if name != "forward":
+                    self._add(value, 0)
+
+    def _add(self, value: Any, depth: int) -> None:
+        if isinstance(value, (*_PLAIN, type, ModuleType)) or id(value) in self._seen or depth > _DEPTH:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            self._tensors.append(value)
+        elif isinstance(value, _CONTAINERS):
+            inside = value.values() if isinstance(value, dict) else value
+            self._views.append(inside)
+            for each in inside:
+                self._add(each, depth + 1)
+        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (FunctionType, nn.Module)):
+            self._views.append(vars(value).values())
+            for each in vars(value).values():
+                self._add(each, depth + 1)
+
+    def _present(self) -> tuple[list[Any], list[int]]:
+        own = getattr(self.own_forward, "__func__", self.own_forward)
+        # The forward that stands in place of the module's own is no part of the state.
+        standing = vars(self.module).get("forward")
+        values = [each for each in chain.from_iterable(self._views) if each is not standing]
+        return [own, *map(type, self._modules), *values], [_version(each) for each in self._tensors]
+
+    @property
+    def digest(self) -> bytes:
+        """A hash of the state, the same in another process."""
+        for _ in range(2):
+            values, versions = self._present()
+            for known, known_versions, digest in self._known:
+                if len(known) == len(values) and versions == known_versions and all(map(is_, values, known)):
+                    return digest
+            # Something is another object than before: it may hold others in turn.
+            self._look()
+        values, versions = self._present()
+        digest = self._computed()
+        self._known = [*self._known[1 - _MOST_STATES :], (values, versions, digest)]
+        return digest
+
+    def _computed(self) -> bytes:
+        hasher = xxhash.xxh3_128(describe(self.own_forward, 0).encode())
+        for name, each in self.module.named_modules():
+            hasher.update(f"{name} {_class_text(type(each))}\n".encode())
+            for key, value in vars(each).items():
+                if key in (*_WEIGHTS, "_modules") or "_hooks_" in key or (key == "forward" and each is self.module):
+                    continue
+                # By what they are: each gets another number where it is registered.
+                told = _hooks_of_others(value) if key.endswith("_hooks") and isinstance(value, dict) else value
+                hasher.update(f"{key}={describe(told, 0)}\n".encode())
+        return hasher.digest()
+
+    @property
+    def hooked(self) -> str | None:
+        """Path of a module inside that has a forward hook of other code than transformers'; None if none has."""
+        for name, each in self.module.named_modules():
+            if name and (_hooks_of_others(each._forward_hooks) or _hooks_of_others(each._forward_pre_hooks)):
+                return name
+        return None
+
+    @property
+    def is_of_script(self) -> bool:
+        """True if code of the script's, not of an installed package, computes in the module."""
+        classes = (base for each in self._modules for base in _own_classes(type(each)))
+        return (
+            not all(map(is_installed, classes))
+            or not is_installed(getattr(self.own_forward, "func", self.own_forward))
+            or any(
+                not is_installed(value if callable(value) and hasattr(value, "__module__") else type(value))
+                for each in self._modules
+                for name, value in vars(each).items()
+                if name != "forward" and (isinstance(value, (FunctionType, MethodType, partial)) or name == "_hf_hook")
+            )
+        )
+
+
+def _hooks_of_others(hooks: Mapping[int, Any]) -> list[Any]:
+    """Return hooks but for those by which transformers collects hidden states."""
+    return [hook for hook in hooks.values() if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
+
+
+def is_script_free(model: nn.Module) -> bool:
+    """Return True if code of installed packages alone computes in a model, and no hook of a script looks at it."""
+    modules = list(model.modules())
+    hooks = (
+        hook
+        for each in modules
+        for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
+    )
+    own_forwards = (vars(each)["forward"] for each in modules if "forward" in vars(each))
+    return all(map(is_installed, chain((type(each) for each in modules), hooks, own_forwards)))
+
+
+@cache
+def _is_installed_module(name: str) -> bool:
+    if name.partition(".")[0] == __name__.partition(".")[0] or name == "builtins":
+        return True
+    path = getattr(sys.modules.get(name), "__file__", None)
+    return name != "__main__" and (path is None or path.startswith(_INSTALLED))
+
+
+def is_installed(code: Any) -> bool:
+    """Return True for a class or function of an installed package, False for one of the script's."""
+    code = getattr(code, "func", code)
+    name = getattr(code, "__module__", None)
+    return _is_installed_module(str(name if isinstance(name, str) else type(code).__module__))
+
+
+def _own_classes(kind: type) -> Iterator[type]:
+    """Iterate over a class and its bases, but for those of torch."""
+    return (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins"))
+
+
+@cache
+def _described_class(kind: type, _members: tuple[int, ...]) -> str:
+    members = sorted(vars(kind).items())
+    return f"{kind.__module__}.{kind.__qualname__}" + "".join(
+        f" {name}={describe(value, _DEPTH)}"
+        for name, value in members
+        if isinstance(value, (*_PLAIN, FunctionType)) and name not in ("__doc__", "__module__")
+    )
+
+
+def _class_text(kind: type) -> str:
+    # By the identity of its members, since a class may be given other ones.
+    bases = (_described_class(base, tuple(map(id, vars(base).values()))) for base in _own_classes(kind))
+    return f"{kind.__qualname__} {xxhash.xxh3_64_hexdigest(' '.join(bases).encode())}"
+
+
+def describe(value: Any, depth: int) -> str:
+    """Return a value as text that is the same in another process and does not name what it is not made of."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"tensor {digest_of(value)}"
+    if depth > _DEPTH and not isinstance(value, (FunctionType, MethodType)):
+        return type(value).__qualname__
+    if isinstance(value, partial):
+        return f"partial {describe([value.func, value.args, value.keywords], depth + 1)}"
+    if isinstance(value, MethodType):
+        return f"method {describe(value.__func__, depth + 1)}"
+    if isinstance(value, FunctionType):
+        inside = _cells(value, depth) if depth < _DEPTH else ""
+        return f"function {value.__qualname__} {_code_text(value.__code__)} {inside}"
+    if isinstance(value, type):
+        return f"class {value.__module__}.{value.__qualname__}"
+    if isinstance(value, nn.Module):
+        return type(value).__qualname__
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(describe(each, depth + 1) for each in value)) + "}"
+    if isinstance(value, Mapping):
+        inside = (f"{describe(name, depth + 1)}: {describe(each, depth + 1)}" for name, each in value.items())
+        return type(value).__name__ + "{" + ", ".join(inside) + "}"
+    if isinstance(value, (list, tuple, deque)):
+        return "[" + ", ".join(describe(each, depth + 1) for each in value) + "]"
+    own = getattr(value, "__dict__", None)
+    if isinstance(own, dict):
+        kept = {name: each for name, each in own.items() if name.lstrip("_") not in _NOT_OF_THE_STATE}
+        return f"{type(value).__qualname__} {describe(kept, depth + 1)}"
+    return type(value).__qualname__
+
+
+_NOT_OF_THE_STATE = tuple(name.lstrip("_") for name in (*NOT_SETTINGS, "commit_hash"))
+
+
+def _cells(function: FunctionType, depth: int) -> str:
+    """Return what a function encloses as text."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(describe(cell.cell_contents, depth + 1))
+        except ValueError:  # Not assigned yet.
+            found.append("")
+    return " ".join(found)
+
+
+@cache
+def _code_text(code: CodeType) -> str:
+    inside = [_code_text(each) if isinstance(each, CodeType) else describe(each, 0) for each in code.co_consts]
+    text = repr((code.co_code, sorted(inside), code.co_names, code.co_varnames))
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return a tensor's version, which tells of writes into it; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,517 @@
+"""Find the frozen parts of a model whose outputs can be stored, by watching a step of the run.
+
+Nothing of the script's runs for it. A module of an installed package that left no trace in its call is called again by
+itself, on a few rows of that call; what a script's own code computes is compared over two passes instead.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import set_seed
+
+from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, any_differs, differs
+from hf_pipetransformer.cache.frozen_parts.call import NUM_TRIED, Modes, PartCall, Template
+from hf_pipetransformer.cache.frozen_parts.deferred import Deferred, undeferred
+from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, maximal_frozen, memory_of, passed_on
+from hf_pipetransformer.cache.frozen_parts.reading import Pick, Reading
+from hf_pipetransformer.cache.frozen_parts.served import Plan
+from hf_pipetransformer.cache.frozen_parts.state import is_script_free
+from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, no_row_each, tensors_of
+from hf_pipetransformer.data.rng import generators_kept, random_state, same_states
+from hf_pipetransformer.engine.effects import buffers_kept, effects_of
+
+
+WORTH = 0.03
+"""Share of a forward from which on a part is looked at."""
+
+OTHERS = "depends on the other samples of its batch"
+PADDING = "depends on how far its batch is padded"
+DROPOUT = "draws random numbers (dropout)"
+STATISTICS = "keeps statistics of its batches (batch normalization in training mode)"
+
+
+@dataclass
+class Watched:
+    """First call of a part in a step that was watched.
+
+    Args:
+        call: a copy of a few of its rows; None if they cannot be told apart.
+        seconds: of all calls of the part in the step.
+        rows: of all its calls.
+        why_not: why its outputs cannot be stored, as far as the call shows.
+        draws: True if it drew random numbers.
+        has_own_inputs: True if some inputs are neither of the batch nor of the model.
+        is_random: True if random numbers were drawn before such inputs were made.
+        is_late: True if its inputs were written into in the step, after the call.
+    """
+
+    part: FrozenPart
+    call: PartCall | None
+    seconds: float
+    rows: int
+    why_not: str | None = None
+    draws: bool = False
+    is_random: bool = False
+    computes_from_stored: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part that was looked at: what is to be stored of it, or why nothing is.
+
+    Args:
+        seconds: of a row of its forward and of those that it computes from.
+        rows: in a forward of the batch.
+        share: of a forward.
+        has_dropout: True if random numbers or statistics of the batch alone keep them from being stored.
+    """
+
+    plan: Plan | None
+    name: str
+    call: PartCall | None
+    seconds: float
+    rows: int
+    share: float
+    why_not: str | None = None
+    has_dropout: bool = False
+
+
+@dataclass
+class RootCall:
+    """A few rows of what the model itself was called with, and the seconds that its forwards took."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
+    rows: np.ndarray | None = None
+    seconds: float = 0.0
+
+
+class Watch:
+    """Watches the calls of the frozen parts of a model until something is known of each.
+
+    Args:
+        model: the model that the loss calls; frozen parts are found in it.
+        precision: `fp32`, `bf16` or `fp16`.
+        may_evaluate: True if parts with dropout may be run in evaluation mode instead.
+        defers: False if outputs are never deferred, but read at once, as compiled code has to.
+    """
+
+    def __init__(self, model: nn.Module, step: PresentStep, precision: str, may_evaluate: bool, defers: bool) -> None:
+        self.model, self.step = model, step
+        self._precision, self._may_evaluate, self._defers = precision, may_evaluate, defers
+        self.parts = [FrozenPart(name, each, step, self.watched) for name, each in maximal_frozen(model).items()]
+        self._seen: dict[str, Watched] = {}
+        self._inputs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
+        self._outputs: set[int] = set()
+        self._root = RootCall()
+
+    @property
+    def is_over(self) -> bool:
+        """True if something is known of all parts."""
+        return not self.parts
+
+    @contextmanager
+    def step_watched(self) -> Iterator[None]:
+        """Watch the calls inside."""
+        self._outputs.clear()
+        began = [0.0]
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            began[0] = _now()
+            with suppress(NotStorableError):
+                self._note_root(args, kwargs)
+
+        def after(*_: Any) -> None:
+            self._root.seconds += _now() - began[0]
+
+        hooks = self.model.register_forward_pre_hook(before, with_kwargs=True), self.model.register_forward_hook(after)
+        with ExitStack() as stack:
+            for hook in hooks:
+                stack.callback(hook.remove)
+            yield
+        for name, known, version in self._inputs:
+            tensor = known()
+            # What no record has could not be computed from inputs of before.
+            if tensor is not None and _version(tensor) != version and (seen := self._seen.get(name)) is not None:
+                seen.why_not = seen.why_not or "is given tensors that are written into later in the step"
+        self._inputs.clear()
+
+    def _note_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._root.rows is not None:
+            return
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()]
+        number = tensors[0].shape[0] if tensors else 0
+        lengths = next((found for each in tensors if (found := self.step._lengths_of(each)) is not None), None)
+        if not number or lengths is None or len(lengths) != number:
+            return
+        chosen = np.arange(min(NUM_TRIED, number))
+        chosen[-1] = max(len(chosen) - 1, int(np.argmin(lengths)))
+        index = torch.from_numpy(chosen)
+
+        def rows(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                has_rows = value.dim() > 0 and value.shape[0] == number
+                return value.detach()[index.to(value.device)].clone() if has_rows else value.detach().clone()
+            return value
+
+        self._root.args, self._root.rows = tuple(map(rows, args)), chosen
+        self._root.kwargs = {name: rows(each) for name, each in kwargs.items()}
+
+    def watched(self, part: FrozenPart, args: Any, kwargs: Any) -> Any:
+        """Run a part's own forward, and note what it shows. Gives its outputs, whose use is noted in turn."""
+        try:
+            args, kwargs = passed_on(args), passed_on(kwargs)
+            plain_args, plain_kwargs = undeferred(args), undeferred(kwargs)
+            tensors = tensors_of([args, kwargs])
+        except NotStorableError as error:
+            self._seen.setdefault(part.name, Watched(part, None, 0.0, 0, str(error)))
+            return part.compute(args, kwargs)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            # It computes from what is trained, or is asked for gradients of its inputs.
+            self._seen.setdefault(part.name, Watched(part, None, 0.0, 0))
+            return part.compute(plain_args, plain_kwargs)
+        state, device = part.state.digest, self.step.device
+        versions = [_version(each) for each in tensors]
+        buffers = [(id(each), _version(each)) for each in part.module.buffers()]
+        drawn = random_state(device)
+        is_own = all(map(self.step.is_known, tensors))
+        start = _now()
+        output = part.compute(plain_args, plain_kwargs)
+        seconds = _now() - start
+        draws = not same_states(random_state(device), drawn)
+        why_not = None
+        if [_version(each) for each in tensors] != versions:
+            why_not = "writes into its inputs"
+        elif [(id(each), _version(each)) for each in part.module.buffers()] != buffers:
+            why_not = STATISTICS
+        elif part.state.digest != state:
+            why_not = "changes its own attributes"
+        elif (hook := part.state.hooked) is not None:
+            why_not = f"has a hook on {hook} that stored outputs would pass by"
+        seen = self._seen.get(part.name)
+        if seen is not None and seen.call is not None:
+            seen.seconds, seen.rows = seen.seconds + seconds, seen.rows + seen.call.rows.number
+            seen.why_not = seen.why_not or why_not
+        call, given = None, output
+        try:
+            leaves = tensors_of(output)
+            if any(map(_is_trained, leaves)):
+                raise NotStorableError("computes with parameters that are trained elsewhere")
+            call = PartCall(part, self.step.rows(args, kwargs), Modes.present(), leaves)
+            if not call.rows.number:
+                raise NotStorableError("gets an empty batch")
+            call.template = Template(output, call.rows)
+            if self._defers:
+                given = call.template.output(call)
+            else:
+                call.notes = dict.fromkeys(range(len(leaves)), False)
+        except NotStorableError as error:
+            why_not, call = why_not or str(error), None
+        if seen is None:
+            from_stored = any(memory_of(each) in self._outputs for each in tensors if type(each) is not Deferred)
+            is_random = not is_own and self.step.has_drawn
+            sample = None if call is None else call.sample()
+            number = 0 if call is None else call.rows.number
+            self._seen[part.name] = Watched(
+                part, sample, seconds, number, why_not, draws, is_random, computes_from_stored=from_stored
+            )
+        if call is not None:
+            # No tensor of the step is kept alive for it.
+            self._inputs += [(part.name, weakref.ref(each), _version(each)) for each in tensors]
+            self._outputs |= set(map(memory_of, leaves))
+        return given
+
+    # ---- finding ----
+
+    def find(self, agreed: set[str]) -> list[Found]:
+        """Return what is known of parts that were called, and watch those no longer; tries them on a few rows.
+
+        Args:
+            agreed: names of the parts to look at, which have been called on all processes.
+        """
+        seen = {name: each for name, each in self._seen.items() if name in agreed}
+        self.parts = [each for each in self.parts if each.name not in seen]
+        for each in seen.values():
+            each.part.watch = None
+        total = max(self._root.seconds, sum(each.seconds for each in seen.values()), 1e-9)
+        taken, found = set[str](), list[Found]()
+        with ExitStack() as stack:
+            for each in seen.values():
+                stack.enter_context(each.part.standing_in())
+            stack.enter_context(generators_kept())
+            stack.enter_context(buffers_kept(self.model))
+            for one in self._ends(seen):
+                assert one.call is not None
+                chain = [seen[call.part.name] for call in one.call.chain]
+                new = [each for each in chain if each.part.name not in taken]
+                share = sum(each.seconds for each in new) / total
+                if share < WORTH:
+                    continue
+                found.append(self._looked_at(one, chain, sum(each.seconds for each in new), share))
+                if found[-1].plan is not None:
+                    taken |= {each.part.name for each in chain}
+            for each in seen.values():
+                # Of calls whose rows cannot be told apart there is no chain.
+                if each.call is None and each.why_not is not None and each.seconds >= WORTH * total:
+                    found.append(Found(None, each.part.name, None, 0.0, 0, each.seconds / total, each.why_not))
+        self._seen = {name: each for name, each in self._seen.items() if name not in seen}
+        self._root = RootCall()
+        return found
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the parts of which calls were seen."""
+        return list(self._seen)
+
+    def _ends(self, seen: Mapping[str, Watched]) -> list[Watched]:
+        """Return the calls whose outputs others than frozen parts use, each with the best place to store on its way."""
+        found: list[Watched] = []
+        for each in seen.values():
+            if each.call is None or not each.call.notes or each.computes_from_stored:
+                continue
+            names = [call.part.name for call in each.call.chain]
+            if all(name in seen and seen[name].call is not None for name in names):
+                found.append(each)
+        return found
+
+    def _looked_at(self, one: Watched, chain: Sequence[Watched], seconds: float, share: float) -> Found:
+        assert one.call is not None
+        parts = [each.part for each in chain]
+        rows = one.rows
+        is_of_script = any(part.state.is_of_script for part in parts)
+        plan = Plan(parts, Reading(()), is_of_script, notes_first=any(each.is_random for each in chain))
+        why_not, has_dropout = self._why_not_called_again(chain, is_of_script)
+        if why_not is None:
+            try:
+                why_not = self._tried(plan, one.call)
+            except NotStorableError as error:
+                why_not = str(error)
+            # Code of others on a few rows: whatever it raises, Trainer's own step may go well.
+            except Exception as error:
+                why_not = f"raises {type(error).__name__} on some of its rows: {error}"
+        if why_not is not None:
+            return Found(None, plan.name, one.call, seconds / rows, rows, share, why_not, has_dropout)
+        return Found(plan, plan.name, one.call, seconds / rows, rows, share)
+
+    def _why_not_called_again(self, chain: Sequence[Watched], is_of_script: bool) -> tuple[str | None, bool]:
+        """Return why the calls of a chain may not be stored, and True if evaluation mode would change that."""
+        for each in chain:
+            if each.why_not is not None and each.why_not != STATISTICS:
+                return each.why_not if each is chain[-1] else f"computes from {each.part.name}, which {each.why_not}", False
+        random = [each for each in chain if each.draws or each.why_not == STATISTICS]
+        if random and is_of_script:
+            return random[0].why_not or "draws random numbers", False
+        for each in random:
+            reason = each.why_not or self._changes(each)
+            if reason is not None and self._may_evaluate:
+                each.part.in_evaluation = True
+                # Once more, because not all randomness is dropout: some draw in evaluation mode, too.
+                reason = self._changes(each)
+            if reason is not None:
+                each.part.in_evaluation = False
+                return reason, True
+            # Draws between two parts could not be made up for where the first is not looked up.
+            if each.part.draws and len(chain) > 1:
+                return "draws random numbers in the midst of what would be stored", False
+        return None, False
+
+    def _changes(self, watched: Watched) -> str | None:
+        """Return why two calls with the same inputs are not the same."""
+        call, part = watched.call, watched.part
+        assert call is not None
+        tolerance = SAME_BATCH_TOLERANCE[self._precision]
+        args, kwargs = call.rows.take(np.arange(call.rows.number), None, self._inputs_of(call))
+        with call.modes.entered(has_gradients=False):
+            found = effects_of(
+                lambda: _tensors_in(part.compute(args, kwargs)),
+                part.module,
+                lambda found, expected: not any_differs(found, expected, tolerance),
+            )
+        part.draws = found.num_draws > 0
+        return found.why_not_repeatable
+
+    def _inputs_of(self, call: PartCall) -> Any:
+        everything, known = np.arange(call.rows.number), dict[int, list[torch.Tensor]]()
+
+        def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
+            if type(tensor) is not Deferred:
+                return None
+            return tensor.call.computed(everything, None, known)[tensor.number]
+
+        return replaced
+
+    def _tried(self, plan: Plan, call: PartCall) -> str | None:
+        """Find what a record has to hold; return why not, if a row's outputs are not the same in other company."""
+        rows, everything = call.rows, np.arange(call.rows.number)
+        picks = tuple(Pick(number, is_first) for number, is_first in sorted(call.notes.items()))
+        assert call.template is not None
+        if plan.is_of_script:
+            # Not called again: rows are what they are in the batch, padding included.
+            shares = {call.template.shares[pick.number] for pick in picks} if rows.is_flat else {1}
+            plan.reading = Reading(picks, rows.is_flat, max(shares))
+            return None if len(shares) == 1 and 0 not in shares else "gives outputs of other rows"
+        tolerance = OTHER_BATCH_TOLERANCE[self._precision]
+
+        def read(leaves: Sequence[torch.Tensor], length: int | None = None) -> list[torch.Tensor]:
+            found = [pick.of(leaves[pick.number]) for pick in picks]
+            return [each[:, :length] if length and has_tokens(pick) else each for each, pick in zip(found, picks, strict=True)]
+
+        whole, short = dict[int, list[torch.Tensor]](), dict[int, list[torch.Tensor]]()
+        expected = call.computed(everything, None, whole)
+
+        def has_tokens(pick: Pick) -> bool:
+            own = expected[pick.number]
+            return not pick.is_first and rows.lengths is not None and own.dim() > 1 and own.shape[1] == rows.length
+
+        shares = {rows.share_of(expected[pick.number]) for pick in picks}
+        if rows.is_flat and (len(shares) > 1 or 0 in shares):
+            return f"gives outputs of 1/{sorted(shares)} of its patches, expected one number for all that is read"
+        if not rows.is_flat and any(expected[pick.number].shape[:1] != (rows.number,) for pick in picks):
+            return no_row_each([expected[pick.number] for pick in picks], rows.number)
+        # A single row cannot change places, so it comes twice.
+        order = everything[::-1].copy() if rows.number > 1 else np.array([0, 0])
+        # In another order, and alone.
+        for chosen in (order, order[:1]):
+            found = read(call.computed(chosen, None, {}))
+            if any_differs(found, [rows.rows_of(each, chosen) for each in read(expected)], tolerance):
+                return OTHERS
+        plan.reading = Reading(picks, rows.is_flat, max(shares) if rows.is_flat else 1)
+        plan.reading.records(expected, rows)
+        if not rows.is_padded:
+            return None
+        assert rows.lengths is not None
+        # With less padding: the shortest row alone, without any.
+        shortest = np.array([int(np.argmin(rows.lengths))])
+        length = int(rows.lengths.min())
+        with_tokens = [has_tokens(pick) for pick in picks]
+        try:
+            found = read(call.computed(shortest, length, short), length)
+        # A model of one length says so: rows are stored as they are padded.
+        except Exception:
+            return None
+        others = [rows.rows_of(each, shortest) for each in read(expected, length)]
+        if any(one.shape != other.shape for one, other in zip(found, others, strict=True)):
+            return None
+        if any_differs(found, others, tolerance):
+            return PADDING
+        if any(with_tokens):
+            level = self._level_of_padding(plan, call, picks) if all(with_tokens) else None
+            if level is None:
+                return None
+            plan.reading, plan.is_for_outputs = Reading(picks, is_by_token=True), level == "outputs"
+        for each in call.chain:
+            pairs = enumerate(zip(whole[id(each)], short[id(each)], strict=True))
+            # Only what has the padded length in both calls follows it; a number may equal it by chance.
+            each.part.of_tokens = frozenset(
+                number
+                for number, (one, other) in pairs
+                if one.dim() > 1 and (one.shape[1], other.shape[1]) == (rows.length, length)
+            )
+            each.part.cuts_padding = True
+        return None
+
+    def _level_of_padding(self, plan: Plan, call: PartCall, picks: Sequence[Pick]) -> str | None:
+        """Return what of the model is the same with zeros behind the last real token: `outputs`, `loss`, or nothing.
+
+        The model itself is run on a few rows, if all of it is of installed packages.
+        """
+        root, lengths = self._root, call.rows.lengths
+        if root.rows is None or lengths is None or not is_script_free(self.model):
+            return None
+        part, levels = plan.part, list[str | None]()
+
+        def run(fills: bool) -> tuple[torch.Tensor | None, list[torch.Tensor], bool]:
+            def standing(*args: Any, **kwargs: Any) -> Any:
+                output = part.compute(args, kwargs)
+                for pick in picks if fills else ():
+                    leaf = tensors_of(output)[pick.number]
+                    for row, length in enumerate(lengths.tolist()):
+                        leaf[row, length:] = 0
+                return output
+
+            set_seed(1)
+            with torch.no_grad(), call.modes.entered(has_gradients=False), _forward(part, standing):
+                output = self.model(*root.args, **root.kwargs)
+            loss = output.get("loss") if isinstance(output, Mapping) else None
+            leaves, is_all = list[torch.Tensor](), True
+            for value in output.values() if isinstance(output, Mapping) else [output]:
+                try:
+                    leaves += tensors_of(value)
+                except NotStorableError:
+                    is_all = False
+            return loss, leaves, is_all
+
+        training = [module for module in self.model.modules() if module.training]
+        try:
+            for trains in (True, False):
+                for module in training:
+                    module.training = trains
+                (loss, expected, is_all), (other, found, _) = run(False), run(True)
+                tolerance = SAME_BATCH_TOLERANCE[self._precision]
+                if is_all and len(found) == len(expected) and not any_differs(found, expected, tolerance):
+                    levels.append("outputs")
+                elif loss is not None and other is not None and not differs(other, loss, tolerance):
+                    levels.append("loss")
+                else:
+                    return None
+        # A model may be unable to compute a loss in evaluation mode, say.
+        except Exception:
+            return None
+        finally:
+            for module in training:
+                module.training = True
+        return "outputs" if set(levels) == {"outputs"} else "loss"
+
+
+@contextmanager
+def _forward(part: FrozenPart, forward: Any) -> Iterator[None]:
+    own = vars(part.module)
+    before = own["forward"]
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        own["forward"] = before
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Return True if gradients of a tensor reach a parameter; one may be asked for them for no use."""
+    seen, ahead = set[Any](), [tensor.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        ahead += [each for each, _ in node.next_functions]
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if type(tensor) is Deferred or tensor.is_inference() else tensor._version
+
+
+def _now() -> float:
+    """Return the time in seconds, of the device's work too."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a value, none if it holds objects of another kind."""
+    try:
+        return tensors_of(list(value) if type(value) is tuple else value)
+    except NotStorableError:
+        return []
