@@ -217,6 +217,33 @@ def generators_kept(*holders: Any) -> Iterator[Callable[[], bool]]:
             vars(owner)[name] = None
 
 
+class NotedDraws:
+    """A collator that notes, for all processes, if random numbers are drawn in one that reads samples.
+
+    Args:
+        collate: the collator, which gets what it would get.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+        self._flag = torch.zeros(1, dtype=torch.uint8).share_memory_()
+        self._after: States | None = None
+
+    @property
+    def seen(self) -> bool:
+        return bool(self._flag)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Collate samples, which were read after the call before, in the same process."""
+        before = random_state()
+        batch = self._collate(samples)
+        after = random_state()
+        if not same_states(after, before) or not (self._after is None or same_states(before, self._after)):
+            self._flag.fill_(1)
+        self._after = after
+        return batch
+
+
 def draws_at_random(dataset: Any, collate: Any) -> bool:
     """Return True if reading and collating four samples of an indexed data set draws random numbers.
 

@@ -267,6 +267,12 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             self.end()
             raise
 
+    # Here and not in `TrainingOverrides`: only Trainer's own loop has frozen parts to look up.
+    def get_train_dataloader(self) -> Any:
+        """Make Trainer's loader; processes that read for it note if they draw random numbers."""
+        loader, run = super().get_train_dataloader(), vars(self).get("pipeline_run")
+        return run.computed_once.noting_draws(loader) if run is not None and run.is_left_to_trainer else loader
+
     # In place of the forward and backward of one rank.
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Train on a batch; the last one of an accumulation also reduces the gradients.

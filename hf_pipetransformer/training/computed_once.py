@@ -25,6 +25,7 @@ from hf_pipetransformer.cache.frozen_parts.watching import Found, Watch
 from hf_pipetransformer.cache.opening import stored_dtype
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.batches import batch_size
+from hf_pipetransformer.data.rng import NotedDraws, States, random_state, same_states
 from hf_pipetransformer.options.refusals import precision_of
 from hf_pipetransformer.report import announce, in_bytes
 from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
@@ -56,6 +57,8 @@ class ComputedOnce:
         self._checked_at = 0
         self._told: list[str] = []
         self._has_told_beyond = False
+        self._state: States | None = None
+        self.loader_draws: NotedDraws | None = None
         self._at_end = _ChecksEpochs(self)
         self._stores = PartStores(context, lambda: sum(records.store.bytes_taken for records, _ in self._serving))
 
@@ -85,6 +88,8 @@ class ComputedOnce:
         if not self._has_begun:
             self._has_begun = True
             self._begin()
+        if self._watch is not None and self._step is not None and self._state is not None:
+            self._step.reads_at_random |= self._reads_at_random()
         self._find()
         if self._serving:
             self._check()
@@ -101,10 +106,25 @@ class ComputedOnce:
                 stack.enter_context(watch.step_watched())
             yield
             self._finish_calls()
+        # Between two steps of an epoch, nobody but who reads samples draws random numbers, as a rule.
+        self._state = random_state(self.args.device) if watch is not None else None
         if self.args.plan_only:
             self.trainer.model.zero_grad()
             self._find()
             self.context.end_plan()
+
+    def _reads_at_random(self) -> bool:
+        """Return True if random numbers were drawn since the step before, or in a process that reads samples."""
+        draws = getattr(self.loader_draws, "seen", False)
+        if self._state is None or self._present_epoch != self._epoch:
+            return draws
+        return draws or not same_states(random_state(self.args.device), self._state)
+
+    def noting_draws(self, loader: Any) -> Any:
+        """Have the processes that read a loader's samples note if they draw random numbers for it."""
+        if self.args.activation_cache != "off" and getattr(loader, "num_workers", 0) and hasattr(loader, "collate_fn"):
+            self.loader_draws = loader.collate_fn = NotedDraws(loader.collate_fn)
+        return loader
 
     @contextmanager
     def evaluating(self, inputs: Mapping[str, Any], generates: bool, reads_loss_alone: bool) -> Iterator[None]:
@@ -187,9 +207,9 @@ class ComputedOnce:
             )
         self._step = PresentStep(model, self.args.device)
         self._step.sends_buffers = isinstance(self.trainer.model_wrapped, DistributedDataParallel)
+        self._step.defers = not self.args.torch_compile
         may_evaluate = self.args.activation_cache == "on"
-        defers = not self.args.torch_compile
-        self._watch = Watch(model, self._step, precision_of(self.args), may_evaluate, defers)
+        self._watch = Watch(model, self._step, precision_of(self.args), may_evaluate)
         self._epoch = self._first_epoch = self._present_epoch
         self._checked_at = self.trainer.state.global_step
         # Before the user's own, which may change a part when an epoch has ended.
@@ -292,6 +312,7 @@ class ComputedOnce:
         records = Records(plan, store, settings, precision_of(self.args), self._say_wrong)
         for part in plan.parts:
             part.weights_changed = self._notice_change_of
+        records.since_epoch = self._present_epoch
         records.begin()
         self._serving.append((records, price))
         self.context.journal.write("cache", what="part", part=plan.name, **vars(price))
@@ -348,6 +369,7 @@ class ComputedOnce:
                 self._say_changed(records)
 
     def _say_changed(self, records: Records) -> None:
+        records.since_epoch = self._present_epoch
         if records.num_changes < MOST_CHANGES:
             self._say(f"Weights of {records.plan.name} were changed from outside: its outputs are computed again.")
             return
@@ -366,6 +388,7 @@ class ComputedOnce:
 
     def _say_wrong(self, records: Records) -> None:
         """Say which steps may have read records that do not hold."""
+        records.since_epoch = self._present_epoch
         has_served, name = records.has_served_since_check(), records.plan.name
         step = self.trainer.state.global_step
         if records.plan.is_of_script and not records.has_been_proven:
@@ -389,7 +412,7 @@ class ComputedOnce:
         """End the storing of a part none of whose inputs came again in a whole epoch."""
         counts = records.counts
         # The first epoch only writes, so hits must have come by the end of the second if inputs come again at all.
-        first = self._first_epoch + records.plan.notes_first
+        first = records.since_epoch + records.plan.notes_first
         if self._epoch < first + 2 or counts.hits or not counts.misses or not records.is_proven:
             return
         self._say(

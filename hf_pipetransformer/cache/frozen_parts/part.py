@@ -61,6 +61,8 @@ class PresentStep:
         self.calls: list[PartCall] = []
         """Deferred calls of the step."""
         self.evaluates = self.generates = self.reads_loss_alone = False
+        self.defers = True
+        """False if outputs are read or computed at once, as compiled code needs them."""
         self.sends_buffers = False
         """True if buffers are written anew in every forward, as DistributedDataParallel does."""
         self.reads_at_random = False
@@ -212,7 +214,8 @@ class FrozenPart:
                 call.values()
             elif self.records.is_all_found(call):
                 draw(template.num_draws)
-        return template.output(call)
+        output = template.output(call)
+        return output if self.step.defers else undeferred(output)
 
     # ---- weights ----
 

@@ -103,12 +103,11 @@ class Watch:
         model: the model that the loss calls; frozen parts are found in it.
         precision: `fp32`, `bf16` or `fp16`.
         may_evaluate: True if parts with dropout may be run in evaluation mode instead.
-        defers: False if outputs are never deferred, but read at once, as compiled code has to.
     """
 
-    def __init__(self, model: nn.Module, step: PresentStep, precision: str, may_evaluate: bool, defers: bool) -> None:
+    def __init__(self, model: nn.Module, step: PresentStep, precision: str, may_evaluate: bool) -> None:
         self.model, self.step = model, step
-        self._precision, self._may_evaluate, self._defers = precision, may_evaluate, defers
+        self._precision, self._may_evaluate = precision, may_evaluate
         self.parts = [FrozenPart(name, each, step, self.watched) for name, each in maximal_frozen(model).items()]
         self._seen: dict[str, Watched] = {}
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
@@ -176,7 +175,7 @@ class Watch:
         except NotStorableError as error:
             self._seen.setdefault(part.name, Watched(part, None, 0.0, 0, str(error)))
             return part.compute(args, kwargs)
-        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        if any(each.requires_grad for each in tensors):
             # It computes from what is trained, or is asked for gradients of its inputs.
             self._seen.setdefault(part.name, Watched(part, None, 0.0, 0))
             return part.compute(plain_args, plain_kwargs)
@@ -211,7 +210,7 @@ class Watch:
             if not call.rows.number:
                 raise NotStorableError("gets an empty batch")
             call.template = Template(output, call.rows)
-            if self._defers:
+            if self.step.defers:
                 given = call.template.output(call)
             else:
                 call.notes = dict.fromkeys(range(len(leaves)), False)
@@ -219,7 +218,8 @@ class Watch:
             why_not, call = why_not or str(error), None
         if seen is None:
             from_stored = any(memory_of(each) in self._outputs for each in tensors if type(each) is not Deferred)
-            is_random = not is_own and self.step.has_drawn
+            # Without gradients, as in a recomputed layer, nothing shows what depends on training.
+            is_random = not is_own and (self.step.has_drawn or not torch.is_grad_enabled())
             sample = None if call is None else call.sample()
             number = 0 if call is None else call.rows.number
             self._seen[part.name] = Watched(
@@ -289,7 +289,8 @@ class Watch:
         parts = [each.part for each in chain]
         rows = one.rows
         is_of_script = any(part.state.is_of_script for part in parts)
-        plan = Plan(parts, Reading(()), is_of_script, notes_first=any(each.is_random for each in chain))
+        is_random = self.step.reads_at_random or any(each.is_random for each in chain)
+        plan = Plan(parts, Reading(()), is_of_script, notes_first=is_random)
         why_not, has_dropout = self._why_not_called_again(chain, is_of_script)
         if why_not is None:
             try:

@@ -60,31 +60,59 @@ def test_whatever_else_a_call_gets_makes_other_rows(other: dict[str, Any]) -> No
     assert digests(images.view(2, 3, 1)) != digests(images.view(2, 1, 3))
 
 
+def cut(*args: Any, **kwargs: Any) -> list[tuple[int, int]]:
+    return [tuple(row) for row in Rows.of(args, kwargs).digests(b"", cuts_padding=True).tolist()]
+
+
 def test_padding_makes_no_other_row_where_it_is_cut() -> None:
     ids, mask = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
     longer = [torch.nn.functional.pad(each, (0, 4)) for each in (ids, mask)]
-    found = digests(ids, attention_mask=mask)
-    assert digests(longer[0], attention_mask=longer[1]) == found
-    assert digests(ids[1:, :2], attention_mask=mask[1:, :2]) == found[1:]
+    found = cut(ids, attention_mask=mask)
+    assert cut(longer[0], attention_mask=longer[1]) == found
+    assert cut(ids[1:, :2], attention_mask=mask[1:, :2]) == found[1:]
     # A text's last token belongs to it,
-    ends = digests(torch.tensor([[5, 6, 4], [8, 4, 0]]), attention_mask=mask)
+    ends = cut(torch.tensor([[5, 6, 4], [8, 4, 0]]), attention_mask=mask)
     assert [one == other for one, other in zip(ends, found, strict=True)] == [False, False]
     # and what is masked inside it.
     hole = torch.tensor([[1, 0, 1], [1, 1, 0]])
-    assert digests(ids, attention_mask=hole)[0] != found[0]
-    whole = Rows.of((ids,), {"attention_mask": mask}, cuts_padding=False)
-    assert whole.lengths is None and whole.length == 0
-    longer_whole = Rows.of((longer[0],), {"attention_mask": longer[1]}, cuts_padding=False)
-    assert (whole.digests(b"") != longer_whole.digests(b"")).all()
+    assert cut(ids, attention_mask=hole)[0] != found[0]
+    assert digests(ids, attention_mask=mask) != digests(longer[0], attention_mask=longer[1])
 
 
-def test_some_rows_are_taken_and_padded() -> None:
+def test_what_goes_on_with_the_tokens_is_cut_with_them() -> None:
+    """Masks of pairs of tokens, and positions that all rows have in common."""
+    ids, mask = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    pairs = (torch.ones(3, 3).tril().bool() & mask[:, None, None].bool()).contiguous()
+    angles = torch.arange(6.0).reshape(1, 3, 2)
+    found = cut(ids, attention_mask=mask, pairs=pairs, angles=angles)
+    shorter = {"attention_mask": mask[1:, :2], "pairs": pairs[1:, :, :2, :2], "angles": angles[:, :2]}
+    assert cut(ids[1:, :2], **shorter) == found[1:]
+    changed = angles.clone()
+    changed[0, 2] += 1
+    other = cut(ids, attention_mask=mask, pairs=pairs, angles=changed)
+    assert [one == same for one, same in zip(other, found, strict=True)] == [False, True]
+
+
+def test_a_tensor_of_the_model_belongs_to_all_rows_whatever_its_size() -> None:
+    table = torch.randn(2, 5)
+    images = torch.randn(2, 3)
+
+    def rows(images: torch.Tensor, table: torch.Tensor) -> Any:
+        return Rows.of((images, table), {}, is_whole=lambda tensor: tensor is table).digests(b"")
+
+    other = table.clone()
+    other[1] += 1
+    assert (rows(images, table) != rows(images, other)).any(1).all()
+    assert rows(images[:1], table).tolist() == rows(images, table)[:1].tolist()
+
+
+def test_some_rows_are_taken_and_cut() -> None:
     ids, mask = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
     rows = Rows.of((ids, "flag"), {"attention_mask": mask, "table": torch.ones(7)})
-    assert rows.lengths is not None and rows.lengths.tolist() == [3, 2]
-    args, kwargs = rows.take(np.array([1]), length=4)
-    assert args[0].tolist() == [[8, 9, 0, 0]] and args[1] == "flag"
-    assert kwargs["attention_mask"].tolist() == [[1, 1, 0, 0]] and kwargs["table"].shape == (7,)
+    assert rows.lengths is not None and rows.lengths.tolist() == [3, 2] and rows.is_padded
+    args, kwargs = rows.take(np.array([1]), length=2)
+    assert args[0].tolist() == [[8, 9]] and args[1] == "flag"
+    assert kwargs["attention_mask"].tolist() == [[1, 1]] and kwargs["table"].shape == (7,)
 
 
 def test_a_call_without_rows_is_refused() -> None:
