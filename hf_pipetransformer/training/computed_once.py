@@ -391,7 +391,7 @@ class ComputedOnce:
         records.since_epoch = self._present_epoch
         has_served, name = records.has_served_since_check(), records.plan.name
         step = self.trainer.state.global_step
-        if records.plan.is_of_script and not records.has_been_proven:
+        if records.plan.is_of_script and not records.has_been_proven and not records.are_weights_others:
             self._say(
                 f"{name} is frozen and computed as in Trainer in every epoch: its own code gives something else for "
                 "samples that come a second time, in another batch."
@@ -411,9 +411,13 @@ class ComputedOnce:
     def _stop_if_useless(self, records: Records) -> None:
         """End the storing of a part none of whose inputs came again in a whole epoch."""
         counts = records.counts
+        num_states = sum(part.state.num_states for part in records.plan.parts)
+        if num_states != records.num_states:
+            # With other attributes it has other records.
+            records.num_states, records.since_epoch = num_states, self._epoch
         # The first epoch only writes, so hits must have come by the end of the second if inputs come again at all.
         first = records.since_epoch + records.plan.notes_first
-        if self._epoch < first + 2 or counts.hits or not counts.misses or not records.is_proven:
+        if self._epoch < first + 2 or counts.hits or not counts.misses or records.num_agreed:
             return
         self._say(
             f"{records.plan.name} is computed from here on: none of its inputs came a second time (random "

@@ -64,6 +64,8 @@ class PartCall:
         """True if an output was used that no record has."""
         self.keys: Array = np.empty((0, 2), np.uint64)
         self.template: Template | None = None
+        self.state = b""
+        """Of the part when it was called."""
         self._values = None if values is None else list(values)
         self._found: dict[int, torch.Tensor] | None = None
         self.counted = 0, 0
@@ -180,7 +182,7 @@ class PartCall:
             tuple(given), tensors, number, None if lengths is None else lengths[chosen], self.rows.is_flat, whole
         )
         found = PartCall(self.part, rows, self.modes)
-        found.notes, found.template = self.notes, self.template
+        found.notes, found.template, found.state = self.notes, self.template, self.state
         found.keys = self.keys[chosen] if len(self.keys) else self.keys
         if most == NUM_TRIED:
             self._sample = found

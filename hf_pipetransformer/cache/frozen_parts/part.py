@@ -197,7 +197,10 @@ class FrozenPart:
             self._marks = marks
             self.weights_changed(self)
         call = PartCall(self, rows, Modes.present())
-        salt = self.state.digest + call.modes.precision + b" evaluation" * self.in_evaluation
+        call.state = self.state.digest
+        salt = call.state + call.modes.precision + b" evaluation" * self.in_evaluation
+        if not self.state.is_watchable:
+            return self.compute(_plain(args), _plain(kwargs))
         call.keys = rows.digests(salt, self.cuts_padding, _key_of)
         self.step.calls.append(call)
         kind = salt + rows.kind(self.cuts_padding)

@@ -96,8 +96,14 @@ class Records:
     counts: Counts = field(default_factory=Counts)
     num_changes: int = 0
     """How often the weights were changed."""
+    are_weights_others: bool = False
+    """True if bytes of the weights had changed when the records were found to hold no more."""
+    num_states: int = 0
+    """States of the parts that were seen up to this epoch."""
+    since_epoch: int = 0
+    """Epoch in which the oldest records that are used were written."""
     is_proven: bool = field(default=False, init=False)
-    _num_agreed: int = field(default=0, init=False)
+    num_agreed: int = field(default=0, init=False)
     _num_calls: int = field(default=0, init=False)
     _num_distrusted: int = field(default=0, init=False)
     _seen: set[bytes] | None = field(default=None, init=False)
@@ -138,16 +144,25 @@ class Records:
 
     def use_present_weights(self) -> None:
         """Serve records of the present weights."""
-        self._watch = PrefixWatch([each for part in self.plan.parts for each in part.weights])
+        # Kept alive by the watch, so that no other tensor can have the same `id`.
+        weights = self._weights()
+        self._watch, self._ids = PrefixWatch(weights), list(map(id, weights))
         self.store.use_weights(f"{weights_key(self.plan, self.settings)} {self._num_distrusted}")
 
     @property
     def is_trained(self) -> bool:
         return any(part.is_trained for part in self.plan.parts)
 
+    def _weights(self) -> list[torch.Tensor]:
+        return [each for part in self.plan.parts for each in part.weights]
+
+    def _are_weights_others(self, thoroughly: bool = False) -> bool:
+        is_replaced = list(map(id, self._weights())) != self._ids
+        return is_replaced or self._watch.has_changed(thoroughly=thoroughly)
+
     def have_weights_changed(self) -> bool:
         """Return True if a look at the weights shows a change; serve the new ones then."""
-        if not self._watch.has_changed():
+        if not self._are_weights_others():
             return False
         self.num_changes += 1
         self.use_present_weights()
@@ -228,9 +243,9 @@ class Records:
         lengths = self.reading.lengths(call.rows.some(chosen), computed.shape[1]).tolist()
         pairs = zip(stored, computed.cpu(), lengths, strict=True)
         agrees = not any(self._differ(a[:length], b[:length]) for a, b, length in pairs)
-        self._num_agreed += len(chosen) if agrees else 0
+        self.num_agreed += len(chosen) if agrees else 0
         # Of the script's code a whole pass has to agree, see `begin_epoch`.
-        if agrees and not self.plan.is_of_script and self._num_agreed >= NUM_COMPARED:
+        if agrees and not self.plan.is_of_script and self.num_agreed >= NUM_COMPARED:
             self.is_proven = True
         return agrees
 
@@ -242,7 +257,7 @@ class Records:
 
     def begin_epoch(self) -> None:
         """Use the records of the script's own code, if those of an epoch have come out alike once more."""
-        if not self.is_proven and self._num_agreed:
+        if not self.is_proven and self.num_agreed:
             self.is_proven = True
 
     def _write(self, call: PartCall, leaves: Sequence[torch.Tensor], rows: Rows, chosen: Array) -> torch.Tensor:
@@ -279,10 +294,10 @@ class Records:
 
     def is_what_it_was(self) -> bool:
         """Return False if bytes of the weights, or what the part makes of a row that was read, have changed."""
-        if self._watch.has_changed(thoroughly=True):
+        if self._are_weights_others(thoroughly=True):
             return False
         call = self._last
-        if call is None or self.plan.is_of_script or call.has_written_inputs:
+        if call is None or self.plan.is_of_script or call.has_written_inputs or call.state != call.part.state.digest:
             return True
         places = self.store.find(call.keys)
         if (places < 0).any():
@@ -293,7 +308,8 @@ class Records:
     def distrust(self) -> None:
         """Use no record from before this call, and say so."""
         self._num_distrusted += 1
-        self._num_agreed, self._last, self._all_found = 0, None, None
+        self.are_weights_others = self._are_weights_others(thoroughly=True)
+        self.num_agreed, self._last, self._all_found = 0, None, None
         self.say_wrong(self)
         if self.plan.part.records is self:
             self.use_present_weights()

@@ -37,7 +37,12 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, own_forward: Any) -> None:
         self.module, self.own_forward = module, own_forward
-        self._known: list[tuple[list[Any], list[int], bytes]] = []
+        self.num_states = 0
+        """How many states were seen."""
+        self.is_watchable = True
+        """False if the present state has hooks, or code of the script's where there was none at first."""
+        self._was_of_script: bool | None = None
+        self._known: list[tuple[list[Any], list[int], bytes, bool]] = []
         self._look()
 
     def _look(self) -> None:
@@ -84,14 +89,19 @@ class ModuleState:
         """A hash of the state, the same in another process."""
         for _ in range(2):
             values, versions = self._present()
-            for known, known_versions, digest in self._known:
+            for known, known_versions, digest, is_watchable in self._known:
                 if len(known) == len(values) and versions == known_versions and all(map(is_, values, known)):
+                    self.is_watchable = is_watchable
                     return digest
             # Something is another object than before: it may hold others in turn.
             self._look()
         values, versions = self._present()
         digest = self._computed()
-        self._known = [*self._known[1 - _MOST_STATES :], (values, versions, digest)]
+        if self._was_of_script is None:
+            self._was_of_script = self.is_of_script
+        self.is_watchable = self.hooked is None and (self._was_of_script or not self.is_of_script)
+        self.num_states += digest not in {each for _, _, each, _ in self._known}
+        self._known = [*self._known[1 - _MOST_STATES :], (values, versions, digest, self.is_watchable)]
         return digest
 
     def _computed(self) -> bytes:
