@@ -1,7 +1,6 @@
 """Random crops and flips of training images.
 
-All draw from torch's generator alone, which Trainer seeds, which differs between the workers of a loader, and which is
-seeded for each draw of a sample where the activation cache stores views of it.
+All draw from torch's generator alone, which Trainer seeds, and which differs between the workers of a loader.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ TASKS = {
     ),
     "Store what frozen layers compute": (
         "activation_cache", "activation_cache_dir", "activation_cache_max_gb", "activation_cache_dtype",
-        "activation_cache_keep", "activation_cache_views",
+        "activation_cache_keep",
     ),
     "Split a model into stages": (
         "pipeline_parallel_size", "pipeline_parallel_num_microbatches", "pipeline_schedule", "pipeline_chunks",

@@ -154,7 +154,7 @@ CASES = tuple(
         r"cache/test_cache_run\.py::test_(a_kept_row_is_served|what_one_process_reads|weights_that_change_while"
         r"|what_frozen_layers_compute_may_change\S*\[(hook|one))",
         r"comm/test_fault_board\.py::test_ranks_without_a_heartbeat",
-        r"data/test_(augmentation_slots\.py::test_a_run_that_goes_on|loaders\.py::test_workers_read_copies)",
+        r"data/test_loaders\.py::test_workers_read_copies",
         r"elastic/test_migration\.py::test_(a_source_has|every_rank_ends|frozen_bundles)",
         r"freeze/test_unfreezing\.py::test_rows_of_before",
         r"project/test_cli\.py::test_(a_plan_counts_master|a_plan_says_before|a_plan_that_fits_nowhere|adapters_train)",

@@ -13,14 +13,7 @@ import numpy as np
 import torch
 
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.parts import (
-    DRAW_FIELD,
-    LENGTH_FIELD,
-    BatchAssembler,
-    Indices,
-    SampleSource,
-    positions_of,
-)
+from hf_pipetransformer.cache.parts import LENGTH_FIELD, BatchAssembler, Indices, SampleSource, positions_of
 from hf_pipetransformer.cache.records import Records, field_column
 from hf_pipetransformer.comm.staging import CopyStream, is_apart
 from hf_pipetransformer.data.batches import CacheTags, pad_batch, real_lengths, take_rows
@@ -133,8 +126,7 @@ class ActivationCache:
         index = np.asarray(samples, dtype=np.int64)
         entries = self._entries(index)
         # A record of an earlier run counts only after its sample was read and compared in this run.
-        is_compared = self.store.are_compared(self.source.records_of(index), entries)
-        is_served = (self._levels_of(index, entries) > 0) & is_compared
+        is_served = (self._levels(entries["weights_id"]) > 0) & self.store.are_compared(index, entries)
         return [sample for sample, served in zip(samples, is_served.tolist(), strict=True) if not served]
 
     def complete(
@@ -173,7 +165,7 @@ class ActivationCache:
     ) -> dict[str, Any]:
         index = np.asarray(samples, dtype=np.int64)
         entries = self._entries(index)
-        hit = self._levels_of(index, entries) > 0
+        hit = self._levels(entries["weights_id"]) > 0
         parts = BatchAssembler(self.source)
         # The store may have changed since `select`: use records that appeared, read samples whose record is gone.
         is_read = positions_of(read, samples)
@@ -192,7 +184,7 @@ class ActivationCache:
         levels = np.zeros(len(index), dtype=np.int64)
         if records is not None:
             # By the ids that came with the records: the entries above are older.
-            levels[hit] = self._levels(index[hit], records.weights_ids, records.fields.get(DRAW_FIELD))
+            levels[hit] = self._levels(records.weights_ids)
             lost = hit & (levels == 0)
             if lost.any():
                 # Another process has started to overwrite the record.
@@ -213,47 +205,34 @@ class ActivationCache:
         Records of an earlier run count only after their sample was read and compared: the name of a kept store covers
         just a few collated samples, so a change elsewhere shows only here.
         """
-        places = self.source.records_of(index)
-        known = hit & self.store.are_compared(places, entries)
+        known = hit & self.store.are_compared(index, entries)
         asked = hit & ~known & is_read
         if not asked.any():
             return known
         _, found = self.source.digests(batch)
         same = asked.copy()
         same[is_read] &= found == entries["input_digest"][is_read]
-        self.store.set_compared(places[same], entries["input_digest"][same])
+        self.store.set_compared(index[same], entries["input_digest"][same])
         self.counts.checked += int(same.sum())
         others = index[asked & ~same]
         if len(others) and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "The activation cache of an earlier run has records of different inputs (first: sample "
-                f"{self.source.sample_of(int(others[0]))}); these samples are computed again."
+                f"{others[0]}); these samples are computed again."
             )
         return known | same
 
     def _entries(self, index: Indices) -> Any:
-        places = self.source.records_of(index)
         try:
-            return self.store.entries(places)
+            return self.store.entries(index)
         except StoreDamagedError as error:
             self.switch_off(str(error))
             # After `switch_off` the store touches no file: each entry comes back empty.
-            return self.store.entries(places)
+            return self.store.entries(index)
 
-    def _levels_of(self, index: Indices, entries: Any) -> Indices:
-        draws = None if self.source.slots is None else entries[field_column(DRAW_FIELD)]
-        return self._levels(index, entries["weights_id"], draws)
-
-    def _levels(self, index: Indices, weights_ids: Indices, draws: Any) -> Indices:
-        """Return the number of blocks each record covers; 0 for other weights or another augmentation."""
-        levels = self._levels_of_weights(weights_ids)
-        if self.source.slots is not None:
-            # The record may contain an older augmentation, or that of a run resumed from another checkpoint.
-            levels[np.asarray(draws) != self.source.slots.draw_numbers(index)] = 0
-        return levels
-
-    def _levels_of_weights(self, weights_ids: Indices) -> Indices:
+    def _levels(self, weights_ids: Indices) -> Indices:
+        """Return the number of blocks each record covers; 0 for other weights."""
         return np.array([self._level_of_id.get(found, 0) for found in weights_ids.tolist()], dtype=np.int64)
 
     def stored_share(self, samples: Indices) -> float:
@@ -262,7 +241,7 @@ class ActivationCache:
         Raises:
             StoreDamagedError: the index cannot be read.
         """
-        ids = self.store.weights_ids(self.source.all_records_of(samples))
+        ids = self.store.weights_ids(samples)
         return float(np.isin(ids, list(self._level_of_id)).mean())
 
     def some_records(self, most: int) -> list[dict[str, Any]]:
@@ -270,23 +249,18 @@ class ActivationCache:
 
         At most `most` samples of each level; those whose input is not the stored one any more are left out.
         """
-        levels = self._levels_of_weights(self.store.weights_ids(np.arange(self.store.num_samples)))
+        levels = self._levels(self.store.weights_ids(np.arange(self.store.num_samples)))
         return [self._some_of_level(level, np.flatnonzero(levels == level), most) for level in sorted({*levels} - {0})]
 
-    def _some_of_level(self, level: int, places: Indices, most: int) -> dict[str, Any]:
-        source, slots = self.source, self.source.slots
-        places = places[np.linspace(0, len(places) - 1, min(most, len(places))).astype(np.int64)]
-        entries = self.store.entries(places)
-        items = places
-        if slots is not None:
-            samples, draws = places // slots.num_slots, entries[field_column(DRAW_FIELD)]
-            # Each record is compared with the draw that made it, not with that of the present epoch.
-            items = slots.items(samples, draws.astype(np.int64), places % slots.num_slots)
-        batch = source.read(items.tolist())
+    def _some_of_level(self, level: int, samples: Indices, most: int) -> dict[str, Any]:
+        source = self.source
+        samples = samples[np.linspace(0, len(samples) - 1, min(most, len(samples))).astype(np.int64)]
+        entries = self.store.entries(samples)
+        batch = source.read(samples.tolist())
         lengths, digests = source.digests(batch)
         length = batch[source.main_input].shape[1] if source.is_text else source.num_positions
-        records = self.store.read(places, length)
-        tokens = lengths if source.is_text else np.full(len(places), length)
+        records = self.store.read(samples, length)
+        tokens = lengths if source.is_text else np.full(len(samples), length)
         tokens = np.where(digests == entries["input_digest"], np.minimum(tokens, records.lengths), 0)
         return {"level": int(level), "batch": dict(batch), "activation": records.activation, "tokens": tokens.tolist()}
 
@@ -298,7 +272,7 @@ class ActivationCache:
         self._ahead = None
         index = np.asarray(samples, dtype=np.int64)
         entries = self._entries(index)
-        hit = self._levels_of(index, entries) > 0
+        hit = self._levels(entries["weights_id"]) > 0
         if not hit.any():
             return
         index = index[hit]
@@ -309,7 +283,7 @@ class ActivationCache:
         self._ahead = index, length, self._reader.submit(self._read_ahead, index, length)
 
     def _read_ahead(self, index: Indices, length: int) -> Records:
-        records = self.store.read(self.source.records_of(index), length)
+        records = self.store.read(index, length)
         return replace(records, activation=records.activation.pin_memory()) if self._pins else records
 
     def _read_records(self, index: Indices, length: int) -> Records:
@@ -320,7 +294,7 @@ class ActivationCache:
             # Records may have come or gone since the batch was predicted, and its length with them.
             if ahead is not None and ahead[1] == length and np.array_equal(ahead[0], index):
                 return ahead[2].result()
-            return self.store.read(self.source.records_of(index), length)
+            return self.store.read(index, length)
         finally:
             self.counts.read_seconds += time.perf_counter() - start
 
@@ -333,7 +307,7 @@ class ActivationCache:
         some = index[:CHECKED_AT_ONCE]
         _, found = self.source.digests(self.source.read(some.tolist()))
         self.counts.checked += len(some)
-        entries = self.store.entries(self.source.records_of(some))
+        entries = self.store.entries(some)
         # An empty entry belongs to a record that is being written anew.
         differing = [
             int(number)
@@ -341,10 +315,9 @@ class ActivationCache:
             if entry["weights_id"] and digest != entry["input_digest"]
         ]
         if differing:
-            sample = self.source.sample_of(differing[0])
             raise StoreDamagedError(
-                f"sample {sample} of the data set is not what it was when its activation was stored. The data set or "
-                "its transform changes: set activation_cache='off', or make it give the same sample each time."
+                f"sample {differing[0]} of the data set is not what it was when its activation was stored. The data "
+                "set or its transform changes: set activation_cache='off', or make it give the same sample each time."
             )
 
 
@@ -416,22 +389,19 @@ class RecordWriter:
         # With an asynchronous copy, clone: the model may modify the activation in place before it is read.
         arriving = self._copies.to_host(activation.to(store.record_format.dtype, copy=self._is_apart))
         samples, weights_id = tags.samples[chosen].numpy(), cache.weights_id
-        places = source.records_of(samples)
         fields = {name: inputs[name].cpu() for name in (*source.report.token_fields, *source.report.sample_fields)}
-        lengths = np.full(len(places), activation.shape[1] if source.is_text else source.record_length)
+        lengths = np.full(len(samples), activation.shape[1] if source.is_text else source.record_length)
         if source.is_text:
             real = real_lengths(fields, source.main_input)
             fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))
             lengths = lengths if source.keeps_padding else real
-        if source.slots is not None:
-            fields[DRAW_FIELD] = torch.from_numpy(source.slots.draw_numbers(samples).astype(np.int32))
         # The input of a cached sample was not read, so its digest comes from the record being replaced.
         has_record, found = tags.num_layers[chosen].numpy() > 0, tags.digests[chosen].numpy().view(np.uint64)
 
         def store_records() -> int:
             if cache.is_off:
                 return 0
-            digests = np.where(has_record, store.entries(places)["input_digest"], found)
-            return store.write(places, weights_id, arriving.on_host(), lengths, fields, digests)
+            digests = np.where(has_record, store.entries(samples)["input_digest"], found)
+            return store.write(samples, weights_id, arriving.on_host(), lengths, fields, digests)
 
         return store_records

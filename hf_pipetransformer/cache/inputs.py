@@ -17,7 +17,7 @@ import torch
 
 from hf_pipetransformer.data.batches import MASK, field_digests, real_lengths
 from hf_pipetransformer.data.flattened import find_sequences, sequences_of
-from hf_pipetransformer.data.rng import fetch_samples, generators_kept, plain_row, seed_on_host
+from hf_pipetransformer.data.rng import fetch_samples, generators_kept, seed_on_host
 
 
 NUM_SAMPLES = 8
@@ -30,10 +30,6 @@ class UnfitError(Exception):
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"found {found}; to use the cache {remedy}.")
-
-
-class RandomInputError(UnfitError):
-    """Samples that are random by themselves: they change each time they are read, even alone in a batch."""
 
 
 class Probe:
@@ -141,7 +137,7 @@ def _shortened(probe: Probe, batches: list[Batch]) -> list[tuple[int, int]]:
 
     Return nothing if it is the data set that pads, or if the collator rejects truncated samples.
     """
-    samples = [plain_row(sample) for sample in fetch_samples(probe.dataset, probe.indices)]
+    samples = list(fetch_samples(probe.dataset, probe.indices))
     sizes = [_size(sample.get(probe.main_input)) if isinstance(sample, Mapping) else 0 for sample in samples]
     if sizes != real_lengths(batches[0], probe.main_input).tolist():
         return []
@@ -173,11 +169,10 @@ class InputReport:
     """Result of probing a data set and its collator.
 
     Args:
-        reason: why the cache must stay off and what to do; if set, only `seconds_per_sample` and `is_random` count.
+        reason: why the cache must stay off and what to do; if set, only `seconds_per_sample` counts.
         sample_fields: dtype and per-sample shape of tensors that are not `(batch, seq)`; no placeholder main input.
         seconds_per_sample: time to read and collate a sample in this process; 0 if nothing was read.
         fill_values: padding value of each token field; a field never seen padded is absent.
-        is_random: True if `reason` is that samples change each time they are read.
     """
 
     reason: str | None
@@ -186,7 +181,6 @@ class InputReport:
     sample_fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     seconds_per_sample: float = 0.0
     fill_values: dict[str, int | float] = field(default_factory=dict)
-    is_random: bool = False
 
 
 def examine_inputs(
@@ -213,8 +207,7 @@ def examine_inputs(
             f"that samples cannot be read and collated in small batches ({type(error).__name__}: {error})",
             f"let data set and collator take any 1 to {NUM_SAMPLES} samples",
         )
-    seconds, is_random = probe.seconds_per_sample if probe else 0.0, isinstance(unfit, RandomInputError)
-    return InputReport(str(unfit), seconds_per_sample=seconds, is_random=is_random)
+    return InputReport(str(unfit), seconds_per_sample=probe.seconds_per_sample if probe else 0.0)
 
 
 def _check_dataset(dataset: Any) -> None:
@@ -361,12 +354,10 @@ def _check_draws(probe: Probe, whole: Batch, token_fields: frozenset[str]) -> No
     if whole[probe.main_input].is_floating_point() and probe.main_input in changed:
         what, why = "augmentation", ""
         remedy = (
-            "transform the images always alike, or store augmented copies in the data set, or some random versions "
-            "of each sample with activation_cache_views"
+            "transform the images always alike, or give each image several rows, each augmented in a way of its own "
+            "(docs/recipes/imagenet.md, Several crops of each image)"
         )
-    raise RandomInputError(
-        f"random {what}: {names} of the same samples change from one reading to the next{why}", remedy
-    )
+    raise UnfitError(f"random {what}: {names} of the same samples change from one reading to the next{why}", remedy)
 
 
 def _is_other(found: Batch, expected: Batch) -> bool:

@@ -24,15 +24,13 @@ from hf_pipetransformer.cache.folder import (
     take_store,
 )
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
-from hf_pipetransformer.cache.parts import DRAW_FIELD, LENGTH_FIELD, SampleSource
+from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
 from hf_pipetransformer.data.batches import rows_per_sample
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import NodeOrder
 from hf_pipetransformer.data.reading import DispatchedReading
-from hf_pipetransformer.data.rng import PlainRows, SeededCollator, SeededGenerators, SeededReading, SeededSamples
 from hf_pipetransformer.data.sampler import draws_each_once
 from hf_pipetransformer.report import announce, logger
 
@@ -120,10 +118,7 @@ class CacheInputs:
             report = self._examined(loader)
             reason = report.reason
         if report is None or reason is not None:
-            others = " Or set activation_cache_views to the number of draws of each sample that it may store."
-            is_random = report is not None and report.is_random
-            is_helped = is_training and is_random and not self.args.activation_cache_views
-            self.say_off(str(reason) + (others if is_helped else ""), is_training)
+            self.say_off(str(reason), is_training)
             return None
         return SampleSource(
             read=loader.read,
@@ -137,15 +132,12 @@ class CacheInputs:
             main_dtype=start_up.main_dtype,
             pad_token_id=start_up.pad_token_id,
             keeps_padding=start_up.sees_padding,
-            slots=None if loader.slots is None else loader.slots.code,
         )
 
     def record_format(self, source: SampleSource) -> RecordFormat:
         sample_fields = dict(source.report.sample_fields)
         if source.is_text:
             sample_fields[LENGTH_FIELD] = (torch.int32, ())
-        if source.slots is not None:
-            sample_fields[DRAW_FIELD] = (torch.int32, ())
         return RecordFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
 
     def say_off(self, reason: str, is_training: bool) -> None:
@@ -201,8 +193,7 @@ class CacheInputs:
     def _examined(self, loader: PipelineLoader) -> InputReport:
         """Return the ranks' common report on samples that are read. Collective: call on every rank."""
         probe = self.start_up.probe
-        dataset = loader.dataset if loader.slots is None else loader.samples
-        report = examine_inputs(dataset, loader.collate_fn, probe.activation.main_input, probe.placeholders)
+        report = examine_inputs(loader.dataset, loader.collate_fn, probe.activation.main_input, probe.placeholders)
         try:
             # Made for its checks of the dtypes alone, which do not depend on the hidden size.
             RecordFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
@@ -214,7 +205,7 @@ class CacheInputs:
                 "samples it has. Give such that draw none, although what they give is the same each time."
             )
         reason = self.first_told(report.reason)
-        return report if reason is None else InputReport(reason, is_random=report.is_random)
+        return report if reason is None else InputReport(reason)
 
     def first_told(self, reason: str | None) -> str | None:
         """Return the reason of the lowest rank that has one; None if no rank has. Collective: call on every rank."""
@@ -245,47 +236,6 @@ def remove_old_stores(args: PipeTransformerArguments) -> None:
     """Delete stores that killed runs left on this machine. Call on the first rank of the machine."""
     with suppress(OSError, ValueError):
         delete_leftovers(open_root(cache_base(args)))
-
-
-def seeded_reading(
-    args: PipeTransformerArguments, topology: Topology, start_up: StartUp, dataset: Any, collate: Any
-) -> SeededReading | None:
-    """Return a seeded reader for caching slots (random augmentations of a sample), or None if slots are of no use.
-
-    Collective: call on every rank.
-    """
-    num_slots, seed = args.activation_cache_views, args.data_seed if args.data_seed is not None else args.seed
-    code = ItemCode(max(1, len(dataset)), num_slots)
-    samples = SeededSamples(dataset, code, SeededGenerators([dataset], seed))
-    main_input = start_up.probe.activation.main_input
-
-    def find() -> list[Any]:
-        """Return if the data set draws, if the collator does, and the reason why slots are of no use."""
-        report = examine_inputs(dataset, collate, main_input, start_up.probe.placeholders)
-        if not report.is_random:
-            same = None if report.reason else "samples are the same each time they are read, one record of each does"
-            return [False, False, same]
-        # With seeded samples any remaining difference comes from the collator. One that mixes samples is refused here.
-        report = examine_inputs(samples, PlainRows(collate), main_input, start_up.probe.placeholders)
-        return [report.reason is None, report.is_random, None if report.is_random else report.reason]
-
-    dataset_draws, collator_draws, reason = topology.decide(find)
-    if topology.rank == 0:
-        if reason is not None:
-            logger.warning(f"activation_cache_views={num_slots} has no effect: {reason}")
-        if dataset_draws or collator_draws:
-            what = "Random augmentation" if dataset_draws else "A collator that draws at random"
-            slots = "one stored version" if num_slots == 1 else f"up to {num_slots} stored versions"
-            announce(
-                f"{what} found: {slots} of each sample will be cached once layers freeze, and used in turn. "
-                "Each draw is seeded by seed, sample and epoch."
-            )
-    if not dataset_draws and not collator_draws:
-        return None
-    of_batch: SeededCollator | PlainRows = PlainRows(collate)
-    if collator_draws:
-        of_batch = SeededCollator(collate, code, SeededGenerators([collate], seed), main_input, start_up.pad_token_id)
-    return SeededReading(samples, of_batch, AugmentationSlots(code, seed))
 
 
 NUM_KEY_SAMPLES = 32
@@ -369,7 +319,7 @@ class CacheStores:
         folder, store = take_store(
             self.inputs.base,
             self._data_key(loader, source),
-            len(loader.dataset) * source.num_slots,
+            len(loader.dataset),
             self.inputs.record_format(source),
             int(self.max_bytes()),
             use if self.args.activation_cache_keep else None,
@@ -392,11 +342,9 @@ class CacheStores:
         _, digests = source.digests(source.read(spread))
         # Another record format gets another folder. The name is hashed since a fingerprint may be any text.
         record_format = json.dumps(self.inputs.record_format(source).to_json(), sort_keys=True)
-        # AugmentationSlots depend on the seed.
-        drawn = "" if loader.slots is None else f"\0{source.num_slots}\0{loader.slots.seed}"
         # Input digests stop at the last real token; stored records may include padding.
         fills = sorted(source.report.fill_values.items())
         padded = f"\0{source.pad_token_id}\0{fills}" if source.is_text and source.keeps_padding else ""
         part = "" if source.is_text or source.record_length == source.num_positions else f"\0{source.record_length}"
-        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{record_format}{drawn}{padded}{part}".encode())
+        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{record_format}{padded}{part}".encode())
         return f"{name}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"

@@ -17,7 +17,6 @@ from hf_pipetransformer.data.batches import fill_value, pad_batch, real_lengths,
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.inputs import InputReport
     from hf_pipetransformer.cache.records import Records
-    from hf_pipetransformer.data.augmentation import ItemCode
 
 
 Indices = npt.NDArray[np.int64]
@@ -25,21 +24,17 @@ Indices = npt.NDArray[np.int64]
 LENGTH_FIELD = "pipetransformer_length"
 """Side field of text records: the number of real tokens of the sample, padding excluded."""
 
-DRAW_FIELD = "pipetransformer_draw"
-"""Side field of slots: the number of the augmentation (the epoch it was made in)."""
-
 
 @dataclass(frozen=True)
 class SampleSource:
     """Access to samples whose activations are not stored.
 
     Args:
-        read: collates the samples with these indices (or items, with `slots`) into a batch.
+        read: collates the samples with these indices into a batch.
         num_positions: sequence length of the activations if samples have no token dimension.
         record_length: how many of them a record has, from the first one on; the others come as zeros.
         main_shape: shape of a sample of the main input without token dimension; cached samples get a placeholder.
         keeps_padding: True if the loss sees padding, so that records must include it.
-        slots: for random samples: items replace indices, and each sample has V records.
     """
 
     read: Callable[[list[int]], Mapping[str, Any]]
@@ -52,7 +47,6 @@ class SampleSource:
     main_dtype: torch.dtype
     pad_token_id: int
     keeps_padding: bool
-    slots: ItemCode | None = None
 
     @property
     def is_text(self) -> bool:
@@ -64,23 +58,6 @@ class SampleSource:
         lengths = real_lengths(batch, self.main_input)
         return lengths, sample_digests(batch, lengths, self.report.token_fields)
 
-    @property
-    def num_slots(self) -> int:
-        """Number of records per sample."""
-        return 1 if self.slots is None else self.slots.num_slots
-
-    def sample_of(self, item: int) -> int:
-        return item if self.slots is None else int(self.slots.samples_of(item))
-
-    def records_of(self, samples: Indices) -> Indices:
-        """Return the store's record number for each sample or item."""
-        return samples if self.slots is None else self.slots.records_of(samples)
-
-    def all_records_of(self, samples: Indices) -> Indices:
-        """Return the record numbers of all slots of these samples, sample by sample."""
-        places: Indices = (samples[:, None] * self.num_slots + np.arange(self.num_slots)).reshape(-1)
-        return places
-
     def padded_length(self, longest: int) -> int:
         """Return the sequence length of a batch whose longest sample has `longest` real tokens."""
         rule = self.report.padding
@@ -88,7 +65,7 @@ class SampleSource:
 
     def stored_inputs(self, fields: Mapping[str, torch.Tensor], lengths: Any, length: int) -> dict[str, torch.Tensor]:
         """Rebuild the inputs of cached samples from their side fields, padded like the collator does."""
-        inputs = {name: values for name, values in fields.items() if name not in (LENGTH_FIELD, DRAW_FIELD)}
+        inputs = {name: values for name, values in fields.items() if name != LENGTH_FIELD}
         if not self.is_text:
             # Expanded from one element: nothing reads it, so it needs no memory.
             placeholder = torch.zeros(1, dtype=self.main_dtype)

@@ -63,7 +63,6 @@ class CachePlanner:
         measure: measures the storage; called once, on first use.
         size: bytes that a store of all samples takes on this node, and the limit.
         write: writes an event to the journal.
-        num_slots: the number of records per random sample, see `data.augmentation`; 0 if samples are not random.
         dropout_from: number of frozen layers from which on storing would take dropout from layers that the script
             froze. `auto` stores nothing there, because by default no number differs from Trainer's.
         is_apart: True if records are read and written beside the device's computation, see `CacheCosts`; `num_at_once`
@@ -76,7 +75,6 @@ class CachePlanner:
     size: StoreSize
     steps_per_epoch: int
     write: Callable[..., None]
-    num_slots: int = 0
     is_apart: bool = False
     num_at_once: int = 1
     dropout_from: float = math.inf
@@ -90,11 +88,6 @@ class CachePlanner:
     def follow(self, cache: ActivationCache, samples: Array) -> None:
         """Base later decisions on this cache and on `samples`, those that this node stores."""
         self._cache, self._samples = cache, samples
-
-    @property
-    def writing_steps(self) -> int:
-        """Number of optimizer steps of the passes that bring all records to a new level."""
-        return max(1, self.num_slots) * self.steps_per_epoch
 
     def storing(self, stored_level: int = 0, active: float = 0.0, pipeline_size: int = 1) -> Storing:
         """Return the measured costs and what is stored now; turn the cache off if that cannot be measured.
@@ -118,7 +111,7 @@ class CachePlanner:
         times = self.input_seconds, self._speed.read, self._speed.write, self.is_apart, self.num_at_once
         costs, contents = CacheCosts((), *times), StoreContents(stored_level, share, self.size.share)
         now = reading_seconds(costs.beside(active, pipeline_size), share)
-        return Storing(costs, self.mode, contents, self.num_slots, self.dropout_from, now)
+        return Storing(costs, self.mode, contents, self.dropout_from, now)
 
     def report(
         self,
@@ -161,18 +154,11 @@ class CachePlanner:
             fits_share=self.size.share,
             needed_bytes=self.size.needed,
             allowed_bytes=self.size.allowed,
-            num_slots=self.num_slots,
             active_s=active,
             pipeline_size=layout.pipeline_size,
             num_at_once=self.num_at_once,
-            refresh_fraction=decision.refresh_fraction,
         )
         does = f"stored after {decision.level} layers" if decision.use else "not stored"
-        if decision.way == "write" and self.num_slots:
-            slots = "one augmentation slot of each sample, which the first epoch fills"
-            if self.num_slots > 1:
-                slots = f"{self.num_slots} augmentation slots of each sample, which as many epochs fill"
-            does += f", {slots}; later ones augment {decision.refresh_fraction:.1%} of the samples again"
         announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).", is_decision=True)
         if decision.use:
             self._announce_size()

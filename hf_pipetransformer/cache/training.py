@@ -74,10 +74,9 @@ class TrainingCache:
                 inputs.args.train_samples_per_device * pipeline.layout.pipeline_size,
                 len(loader.dataset),
             ),
-            size=self._store_size(loader, source.num_slots),
+            size=self._store_size(loader),
             steps_per_epoch=steps_per_epoch,
             write=inputs.context.journal.write,
-            num_slots=0 if loader.slots is None else source.num_slots,
             is_apart=is_apart(inputs.args.device),
             num_at_once=inputs.args.gradient_accumulation_steps,
             dropout_from=pipeline.start_up.plans.dropout_from,
@@ -93,11 +92,11 @@ class TrainingCache:
         self._has_served = False
         """True if batches since then have used stored activations."""
 
-    def _store_size(self, loader: PipelineLoader, num_slots: int = 1) -> StoreSize:
+    def _store_size(self, loader: PipelineLoader) -> StoreSize:
         """Return the bytes that a loader's samples need and may take here, at training's record length."""
         num_samples, here = len(loader.dataset), num_samples_here(self.topology, loader.dataset)
-        how = (self.inputs.record_format(self.source), self.source.record_length, here * num_slots)
-        return store_size(self.stores.max_bytes(), num_samples * num_slots, *how)
+        how = (self.inputs.record_format(self.source), self.source.record_length, here)
+        return store_size(self.stores.max_bytes(), num_samples, *how)
 
     # ---- following the layout ----
 
@@ -112,8 +111,6 @@ class TrainingCache:
                 self.planner.follow(self._opened, samples_here(self.topology, self.loader).numpy())
         if self._opened is None:
             return
-        if self.loader.slots is not None:
-            self.loader.slots.follow(stage.layout.cache_level > 0, stage.layout.refresh_fraction)
         self._say_who_is_in_evaluation_mode()
         # Before the loader takes from the cache, which serves records of the weights named last.
         self._name_weights(self._opened)
@@ -277,8 +274,7 @@ class TrainingCache:
     def begin_epoch(self) -> None:
         """Have the next batch checked, after the callbacks that come before it."""
         self._is_due = True
-        # Augmented samples are others in each reading.
-        if self._opened is not None and self.loader.slots is None:
+        if self._opened is not None:
             self._opened.verify_next()
 
     def check(self) -> None:

@@ -23,7 +23,6 @@ from hf_pipetransformer.data.sampler import FROM_FIRST, EpochStart
 
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import PipelineGroups
-    from hf_pipetransformer.data.augmentation import AugmentationSlots
     from hf_pipetransformer.data.rng import States
 
 
@@ -135,9 +134,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         self._drop_last = order is not None and getattr(order.global_batches, "drop_last", False)
         self.is_stream = order is None
         self.samples: Any = reading.reader.dataset
-        """Data set that batches are collated from, indexed by samples or by items."""
-        self.slots: AugmentationSlots | None = None if order is None else reading.sampler.slots
-        """Slots of random samples whose activations are to be stored; None for all other data."""
+        """Data set that batches are collated from."""
         self.total_batch_size = total_batch_size
         self.pins_memory = pins_memory
         # accelerate's `begin` and `end` enter this loader there and take it out again.
@@ -190,8 +187,6 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         return part
 
     def set_epoch(self, epoch: int) -> None:
-        if self.slots is not None:
-            self.slots.epoch = epoch
         for drawing in (self.sampler, self.dataset):
             if hasattr(drawing, "set_epoch"):
                 drawing.set_epoch(epoch)

@@ -6,22 +6,13 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import xxhash
-from torch.utils.data import Dataset
 from transformers import set_seed
-
-from hf_pipetransformer.data.batches import pad_batch, sequence_length
-
-
-if TYPE_CHECKING:
-    from hf_pipetransformer.data.augmentation import AugmentationSlots, ItemCode
 
 
 CPU = torch.device("cpu")
@@ -167,12 +158,6 @@ class Generators:
             if value is None and is_generator(vars(owner).get(name))
         ]
 
-    def have_changed(self) -> bool:
-        """Return True if a generator was created or replaced."""
-        return bool(self.created()) or any(
-            value is not None and vars(owner).get(name) is not value for owner, name, value in self._slots
-        )
-
     def states(self) -> list[Any]:
         return [state_of(generator) for generator in self.found]
 
@@ -302,143 +287,3 @@ def set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
-
-
-def _seed(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        # A numpy Generator cannot be seeded again, so it takes the state of a new one.
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-    else:
-        # numpy's RandomState takes 32 bits.
-        generator.seed(seed % 2**32)
-
-
-# ---- random samples whose augmentation slots are stored ----
-
-
-class DrawnRow(NamedTuple):
-    """Sample as the data set returned it for an item; `augmentation` defines items."""
-
-    item: int
-    row: Any
-
-
-def plain_row(row: Any) -> Any:
-    """Return the sample as the user's collator expects it."""
-    return row.row if isinstance(row, DrawnRow) else row
-
-
-@dataclass
-class SeededGenerators:
-    """Generators of Python, numpy and torch, and those inside `holders`, seeded for each draw of a sample."""
-
-    holders: Sequence[Any]
-    seed: int
-    _generators: Generators | None = field(default=None, init=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker process has its own copies of the user's objects, so it must search them again.
-        return {**vars(self), "_generators": None}
-
-    def drawn(self, draw: Callable[[], Any]) -> Any:
-        """Return the result of `draw`, and restore all generators afterwards.
-
-        `draw` must call `begin` before it draws for an item. If the user's objects create a generator during the call,
-        `draw` runs a second time, because the new generator was not seeded.
-        """
-        with self._current().kept():
-            found = draw()
-        # `_current` has searched again if the call created or replaced a generator.
-        if self._generators is self._current():
-            return found
-        with self._current().kept():
-            return draw()
-
-    def _current(self) -> Generators:
-        """Return the generators inside the user's objects, searched for again if they have changed."""
-        if self._generators is None or self._generators.have_changed():
-            self._generators = Generators(self.holders)
-        return self._generators
-
-    def begin(self, sample: int, draw: int, what: str) -> None:
-        """Seed all generators for one draw of a sample; `what` is part of the seed."""
-        assert self._generators is not None
-        seed_on_host(*(self._seed(what, sample, draw, number) for number in range(3)))
-        for number, generator in enumerate(self._generators.found, start=3):
-            _seed(generator, self._seed(what, sample, draw, number))
-
-    def _seed(self, what: str, sample: int, draw: int, number: int) -> int:
-        """Return a 63-bit seed, different for each generator."""
-        return xxhash.xxh3_64_intdigest(f"{what} {self.seed} {sample} {draw} {number}".encode()) >> 1
-
-
-@dataclass(eq=False)
-class SeededSamples(Dataset[Any]):
-    """Data set indexed by items; items below the number of samples are draw 0 of each sample."""
-
-    dataset: Any
-    code: ItemCode
-    generators: SeededGenerators
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, item: int) -> DrawnRow:
-        return self.__getitems__([item])[0]
-
-    def __getitems__(self, items: Sequence[int]) -> list[DrawnRow]:
-        rows: list[DrawnRow] = self.generators.drawn(lambda: [DrawnRow(int(item), self._row(item)) for item in items])
-        return rows
-
-    def _row(self, item: int) -> Any:
-        sample = self.code.samples_of(item)
-        self.generators.begin(sample, self.code.draw_numbers(item), "sample")
-        return fetch_samples(self.dataset, [sample])[0]
-
-
-@dataclass
-class SeededCollator:
-    """Collator that draws for each sample separately, so the draws do not depend on the rest of the batch.
-
-    `main_input`, which the embeddings read, is padded with `pad_token_id`.
-    """
-
-    collate: Callable[[list[Any]], Any]
-    code: ItemCode
-    generators: SeededGenerators
-    main_input: str
-    pad_token_id: int
-
-    def __call__(self, rows: list[Any]) -> dict[str, Any]:
-        batches = self.generators.drawn(lambda: [self._alone(row) for row in rows])
-        longest = max(sequence_length(batch, self.main_input) for batch in batches)
-        if batches[0][self.main_input].dim() == 2:
-            batches = [pad_batch(batch, self.main_input, longest, self.pad_token_id) for batch in batches]
-        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-    def _alone(self, row: Any) -> Mapping[str, Any]:
-        item = row.item if isinstance(row, DrawnRow) else 0
-        self.generators.begin(self.code.samples_of(item), self.code.draw_numbers(item), "batch")
-        batch: Mapping[str, Any] = self.collate([plain_row(row)])
-        return batch
-
-
-@dataclass
-class PlainRows:
-    """Collator of rows of `SeededSamples` that draws nothing itself."""
-
-    collate: Callable[[list[Any]], Any]
-
-    def __call__(self, rows: list[Any]) -> Any:
-        return self.collate([plain_row(row) for row in rows])
-
-
-@dataclass(frozen=True)
-class SeededReading:
-    """Parts for reading random samples whose slots are stored; `samples` is indexed by items."""
-
-    samples: SeededSamples
-    collate: SeededCollator | PlainRows
-    slots: AugmentationSlots

@@ -21,8 +21,6 @@ from hf_pipetransformer.data.rng import SharedRngState, States, fetch_samples
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from hf_pipetransformer.data.augmentation import AugmentationSlots
-
 
 @dataclass(frozen=True)
 class EpochStart:
@@ -173,22 +171,13 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         repeat_small: for evaluation. A global batch smaller than the number of replicas goes whole to every replica,
             so that each has something of the right shape to gather (only replica 0's copy is counted). If False, for
             training, a replica may get an empty list.
-        slots: of random samples. If set, the sampler returns items in place of samples, see `augmentation`.
     """
 
-    def __init__(
-        self,
-        order: EpochOrder,
-        replica: int,
-        num_replicas: int,
-        repeat_small: bool = False,
-        slots: AugmentationSlots | None = None,
-    ) -> None:
+    def __init__(self, order: EpochOrder, replica: int, num_replicas: int, repeat_small: bool = False) -> None:
         self.order = order
         self.replica = replica
         self.num_replicas = num_replicas
         self.repeat_small = repeat_small
-        self.slots = slots
         self.unread: deque[ReplicaBatch] = deque()
         """Batches returned by `__next__` that the loader has not popped from here yet."""
         self.select: Callable[[list[int]], list[int]] | None = None
@@ -233,10 +222,10 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return self.repeat_small and len(batch) < self.num_replicas
 
     def _part(self, batch: list[int]) -> list[int]:
-        if not self._repeats(batch):
-            part_of = replica_slice if self.order.nodes is None else self.order.nodes.part
-            batch = batch[part_of(len(batch), self.replica, self.num_replicas)]
-        return batch if self.slots is None else self.slots.items(batch)
+        if self._repeats(batch):
+            return batch
+        part_of = replica_slice if self.order.nodes is None else self.order.nodes.part
+        return batch[part_of(len(batch), self.replica, self.num_replicas)]
 
 
 def torch_loader(

@@ -177,7 +177,7 @@ class LayoutController:
         """Restart the measurements; return `layout` itself, or with the first number of micro-batches to try."""
         # Steps that write activations of a new level take longer than the later steps that read them.
         cache, inputs = self.decisions.cache, self.decisions.inputs
-        self.meter.reset(skip=cache.writing_steps if cache and layout.cache_level else 0)
+        self.meter.reset(skip=cache.steps_per_epoch if cache and layout.cache_level else 0)
         asks = self.replay is None and inputs.measures_microbatches and layout.pipeline_size > 1
         self._trial = None
         if asks and layout.shape not in self.decisions.known_microbatches:
@@ -270,7 +270,7 @@ class LayoutController:
     def _replayed(self, new: Layout, layout: Layout) -> Change | None:
         if not self._has_cache:
             # The replayed run may have stored where this one cannot; its layouts hold all the same.
-            new = replace(new, cache_level=0, refresh_fraction=0.0)
+            new = replace(new, cache_level=0)
         if new == layout:
             return None
         moves = replace(new, num_microbatches=layout.num_microbatches) != layout

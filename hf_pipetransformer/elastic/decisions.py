@@ -72,8 +72,7 @@ class Decisions:
         num_layers, num_frozen, clock = layout.num_layers, layout.num_frozen_layers, self.clock
         policy, kept = self.policy, self.args.freeze_min_active_layers
         coming = outlook(policy, clock, num_layers, num_frozen, kept, self.num_frozen_by_user)
-        writing = steps_per_epoch if self.cache is None else self.cache.writing_steps
-        return describe_outlook(policy, coming, num_layers, num_frozen, clock.max_steps, writing)
+        return describe_outlook(policy, coming, num_layers, num_frozen, clock.max_steps, steps_per_epoch)
 
     def first_step(self, step: int) -> int:
         """Return the first optimizer step before which a training that begins at `step` asks the policy."""

@@ -313,12 +313,6 @@ class PipeTransformerArguments(TrainingArguments):
         "epoch of that run still reads each sample once, to compare it. See docs/how_it_works.md, The activation "
         "cache.",
     )
-    activation_cache_views: Annotated[int, whole_number("a number of views, 0 or more", least=0)] = option(
-        0,
-        "If a transform or the collator is random (crops, flips, masked tokens), the number of random versions of "
-        "each sample to cache. Epochs use them in turn, and replace a part of them with new ones. 0 turns the "
-        "activation cache off for random samples. See docs/how_it_works.md, Augmentation slots.",
-    )
 
     # Before a run.
     plan_only: Annotated[bool, truth] = option(

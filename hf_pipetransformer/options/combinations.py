@@ -53,11 +53,6 @@ def check_combinations(args: Options) -> None:
             *_refused_freezing(args),
             *_refused_on_other_schedules(args),
             *_refused_on_this_schedule(args),
-            (
-                args.activation_cache_views > 0 and args.activation_cache == "off",
-                f"activation_cache_views={args.activation_cache_views} with activation_cache='off': leave one of them "
-                "out.",
-            ),
         ]
     )
 
@@ -120,11 +115,6 @@ def _refused_on_this_schedule(args: Options) -> list[Refusal]:
             args.activation_cache == "on" and stores_nothing,
             f"activation_cache='on' {here}: nothing is stored there. Leave activation_cache out, or use "
             "pipeline_schedule='1f1b'.",
-        ),
-        (
-            args.activation_cache_views > 0 and stores_nothing,
-            f"activation_cache_views={args.activation_cache_views} {here}: nothing is stored there. Leave "
-            "activation_cache_views out, or use pipeline_schedule='1f1b'.",
         ),
         (
             args.pipeline_checkpoint == "except_last" and able.overlaps_steps,

@@ -93,9 +93,8 @@ class Forecast:
                 choice = self._search(layout, span.num_frozen, share, steps_left)
                 layout, passes, moving, decision = choice.layout, choice.passes, choice.moving, choice.storing
             if layout.cache_level and self.storing is not None:
-                # A store fills in as many passes as it has slots; a span that ends earlier fills a part.
-                writing = max(1, self.storing.num_slots) * self.steps_per_epoch
-                written = self.storing.contents.fits_share * min(1.0, span.num_steps / writing)
+                # A store fills in one epoch; a span that ends earlier fills a part.
+                written = self.storing.contents.fits_share * min(1.0, span.num_steps / self.steps_per_epoch)
                 # Records of another level are written anew.
                 share = max(share if layout.cache_level == stored_level else 0.0, written)
             yield Segment(layout, _first(passes, span.num_steps), moving, decision)

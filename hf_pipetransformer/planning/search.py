@@ -28,10 +28,8 @@ from hf_pipetransformer.planning.storing import (
     CacheCosts,
     CacheDecision,
     Pass,
-    SlotCosts,
     StoreContents,
     Way,
-    refresh_fraction,
     ways_of_storing,
 )
 from hf_pipetransformer.schedules.placement import attention_of, first_above, num_layers, pipeline_sizes
@@ -58,7 +56,6 @@ class Storing:
         costs: of a sample; the search fills in `prefix` and `active`.
         mode: `auto`, `on` or `off`.
         contents: the present records, and what fits.
-        num_slots: records of a random sample, see `augmentation`; 0 where samples are not random and have one.
         dropout_from: number of frozen layers from which on storing would change what the script's frozen layers
             compute. `auto` stores nothing there, because by default no number differs from Trainer's.
         now: seconds per sample that the measured steps spend on reading; None for those of reading the data set. They
@@ -68,19 +65,16 @@ class Storing:
     costs: CacheCosts
     mode: str
     contents: StoreContents = StoreContents()
-    num_slots: int = 0
     dropout_from: float = inf
     now: float | None = None
 
     def keeps_dropout(self, num_frozen: int) -> bool:
         return self.mode == "auto" and num_frozen >= self.dropout_from
 
-    def beside(self, blocks: BlockCosts, num_frozen: int, pipeline_size: int) -> tuple[CacheCosts, SlotCosts]:
-        """Return the costs in a pipeline, beside what it computes, and those of augmentation slots."""
+    def beside(self, blocks: BlockCosts, num_frozen: int, pipeline_size: int) -> CacheCosts:
+        """Return the costs in a pipeline, beside what it computes."""
         costs = replace(self.costs, prefix=prefix_seconds(blocks))
-        costs = costs.beside(active_seconds(blocks, num_frozen), pipeline_size)
-        share = refresh_fraction(costs, num_frozen) if self.num_slots else 0.0
-        return costs, SlotCosts(max(1, self.num_slots), share)
+        return costs.beside(active_seconds(blocks, num_frozen), pipeline_size)
 
 
 class Horizon(NamedTuple):
@@ -132,8 +126,7 @@ def search(
 
     def as_it_is(level: int) -> Layout:
         stored = inputs.stored(current.pipeline_size, level)
-        # The present fraction belongs to the present records: `_option` sets that of each way.
-        return replace(current, num_frozen_layers=num_frozen, cache_level=stored, refresh_fraction=0.0)
+        return replace(current, num_frozen_layers=num_frozen, cache_level=stored)
 
     # Passes have a reading of their own, in place of the one that is a part of the measured overhead.
     look = _Look(current, num_frozen, horizon, inputs, storing, without_reading(inputs, current, storing))
@@ -212,8 +205,8 @@ class _Look:
             reading = 0.0 if storing is None else storing.costs.input
             return self._option(plain, Way(0, (Pass(steps, record_seconds=reading),)))
         blocks = with_launches(self.inputs.blocks, plain, self.inputs.samples_per_device)
-        costs, slots = storing.beside(blocks, self.num_frozen, plain.pipeline_size)
-        ways = ways_of_storing(costs, self.num_frozen, storing.contents, steps, per_epoch, slots)
+        costs = storing.beside(blocks, self.num_frozen, plain.pipeline_size)
+        ways = ways_of_storing(costs, self.num_frozen, storing.contents, steps, per_epoch)
         options = {
             name: self._option(lay_out(way.level) if way.level else plain, way) for name, way in ways.by_name.items()
         }
@@ -226,7 +219,7 @@ class _Look:
         return replace(options[decision.way], decision=decision, seconds_left_by_way=seconds)
 
     def _option(self, layout: Layout, way: Way) -> _Option:
-        inputs, layout = self.inputs, replace(layout, refresh_fraction=way.refresh_fraction)
+        inputs = self.inputs
         moving = moving_seconds(self.current, layout, inputs)
         seconds = seconds_left(layout, way.passes, self.apart) + moving
         judged = inputs.judge(layout, inputs.cut_by)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -121,35 +120,6 @@ class StoreContents:
 
 
 @dataclass(frozen=True)
-class SlotCosts:
-    """Effect of storing random samples in several augmentation slots, see `data.augmentation`.
-
-    Args:
-        num_slots: the number of records per sample V; 1 also for samples that are not random.
-        refresh_fraction: share of the samples that a pass augments again once V passes have filled the records.
-    """
-
-    num_slots: int = 1
-    refresh_fraction: float = 0.0
-
-
-ONE_SLOT = SlotCosts()
-
-FRESH_BUDGET = 0.1
-"""Fresh augmentations may add this fraction to a pass that reads all records and trains the blocks above."""
-
-
-def refresh_fraction(costs: CacheCosts, num_frozen: int) -> float:
-    """Return the share of the samples, 0 to 1 by 0.001, that each pass may augment again by `FRESH_BUDGET`."""
-    prefix = costs.prefix[num_frozen]
-    # A fresh sample is read, computed and written, where its record would only have been read.
-    extra = costs.input + prefix + costs.writing(prefix) - costs.reading()
-    budget = FRESH_BUDGET * (costs.reading() + costs.active)
-    # Rounded down, as it is announced: the budget is kept.
-    return 1.0 if extra <= budget else math.floor(1000 * budget / extra) / 1000
-
-
-@dataclass(frozen=True)
 class Pass:
     """Consecutive optimizer steps that find the same records in the store.
 
@@ -172,9 +142,8 @@ def passes_ahead(
     stored: StoreContents,
     steps_left: float,
     steps_per_epoch: float,
-    slots: SlotCosts = ONE_SLOT,
 ) -> tuple[Pass, ...]:
-    """Predict the passes to come: those that write records of `level` (one per slot), then those that read them.
+    """Predict the passes to come: the one that writes records of `level`, then those that read them.
 
     Args:
         level: the number of blocks whose output is stored from now on, up to `num_frozen`; 0 for none.
@@ -193,12 +162,10 @@ def passes_ahead(
     # Records of fewer layers are written anew as they are read; those of this level stay.
     rewritten = 0.0 if stored.level == level else share * costs.writing(above_old)
     written = rewritten + (fits - share) * costs.writing(whole)
-    first = min(steps_left, slots.num_slots * steps_per_epoch)
+    first = min(steps_left, steps_per_epoch)
     found = [Pass(first, stored.level if share else 0, share, reading_seconds(costs, share, above_old) + written)]
     if steps_left > first:
-        read, new = fits * (1 - slots.refresh_fraction), fits * slots.refresh_fraction
-        later = reading_seconds(costs, read, above_new) + new * costs.writing(whole)
-        found.append(Pass(steps_left - first, level, read, later))
+        found.append(Pass(steps_left - first, level, fits, reading_seconds(costs, fits, above_new)))
     return tuple(found)
 
 
@@ -220,12 +187,10 @@ class Way:
     Args:
         level: the number of layers whose output is stored from now on; 0 for none.
         passes: steps that follow.
-        refresh_fraction: share of the samples that each later pass augments again, replacing their oldest slot.
     """
 
     level: int
     passes: tuple[Pass, ...]
-    refresh_fraction: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -242,7 +207,6 @@ class Ways:
     by_name: dict[str, Way]
     num_frozen: int
     epochs_left: float
-    num_slots: int = 1
 
     def decide(
         self, seconds: Mapping[str, float], mode: str, of: str, fitting: Collection[str] | None = None
@@ -265,19 +229,18 @@ class Ways:
         # The first of those that are equal but for rounding stores least.
         name = next(name for name in allowed if seconds[name] <= least * (1 + 1e-9))
         way = self.by_name[name]
-        return CacheDecision(name, way.level, self._reason(way, seconds, mode, of), way.refresh_fraction)
+        return CacheDecision(name, way.level, self._reason(way, seconds, mode, of))
 
     def _reason(self, chosen: Way, seconds: Mapping[str, float], mode: str, of: str) -> str:
         if self.num_frozen == 0 or mode == "off":
             return "the cache is switched off" if self.num_frozen else "no layer is frozen"
         epochs = f"{self.epochs_left:.3g} epoch{'' if self.epochs_left == 1 else 's'}"
-        left = f"{epochs} left" + (f" for {self.num_slots} slots" if self.num_slots > 1 else "")
         if mode == "on" and chosen.level == self.num_frozen:
             return "the cache is switched on"
         if mode == "on":
-            return f"nothing is written with {left}: no record would be read again"
+            return f"nothing is written with {epochs} left: no record would be read again"
         if len(self.by_name) == 1:
-            return f"{left}: no record would be read again"
+            return f"{epochs} left: no record would be read again"
         named = {"compute": "recomputing", "keep": "reading what is cached", "write": "caching anew"}
         compared = (
             f"{named[way]} {cost:.3g} s" if cost >= 1 else f"{named[way]} {1000 * cost:.3g} ms"
@@ -292,7 +255,6 @@ def ways_of_storing(
     stored: StoreContents,
     steps_left: float,
     steps_per_epoch: float,
-    slots: SlotCosts = ONE_SLOT,
 ) -> Ways:
     """Return the possible ways to get the output of the frozen layers until the end of a run.
 
@@ -312,19 +274,17 @@ def ways_of_storing(
         )
 
     def way(level: int) -> Way:
-        used = slots if level == num_frozen else replace(slots, refresh_fraction=0.0)
-        passes = passes_ahead(costs, num_frozen, level, stored, steps_left, steps_per_epoch, used)
-        return Way(level, passes, used.refresh_fraction if level else 0.0)
+        return Way(level, passes_ahead(costs, num_frozen, level, stored, steps_left, steps_per_epoch))
 
     found = {"compute": way(0)}
     if stored.share > 0 and 0 < stored.level <= num_frozen:
         found["keep"] = way(stored.level)
     # Records at the wanted level need no writing: that would be to keep them.
     is_written = "keep" in found and stored.level == num_frozen
-    # Before all slots have been filled no record is read again.
-    if num_frozen and not is_written and steps_left > slots.num_slots * steps_per_epoch:
+    # In the epoch that writes them no record is read again.
+    if num_frozen and not is_written and steps_left > steps_per_epoch:
         found["write"] = way(num_frozen)
-    return Ways(found, num_frozen, steps_left / steps_per_epoch, slots.num_slots)
+    return Ways(found, num_frozen, steps_left / steps_per_epoch)
 
 
 @dataclass(frozen=True)
@@ -334,13 +294,11 @@ class CacheDecision:
     Args:
         way: `compute`, `keep` or `write`, see `Ways`.
         level: the number of layers whose output is stored; 0 for none.
-        refresh_fraction: see `Way`.
     """
 
     way: str
     level: int
     reason: str
-    refresh_fraction: float = 0.0
 
     @property
     def use(self) -> bool:
@@ -361,7 +319,6 @@ def decide_cache(
     stored: StoreContents,
     epochs_left: float,
     mode: str,
-    slots: SlotCosts = ONE_SLOT,
 ) -> SampleDecision:
     """Choose the way that takes least time for a sample where one process computes everything; see `ways_of_storing`.
 
@@ -372,8 +329,7 @@ def decide_cache(
         write     s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write)
                   + p (E - 1) read + (1 - p) compute
 
-    where p is the share that fits into the store, at least s; `keep` is `write` with the records at level g. With V
-    slots per sample, the first V passes write, and in later ones a share n of the samples is augmented again. Where
+    where p is the share that fits into the store, at least s; `keep` is `write` with the records at level g. Where
     records are read and written beside the computation of a device, `read` and `write` are what is left of them. On a
     tie, the way that stores less wins.
 
@@ -383,7 +339,7 @@ def decide_cache(
         epochs_left: E, how often an average sample will still be read, the current epoch included.
     """
     # Epochs stand for steps.
-    ways = ways_of_storing(costs, num_frozen, stored, max(epochs_left, 0.0), 1.0, slots)
+    ways = ways_of_storing(costs, num_frozen, stored, max(epochs_left, 0.0), 1.0)
     computed = [max(0.0, costs.prefix[num_frozen] - seconds) for seconds in costs.prefix]
 
     def seconds_of(way: Way) -> float:
@@ -395,4 +351,4 @@ def decide_cache(
 
     seconds = {name: seconds_of(way) for name, way in ways.by_name.items()}
     found = ways.decide(seconds, mode, "a sample")
-    return SampleDecision(found.way, found.level, found.reason, found.refresh_fraction, seconds)
+    return SampleDecision(found.way, found.level, found.reason, seconds)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules import placement as blocks
-from hf_pipetransformer.schedules.json_values import entries, items, number, text, whole_number
+from hf_pipetransformer.schedules.json_values import entries, items, text, whole_number
 from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement, Plans
 
 
@@ -20,6 +20,9 @@ MOST_MICROBATCHES = 2**20
 _COUNTS = frozenset(
     {"num_layers", "num_frozen_layers", "num_stages", "num_replicas", "num_microbatches", "num_chunks", "cache_level"}
 )
+
+# What checkpoints, plans and events files of earlier releases also say of a layout.
+_GONE = frozenset({"fresh_share", "refresh_fraction"})
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
@@ -43,7 +46,6 @@ class Layout:
         cache_level: the activations after this many layers are stored and read back; at most F, 0 without a cache.
         num_chunks: stages per rank V; 1 if the pipeline is one rank.
         token_slices: lengths of token slices, see `placement.Plans`; empty if sequences stay whole.
-        refresh_fraction: share of samples, 0 to 1, that each pass augments anew instead of reading a stored view.
 
     Raises:
         ValueError: blocks not covered exactly once, an empty stage, K * V stages that do not fit, or a value out of
@@ -61,7 +63,6 @@ class Layout:
     num_chunks: int = 1
     placement: str = "loop"
     token_slices: Plans = ()
-    refresh_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         expected_ends = (0, self.num_blocks)
@@ -94,8 +95,6 @@ class Layout:
                 f"cache_level must be from 0 to the number of frozen layers, {self.num_frozen_layers}, "
                 f"found {self.cache_level}."
             )
-        if not 0 <= self.refresh_fraction <= 1:
-            raise ValueError(f"refresh_fraction must be from 0 to 1, found {self.refresh_fraction}.")
 
     @property
     def pipeline_size(self) -> int:
@@ -163,9 +162,8 @@ class Layout:
             ValueError: these are not the values of a layout.
         """
         found = dict(entries(fields, "layout"))
-        if "fresh_share" in found:
-            # Its name in the checkpoints and events of earlier releases.
-            found["refresh_fraction"] = found.pop("fresh_share")
+        for gone in _GONE & found.keys():
+            del found[gone]
         for own in dataclass_fields(cls):
             if own.name not in found and own.default is MISSING:
                 raise ValueError(f"found no {own.name!r} of a layout")
@@ -185,7 +183,6 @@ class Layout:
             tuple(whole_number(length, "token_slices", 1) for length in items(plan, "token_slices"))
             for plan in items(found.get("token_slices", []), "token_slices")
         )
-        number(found.get("refresh_fraction", 0.0), "refresh_fraction", 0, 1)
         find_schedule(text(found["schedule"], "schedule"))
         # Its type alone: the constructor knows which names there are.
         text(found.get("placement", ""), "placement")

@@ -415,7 +415,7 @@ def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: RunS
         )
     # Each node stores the samples of its own devices, an equal part for each.
     here = -(-course.num_samples * machine.devices_per_node // machine.num_devices)
-    needed = storage.record_bytes * here * max(1, args.activation_cache_views)
+    needed = storage.record_bytes * here
     share = min(1.0, storage.allowed_bytes / needed) if needed else 1.0
     return Caching(needed, storage.allowed_bytes, 0.0 if why else share, why)
 
@@ -431,8 +431,7 @@ def _storing(
     local = max(1, planner.costs.overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
     times = storage.input, local * storage.read, local * storage.write
     costs = CacheCosts((), *times, not machine.is_host, args.gradient_accumulation_steps)
-    contents = StoreContents(fits_share=caching.share)
-    return Storing(costs, args.activation_cache, contents, args.activation_cache_views)
+    return Storing(costs, args.activation_cache, StoreContents(fits_share=caching.share))
 
 
 def _decided(caching: Caching | None, forecast: Forecast, course: RunSchedule) -> Caching | None:

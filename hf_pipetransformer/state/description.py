@@ -117,7 +117,7 @@ TOLD_ARGUMENTS = (
     *("max_steps", "seed", "data_seed", "train_sampling_strategy", "length_column_name", "dataloader_drop_last"),
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor"),
-    *("neftune_noise_alpha", "bf16", "fp16", "activation_cache_views", "activation_cache_dtype"),
+    *("neftune_noise_alpha", "bf16", "fp16", "activation_cache_dtype"),
 )
 """Arguments that must be equal for a resumed run to reproduce the saved run's numbers."""
 

@@ -72,7 +72,7 @@ class Resumption:
         # A checkpoint comes before the change that is due at its step, so the layout is that of the steps before.
         planned = layout if plan is None else plan[max(start for start in plan if start < step)]
         # A plan may be replayed without the activation cache it was recorded with.
-        with_cache = replace(planned, cache_level=layout.cache_level, refresh_fraction=layout.refresh_fraction)
+        with_cache = replace(planned, cache_level=layout.cache_level)
         is_as_planned = with_cache == layout
         if planned.num_frozen_layers != layout.num_frozen_layers or not (is_as_planned or self.is_elsewhere):
             raise ValueError(
@@ -298,7 +298,7 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
                 f"nodes allow {topology.pipeline_sizes}. Replay it on nodes of as many processes."
             )
         if layout.pipeline_size > topology.local_world_size:
-            layouts[step] = replace(layout, cache_level=0, refresh_fraction=0.0)  # No store serves several nodes.
+            layouts[step] = replace(layout, cache_level=0)  # No store serves several nodes.
         if layout.schedule == args.asked_schedule and layout.num_chunks == 1:
             layouts[step] = replace(layouts[step], schedule=args.pipeline_schedule)
         elif layout.schedule != args.pipeline_schedule:

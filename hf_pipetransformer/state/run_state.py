@@ -113,15 +113,6 @@ class DecisionState(TypedDict):
     known_microbatches: list[tuple[Microbatches, Microbatches, Microbatches]]
 
 
-class SlotState(TypedDict):
-    """State of `AugmentationSlots`."""
-
-    num_slots: Positive
-    seed: Seed
-    first: Count
-    shares: list[tuple[Count, Annotated[float, Within(0, 1)]]]
-
-
 class SchedulerState(TypedDict, total=False):
     """Entries that torch's schedulers have in their state; a user's own may have others."""
 
@@ -251,7 +242,6 @@ class RunState(RunIdentity, Progress):
     num_starts: Count
     num_transitions: Count
     decisions: DecisionState
-    slots: SlotState | None
     scheduler: SchedulerState
     scaler: dict[str, Any] | None
     optimizer_class: str

@@ -145,7 +145,7 @@ class Checkpoints:
         self._unlogged_loss = sum(loss for _written, loss in answers) / context.topology.world_size
 
     def _state(self) -> RunState:
-        progress, seeds, loader, place = self.context.run.state, self.context.seeds, self.loader, self._place()
+        progress, seeds, place = self.context.run.state, self.context.seeds, self._place()
         values: dict[str, Any] = {
             **vars(self.description.identity),
             # What is in force, where the options leave it open.
@@ -165,7 +165,6 @@ class Checkpoints:
             "num_starts": seeds.num_starts,
             "num_transitions": seeds.num_transitions,
             "decisions": self.controller.state(),
-            "slots": None if loader is None or loader.slots is None else loader.slots.state(),
         }
         return RunState(**values)
 

@@ -369,9 +369,7 @@ class PipelineBuilder:
         persists = request.key is not None and args.dataloader_persistent_workers
         if persists and request.key in pipeline.persistent_loaders:
             return pipeline.persistent_loaders[str(request.key)]
-        # A replayed run freezes as recorded, whatever its policy would do.
-        freezes = pipeline.layout.num_frozen_layers or self.policy.freezes or args.layout_plan is not None
-        loader = make_loader(self.context, pipeline, request, may_store=bool(request.is_training and freezes))
+        loader = make_loader(self.context, pipeline, request)
         # Of a sample whose activation is stored, prompts are not read.
         cache = None if request.is_training or trainer_compat.generates(self.context.trainer) else self.cache
         if cache is not None and not loader.is_stream:

@@ -224,9 +224,6 @@ def _plan(builder: PipelineBuilder, start_up: StartUp, batches: FirstBatches, le
 def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputReport, num_samples: int) -> DiskProfile:
     """Measure the disk of the activation cache, as far as samples can be stored."""
     activation, why = start_up.probe.activation, report.reason
-    # The reason is that samples are random, and slots store such samples.
-    if args.activation_cache_views and report.is_random:
-        why = None
     if len(activation.hidden_shape) != 2 or activation.changes_length:
         why = "the layers' activations are not one for each token"
     length, size = start_up.record_length, activation.hidden_shape[-1]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler
 from transformers.trainer_utils import seed_worker
 
-from hf_pipetransformer.cache.opening import seeded_reading
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.data.loader import PipelineLoader, Request
@@ -81,8 +80,8 @@ def with_shared_rng(loader: Any, shared: SharedRngState | None) -> Any:
     return loader if shared is None else UsersLoader(loader, shared)
 
 
-def make_loader(context: TrainingContext, pipeline: Pipeline, request: Request, may_store: bool) -> PipelineLoader:
-    """Build a data set's loader for this rank's place; `may_store` says that its activations may be cached."""
+def make_loader(context: TrainingContext, pipeline: Pipeline, request: Request) -> PipelineLoader:
+    """Build a data set's loader for this rank's place."""
     trainer, topology, args = context.trainer, context.topology, context.args
     start_up, shared = pipeline.start_up, pipeline.shared_rng
     rows = trl_compat.rows_of_sample(trainer)
@@ -103,23 +102,17 @@ def make_loader(context: TrainingContext, pipeline: Pipeline, request: Request, 
         sampler = order_of_run(
             dataset, request.sampler(dataset), args, args.global_batch_size, shared, pipeline.last_seeded
         )
-    stores_slots = may_store and args.activation_cache_views and args.activation_cache != "off"
-    seeded = seeded_reading(args, topology, start_up, dataset, collate) if stores_slots else None
-    samples, of_batch, slots = (
-        (Samples(dataset), collate, None) if seeded is None else (seeded.samples, seeded.collate, seeded.slots)
-    )
     drops_last = args.dataloader_drop_last and not request.reads_all
     order = EpochOrder(BatchSampler(sampler, batch_size, drops_last))
-    batches = ReplicaBatchSampler(order, groups.replica, groups.num_replicas, not request.is_training, slots)
+    batches = ReplicaBatchSampler(order, groups.replica, groups.num_replicas, not request.is_training)
     seed_workers = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
     # As in Trainer, which seeds the workers of training loaders alone.
     worker_init = seed_workers if request.is_training else None
-    collator = BatchCollator(of_batch, rows)
+    samples, collator = Samples(dataset), BatchCollator(collate, rows)
     reader = torch_loader(samples, collator, args, seconds, batch_sampler=batches, worker_init_fn=worker_init)
     # Workers have their own RNG states and read for all replicas in parallel: no dispatching with workers.
-    may_dispatch = seeded is None and not args.dataloader_num_workers
     # Rank 0 decides: ranks that read in different ways would wait for each other.
-    if may_dispatch and topology.decide(lambda: draws_at_random(dataset, collate)):
+    if not args.dataloader_num_workers and topology.decide(lambda: draws_at_random(dataset, collate)):
         reading = DispatchedReading(reader, link, shared, args.pipeline_timeout, request.is_training)
     else:
         reading = ReplicaReading(reader, link, shared, start_up.common_length)

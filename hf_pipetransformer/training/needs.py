@@ -117,7 +117,7 @@ class RunOptions:
     @property
     def only_store(self) -> bool:
         """True if a pipeline would be of use for nothing but storing what the script froze."""
-        own = self._freeze or self._ask_for_parts or self.args.plan_only or self.args.activation_cache_views
+        own = self._freeze or self._ask_for_parts or self.args.plan_only
         return self.is_undivided and not own and self.args.head_slices is not None
 
     @property

@@ -190,7 +190,7 @@ class TrainingSetup:
             remove_old_stores(self.context.args)
         if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
             args = self.context.args
-            options = ("activation_cache", "activation_cache_views", "activation_cache_keep")
+            options = ("activation_cache", "activation_cache_keep")
             asked = [name for name in options if getattr(args, name) not in ("auto", "off", 0, False)]
             for name in asked if self.context.topology.rank == 0 else ():
                 logger.warning(
@@ -198,10 +198,6 @@ class TrainingSetup:
                     f"cached. Choose a freeze_policy, or leave {name} out."
                 )
             return None
-        saved = self.resumption
-        if saved is not None and isinstance(loader, PipelineLoader) and loader.slots is not None:
-            place, slots = saved.progress.place, None if saved.is_plain else saved.state.slots
-            loader.slots.load_state(slots, 0 if place is None else place["epoch"])
         return begin_cache(self.context, self.pipeline, loader, steps_per_epoch)
 
     def _known_microbatches(self) -> dict[tuple[int, int], int]:

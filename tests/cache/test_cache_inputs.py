@@ -175,7 +175,7 @@ def flip_with_python(pixels):
 def test_a_random_flip_is_found(change):
     report = examine_inputs(with_transform(change), stacked, *IMAGES)
     assert "random augmentation" in report.reason and "'pixel_values'" in report.reason
-    assert "or store augmented copies in the data set" in report.reason
+    assert "or give each image several rows, each augmented in a way of its own" in report.reason
     assert report.padding is None and report.seconds_per_sample > 0
 
 

@@ -369,7 +369,7 @@ class Inputs:
 
 def test_the_stores_of_a_training_share_its_bound(tmp_path: Path) -> None:
     stores = CacheStores(Inputs(tmp_path))
-    loader, source = SimpleNamespace(dataset=range(2000)), SimpleNamespace(is_text=True, num_slots=1)
+    loader, source = SimpleNamespace(dataset=range(2000)), SimpleNamespace(is_text=True)
     training = stores.open(loader, source)
     assert training is not None and fill(training.store, np.arange(100)) == 100
     evaluation = stores.open(loader, source, is_training=False)
@@ -400,7 +400,7 @@ def test_ranks_that_see_different_file_systems_are_told_so(tmp_path: Path) -> No
 def test_a_kept_store_is_of_one_padding_where_the_loss_sees_it(tmp_path: Path) -> None:
     """Digests of inputs are cut to the real tokens, but rows hold what the layers gave for padding too."""
     stores = CacheStores(Inputs(tmp_path))
-    loader = SimpleNamespace(dataset=Known(make_rows("bert_sequence", NUM_SAMPLES)), slots=None)
+    loader = SimpleNamespace(dataset=Known(make_rows("bert_sequence", NUM_SAMPLES)))
 
     def key(**changes: Any) -> str | None:
         return stores._data_key(loader, replace(SOURCE, **changes))

@@ -6,19 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.planning import storing as decision
 from tests.distributed.resume_worker import write_plan
 from tests.distributed.scenarios import scenario
 from tests.support.drawing import losses, trainer_of
 
-
-# One draw of each sample is stored in the first epoch; there is another level in the middle of the second.
-VIEWS: dict[str, Any] = {
-    "freeze_policy": "fixed",
-    "freeze_at": "0:2,4:3",
-    "activation_cache": "on",
-    "activation_cache_views": 1,
-}
 
 # Data, and the options of the runs: the second goes on from the checkpoint of the first.
 CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
@@ -30,11 +21,6 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "images-2x1-then-1x2": ("images", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 1}]),
     "masks-1x2-by-length": ("masks", [{"pipeline_parallel_size": 1, "train_sampling_strategy": "group_by_length"}]),
     "masks-2x1-workers": ("masks", [{"pipeline_parallel_size": 2, "dataloader_num_workers": 1}]),
-    "seeded-masks-1x2-views": ("seeded masks", [{"pipeline_parallel_size": 1, **VIEWS}]),
-    "images-2x1-then-1x2-views": (
-        "images",
-        [{"pipeline_parallel_size": 2, "dataloader_num_workers": 1, **VIEWS}, {"pipeline_parallel_size": 1, **VIEWS}],
-    ),
 }
 SAVED_AT = 4
 
@@ -42,7 +28,6 @@ SAVED_AT = 4
 @scenario
 def train(folder: Path, names: list[str]) -> dict[str, Any]:
     """Return the losses of each case."""
-    decision.FRESH_BUDGET = 0.0  # It hangs on measured times how many samples are drawn anew.
     found: dict[str, Any] = {}
     for name in names:
         data, runs = CASES[name]

@@ -9,12 +9,10 @@ import json
 import logging
 import os
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from transformers import Trainer, TrainerCallback, set_seed
 
@@ -25,7 +23,6 @@ from hf_pipetransformer.cache.planner import StorageSpeed
 from hf_pipetransformer.comm import topology
 from hf_pipetransformer.comm.transfers import ObjectSender
 from hf_pipetransformer.data.sampler import ReplicaBatchSampler
-from hf_pipetransformer.planning import storing as decision
 from hf_pipetransformer.training import loaders
 from tests.distributed.cache_worker import At, CountedRows, RunsWithoutReads
 from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, note, scenario
@@ -59,30 +56,6 @@ class NotingSampler(ReplicaBatchSampler):
         return read
 
 
-class DrawnRows(CountedRows):
-    """Rows with a token drawn at random in each; notes what it drew, by sample."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        super().__init__(rows)
-        self.drawn: dict[int, list[int]] = defaultdict(list)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = super().__getitem__(index)
-        token = int(torch.randint(5, 30, ()))
-        self.drawn[index].append(token)
-        return {**row, "input_ids": [row["input_ids"][0], token, *row["input_ids"][2:]]}
-
-
-class ForgetsDraws(TrainerCallback):
-    """What was read to look at model and data is no draw of the run."""
-
-    def __init__(self, rows: DrawnRows) -> None:
-        self.rows = rows
-
-    def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        self.rows.drawn.clear()
-
-
 class Act:
     """Runs on planted nodes, and what came out of them.
 
@@ -109,18 +82,11 @@ class Act:
         """The files with rows on this node's disk."""
         return sorted(self.disk.rglob("records-*"))
 
-    def run(
-        self,
-        name: str,
-        callbacks: Any = (),
-        resume_from: Path | None = None,
-        rows: CountedRows | None = None,
-        **changes: Any,
-    ) -> Any:
+    def run(self, name: str, callbacks: Any = (), resume_from: Path | None = None, **changes: Any) -> Any:
         output = self.path / f"{name}-output"
         set_seed(0)
         model = build_model("bert_sequence", 11)
-        rows = rows or CountedRows(make_rows("bert_sequence", NUM_SAMPLES))
+        rows = CountedRows(make_rows("bert_sequence", NUM_SAMPLES))
         evaluated = CountedRows(make_rows("bert_sequence", NUM_EVALUATED, 1), "evaluated")
         options: dict[str, Any] = {
             "batch": GLOBAL_BATCH, "per_device_eval_batch_size": 2, "num_train_epochs": EPOCHS, "learning_rate": 1e-3,
@@ -278,17 +244,6 @@ def a_link_on_one_node(act: Act) -> None:
         act.runs["with"] = str(error)
 
 
-def views(act: Act) -> None:
-    """Of rows with a token drawn at random; none is drawn anew once it is stored."""
-    decision.FRESH_BUDGET = 0.0
-    rows = DrawnRows(make_rows("bert_sequence", NUM_SAMPLES))
-    act.run(
-        "with", callbacks=[ForgetsDraws(rows)], rows=rows, activation_cache_views=2, num_train_epochs=EPOCHS + 1,
-        eval_strategy="no",
-    )  # fmt: skip
-    act.runs["with"]["tokens"] = rows.drawn
-
-
 # ---- on three and four processes
 
 
@@ -373,7 +328,7 @@ def resumed_over_nodes(act: Act) -> None:
 
 ALL = (
     *(frozen_from_the_start, resumed, resumed_elsewhere, resumed_back, a_node_loses_its_rows, a_link_on_one_node),
-    *(views, shorter_pipelines, unequal_nodes, longer_than_a_node, every_length),
+    *(shorter_pipelines, unequal_nodes, longer_than_a_node, every_length),
     *(saved_over_nodes, resumed_on_one_node, resumed_over_nodes),
 )
 ACTS = {act.__name__: act for act in ALL}

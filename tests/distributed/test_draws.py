@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 from transformers import Trainer
 
-from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.planning import storing as decision
 from tests.distributed.draws_worker import CASES, train
 from tests.distributed.scenarios import run
 from tests.support.drawing import losses, trainer_of
 
 
-WITH_VIEWS = [name for name, (_, runs) in CASES.items() if "activation_cache_views" in runs[0]]
 OF_TRAINER = ("train_sampling_strategy", "dataloader_num_workers")
 
 pytestmark = pytest.mark.distributed
@@ -29,25 +26,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return losses_of
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WITH_VIEWS])
+@pytest.mark.parametrize("name", CASES)
 def test_data_draw_what_they_draw_in_one_process(name: str, found: dict[str, list[Any]], tmp_path: Path) -> None:
     data, runs = CASES[name]
     plain = trainer_of(data, Trainer, tmp_path, **{key: value for key, value in runs[0].items() if key in OF_TRAINER})
     plain.train()
     assert_equal(found[name], losses(plain))
-
-
-@pytest.mark.parametrize("name", WITH_VIEWS)
-def test_stored_draws_are_those_of_one_process_without_a_halt(
-    name: str, found: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decision, "FRESH_BUDGET", 0.0)
-    data, runs = CASES[name]
-    alone = trainer_of(data, PipeTransformerTrainer, tmp_path, **{**runs[0], "pipeline_parallel_size": 1})
-    alone.train()
-    # What an evaluation draws is not seeded by sample.
-    own, expected = ([loss for loss in of if loss[1] == "loss"] for of in (found[name], losses(alone)))
-    assert_equal(own, expected)
 
 
 def assert_equal(found: list[Any], expected: list[Any]) -> None:

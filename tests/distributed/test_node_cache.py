@@ -155,27 +155,6 @@ def test_a_run_goes_on_to_the_bit_and_on_other_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_views_are_drawn_on_several_nodes_as_on_one(tmp_path: Path) -> None:
-    act_on(tmp_path / "two", 2, 1, "views", timeout=100)
-    act_on(tmp_path / "one", 2, 2, "views", timeout=100)
-    tokens: list[dict[str, set[int]]] = []
-    for folder in ("two", "one"):
-        outcome = outcome_of(tmp_path / folder, "views")
-        # Two epochs fill the views, two read them.
-        assert outcome.of("with", "hit_rates") == [0, 0, 1, 1]
-        # What is read is a sample, and which draw of it in which view.
-        assert_each_sample_once([[item % NUM_SAMPLES for item in epoch] for epoch in outcome.epochs("with")])
-        found: dict[str, set[int]] = {}
-        for rank in outcome.ranks:
-            for sample, drawn in rank["with"]["tokens"].items():
-                found.setdefault(sample, set()).update(drawn)
-        tokens.append(found)
-    # A draw hangs on seed, sample and epoch, so that looking at the data beforehand gives no other ones.
-    assert tokens[0] == tokens[1] and len(tokens[0]) == NUM_SAMPLES
-    assert {len(drawn) for drawn in tokens[0].values()} == {1, 2}
-
-
-@pytest.mark.slow
 def test_a_store_that_one_node_lost_is_given_up_on_all(tmp_path: Path) -> None:
     act_on(tmp_path, 2, 1, "a_node_loses_its_rows", "a_link_on_one_node", timeout=100)
     outcome = outcome_of(tmp_path, "a_node_loses_its_rows")

@@ -209,12 +209,10 @@ class Watching(FreezePolicy):
 class Cache:
     """A planner of the activation cache that stores whatever is frozen."""
 
-    writing_steps = 5
+    steps_per_epoch = 5
 
     def __init__(self, mode: str = "on") -> None:
         self.mode = mode
-
-    steps_per_epoch = 5
 
     def storing(self, *_present: Any) -> Storing:
         return Storing(CacheCosts((), 1.0, 0.0, 0.0), self.mode)

@@ -122,7 +122,7 @@ def test_a_pipeline_that_grows_over_nodes_again_says_that_it_stores_no_more(tmp_
     decisions.write = lambda kind, **fields: noted.append((kind, fields["what"], fields["reason"]))
     stored = replace(layout_of(L, 1, 4), num_frozen_layers=2, cache_level=2)
     found = decisions._search(1, stored, 20).layout
-    assert (found.pipeline_size, found.cache_level, found.refresh_fraction) == (4, 0, 0.0)
+    assert (found.pipeline_size, found.cache_level) == (4, 0)
     assert written == []
     ((kind, what, reason),) = noted
     assert (kind, what) == ("cache", "off") and "spans nodes (K=4 on nodes of 2 processes)" in reason

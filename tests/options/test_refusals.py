@@ -47,7 +47,6 @@ EXCLUDED = [
     ({"pipeline_schedule": "interleaved_1f1b", "pipeline_chunks": 1}, "stages a rank. Choose another schedule"),
     ({"pipeline_schedule": "async_1f1b", "torch_compile": True}, "has not been verified: use another schedule"),
     ({"pipeline_schedule": "token", "activation_cache": "on"}, "Leave activation_cache out"),
-    ({"pipeline_schedule": "token", "activation_cache_views": 2}, "Leave activation_cache_views out"),
     ({"pipeline_schedule": "async_1f1b", "fp16": True}, "stages would have to agree"),
     ({"pipeline_schedule": "async_1f1b", "pipeline_loss": "batch"}, "so that no loss sees a whole batch"),
     ({"freeze_alpha": 2}, "freeze_alpha must be between 0 and 1, both excluded, found 2"),
@@ -120,7 +119,7 @@ def test_options_that_a_run_left_to_trainer_does_not_read(tmp_path: Path) -> Non
     quiet = {"pipeline_parallel_size": 1, "pipeline_parallel_num_microbatches": 1, "activation_cache": "off"}
     assert unused_by_trainer(arguments(tmp_path), READERS) is None
     assert unused_by_trainer(arguments(tmp_path, pipeline_timeout=9, **quiet), READERS) is None
-    ignored = {"activation_cache_keep": True, "activation_cache_views": 2, "pipeline_schedule": "zb_v"}
+    ignored = {"activation_cache_keep": True, "pipeline_schedule": "zb_v"}
     said = unused_by_trainer(arguments(tmp_path, **ignored), READERS) or ""
     assert all(name in said for name in ignored) and "no effect, because nothing freezes and no batch" in said
     plain = with_pipeline_options(TrainingArguments(str(tmp_path), use_cpu=True))

@@ -81,14 +81,6 @@ def test_half_an_epoch_of_writing_leaves_half_of_the_rows() -> None:
     assert forecast(STORING).seconds([Span(5, 1), Span(15, 2)]) == expected
 
 
-def test_views_are_written_in_as_many_epochs_and_drawn_anew_later() -> None:
-    # Above the frozen layer 3 + 1 + 2 * 2 seconds, of which a tenth goes into new draws that take 5.5 each: 0.145.
-    new = 0.145
-    later = (1 - new) * 8 + new * (11.5 + 2)
-    found = forecast(replace(STORING, num_slots=2)).seconds([Span(25, 1)])
-    assert found == pytest.approx(20 * 13.5 + 5 * later)
-
-
 def test_moves_of_weights_take_time_and_new_numbers_do_not() -> None:
     start = replace(LAYOUT, num_stages=2, boundaries=(0, 3, 6))
     # One stage has room for all, so that the rule of the paper takes it.

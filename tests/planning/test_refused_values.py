@@ -22,7 +22,6 @@ from tests.support.settled_policy import Settled
     [
         ({"num_frozen_layers": 7}, "num_frozen_layers must be from 0 to the number of layers, 6, found 7"),
         ({"num_frozen_layers": 1, "cache_level": 2}, "cache_level must be from 0 to the number of frozen layers"),
-        ({"refresh_fraction": 1.5}, "refresh_fraction must be from 0 to 1, found 1.5"),
         ({"num_microbatches": 0}, "num_microbatches must be at least 1, found 0"),
     ],
 )

@@ -118,7 +118,6 @@ DEEP = "[" * 50_000
         ("schedule", '"1f2b"', "Unknown schedule '1f2b'"),
         ("schedule", "null", "found None as 'schedule', expected a text"),
         ("token_slices", "[3]", "found 3 as 'token_slices', expected a list"),
-        ("refresh_fraction", "NaN", "found nan as 'refresh_fraction', expected a number from 0 to 1"),
         ("speed", "3", "found 'speed' in a layout"),
         (None, "3", "found 3 as 'layout', expected an object"),
     ],
@@ -245,7 +244,7 @@ def is_unread(path: tuple[str | int, ...]) -> bool:
 
 
 # A layout without these is that of an earlier release.
-HAVE_DEFAULTS = {"cache_level", "num_chunks", "placement", "token_slices", "refresh_fraction"}
+HAVE_DEFAULTS = {"cache_level", "num_chunks", "placement", "token_slices"}
 
 
 def test_a_mutated_events_file_is_refused_in_one_sentence(tmp_path: Path):

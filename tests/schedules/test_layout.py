@@ -76,10 +76,9 @@ def test_an_event_without_chunks_is_a_layout_of_one_stage_a_rank():
     assert Layout.from_event(event) == layout()
 
 
-def test_an_event_of_an_earlier_release_has_an_older_name_for_the_fraction_to_refresh():
-    event = layout(refresh_fraction=0.25).as_event()
-    event["fresh_share"] = event.pop("refresh_fraction")
-    assert Layout.from_event(event) == layout(refresh_fraction=0.25)
+def test_what_an_event_of_an_earlier_release_says_of_random_samples_is_not_read():
+    for name in ("fresh_share", "refresh_fraction"):
+        assert Layout.from_event({**layout().as_event(), name: 0.25}) == layout()
 
 
 def test_the_words_for_one_stage_a_rank_do_not_speak_of_chunks():

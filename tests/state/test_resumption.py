@@ -58,7 +58,7 @@ def state_of(layout: Layout, **changes: Any) -> RunState:
     decided: Any = {"num_wanted": 0, "num_fruitless": 0, "policy": {}, "gradient_norms": None}
     values: dict[str, Any] = {
         **texts, **counts, "step": 1, "epoch": 1.0, "place": None, "is_counted": True, "has_plan": False,
-        "arguments": {}, "decaying": [], "parameters": {}, "scheduler": {}, "scaler": None, "slots": None,
+        "arguments": {}, "decaying": [], "parameters": {}, "scheduler": {}, "scaler": None,
         "decisions": decided | {"known_microbatches": []}, "layout": layout, "first_layout": layout,
         "sums_in_float32": False,
         "world_size": layout.pipeline_size * layout.num_replicas,
@@ -268,7 +268,6 @@ def state(saved: Path) -> Any:
         ("first_layout", TWO_LAYERS.as_event(), "found a 'first_layout' of 2 layers, expected"),
         ("decisions known_microbatches", [[1, 1]], "expected a list of 3"),
         ("scheduler last_epoch", 1e30, "found 1e\\+30 as 'last_epoch'"),
-        ("slots", {"num_slots": 0}, "found 0 as 'num_slots'"),
     ],
 )
 def test_a_state_that_cannot_be_is_refused_although_its_hash_holds(
@@ -279,6 +278,15 @@ def test_a_state_that_cannot_be_is_refused_although_its_hash_holds(
     with pytest.raises(ValueError, match=f"checkpoint-4'.*{said}") as caught:
         read_state(str(saved))
     assert len(str(caught.value)) < 500
+
+
+def test_what_earlier_releases_say_of_stored_draws_is_not_read(saved: Path, state: Any) -> None:
+    expected = read_state(str(saved))
+    state["slots"] = {"num_slots": 2, "seed": 42, "first": 1, "shares": [[2, 0.1]]}
+    state["layout"] |= {"refresh_fraction": 0.1}
+    state["first_layout"] |= {"fresh_share": 0.0}
+    write_state(saved, state)
+    assert read_state(str(saved)) == expected
 
 
 @pytest.mark.parametrize("content", [None, [], 3, "x", {}])
@@ -298,8 +306,8 @@ def test_a_state_that_is_nested_too_deep_is_refused(saved: Path, state: Any) -> 
 # What a layout, or a state, of an earlier release lacks.
 OF_SCHEDULES = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 MAY_BE_GONE = {
-    *("cache_level", "num_chunks", "placement", "token_slices", "refresh_fraction", "group_size", "nodes"),
-    *("is_counted", "policy_class", "slots", "weights", "scaler", *OF_SCHEDULES),
+    *("cache_level", "num_chunks", "placement", "token_slices", "group_size", "nodes"),
+    *("is_counted", "policy_class", "weights", "scaler", *OF_SCHEDULES),
 }
 
 

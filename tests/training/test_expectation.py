@@ -120,9 +120,9 @@ def test_a_run_measures_what_it_expects(tmp_path: Path) -> None:
 
 
 def test_a_cache_without_frozen_layers_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache = {"activation_cache": "on", "activation_cache_views": 2}
+    cache = {"activation_cache": "on", "activation_cache_keep": True}
     assert expected(tmp_path, freeze_policy="none", freeze_at=None, **cache) == []
-    for option in ("activation_cache='on'", "activation_cache_views=2"):
+    for option in ("activation_cache='on'", "activation_cache_keep=True"):
         assert caplog.text.count(f"{option} has no effect: no layer is frozen or will be") == 1
 
 
