@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options

@@ -6,13 +6,12 @@ prefix of a stack on pipeline stages has a cache of its own, see `cache.training
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
@@ -23,7 +22,6 @@ from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, 
 from hf_pipetransformer.cache.frozen_parts.served import Records
 from hf_pipetransformer.cache.frozen_parts.watching import Found, Watch
 from hf_pipetransformer.cache.opening import stored_dtype
-from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.rng import NotedDraws, States, random_state, same_states
 from hf_pipetransformer.options.refusals import precision_of
@@ -105,7 +103,7 @@ class ComputedOnce:
                 self._num_samples = batch_size(inputs)
                 stack.enter_context(watch.step_watched())
             yield
-            self._finish_calls()
+            self._say_beyond()
         # Between two steps of an epoch, nobody but who reads samples draws random numbers, as a rule.
         self._state = random_state(self.args.device) if watch is not None else None
         if self.args.plan_only:
@@ -115,7 +113,7 @@ class ComputedOnce:
 
     def _reads_at_random(self) -> bool:
         """Return True if random numbers were drawn since the step before, or in a process that reads samples."""
-        draws = getattr(self.loader_draws, "seen", False)
+        draws = self.loader_draws is not None and self.loader_draws.seen
         if self._state is None or self._present_epoch != self._epoch:
             return draws
         return draws or not same_states(random_state(self.args.device), self._state)
@@ -137,7 +135,7 @@ class ComputedOnce:
         step.evaluates, step.generates, step.reads_loss_alone = True, generates, reads_loss_alone
         with self._looked_up(inputs):
             yield
-            self._finish_calls()
+            self._say_beyond()
 
     @contextmanager
     def _looked_up(self, inputs: Mapping[str, Any]) -> Iterator[None]:
@@ -149,16 +147,15 @@ class ComputedOnce:
                 stack.enter_context(part.standing_in())
             yield
 
-    def _finish_calls(self) -> None:
-        """Compute what the script has kept of deferred outputs, and say if steps read more than the first ones."""
+    def _say_beyond(self) -> None:
+        """Say if the step has read more than the first one."""
         assert self._step is not None
-        calls, self._step.calls = self._step.calls, []
-        if not self._step.evaluates and not self._has_told_beyond and any(call.reads_beyond for call in calls):
+        if self._step.reads_beyond and not self._step.evaluates and not self._has_told_beyond:
             self._has_told_beyond = True
-            names = ", ".join(sorted({call.part.name for call in calls if call.reads_beyond}))
+            names = ", ".join(sorted(self._step.reads_beyond))
             self._say(
-                f"Step {self.trainer.state.global_step + 1} reads outputs of {names} that the first step did not read, "
-                "so that no record has them: they are computed where they are read."
+                f"Step {self.trainer.state.global_step + 1} reads outputs of {names} that the first step did not, so "
+                "that no record has them: they are computed where they are read."
             )
 
     def end_epoch(self) -> None:
@@ -312,15 +309,15 @@ class ComputedOnce:
         records = Records(plan, store, settings, precision_of(self.args), self._say_wrong)
         for part in plan.parts:
             part.weights_changed = self._notice_change_of
-        records.since_epoch = self._present_epoch
+        records.since_epoch, records.num_states = self._present_epoch, _num_states(records)
         records.begin()
         self._serving.append((records, price))
         self.context.journal.write("cache", what="part", part=plan.name, **vars(price))
         mode = " in evaluation mode, without dropout" if any(part.in_evaluation for part in plan.parts) else ""
         self._say(
             f"{plan.name} ({plan.size / 1e6:,.3g} million parameters) is frozen: it is computed once{mode}. Its "
-            f"outputs are stored ({in_bytes(price.record_bytes)} each, {in_bytes(price.needed_bytes)} in all) and read "
-            "from the second epoch on."
+            f"outputs are stored ({in_bytes(price.record_bytes)} each, {in_bytes(price.needed_bytes)} in all) and "
+            "read from the second epoch on."
         )
         if num_found := len(store):
             self._say(f"{plan.name}: {num_found} outputs of an earlier run are used where inputs are the same.")
@@ -411,10 +408,9 @@ class ComputedOnce:
     def _stop_if_useless(self, records: Records) -> None:
         """End the storing of a part none of whose inputs came again in a whole epoch."""
         counts = records.counts
-        num_states = sum(part.state.num_states for part in records.plan.parts)
-        if num_states != records.num_states:
+        if _num_states(records) != records.num_states:
             # With other attributes it has other records.
-            records.num_states, records.since_epoch = num_states, self._epoch
+            records.num_states, records.since_epoch = _num_states(records), self._epoch
         # The first epoch only writes, so hits must have come by the end of the second if inputs come again at all.
         first = records.since_epoch + records.plan.notes_first
         if self._epoch < first + 2 or counts.hits or not counts.misses or records.num_agreed:
@@ -433,6 +429,10 @@ class ComputedOnce:
     def _say(self, text: str) -> None:
         if self.context.topology.rank == 0:
             announce(text)
+
+
+def _num_states(records: Records) -> int:
+    return sum(part.state.num_states for part in records.plan.parts)
 
 
 class _ChecksEpochs(TrainerCallback):

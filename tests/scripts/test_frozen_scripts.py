@@ -49,7 +49,7 @@ OPTIONS = (
 
 @pytest.fixture(autouse=True)
 def _whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "WORTH", 0.0)
+    monkeypatch.setattr(watching, "WORTH", 0.0)
     monkeypatch.setattr(part_stores, "WORTH_SECONDS", -1e9)
 
 

@@ -56,18 +56,20 @@ class Modes:
 class PartCall:
     """Call of a frozen part, of which nothing is computed yet."""
 
-    def __init__(self, part: FrozenPart, rows: Rows, modes: Modes, values: Sequence[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, part: FrozenPart, rows: Rows, modes: Modes, values: Sequence[torch.Tensor] | None = None
+    ) -> None:
         self.part, self.rows, self.modes = part, rows, modes
         self.notes: dict[int, bool] = {}
         """Outputs that were used, each with True if that was the first position of each row alone."""
-        self.reads_beyond = False
-        """True if an output was used that no record has."""
         self.keys: Array = np.empty((0, 2), np.uint64)
         self.template: Template | None = None
-        self.state = b""
-        """Of the part when it was called."""
+        self.state, self.marks = b"", list[tuple[int, int]]()
+        """Of the part, and of its weights, when it was called."""
         self._values = None if values is None else list(values)
         self._found: dict[int, torch.Tensor] | None = None
+        self.is_all_found = False
+        """True if nothing of it was computed."""
         self.counted = 0, 0
         """Rows that were read and computed, as the records have counted them."""
         self._versions = [_version(each) for each in rows.tensors]
@@ -100,7 +102,7 @@ class PartCall:
         if self._values is None and records is not None:
             pick = records.reading.pick(number)
             if pick is None or (pick.is_first and not first):
-                self.reads_beyond = True
+                self.part.step.reads_beyond.add(self.part.name)
             elif (found := self.found()) is not None:
                 whole = found[number]
                 return whole[:, 0] if first and not pick.is_first else whole
@@ -118,13 +120,13 @@ class PartCall:
         """Compute all outputs, in the modes of the call.
 
         Raises:
-            RuntimeError: an argument was overwritten since the call.
+            RuntimeError: an argument or the part has changed since the call.
         """
         if self._values is None:
-            if self.has_written_inputs:
+            if self.has_written_inputs or self.part.has_changed_since(self):
                 raise RuntimeError(
-                    f"{self.part.name} was called with a tensor that was written into before an output of the call was "
-                    "read for the first time, which no record has. Set activation_cache='off'."
+                    f"{self.part.name} was changed, or a tensor that it was called with, before an output of the "
+                    "call that no record has was read for the first time. Set activation_cache='off'."
                 )
             with self.modes.entered():
                 self.compute()
@@ -182,7 +184,8 @@ class PartCall:
             tuple(given), tensors, number, None if lengths is None else lengths[chosen], self.rows.is_flat, whole
         )
         found = PartCall(self.part, rows, self.modes)
-        found.notes, found.template, found.state = self.notes, self.template, self.state
+        found.notes, found.template = self.notes, self.template
+        found.state, found.marks = self.state, self.marks
         found.keys = self.keys[chosen] if len(self.keys) else self.keys
         if most == NUM_TRIED:
             self._sample = found
@@ -196,9 +199,7 @@ class Template:
         of_tokens: outputs whose second dimension is the padded length of the call.
     """
 
-    def __init__(
-        self, output: Any, rows: Rows, of_tokens: frozenset[int] = frozenset(), num_draws: int = 0
-    ) -> None:
+    def __init__(self, output: Any, rows: Rows, of_tokens: frozenset[int] = frozenset(), num_draws: int = 0) -> None:
         self.num_draws = num_draws
         """Random numbers that the call took."""
         self._of_tokens = of_tokens

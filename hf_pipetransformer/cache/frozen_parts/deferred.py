@@ -25,7 +25,7 @@ _OF_THE_FORM |= {getattr(torch.Tensor, name) for name in _METHODS}
 
 
 class Deferred(torch.Tensor):
-    """Output `number` of a call of a frozen part: a tensor without values until code other than a frozen part's uses it.
+    """Output `number` of a call of a frozen part: a tensor without values until other code than frozen parts uses it.
 
     What then is used in its place, in this use and in all later ones, is one ordinary tensor.
     """
@@ -34,9 +34,7 @@ class Deferred(torch.Tensor):
     number: int
 
     @staticmethod
-    def __new__(
-        cls, call: PartCall, number: int, shape: torch.Size | list[int], like: torch.Tensor
-    ) -> Deferred:
+    def __new__(cls, call: PartCall, number: int, shape: torch.Size | list[int], like: torch.Tensor) -> Deferred:
         found: Deferred = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
         )
@@ -58,7 +56,7 @@ class Deferred(torch.Tensor):
         return _used(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _used(func, args, kwargs)
 
 

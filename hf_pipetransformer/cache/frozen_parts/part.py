@@ -58,8 +58,8 @@ class PresentStep:
         self._of_model = frozenset[int]()
         self._of_batch = frozenset[int]()
         self._lengths: dict[int, Array] = {}
-        self.calls: list[PartCall] = []
-        """Deferred calls of the step."""
+        self.reads_beyond = set[str]()
+        """Names of parts of which the step used outputs that no record has."""
         self.evaluates = self.generates = self.reads_loss_alone = False
         self.defers = True
         """False if outputs are read or computed at once, as compiled code needs them."""
@@ -79,7 +79,7 @@ class PresentStep:
             if tokens is not None and mask is not None and mask.dim() == 2 and tokens.shape[:2] == mask.shape:
                 self._lengths[memory_of(tokens)] = lengths_of_mask(mask)
         self._state = random_state(self.device)
-        self.calls = []
+        self.reads_beyond.clear()
 
     @property
     def has_drawn(self) -> bool:
@@ -197,12 +197,11 @@ class FrozenPart:
             self._marks = marks
             self.weights_changed(self)
         call = PartCall(self, rows, Modes.present())
-        call.state = self.state.digest
+        call.state, call.marks = self.state.digest, marks
         salt = call.state + call.modes.precision + b" evaluation" * self.in_evaluation
         if not self.state.is_watchable:
             return self.compute(_plain(args), _plain(kwargs))
         call.keys = rows.digests(salt, self.cuts_padding, _key_of)
-        self.step.calls.append(call)
         kind = salt + rows.kind(self.cuts_padding)
         template = call.template = self._templates.get(kind)
         if template is None:
@@ -215,10 +214,14 @@ class FrozenPart:
             # At once, so that what draws next draws as in Trainer.
             if call.found() is None:
                 call.values()
-            elif self.records.is_all_found(call):
+            elif call.is_all_found:
                 draw(template.num_draws)
         output = template.output(call)
         return output if self.step.defers else undeferred(output)
+
+    def has_changed_since(self, call: PartCall) -> bool:
+        """Return True if a call would compute something else by now."""
+        return call.marks != self._present_marks() or call.state != self.state.digest
 
     # ---- weights ----
 
@@ -277,4 +280,3 @@ def memory_of(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided or type(tensor) is Deferred:
         return id(tensor)
     return tensor.untyped_storage().data_ptr() or id(tensor)
-

@@ -47,8 +47,8 @@ class Plan:
     Args:
         parts: those that it computes from, in their order, and itself.
         is_of_script: True if code of the script's computes in it, which is never run for a check.
-        is_for_outputs: True if the model's outputs are the same with zeros behind the last real token of a row, not its
-            loss alone.
+        is_for_outputs: True if the model's outputs, not its loss alone, are the same with zeros behind the last real
+            token of a row.
         notes_first: True if it is not known that inputs come again: records are made of those that do.
     """
 
@@ -108,7 +108,6 @@ class Records:
     _num_distrusted: int = field(default=0, init=False)
     _seen: set[bytes] | None = field(default=None, init=False)
     _last: PartCall | None = field(default=None, init=False)
-    _all_found: PartCall | None = field(default=None, init=False)
     _hits_checked: int = field(default=0, init=False)
     _reported: Counts = field(default_factory=Counts, init=False)
     _has_overflown: bool = field(default=False, init=False)
@@ -125,7 +124,7 @@ class Records:
     def end(self, use: Use) -> None:
         """Compute from here on, and give the store back; if it is kept, `use` is noted."""
         self.plan.part.records = None
-        self._last = self._all_found = None
+        self._last = None
         self.store.close(use)
 
     @property
@@ -187,11 +186,12 @@ class Records:
             if not self._holds(call, row, records[:1]):
                 self.distrust()
                 return None
-        self._last, self._all_found = call.sample(1) if self._num_calls % CHECK_EVERY == 1 else self._last, None
+        if self._num_calls % CHECK_EVERY == 1:
+            self._last = call.sample(1)
         call.counted = int(is_hit.sum()), int((~is_hit).sum())
         self._count(*call.counted)
         if is_hit.all():
-            self._all_found = call
+            call.is_all_found = True
             return self.reading.outputs(records, call)
         missing = np.flatnonzero(~is_hit)
         leaves = call.computed(missing, known={})
@@ -204,10 +204,6 @@ class Records:
     def _count(self, hits: int, misses: int) -> None:
         self.counts.hits += hits
         self.counts.misses += misses
-
-    def is_all_found(self, call: PartCall) -> bool:
-        """Return True if nothing of a call was computed."""
-        return self._all_found is call
 
     def keep(self, call: PartCall, leaves: Sequence[torch.Tensor]) -> None:
         """Store what was computed for a call, and compare it with what is stored where that is still to be shown."""
@@ -248,7 +244,6 @@ class Records:
         if agrees and not self.plan.is_of_script and self.num_agreed >= NUM_COMPARED:
             self.is_proven = True
         return agrees
-
 
     @property
     def has_been_proven(self) -> bool:
@@ -309,7 +304,7 @@ class Records:
         """Use no record from before this call, and say so."""
         self._num_distrusted += 1
         self.are_weights_others = self._are_weights_others(thoroughly=True)
-        self.num_agreed, self._last, self._all_found = 0, None, None
+        self.num_agreed, self._last = 0, None
         self.say_wrong(self)
         if self.plan.part.records is self:
             self.use_present_weights()

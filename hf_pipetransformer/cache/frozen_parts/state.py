@@ -1,4 +1,4 @@
-"""State of modules besides their weights: attributes, classes, code and hooks, whose change changes what they compute."""
+"""State of modules besides weights: attributes, classes, code and hooks, by whose change they compute otherwise."""
 
 from __future__ import annotations
 
@@ -148,11 +148,7 @@ def _hooks_of_others(hooks: Mapping[int, Any]) -> list[Any]:
 def is_script_free(model: nn.Module) -> bool:
     """Return True if code of installed packages alone computes in a model, and no hook of a script looks at it."""
     modules = list(model.modules())
-    hooks = (
-        hook
-        for each in modules
-        for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
-    )
+    hooks = (hook for each in modules for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values()))
     own_forwards = (vars(each)["forward"] for each in modules if "forward" in vars(each))
     return all(map(is_installed, chain((type(each) for each in modules), hooks, own_forwards)))
 
@@ -215,8 +211,8 @@ def describe(value: Any, depth: int) -> str:
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(describe(each, depth + 1) for each in value)) + "}"
     if isinstance(value, Mapping):
-        inside = (f"{describe(name, depth + 1)}: {describe(each, depth + 1)}" for name, each in value.items())
-        return type(value).__name__ + "{" + ", ".join(inside) + "}"
+        pairs = (f"{describe(name, depth + 1)}: {describe(each, depth + 1)}" for name, each in value.items())
+        return type(value).__name__ + "{" + ", ".join(pairs) + "}"
     if isinstance(value, (list, tuple, deque)):
         return "[" + ", ".join(describe(each, depth + 1) for each in value) + "]"
     own = getattr(value, "__dict__", None)

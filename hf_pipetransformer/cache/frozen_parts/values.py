@@ -56,12 +56,6 @@ def rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     raise NotStorableError(f"has a {type(value).__name__} among its inputs or outputs, expected tensors")
 
 
-def form_of(value: Any) -> str:
-    """Return a value as text, without what is in its tensors; raises like `tensors_of`."""
-    # On the CPU, so that the text names no device.
-    return repr(rebuilt(value, lambda tensor: tensor.new_empty(0, device="cpu")))
-
-
 def no_row_each(outputs: Sequence[torch.Tensor], num_rows: int) -> str:
     """Return why outputs that do not have a row for each row of the call cannot be stored."""
     shapes = ", ".join(str(tuple(each.shape)) for each in outputs)
@@ -119,7 +113,7 @@ class Rows:
         places = [kwargs, *(each for each in args if isinstance(each, dict))]
         number, mask = tensors[0].shape[0], next((each[MASK] for each in places if MASK in each), None)
         is_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2 and tensors[0].shape[:2] == mask.shape
-        lengths = lengths_of_mask(mask) if is_mask and number else None
+        lengths = lengths_of_mask(mask) if is_mask and isinstance(mask, torch.Tensor) and number else None
         for tensor in tensors if not is_mask and number else ():
             lengths = lengths_of(tensor) if lengths is None and tensor.shape[:1] == (number,) else lengths
         if lengths is not None and (len(lengths) != number or tensors[0].dim() < 2):
@@ -209,7 +203,8 @@ class Rows:
                 # The same for all rows, so its content is part of what each of them is computed from.
                 hasher.update(f"whole {tuple(tensor.shape)} {tensor.dtype}".encode())
                 hasher.update(_values(tensor).tobytes())
-            return tensor.new_empty(0, device="cpu")
+            # Not made from the tensor, which may be deferred and would be used by that.
+            return torch.empty(0)
 
         # What is no tensor is told by its text.
         hasher.update(repr(rebuilt(self._read, note)).encode())

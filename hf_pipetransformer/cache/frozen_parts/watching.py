@@ -274,7 +274,7 @@ class Watch:
         return list(self._seen)
 
     def _ends(self, seen: Mapping[str, Watched]) -> list[Watched]:
-        """Return the calls whose outputs others than frozen parts use, each with the best place to store on its way."""
+        """Return the calls whose outputs others than frozen parts use, each whose rows can be told apart."""
         found: list[Watched] = []
         for each in seen.values():
             if each.call is None or not each.call.notes or each.computes_from_stored:
@@ -308,7 +308,9 @@ class Watch:
         """Return why the calls of a chain may not be stored, and True if evaluation mode would change that."""
         for each in chain:
             if each.why_not is not None and each.why_not != STATISTICS:
-                return each.why_not if each is chain[-1] else f"computes from {each.part.name}, which {each.why_not}", False
+                return each.why_not if each is chain[
+                    -1
+                ] else f"computes from {each.part.name}, which {each.why_not}", False
         random = [each for each in chain if each.draws or each.why_not == STATISTICS]
         if random and is_of_script:
             return random[0].why_not or "draws random numbers", False
@@ -365,7 +367,10 @@ class Watch:
 
         def read(leaves: Sequence[torch.Tensor], length: int | None = None) -> list[torch.Tensor]:
             found = [pick.of(leaves[pick.number]) for pick in picks]
-            return [each[:, :length] if length and has_tokens(pick) else each for each, pick in zip(found, picks, strict=True)]
+            return [
+                each[:, :length] if length and has_tokens(pick) else each
+                for each, pick in zip(found, picks, strict=True)
+            ]
 
         whole, short = dict[int, list[torch.Tensor]](), dict[int, list[torch.Tensor]]()
         expected = call.computed(everything, None, whole)
