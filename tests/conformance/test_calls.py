@@ -1,0 +1,390 @@
+"""Law: a script's own code is called as under Trainer; what is called otherwise is in a table, counted.
+
+Not more often, nor earlier, nor with other arguments, nor on other rows; and what it holds changes as under Trainer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import EvalPrediction, Trainer
+
+from hf_pipetransformer import PipeTransformerTrainer
+from tests.conformance.calls_worker import note_calls
+from tests.distributed.scenarios import run
+from tests.support.calls import Call, Case, Departure, Script, calls_of, differences, from_json
+
+
+# ---- one process ----
+
+
+NOTHING: dict[str, Departure] = {}
+
+
+def _read(own_module: int, hook_inside: int = 0) -> dict[str, Departure]:
+    """What is stored in two passes over its rows, and read from the third on: 3 batches an epoch, 2 an evaluation."""
+    why = "modules and hooks inside a stored part are not called where its record is read"
+    inside = {"hook on part": Departure(why, missing=hook_inside)} if hook_inside else {}
+    return {"own module": Departure(why, missing=own_module), **inside}
+
+
+# The third epoch, its evaluation, and the prediction for the same rows.
+_THIRD_PASS = 3 + 2 + 2
+
+EXCEPTIONS: dict[str, tuple[Case, dict[str, Departure]]] = {
+    "nothing frozen": (Case("nothing frozen"), NOTHING),
+    "nothing frozen, resumed": (Case("nothing frozen", resumes=True), NOTHING),
+    "not stored": (Case("not stored"), NOTHING),
+    "not stored, hooks inside": (Case("not stored", hooks_inside=True), NOTHING),
+    "not stored, resumed": (Case("not stored", resumes=True), NOTHING),
+    "not stored, stream": (Case("not stored", streams=True), NOTHING),
+    # So small a model is not worth storing.
+    "default": (Case("default"), NOTHING),
+    "default, dropout": (Case("default", dropout=0.1), NOTHING),
+    "default, the model's loss": (Case("default", has_own_loss=False), NOTHING),
+    "default, whisper": (Case("default", "whisper"), NOTHING),
+    "stored": (Case("stored"), _read(_THIRD_PASS)),
+    "stored, dropout": (Case("stored", dropout=0.1), _read(_THIRD_PASS)),
+    "stored, the model's loss": (Case("stored", has_own_loss=False), _read(_THIRD_PASS)),
+    "stored, hooks inside": (Case("stored", hooks_inside=True), _read(_THIRD_PASS, 2 * _THIRD_PASS)),
+    "stored, lower layers": (Case("stored", "bert"), _read(_THIRD_PASS)),
+    "stored, whisper": (Case("stored", "whisper"), _read(_THIRD_PASS)),
+    # What is left after the checkpoint passes over no row three times.
+    "stored, resumed": (Case("stored", resumes=True), _read(_THIRD_PASS)),
+    # 17 batches in 6 epochs, 2 in each of 6 evaluations and in the prediction, of which two passes are computed.
+    "stored, stream": (Case("stored", streams=True), _read(17 - 6 + 14 - 4)),
+}
+"""How calls in one process differ, by the script."""
+
+REHEARSED = "as something is frozen, the start begins the sampler, reads samples and tries the script's loss on them"
+# Of the same kind others stay.
+SLOW = ("not stored, resumed", "default, the model's loss", "default, whisper", "stored, lower layers")
+
+
+def _alone() -> list[Any]:
+    """Return every script; what is frozen and may be stored fails until nothing of the script's is tried any more."""
+    fails = pytest.mark.xfail(strict=True, raises=AssertionError, reason=REHEARSED)
+    marks = {
+        name: [
+            *([fails] if name.startswith(("default", "stored")) else []),
+            *([pytest.mark.slow] if name in SLOW else []),
+        ]
+        for name in EXCEPTIONS
+    }
+    return [pytest.param(*case, id=name, marks=marks[name]) for name, case in EXCEPTIONS.items()]
+
+
+Plain = Callable[[Case, int], list[list[Call]]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """Calls of each rank under plain Trainer, with one process or with a process for each replica."""
+    known: dict[tuple[str, int], list[list[Call]]] = {}
+
+    def calls(case: Case, num_replicas: int = 1) -> list[list[Call]]:
+        key = str(case.reference), num_replicas
+        if key not in known:
+            folder = tmp_path_factory.mktemp("plain")
+            if num_replicas == 1:
+                known[key] = [calls_of(case.reference, Trainer, folder)[0]]
+            else:
+                options = {"case": asdict(case.reference), "is_plain": True}
+                known[key] = list(map(from_json, run(note_calls, folder, num_replicas, options)))
+        return known[key]
+
+    return calls
+
+
+@pytest.mark.parametrize(("case", "departures"), _alone())
+def test_one_process_calls_a_script_as_trainer_does(
+    case: Case, departures: dict[str, Departure], plain: Plain, tmp_path: Path
+) -> None:
+    found, _ = calls_of(case, PipeTransformerTrainer, tmp_path)
+    assert not (wrong := differences(found, plain(case)[0], departures)), "\n".join(wrong)
+
+
+# ---- stages, replicas, micro-batches ----
+
+
+SCRIPTS = {
+    "nothing frozen": Case("nothing frozen"),
+    "not stored": Case("not stored"),
+    "stored": Case("stored"),
+    "the model's loss": Case("stored", has_own_loss=False),
+}
+
+_M, _K = {"pipeline_parallel_num_microbatches": 2}, {"pipeline_parallel_size": 2, "elastic": False}
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "M=2": (1, 1, _M),
+    "K=2": (2, 1, {**_K, **_M}),
+    "R=2": (1, 2, {"pipeline_parallel_size": 1, "pipeline_parallel_num_microbatches": 1}),
+    "K=2, R=2": (2, 2, {**_K, **_M}),
+}
+"""K, R and the options of each layout."""
+
+WHY = {
+    "sampler": "the start begins it, rank 0 alone draws, and set_epoch is called once an epoch, by Trainer twice",
+    "data set": "the start reads samples, a store some of them twice, a pipeline's first rank reads for all of it",
+    "transform": "it runs on what is read of the data set",
+    "collator": "it puts together what is read of the data set",
+    "compute_loss": "the start tries it, each rank runs it up to the model's call, and again on what the model "
+    "gave, with zeros in place of big inputs",
+    "held": "what the script holds moves on with each call of compute_loss",
+    "optimizer": "what the script holds moves on with each call of compute_loss",
+    "gradients": "they are noted with each call of compute_loss, and a rank has those of its stage",
+    "loss function": "the last stage alone calls it, once for the samples of all replicas",
+    "hook on root": "compute_loss calls it, stages call it by micro-batches, and again for what they gave",
+    "hook on head": "the last stage alone calls it, for all samples, or by micro-batches for the model's own loss",
+    "own module": "it is called as the head is, and of a known row it is given no more than the position that is read",
+    "logits": "the last stage alone has them if the loss is the model's",
+    "metrics": "rank 0 alone computes them within the training",
+    "on_log": "layout and hit rate are log entries of their own",
+}
+"""Why the calls of a piece differ on these layouts."""
+
+COUNTS: dict[str, dict[str, tuple[str, str, str, str]]] = {
+    "M=2": {
+        "sampler": ("3/5", "3/5", "3/5", "3/5"),
+        "data set": ("10/34", "10/34", "17/183", "25/333"),
+        "transform": ("10/34", "10/34", "17/183", "25/333"),
+        "collator": ("3/9", "3/9", "5/39", "9/71"),
+        "compute_loss": ("0/18", "0/18", "6/19", ""),
+        "held": ("17/35", "17/35", "17/30", ""),
+        "optimizer": ("17/35", "17/35", "17/30", ""),
+        "gradients": ("0/18", "0/18", "0/13", ""),
+        "hook on root": ("0/18", "0/18", "6/19", "22/60"),
+        "hook on head": ("", "", "", "18/36"),
+        "own module": ("", "", "", "9/18"),
+        "on_log": ("", "", "0/4", "0/4"),
+    },
+    "K=2": {
+        "sampler": ("3/3 3/0", "3/3 3/0", "3/3 3/0", "3/3 3/0"),
+        "data set": ("10/32 68/0", "10/32 68/0", "17/181 60/150", "25/331 52/300"),
+        "transform": ("10/32 68/0", "10/32 68/0", "17/181 60/150", "25/331 52/300"),
+        "collator": ("3/9 17/0", "3/9 17/0", "5/39 17/32", "9/71 17/64"),
+        "compute_loss": ("17/34 17/51", "17/34 17/51", "17/29 17/46", ""),
+        "held": ("17/34 17/51", "17/34 17/51", "17/29 17/46", ""),
+        "optimizer": ("17/34 17/51", "17/34 17/51", "17/29 17/46", ""),
+        "gradients": ("3/20 3/37", "3/20 0/34", "5/17 0/29", ""),
+        "loss function": ("17/0 0/0", "17/0 0/0", "17/0 0/0", ""),
+        "hook on root": ("34/34 17/51", "34/34 17/51", "34/29 17/46", "34/24 26/70"),
+        "hook on head": ("34/0 0/0", "34/0 0/0", "34/0 0/0", "34/0 18/38"),
+        "own module": ("17/0 0/0", "17/0 0/0", "17/0 0/0", "17/0 9/19"),
+        "logits": ("", "", "", "8/0 0/0"),
+        "metrics": ("0/0 3/0", "0/0 3/0", "0/0 3/0", "0/0 3/0"),
+        "on_log": ("", "", "0/4 0/4", "0/4 0/4"),
+    },
+    "R=2": {
+        "sampler": ("3/3 3/0", "3/3 3/0", "3/3 3/0", "3/3 3/0"),
+        "data set": ("5/27 6/6", "5/27 6/6", "9/181 8/158", "13/335 16/316"),
+        "transform": ("5/27 6/6", "5/27 6/6", "9/181 8/158", "13/335 16/316"),
+        "collator": ("3/9 3/3", "3/9 3/3", "5/39 5/33", "9/71 9/65"),
+        "compute_loss": ("0/17 0/17", "0/17 0/17", "6/24 6/24", ""),
+        "held": ("17/34 17/34", "17/34 17/34", "17/35 17/35", ""),
+        "optimizer": ("17/34 17/34", "17/34 17/34", "17/35 17/35", ""),
+        "gradients": ("3/20 3/20", "3/20 3/20", "3/21 3/21", ""),
+        "loss function": ("17/17 17/17", "17/17 17/17", "17/17 17/17", ""),
+        "hook on root": ("17/34 17/34", "17/34 17/34", "23/41 23/41", "14/29 14/29"),
+        "hook on head": ("34/34 34/34", "34/34 34/34", "34/34 34/34", ""),
+        "own module": ("17/17 17/17", "17/17 17/17", "17/17 17/17", "6/6 6/6"),
+        "metrics": ("0/0 3/0", "0/0 3/0", "0/0 3/0", "0/0 3/0"),
+        "on_log": ("", "", "0/4 0/4", "0/4 0/4"),
+    },
+    "K=2, R=2": {
+        "sampler": ("3/5 3/0 3/0 3/0", "3/5 3/0 3/0 3/0", "3/5 3/0 3/0 3/0", "3/5 3/0 3/0 3/0"),
+        "data set": (
+            "5/28 34/0 6/6 34/0",
+            "5/28 34/0 6/6 34/0",
+            "9/182 31/155 8/158 29/153",
+            "13/336 27/309 16/316 25/307",
+        ),
+        "transform": (
+            "5/28 34/0 6/6 34/0",
+            "5/28 34/0 6/6 34/0",
+            "9/182 31/155 8/158 29/153",
+            "13/336 27/309 16/316 25/307",
+        ),
+        "collator": ("3/10 17/0 3/3 17/0", "3/10 17/0 3/3 17/0", "5/40 17/32 5/33 17/32", "9/72 15/62 9/65 15/62"),
+        "compute_loss": ("17/34 17/51 17/34 17/51", "17/34 17/51 17/34 17/51", "17/29 17/46 17/29 17/46", ""),
+        "held": ("17/34 17/51 17/34 17/51", "17/34 17/51 17/34 17/51", "17/29 17/46 17/29 17/46", ""),
+        "optimizer": ("17/34 17/51 17/34 17/51", "17/34 17/51 17/34 17/51", "17/29 17/46 17/29 17/46", ""),
+        "gradients": ("3/20 3/37 3/20 3/37", "3/20 3/37 3/20 3/37", "5/17 3/32 5/17 3/32", ""),
+        "loss function": ("17/0 17/17 17/0 17/17", "17/0 17/17 17/0 17/17", "17/0 17/17 17/0 17/17", ""),
+        "hook on root": (
+            "34/34 34/68 34/34 34/68",
+            "34/34 34/68 34/34 34/68",
+            "34/29 34/63 34/29 34/63",
+            "34/24 26/70 34/24 26/70",
+        ),
+        "hook on head": (
+            "34/0 34/34 34/0 34/34",
+            "34/0 34/34 34/0 34/34",
+            "34/0 34/34 34/0 34/34",
+            "34/0 18/38 34/0 18/38",
+        ),
+        "own module": (
+            "17/0 17/17 17/0 17/17",
+            "17/0 17/17 17/0 17/17",
+            "17/0 17/17 17/0 17/17",
+            "17/0 9/19 17/0 9/19",
+        ),
+        "logits": ("", "", "", "8/0 0/0 8/0 0/0"),
+        "metrics": ("0/0 3/0 3/0 3/0", "0/0 3/0 3/0 3/0", "0/0 3/0 3/0 3/0", "0/0 3/0 3/0 3/0"),
+        "on_log": ("", "", "0/4 0/4 0/4 0/4", "0/4 0/4 0/4 0/4"),
+    },
+}
+"""`missing/added` of each rank, in the order of `SCRIPTS`; empty where no rank calls it otherwise."""
+
+
+def _departures(layout: str, script: str, rank: int) -> dict[str, Departure]:
+    """Return what the table says of one rank; a piece without a count is called as under Trainer, in its order."""
+    found = {}
+    for name, cells in COUNTS[layout].items():
+        if cell := cells[list(SCRIPTS).index(script)]:
+            missing, added = map(int, cell.split()[rank].split("/"))
+            if missing or added:
+                found[name] = Departure(WHY[name], missing, added)
+    return found
+
+
+def _layouts() -> list[Any]:
+    """Return every layout with every script; what starts several processes is slow."""
+    marks = {
+        name: [] if num_stages * num_replicas == 1 else [pytest.mark.slow, pytest.mark.distributed]
+        for name, (num_stages, num_replicas, _) in LAYOUTS.items()
+    }
+    return [
+        pytest.param(layout, script, id=f"{layout}, {script}", marks=marks[layout])
+        for layout in LAYOUTS
+        for script in SCRIPTS
+    ]
+
+
+@pytest.mark.parametrize(("layout", "script"), _layouts())
+def test_what_a_layout_calls_otherwise_is_in_the_table(layout: str, script: str, plain: Plain, tmp_path: Path) -> None:
+    num_stages, num_replicas, options = LAYOUTS[layout]
+    case, num_ranks = replace(SCRIPTS[script], options=options), num_stages * num_replicas
+    if num_ranks == 1:
+        ranks = [calls_of(case, PipeTransformerTrainer, tmp_path)[0]]
+    else:
+        options = {"case": asdict(case), "is_plain": False}
+        ranks = list(map(from_json, run(note_calls, tmp_path, num_ranks, options, strict_nccl=True)))
+    for rank, found in enumerate(ranks):
+        expected = plain(case, num_replicas)[rank // num_stages]
+        # Each rank has generators of its own.
+        wrong = differences(found, expected, _departures(layout, script, rank), with_generators=num_ranks == 1)
+        assert not wrong, "\n".join([f"rank {rank}", *wrong])
+
+
+# ---- the harness itself ----
+
+
+PLANTS: dict[str, tuple[str, Callable[[Script, Any, dict[str, torch.Tensor]], Any]]] = {
+    "compute_loss": ("compute_loss", lambda script, trainer, batch: trainer.compute_loss(trainer.model, dict(batch))),
+    "loss function": ("loss function", lambda script, trainer, batch: script.loss(_logits(batch), batch["labels"])),
+    "sampler": ("sampler", lambda script, trainer, batch: next(iter(script.sampler))),
+    "data set": ("data set", lambda script, trainer, batch: script.trained[0]),
+    "transform": ("transform", lambda script, trainer, batch: script.transform(script.rows[0])),
+    "collator": ("collator", lambda script, trainer, batch: script.collate(script.rows[:2])),
+    "callback": (
+        "callback",
+        lambda script, trainer, batch: trainer.callback_handler.on_step_begin(
+            trainer.args, trainer.state, trainer.control
+        ),
+    ),
+    "log entry": ("on_log", lambda script, trainer, batch: trainer.log({"loss": 1.0})),
+    "metrics": ("metrics", lambda script, trainer, batch: script.metrics(EvalPrediction(np.ones(2), np.ones(2)))),
+    "logits": (
+        "logits",
+        lambda script, trainer, batch: script.preprocess(_logits(batch)["logits"], batch["labels"]),
+    ),
+    "hook on the root": ("hook on root", lambda script, trainer, batch: trainer.model(**batch)),
+    "hook on the head": ("hook on head", lambda script, trainer, batch: script.head(torch.zeros(1, 32))),
+    "hook inside": ("hook on part", lambda script, trainer, batch: script.inside(batch["pixel_values"])),
+    "own module": (
+        "own module",
+        lambda script, trainer, batch: script.model.vit.layernorm(torch.zeros(1, 1, 32)),
+    ),
+    "iterator": ("held item 1", lambda script, trainer, batch: next(script.iterator)),
+    "list": ("list of 2", lambda script, trainer, batch: script.seen.append(0)),
+    "generator of the script's": ("held", lambda script, trainer, batch: torch.rand((), generator=script.generator)),
+    "attribute of a module": (
+        "head called 1 times",
+        lambda script, trainer, batch: setattr(script.head, "calls", script.head.calls + 1),
+    ),
+    "another optimizer": ("optimizer", lambda script, trainer, batch: script.temperature.data.add_(1)),
+    "a gradient": (
+        "gradients",
+        lambda script, trainer, batch: setattr(script.head.bias, "grad", torch.zeros(3)),
+    ),
+    "a batch in place": ("compute_loss", lambda script, trainer, batch: batch["pixel_values"].mul_(2)),
+    "Python's generator": ("state: python", lambda script, trainer, batch: random.random()),
+    "NumPy's generator": ("state: numpy", lambda script, trainer, batch: np.random.rand()),
+    "torch's generator": ("state: torch", lambda script, trainer, batch: torch.rand(())),
+}
+"""What a library might do before a step: the first difference must name it."""
+
+
+def _logits(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"logits": torch.zeros(len(batch["labels"]), 3)}
+
+
+def _planting(plant: Callable[[Script, Any, Any], Any]) -> Callable[[Script, Trainer], None]:
+    def change(script: Script, trainer: Any) -> None:
+        step = trainer.training_step
+
+        def training_step(model: Any, batch: Any, *rest: Any) -> Any:
+            trainer.training_step = step
+            plant(script, trainer, batch)
+            return step(model, batch, *rest)
+
+        trainer.training_step = training_step
+
+    return change
+
+
+# One epoch shows it.
+WATCHED = Case("not stored", hooks_inside=True, epochs=1)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_whatever_happens_beside_trainer_is_seen(name: str, plain: Plain, tmp_path: Path) -> None:
+    said, plant = PLANTS[name]
+    found, _ = calls_of(WATCHED, Trainer, tmp_path, _planting(plant))
+    (wrong,) = differences(found, plain(WATCHED)[0], {})
+    assert said in wrong.partition("found:")[2]
+
+
+def test_two_runs_of_one_script_are_alike(plain: Plain, tmp_path: Path) -> None:
+    found, _ = calls_of(WATCHED, Trainer, tmp_path)
+    assert differences(found, plain(WATCHED)[0], {}) == []
+    names = {"sampler", "data set", "transform", "collator", "compute_loss", "gradients", "held", "optimizer"}
+    names |= {"loss function", "callback", "on_log", "logits", "metrics", "own module"}
+    assert {call.name for call in found} == names | {"hook on root", "hook on head", "hook on part"}
+
+
+def test_departures_are_counted_and_excuse_nothing_else(plain: Plain) -> None:
+    calls = plain(WATCHED)[0]
+    first = next(place for place, call in enumerate(calls) if call.name == "collator")
+    fewer, more = [*calls[:first], *calls[first + 1 :]], [*calls, replace(calls[first], what="other rows")]
+    one_missing, one_added = Departure("because", missing=1), Departure("because", added=1)
+    assert differences(fewer, calls, {"collator": one_missing}) == []
+    assert differences(more, calls, {"collator": one_added}) == []
+    (wrong,) = differences(fewer, calls, {"collator": one_added})
+    assert "1 calls are missing and 0 added, not 0 missing and 1 added (because)" in wrong
+    # One that goes away has to leave the table.
+    (wrong,) = differences(calls, calls, {"collator": one_missing})
+    assert "0 calls are missing and 0 added" in wrong
+    (wrong,) = differences(fewer, calls, {"sampler": Departure("because")})
+    assert "Trainer: training, step 0: collator" in wrong
+    assert "1 calls fewer" in differences(calls[:-1], calls, {})[0]
+    swapped = [*calls[:first], calls[first + 1], calls[first], *calls[first + 2 :]]
+    assert "differs" in differences(swapped, calls, {})[0]
