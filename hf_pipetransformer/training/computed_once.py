@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
@@ -19,8 +18,8 @@ from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.frozen_parts.contents import record_format
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, maximal_frozen
-from hf_pipetransformer.cache.frozen_parts.served import Records
-from hf_pipetransformer.cache.frozen_parts.watching import Found, Watch
+from hf_pipetransformer.cache.frozen_parts.served import Plan, Records
+from hf_pipetransformer.cache.frozen_parts.watching import Form, Found, Watch
 from hf_pipetransformer.cache.opening import stored_dtype
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.rng import NotedDraws, States, random_state, same_states
@@ -53,8 +52,7 @@ class ComputedOnce:
         self._epoch = -1
         self._first_epoch = 0
         self._checked_at = 0
-        self._told: list[str] = []
-        self._has_told_beyond = False
+        self._has_told_beyond = self._has_served = self._has_found = False
         self._state: States | None = None
         self.loader_draws: NotedDraws | None = None
         self._at_end = _ChecksEpochs(self)
@@ -98,12 +96,11 @@ class ComputedOnce:
             return
         step, watch = self._step, self._watch
         step.evaluates = step.generates = step.reads_loss_alone = False
-        with self._looked_up(inputs), ExitStack() as stack:
+        with self._looked_up(step, inputs), ExitStack() as stack:
             if watch is not None:
                 self._num_samples = batch_size(inputs)
                 stack.enter_context(watch.step_watched())
             yield
-            self._say_beyond()
         # Between two steps of an epoch, nobody but who reads samples draws random numbers, as a rule.
         self._state = random_state(self.args.device) if watch is not None else None
         if self.args.plan_only:
@@ -120,8 +117,11 @@ class ComputedOnce:
 
     def noting_draws(self, loader: Any) -> Any:
         """Have the processes that read a loader's samples note if they draw random numbers for it."""
-        if self.args.activation_cache != "off" and getattr(loader, "num_workers", 0) and hasattr(loader, "collate_fn"):
-            self.loader_draws = loader.collate_fn = NotedDraws(loader.collate_fn)
+        has_workers = bool(getattr(loader, "num_workers", 0))
+        # Of a loader that accelerate has prepared, the one inside collates.
+        inside = getattr(loader, "base_dataloader", loader)
+        if self.args.activation_cache != "off" and has_workers and hasattr(inside, "collate_fn"):
+            self.loader_draws = inside.collate_fn = NotedDraws(inside.collate_fn)
         return loader
 
     @contextmanager
@@ -133,26 +133,20 @@ class ComputedOnce:
         self._notice_changed_weights()
         step = self._step
         step.evaluates, step.generates, step.reads_loss_alone = True, generates, reads_loss_alone
-        with self._looked_up(inputs):
+        with self._looked_up(step, inputs):
             yield
-            self._say_beyond()
 
     @contextmanager
-    def _looked_up(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Let calls of the parts come to them inside."""
-        assert self._step is not None
-        self._step.begin(inputs)
+    def _looked_up(self, step: PresentStep, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Let calls of the parts come to them inside, and say if they read more than the first step did."""
+        step.begin(inputs)
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.standing_in())
             yield
-
-    def _say_beyond(self) -> None:
-        """Say if the step has read more than the first one."""
-        assert self._step is not None
-        if self._step.reads_beyond and not self._step.evaluates and not self._has_told_beyond:
+        if step.reads_beyond and not step.evaluates and not self._has_told_beyond:
             self._has_told_beyond = True
-            names = ", ".join(sorted(self._step.reads_beyond))
+            names = ", ".join(sorted(step.reads_beyond))
             self._say(
                 f"Step {self.trainer.state.global_step + 1} reads outputs of {names} that the first step did not, so "
                 "that no record has them: they are computed where they are read."
@@ -161,6 +155,8 @@ class ComputedOnce:
     def end_epoch(self) -> None:
         """Check the parts, and write down for the report what this process has read and computed in the epoch."""
         self.check_thoroughly()
+        if not self._has_served:
+            return
         counts = [records.counts_since_report() for records in self.served]
         hits, misses = sum(each.hits for each in counts), sum(each.misses for each in counts)
         stored = sum(records.store.bytes_stored for records in self.served)
@@ -190,8 +186,7 @@ class ComputedOnce:
 
     def _begin(self) -> None:
         model = bare_model(self.trainer.model)
-        self._told.clear()
-        self._has_told_beyond = False
+        self._has_told_beyond = self._has_served = self._has_found = False
         # Others run copies or parts of the modules.
         is_whole = self.args.n_gpu <= 1 and not (self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled)
         if self.args.activation_cache == "off" or not is_whole or not maximal_frozen(model):
@@ -222,10 +217,11 @@ class ComputedOnce:
         if agreed:
             found = self._agreed(watch.find(agreed))
             for each in found:
-                if each.plan is not None and each.why_not is None:
-                    self._decide(each)
+                if each.form is not None and each.why_not is None:
+                    self._decide(each.plan, each.form)
             self._say_why_not([each for each in found if each.why_not is not None])
-            if not self._serving and watch.is_over and self.args.activation_cache == "on" and not self.args.plan_only:
+            self._has_found |= bool(found)
+            if not self._has_found and watch.is_over and self.args.activation_cache == "on":
                 self._say(
                     "activation_cache='on' stores nothing: no frozen part computes from the samples alone and takes a "
                     "share of the forward to speak of."
@@ -236,11 +232,9 @@ class ComputedOnce:
 
     def _agreed(self, found: list[Found]) -> list[Found]:
         """Return the parts that all processes have found, with what holds for the samples of all. Collective."""
-        told = self.context.topology.gather(
-            [[each.name, each.why_not, "" if each.plan is None else each.plan.key] for each in found]
-        )
+        told = self.context.topology.gather([[each.plan.name, each.why_not, each.plan.key] for each in found])
         by_name = [{name: rest for name, *rest in of_rank} for of_rank in told]
-        own = {each.name: each for each in found}
+        own = {each.plan.name: each for each in found}
         agreed: list[Found] = []
         # In rank 0's order on every rank, as what follows for each part is collective.
         for name in by_name[0]:
@@ -258,8 +252,10 @@ class ComputedOnce:
         for each in found:
             by_reason.setdefault((str(each.why_not), each.has_dropout), []).append(each)
         for (reason, has_dropout), those in by_reason.items():
-            more = f" and {len(those) - 1} more parts are" if len(those) > 2 else f" and {those[-1].name} are"
-            text = f"{those[0].name}{more if len(those) > 1 else ' is'} frozen and computed as in Trainer in every "
+            more = f" and {len(those) - 1} more parts are" if len(those) > 2 else f" and {those[-1].plan.name} are"
+            text = (
+                f"{those[0].plan.name}{more if len(those) > 1 else ' is'} frozen and computed as in Trainer in every "
+            )
             text += f"epoch: {'it' if len(those) == 1 else 'each'} {reason}."
             if has_dropout:
                 text += (
@@ -270,25 +266,18 @@ class ComputedOnce:
 
     # ---- deciding ----
 
-    def _decide(self, found: Found) -> None:
+    def _decide(self, plan: Plan, form: Form) -> None:
         """Store a part if that pays. Collective."""
-        plan, call, topology = found.plan, found.call, self.context.topology
-        assert plan is not None and call is not None and call.template is not None
-        settings = settings_of(bare_model(self.trainer.model), self.args)
-        # The dtype of what is read, as records have it.
-        likes = [call.template.likes[pick.number] for pick in plan.reading.picks]
-        own = next((each.dtype for each in likes if each.is_floating_point()), torch.float32)
-        length = plan.reading.num_tokens(call)
-        width = plan.reading.width(call)
+        topology, settings = self.context.topology, settings_of(bare_model(self.trainer.model), self.args)
         try:
-            content = record_format(width, stored_dtype(self.args, own))
+            content = record_format(form.width, stored_dtype(self.args, form.dtype))
         except ValueError as error:
             self._say_computed(plan.name, str(error))
             return
 
         def priced() -> dict[str, Any] | str:
             try:
-                return vars(self._stores.price(found, self._num_samples, call.rows, content, length))
+                return vars(self._stores.price(form, self._num_samples, content))
             except (OSError, ValueError, StoreDamagedError) as error:
                 return str(error)
 
@@ -300,6 +289,8 @@ class ComputedOnce:
         price = Price(**answer)
         if self.args.plan_only:
             self._say_price(plan.name, price)
+        elif not price.is_used and self.args.activation_cache == "on":
+            self._say_computed(plan.name, f"{price.reason}.")
         if not price.is_used or self.args.plan_only:
             return
         store = self._stores.open(plan, content, price, settings)
@@ -312,6 +303,7 @@ class ComputedOnce:
         records.since_epoch, records.num_states = self._present_epoch, _num_states(records)
         records.begin()
         self._serving.append((records, price))
+        self._has_served = True
         self.context.journal.write("cache", what="part", part=plan.name, **vars(price))
         mode = " in evaluation mode, without dropout" if any(part.in_evaluation for part in plan.parts) else ""
         self._say(
@@ -344,7 +336,6 @@ class ComputedOnce:
             self.check_thoroughly()
             self._epoch = self._present_epoch
             for records in self.served:
-                records.begin_epoch()
                 # A process alone knows all records: it has written them itself or found them when it opened the store.
                 if self.context.topology.is_distributed:
                     records.store.look_again()
@@ -407,13 +398,12 @@ class ComputedOnce:
 
     def _stop_if_useless(self, records: Records) -> None:
         """End the storing of a part none of whose inputs came again in a whole epoch."""
-        counts = records.counts
         if _num_states(records) != records.num_states:
             # With other attributes it has other records.
             records.num_states, records.since_epoch = _num_states(records), self._epoch
         # The first epoch only writes, so hits must have come by the end of the second if inputs come again at all.
         first = records.since_epoch + records.plan.notes_first
-        if self._epoch < first + 2 or counts.hits or not counts.misses or records.num_agreed:
+        if self._epoch < first + 2 or records.have_come_again or not records.counts.misses:
             return
         self._say(
             f"{records.plan.name} is computed from here on: none of its inputs came a second time (random "

@@ -26,7 +26,7 @@ from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decid
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.frozen_parts.served import Plan
     from hf_pipetransformer.cache.frozen_parts.values import Rows
-    from hf_pipetransformer.cache.frozen_parts.watching import Found
+    from hf_pipetransformer.cache.frozen_parts.watching import Form
     from hf_pipetransformer.cache.records import RecordFormat
     from hf_pipetransformer.training.context import TrainingContext
 
@@ -69,21 +69,21 @@ class PartStores:
         self._trainer: Trainer = context.trainer
         self._bytes_taken = bytes_taken
 
-    def price(self, found: Found, num_samples: int, rows: Rows, content: RecordFormat, length: int) -> Price:
-        """Return what storing a part costs and saves, with records of `length`; raises like `measure_storage`.
+    def price(self, form: Form, num_samples: int, content: RecordFormat) -> Price:
+        """Return what storing a part costs and saves; raises like `measure_storage`.
 
         Args:
             num_samples: of the batch in which the part was seen.
-            rows: some of its rows.
         """
-        base, num_places = cache_base(self.args), self._num_rows(found.rows / num_samples)
+        base, num_places = cache_base(self.args), self._num_rows(form.num_rows / num_samples)
+        length, rows = form.length, form.rows
         record_bytes = content.record_bytes(length)
         needed = num_places * record_bytes + content.index_bytes(num_places)
         speed = measure_storage(base, content, length, rows.number, num_places)
         hashing = _seconds_of_hashing(rows)
         # A record is found by the hash of its inputs, so that each read and each write takes a hash too.
         read, write = speed.read + hashing, speed.write + hashing
-        costs = CacheCosts((0.0, found.seconds), 0.0, read, write, is_apart(self.args.device))
+        costs = CacheCosts((0.0, form.seconds), 0.0, read, write, is_apart(self.args.device))
         fits = min(1.0, self._max_bytes() / needed)
         decision = decide_cache(
             costs, 1, StoreContents(fits_share=fits), self._epochs_left(), self.args.activation_cache
@@ -91,7 +91,10 @@ class PartStores:
         seconds = decision.seconds_per_sample
         saved = (seconds["compute"] - seconds.get("write", math.inf)) * num_places
         is_used = decision.use and (self.args.activation_cache == "on" or saved >= WORTH_SECONDS)
-        return Price(num_places, record_bytes, needed, found.seconds - read, is_used, decision.reason)
+        reason = decision.reason
+        if not is_used and self._is_endless:
+            reason = "the data set has no length, so that it is not known if a sample comes again"
+        return Price(num_places, record_bytes, needed, form.seconds - read, is_used, reason)
 
     def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str) -> ContentStore | str:
         """Return the node's store, which its first process makes, or why some node has none. Collective.
@@ -153,6 +156,10 @@ class PartStores:
             return safe_max_bytes(cache_base(self.args))
         # The option bounds the stores of all parts together.
         return max(0.0, asked * 1e9 - self._bytes_taken())
+
+    @property
+    def _is_endless(self) -> bool:
+        return not hasattr(self._trainer.train_dataset, "__len__") and self.args.max_steps > 0
 
     def _epochs_left(self) -> float:
         state, loader = self._trainer.state, self._trainer.callback_handler.train_dataloader

@@ -121,7 +121,10 @@ def test_a_resumed_run_that_lost_its_cache_is_one_without(
     tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the user froze is in evaluation mode only while its activations are stored."""
-    options = {"activation_cache": "on", "activation_cache_dir": str(tmp_path / "cache"), "freeze_policy": "none"}
+    options: dict[str, Any] = {
+        "activation_cache": "on", "activation_cache_dir": str(tmp_path / "cache"), "freeze_policy": "none",
+        "pipeline_parallel_num_microbatches": 2,
+    }  # fmt: skip
     trainer = trainer_of(freeze_by_hand(build_model("bert_sequence"), 2), tmp_path / "run", **options)
     trainer.train()
     assert trainer.layout is not None and trainer.layout.cache_level == 2
@@ -140,7 +143,10 @@ def test_a_resumed_run_that_lost_its_cache_is_one_without(
 
 def test_a_run_whose_store_cannot_be_opened_is_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_stores, "take_store", no_room)
-    options = {"activation_cache": "on", "activation_cache_dir": str(tmp_path / "cache"), "freeze_policy": "none"}
+    options: dict[str, Any] = {
+        "activation_cache": "on", "activation_cache_dir": str(tmp_path / "cache"), "freeze_policy": "none",
+        "pipeline_parallel_num_microbatches": 2,
+    }  # fmt: skip
     trainer = trainer_of(freeze_by_hand(build_model("bert_sequence"), 2), tmp_path / "run", **options)
     watch = Watch(trainer)
     trainer.train()

@@ -149,7 +149,7 @@ GIVEN_BY_GENERATE = {
 }  # fmt: skip
 
 # Attributes of tensors, which no source text of Python shows.
-OF_TENSORS = ("_version",)
+OF_TENSORS = ("_make_wrapper_subclass", "_version")
 
 # Names of transformers that are replaced for a while, with their parameters and the defaults.
 PATCHED = {
@@ -196,6 +196,7 @@ OVERRIDDEN = {
         "self, language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args"
     ),
     "Trainer.evaluate": "self, eval_dataset, ignore_keys, metric_key_prefix",
+    "Trainer.get_train_dataloader": "self",
     "Trainer.evaluation_loop": ("self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix"),
     "Trainer.floating_point_ops": "self, inputs",
     "Trainer.get_batch_samples": "self, epoch_iterator, num_batches, device",

@@ -120,7 +120,7 @@ def test_a_run_measures_what_it_expects(tmp_path: Path) -> None:
 
 
 def test_a_cache_without_frozen_layers_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache = {"activation_cache": "on", "activation_cache_keep": True}
+    cache = {"activation_cache": "on", "activation_cache_keep": True, "pipeline_parallel_num_microbatches": 2}
     assert expected(tmp_path, freeze_policy="none", freeze_at=None, **cache) == []
     for option in ("activation_cache='on'", "activation_cache_keep=True"):
         assert caplog.text.count(f"{option} has no effect: no layer is frozen or will be") == 1

@@ -133,18 +133,18 @@ def logged(trainer: Any) -> list[tuple[float, float]]:
 # ---- layers that are unfrozen ----
 
 
-@pytest.mark.parametrize("options", [STORED, STORED | IN_PARTS], ids=["whole", "in parts"])
-def test_a_stored_layer_that_is_unfrozen_ends_the_run(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_stored_layer_that_is_unfrozen_ends_a_run_in_parts(tmp_path: Path) -> None:
     model = model_of()
 
     def unfreeze(epoch: int) -> None:
         model.bert.encoder.layer[0].requires_grad_(epoch > 0)
 
     with pytest.raises(ValueError, match=r"layer\.0\..* requires_grad is True now.*Set activation_cache='off'"):
-        trainer_of(PipeTransformerTrainer, tmp_path, model, act=unfreeze, **options).train()
+        trainer_of(PipeTransformerTrainer, tmp_path, model, act=unfreeze, **STORED, **IN_PARTS).train()
 
 
-def test_without_records_layers_may_be_unfrozen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [STORED, {"activation_cache": "off", **IN_PARTS}], ids=["whole", "in parts"])
+def test_layers_may_be_unfrozen(options: dict[str, Any], tmp_path: Path) -> None:
     def losses(kind: type, **options: Any) -> list[tuple[float, float]]:
         model = model_of()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -154,7 +154,7 @@ def test_without_records_layers_may_be_unfrozen(tmp_path: Path) -> None:
 
         return logged(trainer_of(kind, tmp_path, model, act=unfreeze, optimizer=optimizer, **options))
 
-    found = losses(PipeTransformerTrainer, activation_cache="off", **IN_PARTS)
+    found = losses(PipeTransformerTrainer, **options)
     np.testing.assert_allclose(found, losses(Trainer), rtol=1e-5)
 
 
@@ -213,7 +213,8 @@ def test_a_data_set_that_a_callback_changes_is_read_again(
 
     found = losses(PipeTransformerTrainer, **STORED, **more)
     np.testing.assert_allclose(found, losses(Trainer), rtol=1e-5)
-    assert "is not what it was when its activation was stored" in caplog.text
+    # One process knows records by what they were computed from, and needs no check of its samples.
+    assert ("is not what it was when its activation was stored" in caplog.text) == bool(more)
 
 
 def test_noise_that_frozen_embeddings_would_not_get_is_named(tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ class PartCall:
         self.notes: dict[int, bool] = {}
         """Outputs that were used, each with True if that was the first position of each row alone."""
         self.keys: Array = np.empty((0, 2), np.uint64)
-        self.template: Template | None = None
+        self.template: Template
+        """Form of the outputs, set before one is asked for."""
         self.state, self.marks = b"", list[tuple[int, int]]()
         """Of the part, and of its weights, when it was called."""
         self._values = None if values is None else list(values)
@@ -111,8 +112,7 @@ class PartCall:
 
     def found(self) -> dict[int, torch.Tensor] | None:
         """Return the outputs that records have, by number; None if they are to be computed."""
-        assert self.part.records is not None
-        if self._found is None:
+        if self._found is None and self.part.records is not None:
             self._found = self.part.records.found(self)
         return self._found
 
@@ -129,18 +129,17 @@ class PartCall:
                     "call that no record has was read for the first time. Set activation_cache='off'."
                 )
             with self.modes.entered():
-                self.compute()
-        assert self._values is not None
+                return self.compute()[1]
         return self._values
 
-    def compute(self) -> Any:
-        """Compute all outputs as the module gives them, and store them if they are to be stored."""
+    def compute(self) -> tuple[Any, list[torch.Tensor]]:
+        """Compute the outputs, as the module gives them and in a list, and store them if they are to be stored."""
         args, kwargs = self.rows.given
         output = self.part.compute(undeferred(args), undeferred(kwargs))
-        self._values = tensors_of(output)
+        self._values = values = tensors_of(output)
         if self.part.records is not None:
-            self.part.records.keep(self, self._values)
-        return output
+            self.part.records.keep(self, values)
+        return output, values
 
     def computed(
         self, rows: Array, length: int | None = None, known: dict[int, list[torch.Tensor]] | None = None

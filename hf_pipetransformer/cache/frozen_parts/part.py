@@ -203,20 +203,22 @@ class FrozenPart:
             return self.compute(_plain(args), _plain(kwargs))
         call.keys = rows.digests(salt, self.cuts_padding, _key_of)
         kind = salt + rows.kind(self.cuts_padding)
-        template = call.template = self._templates.get(kind)
-        if template is None:
+        known = self._templates.get(kind)
+        if known is not None:
+            call.template = known
+            if self.draws and self.records is not None:
+                # At once, so that what draws next draws as in Trainer.
+                if call.found() is None:
+                    call.values()
+                elif call.is_all_found:
+                    draw(known.num_draws)
+        else:
             with Draws() if self.draws else nullcontext() as draws:
-                output = call.compute()
+                output, _ = call.compute()
             of_tokens = self.of_tokens if self.cuts_padding else frozenset()
-            template = Template(output, rows, of_tokens, draws.number if draws else 0)
-            self._templates[kind] = call.template = template
-        elif self.draws and self.records is not None:
-            # At once, so that what draws next draws as in Trainer.
-            if call.found() is None:
-                call.values()
-            elif call.is_all_found:
-                draw(template.num_draws)
-        output = template.output(call)
+            call.template = Template(output, rows, of_tokens, draws.number if draws else 0)
+            self._templates[kind] = call.template
+        output = call.template.output(call)
         return output if self.step.defers else undeferred(output)
 
     def has_changed_since(self, call: PartCall) -> bool:

@@ -87,7 +87,6 @@ class Reading:
         """Return the tokens of a record for a call, or the values of one without tokens."""
         if self.has_lengths(call.rows):
             return call.rows.length // self.share
-        assert call.template is not None
         return sum(math.prod(self._shape_of_row(call, pick)) for pick in self.picks)
 
     def width(self, call: PartCall) -> int:
@@ -99,7 +98,6 @@ class Reading:
 
     def outputs(self, records: torch.Tensor, call: PartCall) -> dict[int, torch.Tensor]:
         """Return what `records` `(rows, tokens, values)` hold of the outputs of a call."""
-        assert call.template is not None
         rows = call.rows
         if rows.is_flat:
             lengths = self.lengths(rows, 0).tolist()
@@ -117,6 +115,5 @@ class Reading:
         return found
 
     def _shape_of_row(self, call: PartCall, pick: Pick) -> list[int]:
-        assert call.template is not None
         shape = call.template.shape(pick.number, call.rows)
         return shape[2:] if pick.is_first else shape[1:]

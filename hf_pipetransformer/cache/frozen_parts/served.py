@@ -103,7 +103,7 @@ class Records:
     since_epoch: int = 0
     """Epoch in which the oldest records that are used were written."""
     is_proven: bool = field(default=False, init=False)
-    num_agreed: int = field(default=0, init=False)
+    _agreed: set[int] = field(default_factory=set, init=False)
     _num_calls: int = field(default=0, init=False)
     _num_distrusted: int = field(default=0, init=False)
     _seen: set[bytes] | None = field(default=None, init=False)
@@ -116,9 +116,8 @@ class Records:
         """Look up from here on."""
         self._seen = set() if self.plan.notes_first else None
         self.use_present_weights()
-        # Of an earlier run nothing is used before it was compared, and of code that may not be tried, what two passes
-        # have not given alike.
-        self.is_proven = not self.plan.is_of_script and not len(self.store)
+        # Of an earlier run nothing is used before some of it was compared.
+        self.is_proven = self.plan.is_of_script or not len(self.store)
         self.plan.part.records = self
 
     def end(self, use: Use) -> None:
@@ -173,6 +172,9 @@ class Records:
         """Return the outputs of a call that records have, with those of rows that have none computed; None if none."""
         places = self.store.find(call.keys)
         is_hit = places >= 0
+        if self.plan.is_of_script:
+            # It runs for whole batches, as under Trainer, or not at all, once each row has come out alike twice.
+            is_hit &= all(place in self._agreed for place in places.tolist())
         if not is_hit.any() or not self.is_proven:
             return None
         self._num_calls += 1
@@ -239,10 +241,9 @@ class Records:
         lengths = self.reading.lengths(call.rows.some(chosen), computed.shape[1]).tolist()
         pairs = zip(stored, computed.cpu(), lengths, strict=True)
         agrees = not any(self._differ(a[:length], b[:length]) for a, b, length in pairs)
-        self.num_agreed += len(chosen) if agrees else 0
-        # Of the script's code a whole pass has to agree, see `begin_epoch`.
-        if agrees and not self.plan.is_of_script and self.num_agreed >= NUM_COMPARED:
-            self.is_proven = True
+        if agrees:
+            self._agreed.update(places[is_hit].tolist())
+            self.is_proven |= len(self._agreed) >= NUM_COMPARED
         return agrees
 
     @property
@@ -250,10 +251,10 @@ class Records:
         """True if records were used at some time."""
         return self.counts.hits > 0
 
-    def begin_epoch(self) -> None:
-        """Use the records of the script's own code, if those of an epoch have come out alike once more."""
-        if not self.is_proven and self.num_agreed:
-            self.is_proven = True
+    @property
+    def have_come_again(self) -> bool:
+        """True if some of what is stored was asked for once more."""
+        return self.counts.hits > 0 or bool(self._agreed)
 
     def _write(self, call: PartCall, leaves: Sequence[torch.Tensor], rows: Rows, chosen: Array) -> torch.Tensor:
         """Store the records of computed outputs of some rows, and return them."""
@@ -304,7 +305,8 @@ class Records:
         """Use no record from before this call, and say so."""
         self._num_distrusted += 1
         self.are_weights_others = self._are_weights_others(thoroughly=True)
-        self.num_agreed, self._last = 0, None
+        self._last = None
+        self._agreed.clear()
         self.say_wrong(self)
         if self.plan.part.records is self:
             self.use_present_weights()

@@ -25,7 +25,7 @@ from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, 
 from hf_pipetransformer.cache.frozen_parts.reading import Pick, Reading
 from hf_pipetransformer.cache.frozen_parts.served import Plan
 from hf_pipetransformer.cache.frozen_parts.state import is_script_free
-from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, no_row_each, tensors_of
+from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each, tensors_of
 from hf_pipetransformer.data.rng import generators_kept, random_state, same_states
 from hf_pipetransformer.engine.effects import buffers_kept, effects_of
 
@@ -49,9 +49,9 @@ class Watched:
         rows: of all its calls.
         why_not: why its outputs cannot be stored, as far as the call shows.
         draws: True if it drew random numbers.
-        has_own_inputs: True if some inputs are neither of the batch nor of the model.
-        is_random: True if random numbers were drawn before such inputs were made.
-        is_late: True if its inputs were written into in the step, after the call.
+        is_random: True if some inputs are neither of the batch nor of the model, and may be others next time.
+        computes_from_stored: True if some inputs are views of outputs of another part.
+        step: number of the step, of those that were watched.
     """
 
     part: FrozenPart
@@ -62,24 +62,55 @@ class Watched:
     draws: bool = False
     is_random: bool = False
     computes_from_stored: bool = False
+    step: int = 0
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds and rows of earlier steps."""
+
+    @property
+    def is_timed(self) -> bool:
+        """True if it was timed while nothing was done for the first time."""
+        return self.call is None or bool(self.steps) or not self.part.state.is_of_script
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form of the records of a part, and what computing them costs.
+
+    Args:
+        rows: some rows of a call.
+        length: tokens of their records, or values of records without tokens.
+        width: values of a token.
+        seconds: of a row of its forward and of those that it computes from.
+        num_rows: in a forward of the batch.
+    """
+
+    rows: Rows
+    length: int
+    width: int
+    dtype: torch.dtype
+    seconds: float
+    num_rows: int
+
+    @classmethod
+    def of(cls, reading: Reading, call: PartCall, seconds: float, num_rows: int) -> Form:
+        likes = [call.template.likes[pick.number] for pick in reading.picks]
+        dtype = next((each.dtype for each in likes if each.is_floating_point()), torch.float32)
+        return cls(call.rows, reading.num_tokens(call), reading.width(call), dtype, seconds, num_rows)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A part that was looked at: what is to be stored of it, or why nothing is.
+    """A part that was looked at.
 
     Args:
-        seconds: of a row of its forward and of those that it computes from.
-        rows: in a forward of the batch.
+        form: of its records; None if nothing is to be stored.
         share: of a forward.
-        has_dropout: True if random numbers or statistics of the batch alone keep them from being stored.
+        why_not: why nothing is.
+        has_dropout: True if random numbers or statistics of the batch alone keep it from being stored.
     """
 
-    plan: Plan | None
-    name: str
-    call: PartCall | None
-    seconds: float
-    rows: int
+    plan: Plan
+    form: Form | None
     share: float
     why_not: str | None = None
     has_dropout: bool = False
@@ -112,6 +143,7 @@ class Watch:
         self._seen: dict[str, Watched] = {}
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
         self._outputs: set[int] = set()
+        self._number = 0
         self._root = RootCall()
 
     @property
@@ -123,6 +155,7 @@ class Watch:
     def step_watched(self) -> Iterator[None]:
         """Watch the calls inside."""
         self._outputs.clear()
+        self._number += 1
         began = [0.0]
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -198,9 +231,11 @@ class Watch:
         elif (hook := part.state.hooked) is not None:
             why_not = f"has a hook on {hook} that stored outputs would pass by"
         seen = self._seen.get(part.name)
-        if seen is not None and seen.call is not None:
-            seen.seconds, seen.rows = seen.seconds + seconds, seen.rows + seen.call.rows.number
-            seen.why_not = seen.why_not or why_not
+        if seen is not None:
+            if seen.step != self._number:
+                seen.steps.append((seen.seconds, seen.rows))
+                seen.step, seen.seconds, seen.rows = self._number, 0.0, 0
+            seen.seconds, seen.why_not = seen.seconds + seconds, seen.why_not or why_not
         call, given = None, output
         try:
             leaves = tensors_of(output)
@@ -210,6 +245,8 @@ class Watch:
             if not call.rows.number:
                 raise NotStorableError("gets an empty batch")
             call.template = Template(output, call.rows)
+            if seen is not None:
+                seen.rows += call.rows.number
             if self.step.defers:
                 given = call.template.output(call)
             else:
@@ -223,7 +260,7 @@ class Watch:
             sample = None if call is None else call.sample()
             number = 0 if call is None else call.rows.number
             self._seen[part.name] = Watched(
-                part, sample, seconds, number, why_not, draws, is_random, computes_from_stored=from_stored
+                part, sample, seconds, number, why_not, draws, is_random, from_stored, self._number
             )
         if call is not None:
             # No tensor of the step is kept alive for it.
@@ -250,59 +287,65 @@ class Watch:
                 stack.enter_context(each.part.standing_in())
             stack.enter_context(generators_kept())
             stack.enter_context(buffers_kept(self.model))
-            for one in self._ends(seen):
-                assert one.call is not None
-                chain = [seen[call.part.name] for call in one.call.chain]
+            for one, call in self._ends(seen):
+                chain = [seen[each.part.name] for each in call.chain]
                 new = [each for each in chain if each.part.name not in taken]
                 share = sum(each.seconds for each in new) / total
                 if share < WORTH:
                     continue
-                found.append(self._looked_at(one, chain, sum(each.seconds for each in new), share))
-                if found[-1].plan is not None:
+                found.append(self._looked_at(one, call, chain, (sum(each.seconds for each in new), share)))
+                if found[-1].form is not None:
                     taken |= {each.part.name for each in chain}
             for each in seen.values():
                 # Of calls whose rows cannot be told apart there is no chain.
                 if each.call is None and each.why_not is not None and each.seconds >= WORTH * total:
-                    found.append(Found(None, each.part.name, None, 0.0, 0, each.seconds / total, each.why_not))
+                    found.append(Found(Plan([each.part], Reading(())), None, each.seconds / total, each.why_not))
         self._seen = {name: each for name, each in self._seen.items() if name not in seen}
         self._root = RootCall()
         return found
 
     @property
     def called(self) -> list[str]:
-        """Names of the parts of which calls were seen."""
-        return list(self._seen)
+        """Names of the parts of which calls were seen, once all of them were timed."""
+        ready = [each.is_timed or each.step < self._number for each in self._seen.values()]
+        # Together, for one may compute from the other.
+        return list(self._seen) if all(ready) else []
 
-    def _ends(self, seen: Mapping[str, Watched]) -> list[Watched]:
+    def _ends(self, seen: Mapping[str, Watched]) -> list[tuple[Watched, PartCall]]:
         """Return the calls whose outputs others than frozen parts use, each whose rows can be told apart."""
-        found: list[Watched] = []
+        found: list[tuple[Watched, PartCall]] = []
         for each in seen.values():
             if each.call is None or not each.call.notes or each.computes_from_stored:
                 continue
             names = [call.part.name for call in each.call.chain]
             if all(name in seen and seen[name].call is not None for name in names):
-                found.append(each)
+                found.append((each, each.call))
         return found
 
-    def _looked_at(self, one: Watched, chain: Sequence[Watched], seconds: float, share: float) -> Found:
-        assert one.call is not None
-        parts = [each.part for each in chain]
-        rows = one.rows
+    def _looked_at(self, one: Watched, call: PartCall, chain: Sequence[Watched], time: tuple[float, float]) -> Found:
+        (seconds, share), parts = time, [each.part for each in chain]
         is_of_script = any(part.state.is_of_script for part in parts)
         is_random = self.step.reads_at_random or any(each.is_random for each in chain)
         plan = Plan(parts, Reading(()), is_of_script, notes_first=is_random)
         why_not, has_dropout = self._why_not_called_again(chain, is_of_script)
         if why_not is None:
             try:
-                why_not = self._tried(plan, one.call)
+                why_not = self._tried(plan, call)
             except NotStorableError as error:
                 why_not = str(error)
             # Code of others on a few rows: whatever it raises, Trainer's own step may go well.
             except Exception as error:
                 why_not = f"raises {type(error).__name__} on some of its rows: {error}"
         if why_not is not None:
-            return Found(None, plan.name, one.call, seconds / rows, rows, share, why_not, has_dropout)
-        return Found(plan, plan.name, one.call, seconds / rows, rows, share)
+            return Found(plan, None, share, why_not, has_dropout)
+        # The first call does much for the first time, so the less counts.
+        rows = max(1, one.rows)
+        per_row = seconds / rows
+        if not is_of_script:
+            start = _now()
+            call.computed(np.arange(call.rows.number), None, {})
+            per_row = min(per_row, (_now() - start) / call.rows.number)
+        return Found(plan, Form.of(plan.reading, call, per_row, rows), share)
 
     def _why_not_called_again(self, chain: Sequence[Watched], is_of_script: bool) -> tuple[str | None, bool]:
         """Return why the calls of a chain may not be stored, and True if evaluation mode would change that."""
@@ -331,7 +374,8 @@ class Watch:
     def _changes(self, watched: Watched) -> str | None:
         """Return why two calls with the same inputs are not the same."""
         call, part = watched.call, watched.part
-        assert call is not None
+        if call is None:
+            return DROPOUT
         tolerance = SAME_BATCH_TOLERANCE[self._precision]
         args, kwargs = call.rows.take(np.arange(call.rows.number), None, self._inputs_of(call))
         with call.modes.entered(has_gradients=False):
@@ -357,7 +401,6 @@ class Watch:
         """Find what a record has to hold; return why not, if a row's outputs are not the same in other company."""
         rows, everything = call.rows, np.arange(call.rows.number)
         picks = tuple(Pick(number, is_first) for number, is_first in sorted(call.notes.items()))
-        assert call.template is not None
         if plan.is_of_script:
             # Not called again: rows are what they are in the batch, padding included.
             shares = {call.template.shares[pick.number] for pick in picks} if rows.is_flat else {1}
@@ -393,9 +436,8 @@ class Watch:
                 return OTHERS
         plan.reading = Reading(picks, rows.is_flat, max(shares) if rows.is_flat else 1)
         plan.reading.records(expected, rows)
-        if not rows.is_padded:
+        if not rows.is_padded or rows.lengths is None:
             return None
-        assert rows.lengths is not None
         # With less padding: the shortest row alone, without any.
         shortest = np.array([int(np.argmin(rows.lengths))])
         length = int(rows.lengths.min())

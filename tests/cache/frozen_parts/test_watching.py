@@ -121,7 +121,7 @@ def test_the_largest_modules_without_trained_parameters_are_frozen() -> None:
 )
 def test_a_record_has_what_is_read(read: Callable[[Any], torch.Tensor], picks: tuple[Pick, ...]) -> None:
     (found,) = found_in(Model(Tower(), read))
-    assert found.why_not is None and found.plan is not None and found.name == "tower" and found.rows == 3
+    assert found.why_not is None and found.form is not None and found.plan.name == "tower" and found.form.num_rows == 3
     assert found.plan.reading.picks == picks
 
 
@@ -170,7 +170,7 @@ def test_draws_without_effect_can_be_made_up_for(change: Callable[[torch.Tensor]
     if draws is None:
         assert found.why_not == "draws random numbers (dropout)"
     else:
-        assert found.why_not is None and found.plan is not None and found.plan.part.draws is draws
+        assert found.why_not is None and found.plan.part.draws is draws
 
 
 class Leaves(Tower):
@@ -225,13 +225,13 @@ def test_padding_is_cut_only_where_some_was_seen_and_nobody_reads_it(length: int
     masked = found_in(Texts(OfTokens(), lambda both: (both[0][0] * both[1][:, :, None]).sum(1)), length=length)
     mean = found_in(Texts(OfTokens(lambda hidden: hidden), lambda both: (both[0][0] + 1).mean(1)), length=length)
     for (found,), reads_padding in ((masked, False), (mean, False)):
-        assert found.why_not is None and found.plan is not None
+        assert found.why_not is None
         assert found.plan.reading.is_by_token == (length == 4 and not reads_padding)
 
 
 def test_what_is_pooled_is_stored_whatever_the_padding() -> None:
     (found,) = found_in(Texts(OfTokens(), lambda both: both[0][1]), length=4)
-    assert found.plan is not None and not found.plan.reading.is_by_token and found.plan.part.cuts_padding
+    assert not found.plan.reading.is_by_token and found.plan.part.cuts_padding
 
 
 def test_a_part_that_depends_on_the_padded_length_is_said() -> None:
@@ -255,7 +255,7 @@ def test_inputs_that_are_handed_on_are_not_stored() -> None:
             return {"loss": (self.head(features["hidden"].mean(1)) * features["weights"][:, None]).mean()}
 
     (found,) = found_in(Reads(Features(), pooled))
-    assert found.why_not is None and found.plan is not None and found.plan.reading.picks == (Pick(2),)
+    assert found.why_not is None and found.plan.reading.picks == (Pick(2),)
 
 
 def test_what_nobody_reads_is_not_stored() -> None:
@@ -276,7 +276,7 @@ def test_dropout_may_be_left_out_where_asked() -> None:
     assert found.has_dropout and found.why_not == "draws random numbers (dropout)"
     model = Model(Drops(), pooled)
     (found,) = found_in(model, may_evaluate=True)
-    assert found.why_not is None and found.plan is not None and found.plan.part.in_evaluation
+    assert found.why_not is None and found.plan.part.in_evaluation
     assert model.tower.drop.training
 
 
@@ -298,7 +298,7 @@ class InnerModel(Model):
 def test_without_gradients_only_samples_are_known_to_come_again(given: str) -> None:
     found = found_in(InnerModel(given))
     assert len(found) == (given != "trained")
-    assert all(each.plan is not None and each.plan.notes_first == (given == "made") for each in found)
+    assert all(each.plan.notes_first == (given == "made") for each in found)
 
 
 def test_a_part_that_computes_with_what_is_trained_elsewhere_is_found() -> None:
@@ -357,5 +357,5 @@ def test_frozen_modules_that_follow_each_other_are_one_part() -> None:
             return {"loss": (self.head(self.connector(hidden)) + (hidden.mean() if self.shows else 0)).mean()}
 
     (found,) = found_in(Connected())
-    assert found.why_not is None and found.name == "tower with connector"
-    assert [each.name for each in found_in(Connected(shows=True))] == ["tower", "tower with connector"]
+    assert found.why_not is None and found.plan.name == "tower with connector"
+    assert [each.plan.name for each in found_in(Connected(shows=True))] == ["tower", "tower with connector"]
