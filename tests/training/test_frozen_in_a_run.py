@@ -1,4 +1,4 @@
-"""What happens to frozen parts in a run, and between two: edits, patches, copies and kept stores, beside plain Trainer."""
+"""Frozen parts in a run and between two runs: edits, patches, copies and kept stores, beside plain Trainer."""
 
 from __future__ import annotations
 

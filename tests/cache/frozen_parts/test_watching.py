@@ -67,11 +67,14 @@ class Texts(Model):
         return {"loss": self.head(hidden).square().mean()}
 
 
-def watch_of(model: nn.Module, may_evaluate: bool = False, length: int = 5) -> tuple[Watch, torch.Tensor]:
+def watch_of(
+    model: nn.Module, may_evaluate: bool = False, length: int = 5, number: int = 3
+) -> tuple[Watch, torch.Tensor]:
     """A watch that has seen a step of the model, and the loss of the step."""
     pixels = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(5) < torch.tensor([5, 5, length])[:, None]).long()
     batch = {"pixels": pixels, "attention_mask": mask, "input_ids": torch.zeros(3, 5, dtype=torch.long)}
+    batch = {name: value[:number] for name, value in batch.items()}
     step = PresentStep(model.train(), torch.device("cpu"))
     watch = Watch(model, step, "fp32", may_evaluate)
     step.begin(batch)
@@ -83,8 +86,8 @@ def watch_of(model: nn.Module, may_evaluate: bool = False, length: int = 5) -> t
     return watch, loss
 
 
-def found_in(model: nn.Module, may_evaluate: bool = False, length: int = 5) -> list[Found]:
-    watch, _ = watch_of(model, may_evaluate, length)
+def found_in(model: nn.Module, may_evaluate: bool = False, length: int = 5, number: int = 3) -> list[Found]:
+    watch, _ = watch_of(model, may_evaluate, length, number)
     found = watch.find(set(watch.called))
     assert all("forward" not in vars(each) for each in model.modules())
     return found
@@ -256,6 +259,11 @@ def test_inputs_that_are_handed_on_are_not_stored() -> None:
 
     (found,) = found_in(Reads(Features(), pooled))
     assert found.why_not is None and found.plan.reading.picks == (Pick(2),)
+
+
+def test_a_call_without_rows_says_so() -> None:
+    (found,) = found_in(Model(Tower(), lambda output: output.pooler_output), number=0)
+    assert found.why_not == "gets an empty batch"
 
 
 def test_what_nobody_reads_is_not_stored() -> None:
