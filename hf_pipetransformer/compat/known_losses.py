@@ -64,12 +64,9 @@ _UNKNOWN = {
     *("DeiTForImageClassificationWithTeacher", "DinatForImageClassification", "Dots3NoteForCausalLM"),
     *("Gemma3nForConditionalGeneration", "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
     *("GitForCausalLM", "LayoutLMv2ForQuestionAnswering", "LayoutLMv2ForSequenceClassification"),
-    *("LayoutLMv2ForTokenClassification", "LevitForImageClassification"),
-    *("LevitForImageClassificationWithTeacher", "LxmertForQuestionAnswering", "MusicgenForCausalLM"),
-    *("MusicgenMelodyForCausalLM", "Nemotron3DiarizationForAudioFrameClassification", "PPLCNetForImageClassification"),
-    *("ReformerForMaskedLM", "ReformerForQuestionAnswering", "ReformerForSequenceClassification"),
-    *("ReformerModelWithLMHead", "RwkvForCausalLM", "ShieldGemma2ForImageClassification"),
-    "TimmWrapperForImageClassification",
+    *("LayoutLMv2ForTokenClassification", "LevitForImageClassificationWithTeacher", "LxmertForQuestionAnswering"),
+    *("MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "Nemotron3DiarizationForAudioFrameClassification"),
+    *("PPLCNetForImageClassification", "ShieldGemma2ForImageClassification", "TimmWrapperForImageClassification"),
 }
 
 

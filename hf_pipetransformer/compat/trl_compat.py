@@ -155,19 +155,9 @@ def reference_entries(trainer: Any, shell: nn.Module, inputs: dict[str, Any]) ->
                 parameter.requires_grad_(was_trained)
 
 
-def with_likely_reference(trainer: Trainer, shell: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch to check the model with, and for its loss a reference that differs a little from the model.
-
-    Without a difference many losses are the same for every sample, and what they do to a batch would not show.
-    """
-    if not has_reference(trainer):
-        return inputs
-    entries = reference_entries(trainer, shell, for_model(inputs))
-    places = torch.arange(batch_size(inputs))
-    # Prime to 7, so that neighbors differ; but for every seventh sample, so do chosen and rejected texts.
-    factors = dict(zip(_REFERENCE, (5, 3), strict=True))
-    differences = {name: (places * factor % 7 - 3) / 2 for name, factor in factors.items()}
-    return {**inputs, **{name: value + differences[name].to(value) for name, value in entries.items()}}
+def with_reference(trainer: Trainer, shell: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch with what the reference says of it, where the loss reads one."""
+    return inputs | reference_entries(trainer, shell, for_model(inputs)) if has_reference(trainer) else inputs
 
 
 @contextmanager

@@ -232,7 +232,7 @@ class PipelineBuilder:
         # Who asks for parts of a loss that is not known gets the sum that Trainer takes over the batches of a step.
         is_sum = trainer_compat.is_divided(trainer, labels) if known is None else known is KnownLoss.DIVIDED and passes
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
-        complete = partial(trl_compat.with_likely_reference, trainer, shell)
+        complete = partial(trl_compat.with_reference, trainer, shell)
         # Losses may count their calls, keep values and log, which must not begin before the training does.
         with leaving_no_trace(trainer):
             start_up = inspect_model(

@@ -260,7 +260,10 @@ class LossCheck:
         layout = self.pipeline.layout
         # All forwards first takes one stage a rank, and stages cannot move amid a step.
         if self.context.args.pipeline_loss != "auto" or layout.num_chunks > 1:
-            return "Set pipeline_loss='batch', which computes the loss of the whole batch at once."
+            return (
+                "Set pipeline_loss='batch', which computes the loss of the whole batch at once; or, for "
+                "pipeline_loss='parts' of a loss that is the mean of its batch, trainer.loss_is_scaled_for_ga=False."
+            )
         plans = self.pipeline.start_up.with_scope(LossScope.BATCH).plans
         if not plans.fits(replace(layout, schedule="gpipe")):
             return (
