@@ -210,7 +210,7 @@ class PipelineBuilder:
         shell.training = is_training
         count = partial(trainer_compat.items_of, trainer)
         why_whole = why_whole_head(trainer)
-        # Where the head stays whole whatever happens, a loss is tried on as many samples as in any run.
+        # Where the head stays whole whatever happens, as many samples run as in any run.
         is_whole = why_whole or why_whole_by_options(args, scope)
         may_slice_head = is_training and args.head_slices != 1 and is_whole is None
         # Reading samples may draw random numbers, which a training must draw as if nobody had looked before.
@@ -219,9 +219,9 @@ class PipelineBuilder:
             parts = (batches, main_input_of(trainer.model), count, most_samples(args, may_slice_head))
             # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
             samples = topology.decide(lambda: probe_samples(*parts))
-        if is_training and (args.head_slices or 1) > 1 and why_whole is not None:
+        if is_training and (args.head_slices or 1) > 1 and is_whole is not None:
             raise ValueError(
-                f"pipeline_head_slices={args.head_slices} would change the numbers: {why_whole}. Leave the option out."
+                f"pipeline_head_slices={args.head_slices} would change the numbers: {is_whole}. Leave the option out."
             )
         # TRL's trainers compute their loss in evaluations too, also of batches that have no labels.
         needs_loss = is_training or trl_compat.metrics(trainer) is not None

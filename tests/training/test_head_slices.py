@@ -245,6 +245,16 @@ def test_trls_own_head_keeps_no_logits_in_stages_and_is_not_sliced(tmp_path: Pat
     assert "mean_token_accuracy" in trainer.state.log_history[0]
 
 
+def test_a_class_of_ones_own_is_not_sliced(tmp_path: Path) -> None:
+    from tests.startup.test_losses import OwnLlama, padded, tokens
+
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, report_to="none", pipeline_head_slices=2)
+    model = OwnLlama(make_decoder("llama").config)
+    trainer = PipeTransformerTrainer(model, args, train_dataset=tokens(), data_collator=padded)
+    with pytest.raises(ValueError, match="=2 would change the numbers: one call of the loss sees the samples of a"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
