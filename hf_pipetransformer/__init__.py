@@ -57,12 +57,18 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def _warn_of_untested(found: str) -> None:
-    """Warn if this release of transformers was installed by hand: what it has renamed may fail late, or not at all."""
+def is_tested(found: str) -> bool:
+    """Return True for a release of transformers that the tests run with."""
     numbers = re.match(r"(\d+)\.(\d+)", found)
     first, last = TESTED_TRANSFORMERS
-    if numbers is None or first <= (int(numbers[1]), int(numbers[2])) <= last:
+    return numbers is None or first <= (int(numbers[1]), int(numbers[2])) <= last
+
+
+def _warn_of_untested(found: str) -> None:
+    """Warn if this release of transformers was installed by hand: what it has renamed may fail late, or not at all."""
+    if is_tested(found):
         return
+    first, last = TESTED_TRANSFORMERS
     oldest, newest = f"{first[0]}.{first[1]}", f"{last[0]}.{last[1]}"
     warnings.warn(
         f"transformers {found} is installed, but this release of hf-pipetransformer was tested with {oldest} to "

@@ -191,16 +191,17 @@ _KNOWN_CODE = ("transformers", "trl", "liger_kernel")
 """Packages whose losses are known. Those of Liger take the place of transformers' (`use_liger_kernel`)."""
 
 
-def has_known_loss(trainer: Trainer) -> bool:
-    """Return True if code of transformers and TRL alone computes the loss, of which is known what it averages over.
+def kind_with_loss(trainer: Trainer) -> type:
+    """Return the class whose `compute_loss` a trainer has."""
+    return next(kind for kind in type(trainer).__mro__ if not is_own(kind) and "compute_loss" in vars(kind))
 
-    Any other loss may weight, mask or compare the samples of a batch in a way that a few of them do not show.
-    """
+
+def has_known_loss(trainer: Trainer) -> bool:
+    """Return True if code of transformers and TRL alone computes the loss."""
     model = bare_model(trainer.model)
-    kinds = [kind for kind in type(trainer).__mro__ if not is_own(kind) and "compute_loss" in vars(kind)]
     # What is set on an instance hides the class's own: transformers' `loss_function` is assigned so.
     instances = vars(trainer).get("compute_loss"), vars(model).get("_loss_function"), trainer.compute_loss_func
-    code = [kinds[0], type(model).forward, vars(model).get("forward"), *instances]
+    code = [kind_with_loss(trainer), type(model).forward, vars(model).get("forward"), *instances]
     return all(each is None or is_known_code(each) for each in code)
 
 

@@ -31,10 +31,11 @@ _OF_PAIRS = ("RewardTrainer", "DPOTrainer")
 
 def rows_of_sample(trainer: Trainer) -> int:
     """Return how many rows of a batch a sample has."""
-    return 2 if any(each.__name__ in _OF_PAIRS and _is_trls(each) for each in type(trainer).__mro__) else 1
+    return 2 if any(each.__name__ in _OF_PAIRS and is_trls(each) for each in type(trainer).__mro__) else 1
 
 
-def _is_trls(kind: type) -> bool:
+def is_trls(kind: type) -> bool:
+    """Return True for a class of TRL."""
     # By the module's name, since TRL need not be installed.
     return kind.__module__.partition(".")[0] == "trl"
 
@@ -154,19 +155,9 @@ def reference_entries(trainer: Any, shell: nn.Module, inputs: dict[str, Any]) ->
                 parameter.requires_grad_(was_trained)
 
 
-def with_likely_reference(trainer: Trainer, shell: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch to check the model with, and for its loss a reference that differs a little from the model.
-
-    Without a difference many losses are the same for every sample, and what they do to a batch would not show.
-    """
-    if not has_reference(trainer):
-        return inputs
-    entries = reference_entries(trainer, shell, for_model(inputs))
-    places = torch.arange(batch_size(inputs))
-    # Prime to 7, so that neighbors differ; but for every seventh sample, so do chosen and rejected texts.
-    factors = dict(zip(_REFERENCE, (5, 3), strict=True))
-    differences = {name: (places * factor % 7 - 3) / 2 for name, factor in factors.items()}
-    return {**inputs, **{name: value + differences[name].to(value) for name, value in entries.items()}}
+def with_reference(trainer: Trainer, shell: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch with what the reference says of it, where the loss reads one."""
+    return inputs | reference_entries(trainer, shell, for_model(inputs)) if has_reference(trainer) else inputs
 
 
 @contextmanager
@@ -220,9 +211,6 @@ _REFUSED = {
 }
 """TRL's trainers that a pipeline cannot run, with the reason and what to use in their place."""
 
-_LOSSES_OF_BATCHES = ("aot", "aot_unpaired")
-"""Losses of DPOTrainer that sort the samples of a batch; all others are checked by experiment."""
-
 
 def check_trainer(kind: type[Trainer], args: PipeTransformerArguments, values: Mapping[str, Any]) -> None:
     """Refuse trainers of TRL, or uses of them, that a pipeline cannot run.
@@ -231,7 +219,7 @@ def check_trainer(kind: type[Trainer], args: PipeTransformerArguments, values: M
         values: arguments of the constructor by name.
     """
     for each in kind.__mro__:
-        if not _is_trls(each):
+        if not is_trls(each):
             continue
         reason = _REFUSED.get(each.__name__)
         # Told by their methods, such as GRPOTrainer's `_generate`: a list would miss those that TRL adds.
@@ -249,12 +237,6 @@ def check_trainer(kind: type[Trainer], args: PipeTransformerArguments, values: M
 
 
 def _check_reference(name: str, args: Any, values: Mapping[str, Any]) -> None:
-    losses = [loss for loss in getattr(args, "loss_type", None) or () if loss in _LOSSES_OF_BATCHES]
-    if losses:
-        raise ValueError(
-            f"loss_type={losses[0]!r} sorts the samples of a batch, so that it is no mean over samples: micro-batches "
-            "and replicas need one. Choose another loss, such as 'sigmoid'."
-        )
     # TRL puts adapters on a model if it is given `peft_config`; a script may also pass a model that has some.
     has_adapters = values.get("peft_config") is not None or hasattr(values.get("model"), "get_base_model")
     is_second_model = values.get("ref_model") is not None or not (has_adapters or args.precompute_ref_log_probs)

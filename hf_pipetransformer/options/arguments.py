@@ -156,8 +156,8 @@ class PipeTransformerArguments(TrainingArguments):
         "`batch`, as on one process, for any loss; those of a `replica`, as with DDP; or those of a micro-batch "
         "(`parts`), whose losses are added with weights and compared with the loss of the whole batch while the run "
         "goes on. `batch` and `replica` run all forwards before the first backward (`pipeline_schedule=gpipe`), with "
-        "the head and the loss once a batch. `auto` is `parts` for the losses of transformers and TRL, else `batch`, "
-        "if it fits in memory. See docs/how_it_works.md, The loss of a batch.",
+        "the head and the loss once a batch. `auto` is `parts` for losses of transformers and TRL whose arithmetic is "
+        "known, else `batch`. See docs/how_it_works.md, The loss of a batch.",
         choices=LOSS_SCOPES,
     )
     pipeline_head_slices: Annotated[str, count_or("auto")] = option(

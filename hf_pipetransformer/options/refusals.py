@@ -337,6 +337,11 @@ def check_model(model: Any, pipeline_size: int | None, is_undivided: bool, optim
         value = getattr(config, option, other)
         if pipeline_size != 1 and value:
             raise ModelSettingError(f"config.{option}={value}: {reason}. Set it to {other}.")
+    if pipeline_size != 1 and getattr(config, "model_type", None) == "prophetnet":
+        raise ModelSettingError(
+            "ProphetNet reads weights of its embeddings behind them, which later stages do not have: set "
+            "pipeline_parallel_size=1."
+        )
 
 
 def keeps_statistics(module: Any) -> bool:

@@ -143,8 +143,8 @@ class Pipeline:
     def take(self, stage: Stage) -> None:
         """Replace this rank's stage, and create a runner for it."""
         self.stage = stage
-        probe, loss = self.start_up.probe, self.start_up.loss_rule
-        self.runner = StageRunner(stage, probe.activation, loss.rule, loss.scope, self.shifts_labels)
+        found, activation = self.start_up, self.start_up.probe.activation
+        self.runner = StageRunner(stage, activation, found.loss_rule, found.scope, self.shifts_labels)
         # One stage runs the model's own forward, for which nothing has to be cut.
         self.shell.runner = self.runner if stage.layout.pipeline_size > 1 else None
 

@@ -1,4 +1,4 @@
-"""Checks that the split model and its loss compute what the whole model does.
+"""Checks that the split model computes what the whole one does.
 
 Functions of a `ProbeTarget` without communication. All compare in deterministic float32.
 """
@@ -17,10 +17,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_pipetransformer.data.batches import num_rows, take_rows
 from hf_pipetransformer.data.flattened import first_tokens, sequences_of
-from hf_pipetransformer.engine.losses import FoundRule, Parts, find_loss_rule
-from hf_pipetransformer.report import logger
 from hf_pipetransformer.splitters.base import UnsupportedModelError, config_value
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, Structure, padded_length, trace_structure
 from hf_pipetransformer.startup.model import (
@@ -30,7 +27,6 @@ from hf_pipetransformer.startup.model import (
     in_float32,
     in_full_precision,
     run_stage,
-    with_two_labels,
 )
 
 
@@ -320,37 +316,3 @@ def _of_length(value: Any, length: int, wanted: int) -> Any:
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
         return value
     return torch.cat([value] * -(-wanted // length), dim=1)[:, :wanted]
-
-
-# ---- rule that combines the losses of parts ----
-
-
-def check_loss(target: ProbeTarget, is_split: bool) -> FoundRule:
-    """Return how the losses of parts of a batch combine; `is_split` is False if the run never splits a batch."""
-    model, inputs = target.model, target.inputs
-    is_alone = num_rows(inputs) == 1
-    if is_alone:
-        # Only losses are compared then, since two samples with gradients may not fit into memory.
-        inputs = take_rows(inputs, torch.tensor([0, 0]))
-
-    def measure(parts: Parts, num_items: int) -> torch.Tensor:
-        with gradients_discarded(model), torch.set_grad_enabled(not is_alone):
-            # In float64, so that the sum of the parts has no rounding of its own.
-            sum_of_losses = torch.zeros((), dtype=torch.float64)
-            for part, weight in parts:
-                if weight:
-                    loss = target.compute(dict(part), num_items) * weight
-                    sum_of_losses += loss.detach().double().cpu()
-                    if loss.requires_grad:
-                        loss.backward()
-            return torch.cat([sum_of_losses.reshape(1), gradient_norms(target.parameters).double().cpu()])
-
-    found = find_loss_rule(measure, with_two_labels(inputs), target.count, is_split)
-    if not found.is_finite and any(bool(p.isnan().any()) for p in target.parameters):
-        # With nan weights no rule can be found, and none would matter.
-        logger.warning(
-            "Weights of the model are nan before the first step, and so is all that follows: load it from another "
-            "checkpoint, or in another dtype."
-        )
-        return replace(found, refusal=None)
-    return found

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, islice, zip_longest
+from itertools import chain, count, islice
 from types import new_class
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from hf_pipetransformer.data.batches import (
-    IGNORED_LABEL,
     batch_size,
     note_samples,
     num_rows,
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
 
 NUM_PROBE_SAMPLES = 6
-NUM_SEARCHED_SAMPLES = 48
-"""Number of samples that are searched for labeled ones with different labels."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +57,23 @@ class OwnBatches:
     rows: int = 1
     has_workers: bool = False
 
-    def collated(self) -> Generator[tuple[dict[str, Any], int]]:
-        """Yield collated batches, each with its number of samples."""
-        size = 2 if self.size == 1 and self._flattens_pairs() else self.size
-        with self._samples() as samples:
-            while some := list(islice(samples, min(size, NUM_SEARCHED_SAMPLES))):
-                yield dict(note_samples(self.collate(some), len(some), self.rows)), len(some)
+    def first(self, most: int) -> tuple[dict[str, Any], int]:
+        """Return at most `most` samples of the first batch, and their number; none of an empty data set."""
+        # A single sample would not show that the collator puts several into one row.
+        size = 2 if self.size == 1 and self._flattens_pairs() else min(self.size, max(2, most))
+        return self._collated(size)
 
     def read(self, num_samples: int) -> dict[str, Any]:
         """Return at most `num_samples` first samples as one batch."""
+        return self._collated(num_samples)[0]
+
+    def _collated(self, num_samples: int) -> tuple[dict[str, Any], int]:
         with self._samples() as samples:
             some = list(islice(samples, num_samples))
-            return dict(note_samples(self.collate(some), len(some), self.rows))
+            return (dict(note_samples(self.collate(some), len(some), self.rows)) if some else {}), len(some)
 
     def _flattens_pairs(self) -> bool:
-        """Return True if two samples make a flattened batch; a single one would not show that a run's batches are."""
+        """Return True if two samples make a flattened batch."""
         with suppress(Exception):  # A run of one sample a batch need not have samples that fit together.
             return sequences_of(self.read(2)) is not None
         return False
@@ -97,8 +96,8 @@ class UsersBatch:
 
     batch: dict[str, Any]
 
-    def collated(self) -> Generator[tuple[dict[str, Any], int]]:
-        yield self.batch, batch_size(self.batch)
+    def first(self, most: int) -> tuple[dict[str, Any], int]:
+        return self.batch, batch_size(self.batch)
 
     def read(self, num_samples: int) -> dict[str, Any]:
         return take_samples(self.batch, slice(0, num_samples))
@@ -110,9 +109,7 @@ FirstBatches = OwnBatches | UsersBatch
 def probe_samples(
     batches: FirstBatches, main_input: str, count: Callable[[Mapping[str, Any]], int], most: int = NUM_PROBE_SAMPLES
 ) -> dict[str, Any]:
-    """Return a few samples of one of the run's first batches; samples of different batches may not collate together.
-
-    Takes the first batch with labeled samples of different labels or, if none comes soon, the closest to that.
+    """Return a few rows of the run's first batch; samples of different batches may not collate together.
 
     Args:
         count: returns the number of items of a batch that the loss averages over.
@@ -120,51 +117,16 @@ def probe_samples(
     Raises:
         ValueError: the data set is empty, or the rows of a batch do not belong to one sample each.
     """
-    num_seen, best, found = 0, (-1, -1), None
-    # Closed at once, not when the generator is collected: the states of the generators are restored then.
-    with closing(batches.collated()) as collated:
-        for batch, size in collated:
-            check_rows(batch, size, main_input)
-            rows, num_labels, num_labelled = _choose_rows(batch, count, most)
-            # Two labels are enough: a loss with class weights differs from one without.
-            if (min(num_labels, 2), num_labelled) > best:
-                best, found = (min(num_labels, 2), num_labelled), (batch, rows)
-            num_seen, wanted = num_seen + size, min(size, most)
-            if num_seen >= NUM_SEARCHED_SAMPLES or best >= (min(2, wanted), wanted):
-                break
-    if found is None:
+    batch, size = batches.first(most)
+    if not size:
         raise ValueError("The data set is empty: expected at least one sample.")
-    batch, rows = found
-    return batch if len(rows) == num_rows(batch) else take_rows(batch, torch.tensor(rows))
-
-
-def _choose_rows(
-    batch: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int], most: int
-) -> tuple[list[int], int, int]:
-    """Return rows to probe with, the number of different labels, and the number of labeled rows among those returned.
-
-    Prefers labeled rows and cycles over their labels. Labels that are not classes count as all different.
-    """
-    size = num_rows(batch)
-    by_label: dict[Any, list[int]] = {}
-    without_items = []
-    for row in range(size):
-        sample = take_rows(batch, torch.tensor([row]))
-        if count(sample):
-            by_label.setdefault(_label_of(sample), []).append(row)
-        else:
-            without_items.append(row)
-    in_turn = [row for group in zip_longest(*by_label.values()) for row in group if row is not None]
-    num_labels = size if None in by_label else len(by_label)
-    return sorted([*in_turn, *without_items][:most]), num_labels, min(len(in_turn), most)
-
-
-def _label_of(sample: Mapping[str, Any]) -> Any:
-    """Return the class of a sample, or the set of its tokens' classes; None if its labels are not classes."""
-    labels = sample.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-        return None
-    return tuple(labels[labels != IGNORED_LABEL].unique().tolist())
+    check_rows(batch, size, main_input)
+    found = batch if num_rows(batch) <= most else take_rows(batch, torch.arange(most))
+    labels = found.get("labels")
+    # Without any label a loss is nan, which says nothing of a model's stages.
+    if isinstance(labels, torch.Tensor) and not count(found):
+        found = {**found, "labels": torch.zeros_like(labels)}
+    return found
 
 
 def most_samples(args: PipeTransformerArguments, may_slice_head: bool = False) -> int:

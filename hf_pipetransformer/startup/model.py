@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hf_pipetransformer.data.batches import IGNORED_LABEL
-from hf_pipetransformer.engine.losses import LossScope
+from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.options.refusals import keeps_statistics
 from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.adapters import bare_model
@@ -53,6 +52,7 @@ class ProbeTarget:
         complete: adds to a batch what the loss reads and the data set does not have, for which it may run the model.
         has_reference: True if each batch of a training first runs through the model as a frozen reference.
         scope: samples that one call of the loss sees in the run.
+        rule: by which the losses of parts add up.
         shape_without_rows: returns the shape of an output for some inputs, if evaluations of the run gather it and it
             has no row for each sample.
         why_whole_head: reason why the loss of the run may not be computed in slices of the sequence; None if it may.
@@ -67,6 +67,7 @@ class ProbeTarget:
     complete: Callable[[dict[str, Any]], dict[str, Any]] = dict
     has_reference: bool = False
     scope: LossScope = LossScope.PARTS
+    rule: LossRule = LossRule.MEAN
     shape_without_rows: Callable[[dict[str, Any]], str | None] = lambda _inputs: None
     why_whole_head: str | None = None
 
@@ -399,19 +400,3 @@ def _deterministic() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
-
-
-def with_two_labels(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Change every second class label if all are equal, as a single class cannot reveal a class-weighted loss."""
-    labels = inputs.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() == 0:
-        return inputs
-    classes = labels[labels != IGNORED_LABEL].unique().tolist()
-    if len(classes) > 1 or labels.dtype is torch.bool:
-        return inputs
-    known = classes[0] if classes else 0
-    changed = labels.clone() if classes else torch.full_like(labels, known)
-    # Classes 0 and 1 exist for every classification loss.
-    other = known - 1 if known else 1
-    changed[1::2] = torch.where(changed[1::2] == IGNORED_LABEL, IGNORED_LABEL, other)
-    return {**inputs, "labels": changed}

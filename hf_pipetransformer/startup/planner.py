@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.training_args import OptimizerNames
 
-from hf_pipetransformer.engine.losses import FoundRule, LossScope
+from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads, predict_step
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory, sum_bytes
@@ -416,7 +416,8 @@ class StartUp:
     """
 
     probe: Probe
-    loss_rule: FoundRule
+    loss_rule: LossRule
+    scope: LossScope
     common_length: CommonLength | None
     sees_padding: bool
     pad_token_id: int
@@ -434,5 +435,4 @@ class StartUp:
 
     def with_scope(self, scope: LossScope) -> StartUp:
         """Return the findings for a run of which one call of the loss sees other samples."""
-        loss_rule, plans = replace(self.loss_rule, scope=scope), replace(self.plans, scope=scope)
-        return replace(self, loss_rule=loss_rule, plans=plans)
+        return replace(self, scope=scope, plans=replace(self.plans, scope=scope))

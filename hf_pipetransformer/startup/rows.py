@@ -9,7 +9,7 @@ import torch
 
 from hf_pipetransformer.data.batches import IGNORED_LABEL, MAIN_INPUTS, labels_by_row, rows_per_sample
 from hf_pipetransformer.data.flattened import CUMULATIVE, MARKS, Sequences, first_tokens, sequences_of, take_sequences
-from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
+from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, is_causal_lm, run_stage
 
 
 if TYPE_CHECKING:
@@ -90,6 +90,21 @@ def _first_restart(positions: torch.Tensor, attention_mask: Any) -> int | None:
         if len(falls) and bool((steps[int(falls[0]) :] > 0).any()):
             return row
     return None
+
+
+def why_across(target: ProbeTarget) -> str | None:
+    """Return why the row of a flattened batch cannot be cut: a sample predicts the next one's first token."""
+    flattened, labels = sequences_of(target.inputs), target.inputs.get("labels")
+    if flattened is None or labels is None or "shift_labels" in target.inputs or not is_causal_lm(target.model):
+        return None
+    starts = list(flattened.bounds[1:-1])
+    if bool((labels[0, starts] == IGNORED_LABEL).all()):
+        return None
+    return (
+        f"The labels of a row of several samples are {labels[0, starts].tolist()[:8]} where the second and later ones "
+        f"begin, so that the last token of a sample predicts the first of the next: expected {IGNORED_LABEL}, with "
+        "which a row can be cut. Use separator_id=-100 of DataCollatorWithFlattening, or pipeline_loss='batch'."
+    )
 
 
 def why_mixed(target: ProbeTarget, structure: Structure) -> str | None:

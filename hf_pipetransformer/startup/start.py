@@ -16,14 +16,14 @@ from hf_pipetransformer.data.batches import CommonLength, batch_size
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.effects import buffers_kept
 from hf_pipetransformer.engine.head import HeadSlices
-from hf_pipetransformer.engine.losses import FoundRule, LossDoesNotDecomposeError, LossRule, LossScope
+from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossScope
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.token_slices import TokenCosts
 from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.masters import master_names
-from hf_pipetransformer.startup.check import check_loss, probe_model
+from hf_pipetransformer.startup.check import probe_model
 from hf_pipetransformer.startup.costs import (
     BlockProfile,
     ReadBatch,
@@ -52,7 +52,7 @@ from hf_pipetransformer.startup.planner import (
     memory_conditions,
     samples_per_microbatch,
 )
-from hf_pipetransformer.startup.rows import why_mixed
+from hf_pipetransformer.startup.rows import why_across, why_mixed
 from hf_pipetransformer.startup.slices import MOST_SEQUENCES, measure_slices, why_no_head_slices, why_unsliceable
 from hf_pipetransformer.startup.storable import (
     computes_otherwise_in_training,
@@ -74,7 +74,7 @@ T = TypeVar("T")
 _NOT_OF_THE_MODEL = (PipelineError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors that do not speak against the model (another rank failed, out of memory, lost device): raised unchanged."""
 _NUM_PARTS = 4
-"""Calls of an `Inspection`, without those for token slices: places to cut, loss, padding, costs of the blocks."""
+"""Calls of an `Inspection`, without those for token slices: places to cut, parts, padding, costs of the blocks."""
 _OUT_OF_HOST_MEMORY = "DefaultCPUAllocator"
 
 
@@ -86,7 +86,7 @@ def inspect_model(
     read: ReadBatch | None = None,
     events: str | None = None,
 ) -> StartUp:
-    """Check on a tiny batch, in float32, that the model and its loss can be split, and measure the model's costs.
+    """Check on a tiny batch, in float32, that the model can be split, and measure its costs.
 
     Collective: call on every rank.
 
@@ -97,7 +97,7 @@ def inspect_model(
 
     Raises:
         UnsupportedModelError: on every rank, if the split model computes other numbers or the model raises.
-        LossDoesNotDecomposeError: the loss is no mean or sum over samples or tokens.
+        LossDoesNotDecomposeError: batches of this model or collator cannot be cut.
         ValueError: the ranks' models differ, or token slices are requested and compute other numbers.
     """
     model = given.model
@@ -130,27 +130,27 @@ def inspect_model(
         frozen, drops_from = num_frozen_by_user(model, probe.structure), dropout_from(model, probe.structure)
         with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
-            loss_rule = _find_loss_rule(exact, probe, args, inspection, is_training)
+            _check_cut(exact, probe, args, inspection, is_training)
             # Layers with dropout are known to compute otherwise in training: nothing has to be tried.
             is_tried = is_training and 0 < frozen < drops_from
             found = inspection.on_first_rank(lambda: _find_traits(exact, probe, args, topology, frozen, is_tried))
-            # After the rule of the loss is known, by which the losses of slices are added.
             if tries_slices:
-                slices = HeadSlices(args.head_slices or NUMBERS[0], loss_rule.rule)
+                slices = HeadSlices(args.head_slices or NUMBERS[0], target.rule)
                 why_whole_head = _check_head_slices(exact, probe.structure, args, inspection, slices)
             if args.schedule.abilities.cuts_tokens:
-                why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, loss_rule.rule))
+                why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, target.rule))
                 if why is not None:
                     raise ValueError(f"pipeline_schedule='token': {why}")
         # Outside of full precision, as costs are those of the run's own dtypes.
-        costs = _measure_costs(target, probe, loss_rule.rule, args, inspection, read)
+        costs = _measure_costs(target, probe, args, inspection, read)
     if args.pipeline_size != 1 and topology.world_size > 1:
         # A model that is cut waits on the host, from where each rank takes its own stage.
         model.to("cpu")
     device_bytes = smallest_device_bytes(args.device, topology)
     return StartUp(
         probe=probe,
-        loss_rule=loss_rule,
+        loss_rule=target.rule,
+        scope=target.scope,
         common_length=CommonLength(target.main_input, target.pad_token_id) if found["pads_alike"] else None,
         sees_padding=found["sees_padding"],
         reads_first=found["reads_first"],
@@ -173,7 +173,7 @@ def inspect_model(
             batch_size(given.inputs),
             # What differs in training without a rate that names a layer counts from the first one on.
             dropout_from=1 if found["has_modes"] else drops_from,
-            scope=loss_rule.scope,
+            scope=target.scope,
             why_whole_head=why_whole_head,
         ),
     )
@@ -291,31 +291,28 @@ def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> Non
     check_agreement(topology, "models", facts)
 
 
-def _find_loss_rule(
+def _check_cut(
     exact: ProbeTarget, probe: Probe, args: PipeTransformerArguments, inspection: Inspection, is_training: bool
-) -> FoundRule:
-    is_split = inspection.topology.world_size > 1 or args.num_microbatches not in (None, 1)
-    adds_parts = exact.scope is LossScope.PARTS
+) -> None:
+    """Refuse batches that cannot be cut into the micro-batches and replicas of the run. Collective."""
+    several, adds_parts = inspection.topology.world_size > 1, exact.scope is LossScope.PARTS
+    is_split = several or args.num_microbatches not in (None, 1)
 
-    def find() -> list[Any]:
-        found = check_loss(exact, is_split and adds_parts)
-        mixed = why_mixed(exact, probe.structure) if is_split else None
-        if is_split and is_training and adds_parts:
-            mixed = mixed or why_one_after_another(exact)
-        return [found.rule.value, found.ignores_num_items, mixed, found.refusal, found.is_finite]
+    def find() -> str | None:
+        why = why_mixed(exact, probe.structure) if is_split else None
+        if is_split and adds_parts:
+            why = why or why_across(exact) or (why_one_after_another(exact) if is_training else None)
+        return why
 
-    rule, ignores_num_items, mixed, refusal, is_finite = inspection.on_first_rank(find)
-    why = mixed or (refusal if adds_parts or not is_finite else None)
-    joins_rows = exact.scope is LossScope.BATCH and inspection.topology.world_size > 1
-    if joins_rows and sequences_of(exact.inputs) is not None:
-        why = why or (
-            "The collator puts all samples of a batch into one row, and a loss that is not one of transformers or TRL "
+    why = inspection.on_first_rank(find)
+    if why is None and exact.scope is LossScope.BATCH and several and sequences_of(exact.inputs) is not None:
+        why = (
+            "The collator puts all samples of a batch into one row, and a loss that is not known to be a mean or sum "
             "sees the rows of all replicas at once: expected one row a sample. Use a collator that pads, or set "
             "pipeline_loss='replica' or 'parts'."
         )
-    if why is not None and is_split:
+    if why is not None:
         raise LossDoesNotDecomposeError(why)
-    return FoundRule(LossRule(rule), ignores_num_items, refusal, is_finite, exact.scope)
 
 
 def _find_traits(
@@ -360,7 +357,6 @@ def _joins_texts(target: ProbeTarget, args: PipeTransformerArguments) -> bool:
 def _measure_costs(
     target: ProbeTarget,
     probe: Probe,
-    rule: LossRule,
     args: PipeTransformerArguments,
     inspection: Inspection,
     read: ReadBatch | None,
@@ -384,7 +380,7 @@ def _measure_costs(
             most = min(args.train_samples_per_device, affordable, MOST_SEQUENCES)
             batch = target if read is None else with_batch(target, read(most))
             seconds = [sum(each) for each in zip(blocks.forward, blocks.backward, strict=True)]
-            return measure_slices(batch, structure, rule, target.twin.share_of(seconds)).as_event()
+            return measure_slices(batch, structure, target.rule, target.twin.share_of(seconds)).as_event()
 
         blocks = replace(blocks, slices=TokenCosts(**inspection.on_first_rank(measure_token_slices)))
     overheads = Overheads(

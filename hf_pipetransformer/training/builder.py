@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,11 @@ from transformers import Trainer
 from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat, trl_compat
+from hf_pipetransformer.compat.known_losses import KnownLoss, known_loss
 from hf_pipetransformer.data.batches import batch_size, for_model
 from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.head import HeadSlices
-from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossScope
+from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossRule, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.options.refusals import check_communication_hook, check_dataset
 from hf_pipetransformer.report import announce, logger
@@ -62,10 +62,6 @@ class ModelReport:
     splitter: Splitter
     has_labels: bool
     is_training: bool
-
-    def adding_losses(self) -> ModelReport:
-        """Return the report of a run that adds the losses of micro-batches."""
-        return replace(self, start_up=self.start_up.with_scope(LossScope.PARTS))
 
     def slicing_head(self, number: int, unfit: int) -> ModelReport:
         """Return the report of a training that has chosen the slices of its head; see `RunPlanner`."""
@@ -148,9 +144,7 @@ class PipelineBuilder:
         batches = self.first_batches(request)
 
         def names_in_first() -> list[str]:
-            with closing(batches.collated()) as collated:
-                first, _ = next(collated, ({}, 0))
-            return [name for name, value in first.items() if value is not None]
+            return [name for name, value in batches.read(1).items() if value is not None]
 
         return set(trainer.label_names) <= {*self.context.topology.decide(names_in_first)}
 
@@ -202,10 +196,10 @@ class PipelineBuilder:
         _prepare_model(self.context)
         if isinstance(given, Request):
             _check_data(self.context, given, is_training)
-        scope = self._scope_of_loss()
         if self._overrode_loss_kwargs:
             trainer_compat.pass_num_items(trainer, True)  # Undo the override below; the model may be another one now.
             self._overrode_loss_kwargs = False
+        scope = self._scope_of_loss()
         # A script may have replaced the arguments since the trainer was made.
         options = replace(self.options, args=args)
         check_communication_hook(trainer.accelerator)
@@ -216,7 +210,7 @@ class PipelineBuilder:
         shell.training = is_training
         count = partial(trainer_compat.items_of, trainer)
         why_whole = why_whole_head(trainer)
-        # Where the head stays whole whatever happens, a loss is tried on as many samples as in any run.
+        # Where the head stays whole whatever happens, as many samples run as in any run.
         is_whole = why_whole or why_whole_by_options(args, scope)
         may_slice_head = is_training and args.head_slices != 1 and is_whole is None
         # Reading samples may draw random numbers, which a training must draw as if nobody had looked before.
@@ -225,16 +219,20 @@ class PipelineBuilder:
             parts = (batches, main_input_of(trainer.model), count, most_samples(args, may_slice_head))
             # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
             samples = topology.decide(lambda: probe_samples(*parts))
-        if is_training and (args.head_slices or 1) > 1 and why_whole is not None:
+        if is_training and (args.head_slices or 1) > 1 and is_whole is not None:
             raise ValueError(
-                f"pipeline_head_slices={args.head_slices} would change the numbers: {why_whole}. Leave the option out."
+                f"pipeline_head_slices={args.head_slices} would change the numbers: {is_whole}. Leave the option out."
             )
         # TRL's trainers compute their loss in evaluations too, also of batches that have no labels.
         needs_loss = is_training or trl_compat.metrics(trainer) is not None
         needs_loss = needs_loss or all(samples.get(name) is not None for name in trainer.label_names)
         self._knows_loss = needs_loss
+        labels = samples.get("labels")
+        known, passes = known_loss(trainer, labels), labels is not None and trainer_compat.takes_num_items(trainer)
+        # Who asks for parts of a loss that is not known gets the sum that Trainer takes over the batches of a step.
+        is_sum = trainer_compat.is_divided(trainer, labels) if known is None else known is KnownLoss.DIVIDED and passes
         compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
-        complete = partial(trl_compat.with_likely_reference, trainer, shell)
+        complete = partial(trl_compat.with_reference, trainer, shell)
         # Losses may count their calls, keep values and log, which must not begin before the training does.
         with leaving_no_trace(trainer):
             start_up = inspect_model(
@@ -247,6 +245,7 @@ class PipelineBuilder:
                     complete=complete,
                     has_reference=trl_compat.reference(trainer, shell) is not None,
                     scope=scope,
+                    rule=LossRule.SUM if is_sum else LossRule.MEAN,
                     shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored_outputs),
                     why_whole_head=why_whole,
                 ),
@@ -259,7 +258,7 @@ class PipelineBuilder:
         if not trainer_compat.has_known_loss(trainer):
             # It may read in later steps what it does not read of the first samples.
             start_up = replace(start_up, reads_first=False)
-        if needs_loss and start_up.loss_rule.ignores_num_items:
+        if passes and known is KnownLoss.MEAN:
             start_up = self._dividing_itself(start_up, is_training)
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
 
@@ -273,19 +272,22 @@ class PipelineBuilder:
         return first_batches(given, dataset_and_collator, self.context.args, trl_compat.rows_of_sample(trainer))
 
     def _scope_of_loss(self) -> LossScope:
-        """Return the samples that one call of the loss sees, and set the schedule that this takes."""
+        """Return the samples that one call of the loss sees, and set the schedule that this takes.
+
+        Raises:
+            LossDoesNotDecomposeError: the loss sees whole batches, and the schedule never has one at once.
+        """
         args, asked = self.context.args, self.context.args.pipeline_loss
         args.run_asked_schedule()
         # A loss that is not known may compare samples with each other, which a sum over micro-batches loses.
         if asked == "auto":
-            is_known = trainer_compat.has_known_loss(self.context.trainer)
-            overlaps = args.schedule.abilities.overlaps_steps
-            asked = "parts" if overlaps or is_known else "batch"
-            if overlaps and not is_known and self.context.topology.rank == 0:
-                logger.warning(
-                    f"pipeline_schedule={args.pipeline_schedule!r} adds the weighted losses of micro-batches and "
-                    "replicas. That they give this loss is tried on a few samples only, and not checked in the run: "
-                    "use pipeline_schedule='1f1b' for a loss that weights, masks or compares samples."
+            asked = "batch" if known_loss(self.context.trainer) is None else "parts"
+            if asked == "batch" and not args.schedule.abilities.runs_steps_whole:
+                raise LossDoesNotDecomposeError(
+                    f"pipeline_schedule={args.pipeline_schedule!r} adds the losses of parts of a batch, and this loss "
+                    "is not known to be their mean or sum, as most losses of transformers and TRL are. Use "
+                    "pipeline_schedule='1f1b', which computes the loss of whole batches, or pipeline_loss='parts' if "
+                    "it is a mean over samples or label tokens, or a sum divided by num_items_in_batch."
                 )
         scope = LossScope(asked)
         if scope is not LossScope.PARTS and not self.options.is_undivided:
@@ -354,7 +356,7 @@ class PipelineBuilder:
             is_mixed=trainer.accelerator.native_amp,
             sums_in_float32=report.is_training and start_up.plans.sums_in_float32(layout),
             masters_in_float32=args.pipeline_master_dtype is not None,
-            head_slices=HeadSlices(start_up.plans.num_head_slices, start_up.loss_rule.rule),
+            head_slices=HeadSlices(start_up.plans.num_head_slices, start_up.loss_rule),
         )
         stage = start_stage(trainer.model, report.splitter, layout, settings, report.is_training)
         shifts_labels = trainer_compat.shifts_labels(trainer)

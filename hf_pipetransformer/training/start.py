@@ -280,7 +280,7 @@ def start_training(
     replay = read_plan(args, report.start_up.probe.structure, topology)
     if args.head_slices is None:
         report = _with_head_slices(context, report, resumption, replay)
-    report, layout = _first_layout(builder, report, resumption, replay)
+    layout = _first_layout(builder, report, resumption, replay)
     start_up, plans = report.start_up, report.start_up.plans
     longest = longest_pipeline(layout, None if resumption is None else resumption.first_layout, policy, replay)
     if request is None:
@@ -332,37 +332,21 @@ def _with_head_slices(
 
 def _first_layout(
     builder: PipelineBuilder, report: ModelReport, resumption: Resumption | None, replay: Mapping[int, Layout] | None
-) -> tuple[ModelReport, Layout]:
-    """Return the layout that a training begins or goes on with, and the report, changed if losses are to be added."""
+) -> Layout:
+    """Return the layout that a training begins or goes on with."""
     args, world_size = builder.context.args, builder.context.topology.world_size
     if resumption is not None:
-        return report, resumption.choose_layout(report.start_up, replay, world_size, builder.policy)
+        return resumption.choose_layout(report.start_up, replay, world_size, builder.policy)
     if replay is not None:
-        return report, replay[0]
-    layout = report.start_up.plans.layout()
-    if args.asked_schedule and args.pipeline_loss == "auto":
-        return _with_parts_if_too_large(builder.context, report, layout)
-    return report, layout
-
-
-def _with_parts_if_too_large(
-    context: TrainingContext, report: ModelReport, layout: Layout
-) -> tuple[ModelReport, Layout]:
-    """Return the run's start with the losses of micro-batches if it fits in memory only so."""
-    args, plans = context.args, report.start_up.plans
-    if plans.fits(layout):
-        return report, layout
-    joined = args.pipeline_schedule
-    args.run_asked_schedule()
-    # Planned anew: with the asked schedule a rank keeps fewer activations, so that another K may fit.
-    other = plans.layout()
-    if not plans.fits(other):
-        args.run_forwards_first()
-        return report, layout
-    if context.topology.rank == 0:
+        return replay[0]
+    plans = report.start_up.plans
+    layout = plans.layout()
+    is_first = builder.context.topology.rank == 0
+    if is_first and args.asked_schedule and args.pipeline_loss == "auto" and not plans.fits(layout):
         logger.warning(
-            f"The loss of the whole batch would be exact, but all forwards before the first backward "
-            f"(pipeline_schedule={joined!r}) do not fit in memory: the losses of micro-batches are added, and "
-            "compared with that of the whole batch in every step."
+            f"The loss of the whole batch takes all forwards before the first backward "
+            f"(pipeline_schedule={args.pipeline_schedule!r}), which is not expected to fit in memory. Use more "
+            "stages, smaller batches or pipeline_checkpoint='layers'; or, for a loss that is a mean over samples or "
+            "label tokens, pipeline_loss='parts'."
         )
-    return report.adding_losses(), other
+    return layout

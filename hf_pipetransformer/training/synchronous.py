@@ -1,9 +1,8 @@
 """Steps that all stages begin and end together, and the check that the losses of their parts add up.
 
-What a loss averages over is found at the start on a few samples, which do not show everything. While the run goes on,
-the stage with the head computes the loss of a whole batch once more, from what entered the head, and compares it and
-its gradient there with the weighted sum over micro-batches and replicas, dropout off in both. If they differ, the
-optimizer step is run again with the loss of the whole batch, or the run ends before the step.
+While a run goes on, the stage with the head computes the loss of a whole batch once more, from what entered the head,
+and compares it and its gradient there with the weighted sum over micro-batches and replicas, dropout off in both. If
+they differ, the optimizer step is run again with the loss of the whole batch, or the run ends before the step.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import nn
 
 from hf_pipetransformer.comm.transfers import all_gather_trees
 from hf_pipetransformer.compat import trainer_compat
+from hf_pipetransformer.compat.known_losses import known_loss
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.engine.losses import (
@@ -93,7 +93,7 @@ class LossCheck:
 
     @cached_property
     def _is_known(self) -> bool:
-        return trainer_compat.has_known_loss(self.context.trainer)
+        return known_loss(self.context.trainer) is not None
 
     @property
     def _runner(self) -> StageRunner:
@@ -260,7 +260,10 @@ class LossCheck:
         layout = self.pipeline.layout
         # All forwards first takes one stage a rank, and stages cannot move amid a step.
         if self.context.args.pipeline_loss != "auto" or layout.num_chunks > 1:
-            return "Set pipeline_loss='batch', which computes the loss of the whole batch at once."
+            return (
+                "Set pipeline_loss='batch', which computes the loss of the whole batch at once; or, for "
+                "pipeline_loss='parts' of a loss that is the mean of its batch, trainer.loss_is_scaled_for_ga=False."
+            )
         plans = self.pipeline.start_up.with_scope(LossScope.BATCH).plans
         if not plans.fits(replace(layout, schedule="gpipe")):
             return (

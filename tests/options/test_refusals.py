@@ -256,6 +256,12 @@ def test_models_that_ask_for_what_no_stage_has(option: str, words: str) -> None:
     refused(words, model)
 
 
+def test_a_model_that_reads_weights_of_its_embeddings_behind_them() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(model_type="prophetnet")  # type: ignore[assignment]
+    refused("ProphetNet reads weights of its embeddings behind them", model)
+
+
 def test_optimizers_that_cannot_be_divided() -> None:
     model = torch.nn.Linear(2, 2)
     refused("LBFGS keeps one state for all parameters", model, torch.optim.LBFGS(model.parameters()))

@@ -199,6 +199,7 @@ class InOrder:
 
 class Own(InOrder, Trainer):
     loss: Loss | None = None
+    loss_is_scaled_for_ga = False
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_options: Any) -> Any:
         if self.loss is None:

@@ -25,7 +25,11 @@ IN_FOUR: dict[str, Any] = {"freeze_policy": "none", "pipeline_parallel_num_micro
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(RewardTrainer, {"model": "llama", "has_margins": True}), (DPOTrainer, {"peft_config": "gpt2"})],
+    [
+        (RewardTrainer, {"model": "llama", "has_margins": True}),
+        (DPOTrainer, {"peft_config": "gpt2"}),
+        (DPOTrainer, {"peft_config": "gpt2", "loss_type": ["sigmoid", "sft", "aot"]}),
+    ],
 )
 def test_micro_batches_are_of_whole_pairs(kind: type, options: dict[str, Any], tmp_path: Path) -> None:
     runs = []
@@ -81,7 +85,7 @@ def test_metrics_of_pairs_count_the_tokens_that_they_average_over() -> None:
 def test_the_page_names_what_a_trainer_may_not_override() -> None:
     page = (Path(__file__).parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
     table = page.partition("What a trainer, its options or a subclass")[2].partition("\n## ")[0]
-    names = [*trainer_compat._NOT_CALLED_BELOW, *trl_compat._REFUSED, *trl_compat._LOSSES_OF_BATCHES]
+    names = [*trainer_compat._NOT_CALLED_BELOW, *trl_compat._REFUSED]
     names += trainer_compat._DOES_SOMETHING_UNDER.values()
     assert [name for name in names if f"`{name}`" not in table] == []
 
@@ -111,19 +115,6 @@ def test_a_second_model_is_refused(options: dict[str, Any], tmp_path: Path) -> N
         ValueError, match=r"would hold a second model as its reference.* precompute_ref_log_probs=True"
     ):
         make_preference_trainer(OURS[DPOTrainer], tmp_path, **IN_FOUR, **given)
-
-
-def test_losses_that_sort_the_batch_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="loss_type='aot' sorts the samples of a batch"):
-        make_preference_trainer(
-            OURS[DPOTrainer], tmp_path, **IN_FOUR, loss_type=["sigmoid", "aot"], peft_config=lora("gpt2")
-        )
-
-
-def test_a_mean_over_tokens_is_found_to_be_none_over_pairs(tmp_path: Path) -> None:
-    trainer = make_preference_trainer(OURS[DPOTrainer], tmp_path, **IN_FOUR, loss_type="sft", peft_config=lora("gpt2"))
-    with pytest.raises(ValueError, match="Micro-batches and replicas need a loss that is a mean"):
-        trainer.train()
 
 
 @pytest.mark.parametrize("is_precomputed", [False, True])

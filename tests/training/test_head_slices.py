@@ -61,7 +61,7 @@ def test_numbers_with_kernels_of_liger(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(logged(ours), plain, rtol=1e-5)
     # Its loss is known, so that parts of a batch may run one after the other.
     assert vars(ours.model)["forward"].__module__.startswith("liger_kernel.")
-    assert ours.pipeline_run.pipeline.start_up.loss_rule.scope is LossScope.PARTS
+    assert ours.pipeline_run.pipeline.start_up.scope is LossScope.PARTS
 
 
 @pytest.mark.parametrize(
@@ -243,6 +243,16 @@ def test_trls_own_head_keeps_no_logits_in_stages_and_is_not_sliced(tmp_path: Pat
     assert slices_of(trainer) == 1
     assert not calls, "the whole logits of a batch"
     assert "mean_token_accuracy" in trainer.state.log_history[0]
+
+
+def test_a_class_of_ones_own_is_not_sliced(tmp_path: Path) -> None:
+    from tests.startup.test_losses import OwnLlama, padded, tokens
+
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, report_to="none", pipeline_head_slices=2)
+    model = OwnLlama(make_decoder("llama").config)
+    trainer = PipeTransformerTrainer(model, args, train_dataset=tokens(), data_collator=padded)
+    with pytest.raises(ValueError, match="=2 would change the numbers: one call of the loss sees the samples of a"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.compat import trainer_compat
+from hf_pipetransformer.compat.known_losses import KnownLoss
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.runtime import joining
 from hf_pipetransformer.startup.planner import RunPlanner
-from hf_pipetransformer.training import synchronous
+from hf_pipetransformer.training import builder, synchronous
 from hf_pipetransformer.training.gains import LossGains
 from hf_pipetransformer.training.replica_gather import ReplicaGather
 from tests.support import whole_losses
@@ -64,10 +64,10 @@ def test_a_step_whose_parts_do_not_add_up_runs_again_as_a_whole(
     accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As of a loss that is taken for one of those whose rule is known."""
-    # Of several batches, what Trainer has added up before stays. It does not average them, see transformers#47688.
-    alike = {"pipeline_loss": "batch", "pipeline_parallel_num_microbatches": 2} if accumulation > 1 else {}
-    expected = train("weighted", False, tmp_path, accumulation=accumulation, **alike)
-    monkeypatch.setattr(trainer_compat, "has_known_loss", lambda _trainer: True)
+    # Of several batches, what Trainer has added up before stays.
+    expected = train("weighted", False, tmp_path, accumulation=accumulation)
+    for module in (builder, synchronous):
+        monkeypatch.setattr(module, "known_loss", lambda *_: KnownLoss.MEAN)
     caplog.set_level(logging.WARNING)
     found = train("weighted", False, tmp_path, accumulation=accumulation, pipeline_parallel_num_microbatches=2)
     assert "This step is run again" in caplog.text
@@ -85,7 +85,8 @@ def test_a_known_loss_is_checked_in_the_first_steps_and_now_and_then(
         due.append(check._is_due)
 
     monkeypatch.setattr(synchronous.LossCheck, "_begin_step", noting)
-    monkeypatch.setattr(trainer_compat, "has_known_loss", lambda _trainer: True)
+    for module in (builder, synchronous):
+        monkeypatch.setattr(module, "known_loss", lambda *_: KnownLoss.MEAN)
     monkeypatch.setattr(synchronous, "NUM_FIRST", 2)
     monkeypatch.setattr(synchronous, "INTERVAL", 4)
     train("mean", False, tmp_path, pipeline_parallel_num_microbatches=2)
@@ -116,17 +117,18 @@ def test_the_inspection_leaves_no_trace_in_what_a_loss_counts_and_draws(tmp_path
     assert counted(tmp_path, pipeline_parallel_num_microbatches=2) == counted(tmp_path)
 
 
-def test_where_only_parts_fit_in_memory_their_losses_are_added(
+def test_where_the_loss_of_the_whole_batch_does_not_fit_a_warning_says_what_to_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fits(_plans: Any, layout: Any) -> bool:
-        return layout.schedule != "gpipe"
-
-    monkeypatch.setattr(RunPlanner, "fits", fits)
+    monkeypatch.setattr(RunPlanner, "fits", lambda _plans, layout: layout.schedule != "gpipe")
     caplog.set_level(logging.WARNING)
     expected = train("mean", False, tmp_path)
     assert not wrong(expected, train("mean", False, tmp_path, pipeline_parallel_num_microbatches=2))
-    assert "The loss of the whole batch would be exact, but all forwards" in caplog.text
+    assert "which is not expected to fit in memory. Use more" in caplog.text
+    caplog.clear()
+    options = {"pipeline_parallel_num_microbatches": 2, "pipeline_loss": "parts"}
+    assert not wrong(expected, train("mean", False, tmp_path, **options))
+    assert not caplog.text
 
 
 def test_replicas_whose_batches_do_not_fit_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,13 +180,13 @@ def test_predictions_of_replicas_need_one_row_a_sample() -> None:
         gather._check_rows(torch.zeros(12, 2))
 
 
-def test_what_passes_that_overlap_do_not_check_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("schedule", ["async_1f1b", "token"])
+def test_schedules_that_have_no_whole_batch_refuse_a_loss_that_is_not_known(schedule: str, tmp_path: Path) -> None:
     args = PipeTransformerArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to="none", pipeline_schedule="async_1f1b",
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", pipeline_schedule=schedule,
         pipeline_parallel_num_microbatches=2,
     )  # fmt: skip
     model = whole_losses.Heads(BertConfig(num_hidden_layers=2))
     trainer = whole_losses.PipedOwn(model, args, train_dataset=whole_losses.rows(8))
-    caplog.set_level(logging.WARNING)
-    assert trainer.pipeline_run.builder._scope_of_loss().value == "parts"
-    assert "is tried on a few samples only, and not checked" in caplog.text
+    with pytest.raises(LossDoesNotDecomposeError, match="is not known to be their mean or sum"):
+        trainer.train()
