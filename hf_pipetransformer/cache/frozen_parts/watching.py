@@ -145,6 +145,7 @@ class Watch:
         self._outputs: set[int] = set()
         self._number = 0
         self._root = RootCall()
+        self._warm_seconds = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -338,13 +339,8 @@ class Watch:
                 why_not = f"raises {type(error).__name__} on some of its rows: {error}"
         if why_not is not None:
             return Found(plan, None, share, why_not, has_dropout)
-        # The first call does much for the first time, so the less counts.
         rows = max(1, one.rows)
-        per_row = seconds / rows
-        if not is_of_script:
-            start = _now()
-            call.computed(np.arange(call.rows.number), None, {})
-            per_row = min(per_row, (_now() - start) / call.rows.number)
+        per_row = seconds / rows if is_of_script else min(seconds / rows, self._warm_seconds)
         return Found(plan, Form.of(plan.reading, call, per_row, rows), share)
 
     def _why_not_called_again(self, chain: Sequence[Watched], is_of_script: bool) -> tuple[str | None, bool]:
@@ -416,7 +412,10 @@ class Watch:
             ]
 
         whole, short = dict[int, list[torch.Tensor]](), dict[int, list[torch.Tensor]]()
+        start = _now()
         expected = call.computed(everything, None, whole)
+        # The first call in the step has done much for the first time.
+        self._warm_seconds = (_now() - start) / rows.number
 
         def has_tokens(pick: Pick) -> bool:
             own = expected[pick.number]
