@@ -201,7 +201,7 @@ class ComputedOnce:
         self._step.sends_buffers = isinstance(self.trainer.model_wrapped, DistributedDataParallel)
         self._step.defers = not self.args.torch_compile
         may_evaluate = self.args.activation_cache == "on"
-        self._watch = Watch(model, self._step, precision_of(self.args), may_evaluate)
+        self._watch = Watch(model, self.trainer.model, self._step, precision_of(self.args), may_evaluate)
         self._epoch = self._first_epoch = self._present_epoch
         self._checked_at = self.trainer.state.global_step
         # Before the user's own, which may change a part when an epoch has ended.

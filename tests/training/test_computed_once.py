@@ -121,18 +121,34 @@ def test_an_image_classifier_that_reads_one_position_stores_one(
         assert set(values) == {32 * expected} and len(values) >= NUM_SAMPLES
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bf16": True},
-        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
-        {"gradient_checkpointing": True},
-        {"per_device_train_batch_size": 5},
-    ],
-    ids=str,
-)
-def test_numbers_are_trainers_under_other_settings(options: dict[str, Any], tmp_path: Path) -> None:
-    both(CASES["llava"], tmp_path, **options)
+def bert_lower_layers() -> nn.Module:
+    """Embeddings and two of three layers frozen."""
+    model: Any = PROBES["bert"].build().requires_grad_(True)
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[:2].requires_grad_(False)
+    return model
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"bf16": True, "train_sampling_strategy": "sequential"},
+    {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    {"per_device_train_batch_size": 5},
+    {"torch_compile": True, "torch_compile_backend": "eager"},
+]
+LOWER = replace(PROBES["bert"], build=bert_lower_layers, part="bert.embeddings to bert.encoder.layer.1")
+
+
+@pytest.mark.parametrize("case", [CASES["llava"], PROBES["vit"], LOWER], ids=["llava", "probe", "lower layers"])
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_numbers_are_trainers_under_other_settings(
+    case: Case, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(case, tmp_path, **options)
+    # Compiled code takes no outputs that are computed later: modules are stored one by one.
+    assert options.get("torch_compile") or outputs_read(case.part, caplog)[0] > 0
 
 
 def test_draws_of_a_part_are_made_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

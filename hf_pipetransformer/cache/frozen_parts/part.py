@@ -122,6 +122,8 @@ class FrozenPart:
         self.watch: Callable[[FrozenPart, Any, Any], Any] | None = watch
         self.in_evaluation = False
         """True to run it in evaluation mode, without dropout."""
+        self.asks_for_gradients = frozenset[int]()
+        """Outputs that ask for gradients, which reach no parameter."""
         self.draws = False
         """True if it draws random numbers that change nothing."""
         self.records: Records | None = None
@@ -189,7 +191,8 @@ class FrozenPart:
     def _deferred(self, args: Any, kwargs: Any) -> Any:
         args, kwargs = passed_on(args), passed_on(kwargs)
         rows = self.step.rows(args, kwargs)
-        is_free = not (torch.is_grad_enabled() and any(each.requires_grad for each in rows.tensors))
+        given = (each for each in rows.tensors if type(each) is not Deferred)
+        is_free = not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
         serves = self.records is None or self.records.serves(self.step)
         if not rows.number or not is_free or not serves:
             return self.compute(_plain(args), _plain(kwargs))

@@ -168,6 +168,7 @@ class Records:
 
     # ---- reading and writing ----
 
+    @torch.no_grad()
     def found(self, call: PartCall) -> dict[int, torch.Tensor] | None:
         """Return the outputs of a call that records have, with those of rows that have none computed; None if none."""
         places = self.store.find(call.keys)
@@ -207,6 +208,7 @@ class Records:
         self.counts.hits += hits
         self.counts.misses += misses
 
+    @torch.no_grad()
     def keep(self, call: PartCall, leaves: Sequence[torch.Tensor]) -> None:
         """Store what was computed for a call, and compare it with what is stored where that is still to be shown."""
         places = self.store.find(call.keys)

@@ -131,13 +131,16 @@ class Watch:
     """Watches the calls of the frozen parts of a model until something is known of each.
 
     Args:
-        model: the model that the loss calls; frozen parts are found in it.
+        model: frozen parts are found in it.
+        root: what the loss calls, the model itself or its adapters around it.
         precision: `fp32`, `bf16` or `fp16`.
         may_evaluate: True if parts with dropout may be run in evaluation mode instead.
     """
 
-    def __init__(self, model: nn.Module, step: PresentStep, precision: str, may_evaluate: bool) -> None:
-        self.model, self.step = model, step
+    def __init__(
+        self, model: nn.Module, root: nn.Module, step: PresentStep, precision: str, may_evaluate: bool
+    ) -> None:
+        self.model, self.root, self.step = model, root, step
         self._precision, self._may_evaluate = precision, may_evaluate
         self.parts = [FrozenPart(name, each, step, self.watched) for name, each in maximal_frozen(model).items()]
         self._seen: dict[str, Watched] = {}
@@ -167,7 +170,7 @@ class Watch:
         def after(*_: Any) -> None:
             self._root.seconds += _now() - began[0]
 
-        hooks = self.model.register_forward_pre_hook(before, with_kwargs=True), self.model.register_forward_hook(after)
+        hooks = self.root.register_forward_pre_hook(before, with_kwargs=True), self.root.register_forward_hook(after)
         with ExitStack() as stack:
             for hook in hooks:
                 stack.callback(hook.remove)
@@ -209,8 +212,9 @@ class Watch:
         except NotStorableError as error:
             self._seen.setdefault(part.name, Watched(part, None, 0.0, 0, str(error)))
             return part.compute(args, kwargs)
-        if any(each.requires_grad for each in tensors):
-            # It computes from what is trained, or is asked for gradients of its inputs.
+        if any(each.requires_grad for each in tensors if type(each) is not Deferred):
+            # It computes from what is trained, or is asked for gradients of its inputs. Outputs of frozen parts may ask
+            # for gradients that reach nothing (`enable_input_require_grads`).
             self._seen.setdefault(part.name, Watched(part, None, 0.0, 0))
             return part.compute(plain_args, plain_kwargs)
         state, device = part.state.digest, self.step.device
@@ -246,6 +250,7 @@ class Watch:
             if not call.rows.number:
                 raise NotStorableError("gets an empty batch")
             call.template = Template(output, call.rows)
+            part.asks_for_gradients |= {number for number, leaf in enumerate(leaves) if leaf.requires_grad}
             if seen is not None:
                 seen.rows += call.rows.number
             if self.step.defers:
@@ -473,7 +478,7 @@ class Watch:
         The model itself is run on a few rows, if all of it is of installed packages.
         """
         root, lengths = self._root, call.rows.lengths
-        if root.rows is None or lengths is None or not is_script_free(self.model):
+        if root.rows is None or lengths is None or not is_script_free(self.root):
             return None
         part, levels = plan.part, list[str | None]()
 
@@ -488,7 +493,7 @@ class Watch:
 
             set_seed(1)
             with torch.no_grad(), call.modes.entered(has_gradients=False), _forward(part, standing):
-                output = self.model(*root.args, **root.kwargs)
+                output = self.root(*root.args, **root.kwargs)
             loss = output.get("loss") if isinstance(output, Mapping) else None
             leaves, is_all = list[torch.Tensor](), True
             for value in output.values() if isinstance(output, Mapping) else [output]:
