@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
@@ -140,7 +141,14 @@ class ComputedOnce:
     def _looked_up(self, step: PresentStep, inputs: Mapping[str, Any]) -> Iterator[None]:
         """Let calls of the parts come to them inside, and say if they read more than the first step did."""
         step.begin(inputs)
+        model: nn.Module = self.trainer.model
         with ExitStack() as stack:
+            if step.defers:
+                # Of copies that DistributedDataParallel makes, or of what a loss makes of the batch.
+                given = model.register_forward_pre_hook(
+                    lambda _module, _args, named: step.note(named), with_kwargs=True
+                )
+                stack.callback(given.remove)
             for part in self._parts:
                 stack.enter_context(part.standing_in())
             yield

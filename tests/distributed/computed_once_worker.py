@@ -37,8 +37,8 @@ def train(folder: Path, names: list[str]) -> dict[str, Any]:
         once = ours.pipeline_run.computed_once
         end = once.end
 
-        def note(end: Any = end, once: Any = once, counts: Any = counts) -> None:
-            counts.extend([each.part.counts.hits, each.part.counts.misses] for each in once.served)
+        def note(end: Any = end, once: Any = once, counts: Any = counts, part: str = CASES[name].part) -> None:
+            counts.extend([each.counts.hits, each.counts.misses] for each in once.served if each.plan.name == part)
             end()
 
         once.end = note

@@ -56,7 +56,8 @@ class PresentStep:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self.device = model, device
         self._of_model = frozenset[int]()
-        self._of_batch = frozenset[int]()
+        self._of_batch = set[int]()
+        self._shapes: dict[str, torch.Size] = {}
         self._lengths: dict[int, Array] = {}
         self.reads_beyond = set[str]()
         """Names of parts of which the step used outputs that no record has."""
@@ -70,16 +71,22 @@ class PresentStep:
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Note the tensors of a batch."""
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        self._of_batch = frozenset(map(memory_of, tensors.values()))
+        self._shapes = {name: each.shape for name, each in batch.items() if isinstance(each, torch.Tensor)}
+        self._of_batch, self._lengths = set(), {}
         self._of_model = frozenset(memory_of(each) for each in (*self._model.parameters(), *self._model.buffers()))
-        self._lengths = {}
+        self.note(batch)
+        self._state = random_state(self.device)
+        self.reads_beyond.clear()
+
+    def note(self, given: Mapping[str, Any]) -> None:
+        """Note what the model is called with: the batch, copies of it (DistributedDataParallel), or more."""
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        own = (value for name, value in tensors.items() if self._shapes.get(name) == value.shape)
+        self._of_batch.update(map(memory_of, own))
         for name, of_mask in MASKS.items():
             tokens, mask = tensors.get(name), tensors.get(of_mask)
             if tokens is not None and mask is not None and mask.dim() == 2 and tokens.shape[:2] == mask.shape:
                 self._lengths[memory_of(tokens)] = lengths_of_mask(mask)
-        self._state = random_state(self.device)
-        self.reads_beyond.clear()
 
     @property
     def has_drawn(self) -> bool:

@@ -213,8 +213,8 @@ class Watch:
             self._seen.setdefault(part.name, Watched(part, None, 0.0, 0, str(error)))
             return part.compute(args, kwargs)
         if any(each.requires_grad for each in tensors if type(each) is not Deferred):
-            # It computes from what is trained, or is asked for gradients of its inputs. Outputs of frozen parts may ask
-            # for gradients that reach nothing (`enable_input_require_grads`).
+            # It computes from what is trained, or is asked for gradients of its inputs. Outputs of frozen parts alone
+            # may ask for gradients that reach nothing (`enable_input_require_grads`).
             self._seen.setdefault(part.name, Watched(part, None, 0.0, 0))
             return part.compute(plain_args, plain_kwargs)
         state, device = part.state.digest, self.step.device
