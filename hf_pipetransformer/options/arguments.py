@@ -309,9 +309,8 @@ class PipeTransformerArguments(TrainingArguments):
     )
     activation_cache_keep: Annotated[bool, truth] = option(
         False,
-        "Keep the activation cache for a later run over the same data set with the same frozen weights. The first "
-        "epoch of that run still reads each sample once, to compare it. See docs/how_it_works.md, The activation "
-        "cache.",
+        "Keep the activation cache for later runs with the same frozen weights. In a pipeline they need the same data "
+        "set, and their first epoch still reads each sample. See docs/how_it_works.md, The activation cache.",
     )
 
     # Before a run.
