@@ -25,7 +25,7 @@ from hf_pipetransformer.cache.opening import stored_dtype
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.rng import NotedDraws, States, random_state, same_states
 from hf_pipetransformer.options.refusals import precision_of
-from hf_pipetransformer.report import announce, in_bytes
+from hf_pipetransformer.report import announce, in_bytes, printable
 from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
 from hf_pipetransformer.training.part_stores import PartStores, Price
 
@@ -297,7 +297,7 @@ class ComputedOnce:
         price = Price(**answer)
         if self.args.plan_only:
             self._say_price(plan.name, price)
-        elif not price.is_used and self.args.activation_cache == "on":
+        elif not price.is_used and (self.args.activation_cache == "on" or price.is_endless):
             self._say_computed(plan.name, f"{price.reason}.")
         if not price.is_used or self.args.plan_only:
             return
@@ -426,7 +426,8 @@ class ComputedOnce:
 
     def _say(self, text: str) -> None:
         if self.context.topology.rank == 0:
-            announce(text)
+            # Names of modules are the script's.
+            announce(printable(text))
 
 
 def _num_states(records: Records) -> int:

@@ -46,6 +46,7 @@ class Price:
         needed_bytes: of all records, `record_bytes` each.
         hit_seconds: what reading a record saves.
         reason: of the decision; `is_used` is its outcome.
+        is_endless: True if the data set has no length.
     """
 
     num_places: int
@@ -54,6 +55,7 @@ class Price:
     hit_seconds: float
     is_used: bool
     reason: str
+    is_endless: bool = False
 
 
 class PartStores:
@@ -94,7 +96,7 @@ class PartStores:
         reason = decision.reason
         if not is_used and self._is_endless:
             reason = "the data set has no length, so that it is not known if a sample comes again"
-        return Price(num_places, record_bytes, needed, form.seconds - read, is_used, reason)
+        return Price(num_places, record_bytes, needed, form.seconds - read, is_used, reason, self._is_endless)
 
     def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str) -> ContentStore | str:
         """Return the node's store, which its first process makes, or why some node has none. Collective.

@@ -194,8 +194,8 @@ class TrainingSetup:
             asked = [name for name in options if getattr(args, name) not in ("auto", "off", 0, False)]
             for name in asked if self.context.topology.rank == 0 else ():
                 logger.warning(
-                    f"{name}={getattr(args, name)!r} has no effect: no layer is frozen or will be, so nothing is "
-                    f"cached. Choose a freeze_policy, or leave {name} out."
+                    f"{name}={getattr(args, name)!r} has no effect: no layer of the stack is frozen or will be, so "
+                    f"nothing is cached. Choose a freeze_policy, or leave {name} out."
                 )
             return None
         return begin_cache(self.context, self.pipeline, loader, steps_per_epoch)

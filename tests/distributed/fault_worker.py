@@ -225,8 +225,8 @@ def train_with(
         "pipeline_schedule": schedule,
         "pipeline_timeout": timeout,
         "freeze_policy": "none",
-        # Rank 1 runs out of memory in the loss of a micro-batch, while rank 0 waits in that of a later one. What plants
-        # faults is no known loss, and without a flush none is computed on whole batches.
+        # Rank 1 runs out of memory in the loss of a micro-batch, while rank 0 waits in that of a later one. Without a
+        # flush no loss is computed on whole batches, as one that is not known is elsewhere.
         "pipeline_loss": "parts" if fault == "out_of_memory_unnoticed" or schedule == "async_1f1b" else "auto",
     }
     trainer = FaultyTrainer(

@@ -15,6 +15,9 @@ CALLED = {
     "os:_exit": "status",
     "sys:_current_frames": "",
     "torch:_C.DisableTorchFunctionSubclass": None,
+    "torch.nn.modules.module:_global_backward_hooks": None,
+    "torch.nn.modules.module:_global_forward_hooks": None,
+    "torch.nn.modules.module:_global_forward_pre_hooks": None,
     # Builtins, which tell no parameters.
     "torch:_foreach_add_": None,
     "torch:_foreach_addcdiv_": None,
@@ -63,6 +66,7 @@ ATTRIBUTES = {
     "datasets.arrow_dataset:_fingerprint": "Dataset",
     "torch.amp.grad_scaler:_per_optimizer_states": "GradScaler",
     "torch.nn.modules.module:_backward_hooks": "Module",
+    "torch.nn.modules.module:_backward_pre_hooks": "Module",
     "torch.nn.modules.module:_buffers": "Module",
     "torch.nn.modules.module:_forward_hooks": "Module",
     "torch.nn.modules.module:_forward_pre_hooks": "Module",

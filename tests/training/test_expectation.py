@@ -123,7 +123,7 @@ def test_a_cache_without_frozen_layers_is_told_of(tmp_path: Path, caplog: pytest
     cache = {"activation_cache": "on", "activation_cache_keep": True, "pipeline_parallel_num_microbatches": 2}
     assert expected(tmp_path, freeze_policy="none", freeze_at=None, **cache) == []
     for option in ("activation_cache='on'", "activation_cache_keep=True"):
-        assert caplog.text.count(f"{option} has no effect: no layer is frozen or will be") == 1
+        assert caplog.text.count(f"{option} has no effect: no layer of the stack is frozen or will be") == 1
 
 
 def test_the_words_of_an_expectation() -> None:

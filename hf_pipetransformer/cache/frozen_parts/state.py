@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.nn.modules.module import _global_backward_hooks, _global_forward_hooks, _global_forward_pre_hooks
 
 from hf_pipetransformer.cache.chain import NOT_SETTINGS
 from hf_pipetransformer.comm.transfers import digest_of
@@ -118,11 +119,13 @@ class ModuleState:
 
     @property
     def hooked(self) -> str | None:
-        """Path of a module inside that has a forward hook of other code than transformers'; None if none has."""
+        """Path of a module inside that has a hook of other code than transformers'; None if none has."""
         for name, each in self.module.named_modules():
-            if name and (_hooks_of_others(each._forward_hooks) or _hooks_of_others(each._forward_pre_hooks)):
+            if name and any(map(_hooks_of_others, _hooks_of(each))):
                 return name
-        return None
+        # Hooks for the modules of all models.
+        everywhere = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks)
+        return "every module" if any(everywhere) else None
 
     @property
     def is_of_script(self) -> bool:
@@ -145,10 +148,16 @@ def _hooks_of_others(hooks: Mapping[int, Any]) -> list[Any]:
     return [hook for hook in hooks.values() if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
 
 
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    found: tuple[dict[int, Any], ...] = own
+    return found
+
+
 def is_script_free(model: nn.Module) -> bool:
     """Return True if code of installed packages alone computes in a model, and no hook of a script looks at it."""
     modules = list(model.modules())
-    hooks = (hook for each in modules for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values()))
+    hooks = (hook for each in modules for own in _hooks_of(each) for hook in own.values())
     own_forwards = (vars(each)["forward"] for each in modules if "forward" in vars(each))
     return all(map(is_installed, chain((type(each) for each in modules), hooks, own_forwards)))
 
