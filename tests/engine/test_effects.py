@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from hf_pipetransformer.engine.effects import Effects, buffers_kept, effects_of
+from hf_pipetransformer.engine.effects import Alone, Effects, buffers_kept, effects_of
 
 
 class Tracks(nn.Module):
@@ -62,3 +64,10 @@ def test_a_draw_that_never_counts_is_told_from_one_that_seldom_does() -> None:
     assert "random" in str(effects(Draws(1e-6)).why_not_repeatable)
     assert "random" in str(effects(nn.Dropout(0.1)).why_not_repeatable)
     assert effects(nn.Linear(2, 2)) == Effects(None, 0)
+
+
+def test_communication_is_refused_where_processes_do_not_run_in_step() -> None:
+    with pytest.raises(RuntimeError, match="the forward or the loss communicates with other processes"):
+        Alone().__torch_dispatch__(SimpleNamespace(namespace="c10d"), ())
+    with Alone():
+        assert torch.ones(2).sum() == 2
