@@ -157,19 +157,12 @@ class PipelineBuilder:
     ) -> ModelReport | None:
         """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over.
 
-        And for one whose script froze something else than layers of its stack, see `computed_once`.
-
         Args:
             resumes_own: the run resumes from a checkpoint that plain Trainer could not continue from.
             ignored_outputs: `ignore_keys_for_eval` of a training.
         """
         try:
-            report = self.inspect(given, is_training, ignored_outputs)
-            has_layers = report.start_up.plans.num_frozen_by_user > 0
-            has_others = any(not each.requires_grad for each in self.context.trainer.model.parameters())
-            is_for_parts = is_training and has_others and not has_layers and self.options.only_store
-            if resumes_own or not is_for_parts:
-                return report
+            return self.inspect(given, is_training, ignored_outputs)
         except (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError) as error:
             # Trainer can only resume a run from its own kind of checkpoint.
             may_do_without = self._may_do_without or self.options.does_without(error, self.context.trainer.model)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 MOST_CHANGES = 3
-"""Changes of a part's weights after which nothing of it is stored any more."""
+"""Changes of a part after which nothing of it is stored any more."""
 
 
 class ComputedOnce:
@@ -209,7 +209,9 @@ class ComputedOnce:
         self._step.sends_buffers = isinstance(self.trainer.model_wrapped, DistributedDataParallel)
         self._step.defers = not self.args.torch_compile
         may_evaluate = self.args.activation_cache == "on"
-        self._watch = Watch(model, self.trainer.model, self._step, precision_of(self.args), may_evaluate)
+        self._watch = Watch(
+            model, self.trainer.model, self._step, precision_of(self.args), may_evaluate, self.args.plan_only
+        )
         self._epoch = self._first_epoch = self._present_epoch
         self._checked_at = self.trainer.state.global_step
         # Before the user's own, which may change a part when an epoch has ended.
@@ -366,13 +368,13 @@ class ComputedOnce:
 
     def _say_changed(self, records: Records) -> None:
         records.since_epoch = self._present_epoch
-        if records.num_changes < MOST_CHANGES:
-            self._say(f"Weights of {records.plan.name} were changed from outside: its outputs are computed again.")
-            return
-        self._say(
-            f"Weights of {records.plan.name} are changed again and again: it is computed as in Trainer from here on."
-        )
-        self._stop(records)
+        self._say(f"Weights of {records.plan.name} were changed from outside: its outputs are computed again.")
+        self._stop_if_often(records, records.num_changes)
+
+    def _stop_if_often(self, records: Records, number: int) -> None:
+        if number >= MOST_CHANGES:
+            self._say(f"{records.plan.name} changes again and again: it is computed as in Trainer from here on.")
+            self._stop(records)
 
     def check_thoroughly(self) -> None:
         """Check all bytes of the parts' weights, and what they compute: around an epoch, and before a checkpoint."""
@@ -396,6 +398,7 @@ class ComputedOnce:
             return
         if not has_served or step <= self._checked_at:
             self._say(f"{name} was changed from outside: its outputs are computed again.")
+            self._stop_if_often(records, records.num_distrusted)
             return
         self._say(
             f"{name} computes something else than what was stored, and no version counter shows it (a write past "
@@ -403,6 +406,7 @@ class ComputedOnce:
             "not hold any more; from here on they are computed again. Change it between epochs (on_epoch_begin), or "
             "write with parameter.copy_() under torch.no_grad()."
         )
+        self._stop_if_often(records, records.num_distrusted)
 
     def _stop_if_useless(self, records: Records) -> None:
         """End the storing of a part none of whose inputs came again in a whole epoch."""

@@ -108,15 +108,13 @@ class RunOptions:
             return False
         if self.args.plan_only:
             return has_parts and isinstance(error, UnsupportedModelError)
-        if has_parts and self.only_store:
-            return True
         if isinstance(error, (ModelSettingError, LossDoesNotDecomposeError)):
             return not self._freeze
         return isinstance(error, UnsupportedModelError)
 
     @property
     def only_store(self) -> bool:
-        """True if a pipeline would be of use for nothing but storing what the script froze."""
+        """True if a pipeline could do nothing but store what the script froze."""
         own = self._freeze or self._ask_for_parts or self.args.plan_only
         return self.is_undivided and not own and self.args.head_slices is not None
 
@@ -149,11 +147,7 @@ def _leaves_adapters_to_trainer(model: Any) -> bool:
 
 
 def _may_store(model: Any) -> bool:
-    """Return True if parameters below the trained ones look frozen, so their activations could be stored."""
-    if model is None:
-        return False
-    if not has_adapters(model):
-        return any(not parameter.requires_grad for parameter in model.parameters())
+    """Return True if parameters below the adapters look frozen, so their activations could be stored."""
     try:
         first = layers_of(find_splitter(model), bare_model(model))[0]
     except Exception:  # Any error in finding layers means there are none to store.

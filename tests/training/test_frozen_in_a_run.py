@@ -170,6 +170,26 @@ def test_an_edit_that_shows_is_followed_at_once(which: str, edit: str, step: int
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+class EachStep(TrainerCallback):
+    """As a teacher that follows its student."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        written(model.vit)
+
+
+def test_a_part_that_changes_in_each_step_is_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def followed(kind: type) -> Any:
+        trainer = trainer_of(kind, PROBES["vit"], tmp_path / kind.__name__)
+        trainer.add_callback(EachStep())
+        return losses_after(trainer)
+
+    expected = followed(Trainer)
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        np.testing.assert_allclose(followed(PipeTransformerTrainer), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    told = [record.getMessage() for record in caplog.records]
+    assert "vit changes again and again: it is computed as in Trainer from here on." in told
+
+
 def test_an_edit_that_does_not_show_is_found_by_the_next_check(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

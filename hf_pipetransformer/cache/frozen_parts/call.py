@@ -69,8 +69,6 @@ class PartCall:
         """Of the part, and of its weights, when it was called."""
         self._values = None if values is None else list(values)
         self._found: dict[int, torch.Tensor] | None = None
-        self.is_all_found = False
-        """True if nothing of it was computed."""
         self.counted = 0, 0
         """Rows that were read and computed, as the records have counted them."""
         self._versions = [_version(each) for each in rows.tensors]

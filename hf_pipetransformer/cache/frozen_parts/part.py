@@ -220,7 +220,7 @@ class FrozenPart:
                 # At once, so that what draws next draws as in Trainer.
                 if call.found() is None:
                     call.values()
-                elif call.is_all_found:
+                else:
                     draw(known.num_draws)
         else:
             with Draws() if self.draws else nullcontext() as draws:

@@ -105,7 +105,8 @@ class Records:
     is_proven: bool = field(default=False, init=False)
     _agreed: set[int] = field(default_factory=set, init=False)
     _num_calls: int = field(default=0, init=False)
-    _num_distrusted: int = field(default=0, init=False)
+    num_distrusted: int = field(default=0, init=False)
+    """How often records were found to hold no more."""
     _seen: set[bytes] | None = field(default=None, init=False)
     _last: PartCall | None = field(default=None, init=False)
     _hits_checked: int = field(default=0, init=False)
@@ -145,7 +146,7 @@ class Records:
         # Kept alive by the watch, so that no other tensor can have the same `id`.
         weights = self._weights()
         self._watch, self._ids = PrefixWatch(weights), list(map(id, weights))
-        self.store.use_weights(f"{weights_key(self.plan, self.settings)} {self._num_distrusted}")
+        self.store.use_weights(f"{weights_key(self.plan, self.settings)} {self.num_distrusted}")
 
     @property
     def is_trained(self) -> bool:
@@ -189,16 +190,18 @@ class Records:
             if not self._holds(call, row, records[:1]):
                 self.distrust()
                 return None
-        if self._num_calls % CHECK_EVERY == 1:
             self._last = call.sample(1)
         call.counted = int(is_hit.sum()), int((~is_hit).sum())
         self._count(*call.counted)
         if is_hit.all():
-            call.is_all_found = True
             return self.reading.outputs(records, call)
         missing = np.flatnonzero(~is_hit)
-        leaves = call.computed(missing, known={})
-        new = self._write(call, leaves, call.rows.some(missing), missing)
+        try:
+            leaves = call.computed(missing, known={})
+            new = self._write(call, leaves, call.rows.some(missing), missing)
+        # Rows of another kind than those that were tried are computed with the others.
+        except NotStorableError:
+            return None
         whole = new.new_zeros(call.rows.number, max(records.shape[1], new.shape[1]), new.shape[2])
         whole[torch.from_numpy(is_hit), : records.shape[1]] = records.to(new)
         whole[torch.from_numpy(~is_hit), : new.shape[1]] = new
@@ -295,7 +298,7 @@ class Records:
         if self._are_weights_others(thoroughly=True):
             return False
         call = self._last
-        if call is None or self.plan.is_of_script or call.has_written_inputs or call.state != call.part.state.digest:
+        if call is None or self.plan.is_of_script or any(map(_is_past, call.chain)):
             return True
         places = self.store.find(call.keys)
         if (places < 0).any():
@@ -305,7 +308,7 @@ class Records:
 
     def distrust(self) -> None:
         """Use no record from before this call, and say so."""
-        self._num_distrusted += 1
+        self.num_distrusted += 1
         self.are_weights_others = self._are_weights_others(thoroughly=True)
         self._last = None
         self._agreed.clear()
@@ -323,6 +326,11 @@ class Records:
         before, now = self._reported, self.counts
         self._reported = replace(now)
         return Counts(now.hits - before.hits, now.misses - before.misses)
+
+
+def _is_past(call: PartCall) -> bool:
+    """Return True if a call would not be made in the same way by now."""
+    return call.has_written_inputs or call.state != call.part.state.digest
 
 
 def weights_key(plan: Plan, settings: str) -> str:

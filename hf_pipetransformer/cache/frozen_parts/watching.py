@@ -122,7 +122,6 @@ class RootCall:
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    number: int = 0
     rows: np.ndarray | None = None
     seconds: float = 0.0
 
@@ -135,12 +134,14 @@ class Watch:
         root: what the loss calls, the model itself or its adapters around it.
         precision: `fp32`, `bf16` or `fp16`.
         may_evaluate: True if parts with dropout may be run in evaluation mode instead.
+        is_hurried: True if there is one step to watch.
     """
 
     def __init__(
-        self, model: nn.Module, root: nn.Module, step: PresentStep, precision: str, may_evaluate: bool
-    ) -> None:
-        self.model, self.root, self.step = model, root, step
+        self, model: nn.Module, root: nn.Module, step: PresentStep, precision: str, may_evaluate: bool,
+        is_hurried: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.root, self.step, self.is_hurried = model, root, step, is_hurried
         self._precision, self._may_evaluate = precision, may_evaluate
         self.parts = [FrozenPart(name, each, step, self.watched) for name, each in maximal_frozen(model).items()]
         self._seen: dict[str, Watched] = {}
@@ -313,7 +314,7 @@ class Watch:
     @property
     def called(self) -> list[str]:
         """Names of the parts of which calls were seen, once all of them were timed."""
-        ready = [each.is_timed or each.step < self._number for each in self._seen.values()]
+        ready = [each.is_timed or self.is_hurried or each.step < self._number for each in self._seen.values()]
         # Together, for one may compute from the other.
         return list(self._seen) if all(ready) else []
 
@@ -333,15 +334,15 @@ class Watch:
         is_of_script = any(part.state.is_of_script for part in parts)
         is_random = self.step.reads_at_random or any(each.is_random for each in chain)
         plan = Plan(parts, Reading(()), is_of_script, notes_first=is_random)
-        why_not, has_dropout = self._why_not_called_again(chain, is_of_script)
-        if why_not is None:
-            try:
-                why_not = self._tried(plan, call)
-            except NotStorableError as error:
-                why_not = str(error)
-            # Code of others on a few rows: whatever it raises, Trainer's own step may go well.
-            except Exception as error:
-                why_not = f"raises {type(error).__name__} on some of its rows: {error}"
+        has_dropout = False
+        try:
+            why_not, has_dropout = self._why_not_called_again(chain, is_of_script)
+            why_not = why_not or self._tried(plan, call)
+        except NotStorableError as error:
+            why_not = str(error)
+        # Code of others on a few rows: whatever it raises, Trainer's own step may go well.
+        except Exception as error:
+            why_not = f"raises {type(error).__name__} on some of its rows: {error}"
         if why_not is not None:
             return Found(plan, None, share, why_not, has_dropout)
         rows = max(1, one.rows)
