@@ -312,6 +312,8 @@ class ComputedOnce:
             part.weights_changed = self._notice_change_of
         records.since_epoch, records.num_states = self._present_epoch, _num_states(records)
         records.begin()
+        # Before another process of the node adds records, which would be taken for those of an earlier run.
+        num_found = max(topology.gather(len(store)))
         self._serving.append((records, price))
         self._has_served = True
         self.context.journal.write("cache", what="part", part=plan.name, **vars(price))
@@ -321,7 +323,7 @@ class ComputedOnce:
             f"outputs are stored ({in_bytes(price.record_bytes)} each, {in_bytes(price.needed_bytes)} in all) and "
             "read from the second epoch on."
         )
-        if num_found := len(store):
+        if num_found:
             self._say(f"{plan.name}: {num_found} outputs of an earlier run are used where inputs are the same.")
 
     def _say_price(self, name: str, price: Price) -> None:

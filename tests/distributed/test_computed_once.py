@@ -27,5 +27,9 @@ def test_processes_read_what_the_others_have_computed(tmp_path: Path) -> None:
         np.testing.assert_allclose(found["talks"], found["whisper"]["plain"], rtol=1e-5, atol=1e-5)
     for name in names:
         ((hits, misses),) = np.sum([found[name]["counts"] for found in ranks], axis=0).tolist()
-        assert (hits, misses) == (2 * NUM_SAMPLES - 6, NUM_SAMPLES), name
+        assert (hits, misses) == (2 * NUM_SAMPLES - 6, NUM_SAMPLES), (
+            name,
+            [line[:150] for line in ranks[0]["said"] if "model.encoder" in line or "computed from here" in line],
+            [found[name]["counts"] for found in ranks],
+        )
     assert any("outputs were read instead of computed by this process" in line for line in ranks[0]["said"])
