@@ -22,6 +22,7 @@ from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, 
 from hf_pipetransformer.cache.frozen_parts.served import Plan, Records
 from hf_pipetransformer.cache.frozen_parts.watching import Form, Found, Watch
 from hf_pipetransformer.cache.opening import stored_dtype
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.rng import NotedDraws, States, random_state, same_states
 from hf_pipetransformer.options.refusals import precision_of
@@ -210,8 +211,9 @@ class ComputedOnce:
         self._step.defers = not self.args.torch_compile
         may_evaluate = self.args.activation_cache == "on"
         self._watch = Watch(
-            model, self.trainer.model, self._step, precision_of(self.args), may_evaluate, self.args.plan_only
-        )
+            model, self.trainer.model, self._step, precision_of(self.args), may_evaluate, self.args.plan_only,
+            trainer_compat.has_known_loss(self.trainer) and self.trainer.label_smoother is None,
+        )  # fmt: skip
         self._epoch = self._first_epoch = self._present_epoch
         self._checked_at = self.trainer.state.global_step
         # Before the user's own, which may change a part when an epoch has ended.

@@ -151,6 +151,22 @@ def test_numbers_are_trainers_under_other_settings(
     assert options.get("torch_compile") or outputs_read(case.part, caplog)[0] > 0
 
 
+class ReadsPadding(Trainer):
+    """Adds to the model's loss a mean over all positions of its encoder's outputs, padding among them."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        scale = model.decoder.final_layer_norm.weight.mean()
+        loss = outputs.loss + scale * outputs.encoder_last_hidden_state.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_padding_that_a_loss_of_the_scripts_reads_is_there(tmp_path: Path) -> None:
+    kinds = ReadsPadding, type("OurReadsPadding", (PipeTransformerMixin, ReadsPadding), {})
+    expected, found = (logged(trainer_of(kind, CASES["t5"], tmp_path / kind.__name__)) for kind in kinds)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_draws_of_a_part_are_made_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whisper draws a number for each layer it might skip, before the decoder's dropout and the next epoch's order."""
 

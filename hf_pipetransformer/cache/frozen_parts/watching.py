@@ -135,14 +135,16 @@ class Watch:
         precision: `fp32`, `bf16` or `fp16`.
         may_evaluate: True if parts with dropout may be run in evaluation mode instead.
         is_hurried: True if there is one step to watch.
+        reads_loss_alone: True if training reads nothing of the model's outputs but its loss.
     """
 
     def __init__(
         self, model: nn.Module, root: nn.Module, step: PresentStep, precision: str, may_evaluate: bool,
-        is_hurried: bool = False,
+        is_hurried: bool = False, reads_loss_alone: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.root, self.step, self.is_hurried = model, root, step, is_hurried
         self._precision, self._may_evaluate = precision, may_evaluate
+        self._reads_loss_alone = reads_loss_alone
         self.parts = [FrozenPart(name, each, step, self.watched) for name, each in maximal_frozen(model).items()]
         self._seen: dict[str, Watched] = {}
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
@@ -513,6 +515,8 @@ class Watch:
                 tolerance = SAME_BATCH_TOLERANCE[self._precision]
                 if is_all and len(found) == len(expected) and not any_differs(found, expected, tolerance):
                     levels.append("outputs")
+                elif not self._reads_loss_alone:
+                    return None  # A loss of the script's may read what differs.
                 elif loss is not None and other is not None and not differs(other, loss, tolerance):
                     levels.append("loss")
                 else:

@@ -76,7 +76,7 @@ def watch_of(
     batch = {"pixels": pixels, "attention_mask": mask, "input_ids": torch.zeros(3, 5, dtype=torch.long)}
     batch = {name: value[:number] for name, value in batch.items()}
     step = PresentStep(model.train(), torch.device("cpu"))
-    watch = Watch(model, model, step, "fp32", may_evaluate)
+    watch = Watch(model, model, step, "fp32", may_evaluate, reads_loss_alone=True)
     step.begin(batch)
     torch.manual_seed(0)
     with watch.step_watched(), watching.ExitStack() as stack:
