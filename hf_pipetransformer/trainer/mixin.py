@@ -299,7 +299,9 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         if not run.is_left_to_trainer:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         generates = bool(getattr(self.args, "predict_with_generate", False))
-        with run.computed_once.evaluating(inputs, generates, prediction_loss_only):
+        # A method of the script's may read outputs that nobody asks for.
+        loss_alone = prediction_loss_only and not trainer_compat.is_overridden(self, "prediction_step")
+        with run.computed_once.evaluating(inputs, generates, loss_alone):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.

@@ -47,7 +47,7 @@ def maximal_frozen(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class PresentStep:
-    """What the parts of a model know of the step in progress: its batch, and how it is used.
+    """Facts of the step in progress that the parts of a model share: its batch, and how it is used.
 
     Args:
         model: whose parameters and buffers belong to no row of a batch.

@@ -1,4 +1,4 @@
-"""What a model reads of a frozen part's outputs, and so what a record of it holds."""
+"""Content of a frozen part's records: those of its outputs that a model reads."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Counts:
 
 @dataclass
 class Plan:
-    """What is to be stored of a part.
+    """Decision on what is to be stored of a part.
 
     Args:
         parts: those that it computes from, in their order, and itself.
