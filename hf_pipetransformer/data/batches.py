@@ -72,6 +72,13 @@ def detach_tags(batch: Mapping[str, Any]) -> tuple[dict[str, Any], CacheTags | N
     return inputs, CacheTags(samples, num_layers, digests, int(stamps[0]), hidden)
 
 
+def split_tags(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a batch into what it has without tags, and the entries that are its tags."""
+    names = (_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN)
+    tags = {name: batch[name] for name in names if name in batch}
+    return {name: value for name, value in batch.items() if name not in tags}, tags
+
+
 def without_hidden(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch for the later stages, which get stored activations through the pipeline."""
     return {key: value for key, value in batch.items() if key != _HIDDEN}

@@ -63,6 +63,8 @@ class SharedRngState:
 
     def __init__(self, states: States) -> None:
         self.states = states
+        self._own: States = states
+        """States of this rank's own generators while `drawing`."""
 
     @property
     def torch_state(self) -> torch.Tensor:
@@ -76,13 +78,24 @@ class SharedRngState:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Swap the shared states into the global generators inside the context, and save them when it ends."""
-        own = random_state()
+        self._own = random_state()
         set_random_state(*self.states)
         try:
             yield
         finally:
             self.states = random_state()
-            set_random_state(*own)
+            set_random_state(*self._own)
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Draw from this rank's own generators inside, amid `drawing`."""
+        self.states = random_state()
+        set_random_state(*self._own)
+        try:
+            yield
+        finally:
+            self._own = random_state()
+            set_random_state(*self.states)
 
 
 def drawing_from(shared: SharedRngState | None) -> AbstractContextManager[None]:

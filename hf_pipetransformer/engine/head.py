@@ -5,18 +5,17 @@ weights of the batch. Such a loss is exact if the head and the loss see all samp
 therefore joined over the micro-batches, one call computes the loss, and its gradient is cut into parts again. That
 takes all forwards before the first backward, as in GPipe.
 
-    parts     F0: layers, head   B0   F1: layers, head   B1
-    joined    F0: layers   F1: layers   head of all   B1: layers   B0: layers
+    parts    F0: layers, head   B0   F1: layers, head   B1
+    apart    F0: layers   F1: layers   head and loss of all, their backward   B1: layers   B0: layers
 
 The loss of a causal language model may also be computed in slices of the sequence, forward and backward of the head
 one after the other. Then the logits of a slice are all that is in memory, and no forward runs twice.
 
-    slices    F0: layers, head and its backward, slice by slice   B0: layers
+    slices   F0: layers, head and its backward, slice by slice   B0: layers
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
@@ -27,7 +26,7 @@ import torch
 from hf_pipetransformer.data.batches import count_items, cut_tokens
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram, as_sent
-from hf_pipetransformer.schedules import ActionList, Op
+from hf_pipetransformer.schedules import ActionList
 
 
 class HeadMode(Enum):
@@ -37,23 +36,8 @@ class HeadMode(Enum):
     """With the layers, once a micro-batch."""
     WATCHED = "watched"
     """With the layers, noting what enters it, so that the loss of the whole batch can be compared afterward."""
-    JOINED = "joined"
-    """Once a batch."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Whole batch at the entrance of the head.
-
-    Args:
-        micro_batch: the batch as one micro-batch; its weight is this replica's share of the loss.
-        entering: activation that enters the head, `(batch, seq, hidden)`, joined.
-        cut: cuts the gradient of `entering` into those of the micro-batches of this replica, in their order.
-    """
-
-    micro_batch: MicroBatch
-    entering: torch.Tensor
-    cut: Callable[[torch.Tensor], list[torch.Tensor]]
+    APART = "apart"
+    """Once a batch, by the runner, between the forwards and the backwards of the layers."""
 
 
 @dataclass(frozen=True)
@@ -93,25 +77,23 @@ class HeadPlan:
 
     Args:
         slices: cuts micro-batches whose head does not run once a batch.
-        join: joins what entered the head in the micro-batches of a batch.
+        program: program of the head alone; None on stages without it.
     """
 
     slices: HeadSlices = HeadSlices()
     mode: HeadMode = HeadMode.PARTS
-    join: Callable[[Sequence[torch.Tensor]], Joined] | None = None
+    program: ModelProgram | None = None
     entered: dict[int, tuple[MicroBatch, torch.Tensor]] = field(default_factory=dict)
-    """Micro-batches of a watched batch by number, and what entered the head, without graph."""
+    """Micro-batches of a batch by number, and what entered the head, without graph; empty if it runs in parts."""
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Gradient of what entered the head in each micro-batch, of a head that runs apart from its layers."""
 
-    def begin(self, mode: HeadMode, join: Callable[[Sequence[torch.Tensor]], Joined] | None = None) -> None:
+    def begin(self, mode: HeadMode) -> None:
         """Say how the head of the next batch is run."""
-        self.mode, self.join = mode, join
+        self.mode = mode
         # What entered a watched batch stays until the next one, since it is compared after the run.
-        if mode is HeadMode.WATCHED:
+        if mode is not HeadMode.PARTS:
             self.entered = {}
-
-    def joined(self, entered: Sequence[torch.Tensor]) -> Joined:
-        assert self.join is not None, "the runner says how to join before it runs a batch whose head runs once"
-        return self.join(entered)
 
 
 class HeadProgram(StageProgram):
@@ -140,10 +122,6 @@ class HeadProgram(StageProgram):
         self.head = head
         self.dtype_entering = dtype_entering
         self.sends_gradient = sends_gradient
-        self._num_awaited = 0
-        self._entered: dict[int, torch.Tensor] = {}
-        self._joined: Joined | None = None
-        self._gradients: dict[int, torch.Tensor] = {}
 
     @property
     def _programs(self) -> list[StageProgram]:
@@ -152,10 +130,7 @@ class HeadProgram(StageProgram):
     def begin(self, actions: ActionList) -> None:
         for program in self._programs:
             program.begin(actions)
-        self._num_awaited = len({action.micro_batch for action in actions if action.op is Op.FORWARD})
-        self._entered.clear()
-        self._gradients.clear()
-        self._joined = None
+        self.plan.gradients.clear()
 
     def extend(self, actions: ActionList) -> None:
         for program in self._programs:
@@ -174,17 +149,19 @@ class HeadProgram(StageProgram):
             self.plan.entered[micro_batch.index] = micro_batch, as_sent(noted[-1], micro_batch, self.dtype_entering)
             return loss
         entering = self._entering(micro_batch, received)
-        joined = self._add(micro_batch, entering)
-        if joined is None:
-            return torch.zeros((), device=entering.device)  # The last micro-batch gives the loss of all.
-        return self.head.forward(joined.micro_batch, joined.entering)
+        self.plan.entered[micro_batch.index] = micro_batch, entering.detach()
+        return torch.zeros((), device=entering.device)  # The loss comes from the head, for all micro-batches.
 
     def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         return self.together.predict(micro_batch, received)
 
     @property
     def _is_cut(self) -> bool:
-        return self.plan.slices.number > 1 and self.plan.mode is not HeadMode.JOINED
+        return self.plan.slices.number > 1 and self.plan.mode is not HeadMode.APART
+
+    @property
+    def _runs_together(self) -> bool:
+        return self.plan.mode is not HeadMode.APART and not self._is_cut
 
     def _entering(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         """Return what enters the head."""
@@ -205,39 +182,19 @@ class HeadProgram(StageProgram):
             self.head.backward_weight(part)
             assert found is not None, "the head sends a gradient"
             gradient[:, where] = found
-        self._gradients[micro_batch.index] = gradient
+        self.plan.gradients[micro_batch.index] = gradient
         return loss
 
-    def _add(self, micro_batch: MicroBatch, entering: torch.Tensor) -> Joined | None:
-        """Add what enters the head in a micro-batch; return the joined batch once all are there."""
-        self._entered[micro_batch.index] = entering.detach()
-        if len(self._entered) < self._num_awaited:
-            return None
-        # In the order of the batch, whatever order the schedule ran them in.
-        self._joined = self.plan.joined([self._entered[number] for number in sorted(self._entered)])
-        return self._joined
-
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if self.plan.mode is not HeadMode.JOINED and not self._is_cut:
+        if self._runs_together:
             return self.together.backward_input(micro_batch, gradient)
-        entered = self._gradient_of(micro_batch)
+        entered = self.plan.gradients.pop(micro_batch.index)
         if self.layers is not None:
             return self.layers.backward_input(micro_batch, entered)
         return entered if self.sends_gradient else None
 
-    def _gradient_of(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Return the gradient of what entered the head in a micro-batch; the first call runs the head's backward."""
-        if self._joined is not None:
-            # Taken away first: for the other micro-batches the gradients are there.
-            joined, self._joined = self._joined, None
-            whole = self.head.backward_input(joined.micro_batch, None)
-            self.head.backward_weight(joined.micro_batch)
-            assert whole is not None, "the head sends a gradient"
-            self._gradients = dict(zip(sorted(self._entered), joined.cut(whole), strict=True))
-        return self._gradients.pop(micro_batch.index)
-
     def backward_weight(self, micro_batch: MicroBatch) -> None:
-        if self.plan.mode is not HeadMode.JOINED and not self._is_cut:
+        if self._runs_together:
             self.together.backward_weight(micro_batch)
         # The head's weights got their gradients with its backward.
         elif self.layers is not None:

@@ -192,6 +192,21 @@ class ModelProgram(StageProgram):
             self.contexts.end_prediction(micro_batch.place)
         return self._leaving(ran, micro_batch)
 
+    def run(self, received: torch.Tensor, forward: Callable[[], Any]) -> Any:
+        """Return the result of a forward that the caller takes further, and holds for `backward_of`."""
+        with self._running(self.blocks, received) as ran:
+            ran.result = forward()
+        return ran.result
+
+    def backward_of(self, loss: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """Run the backward of a loss that was computed from what `run` returned; returns the gradient of `received`."""
+        later, number = self.weight_gradients, 0
+        with self.view.backward_of(self.blocks, received), later.put_off(number), later.casts.shared():
+            loss.backward()
+        later.accumulate(number)
+        # A loss may read none of what the layers gave.
+        return torch.zeros_like(received) if received.grad is None else received.grad
+
     def _inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         inputs = dict(micro_batch.inputs)
         return inputs if self.contexts is None else inputs | self.contexts.entries_of(micro_batch.place)

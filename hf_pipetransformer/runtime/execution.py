@@ -26,6 +26,7 @@ from hf_pipetransformer.data.batches import (
     join_outputs,
     rows_per_sample,
     split_batch,
+    split_tags,
     with_rows,
 )
 from hf_pipetransformer.data.flattened import assign_sequences, join_tokens, sequences_of
@@ -36,11 +37,13 @@ from hf_pipetransformer.engine.program import Forward, MicroBatch, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.token_program import TokenSpan
 from hf_pipetransformer.planning.planner import evaluation_microbatches
-from hf_pipetransformer.runtime.joining import HeadJoin, ReplicaJoin
+from hf_pipetransformer.runtime.joining import BatchOfAll, HeadJoin, ReplicaJoin
+from hf_pipetransformer.runtime.loss_call import LossCall
 from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, num_bytes, spread
 from hf_pipetransformer.runtime.stage import GradientNorms, Stage
 from hf_pipetransformer.runtime.window import Batch, Window
 from hf_pipetransformer.schedules import (
+    BEGINS_BACKWARD,
     FORWARD_ONLY,
     SENDS,
     Action,
@@ -53,6 +56,8 @@ from hf_pipetransformer.schedules.placement import slice_bounds
 
 
 if TYPE_CHECKING:
+    from hf_pipetransformer.data.rng import SharedRngState
+    from hf_pipetransformer.engine.engine import ActionListRun
     from hf_pipetransformer.engine.weights.stage import StageWeights
     from hf_pipetransformer.splitters.structure import ActivationShape
 
@@ -67,13 +72,14 @@ class LoaderBatch:
 
     Args:
         inputs: empty for a replica without samples.
-        forward: runs one micro-batch.
+        forward: computes the loss of one micro-batch, or of the whole batch.
         num_items: items (samples or label tokens) of the batch over all replicas.
         prepare: moves a micro-batch to this stage's device.
         loss_scale: factor of the loss in the backward. A tensor must be on this stage's device.
         write: stores the activations that enter the entry block.
         reference: runs one micro-batch of a pass without gradients that comes first, and returns entries of the batch
             that the loss reads; None for most losses.
+        shared: random numbers that a loss of the whole batch draws alike on all ranks; None to draw this rank's own.
     """
 
     inputs: dict[str, Any]
@@ -83,6 +89,7 @@ class LoaderBatch:
     loss_scale: float | torch.Tensor = 1.0
     write: Write | None = None
     reference: Forward | None = None
+    shared: SharedRngState | None = None
 
 
 @dataclass(frozen=True)
@@ -107,13 +114,23 @@ class Prediction:
 class StageRunner:
     """Runner that cuts batches into micro-batches and runs them through this rank's part of the pipeline.
 
-    `shifts_labels` is True for next-token losses, where the first label of a sequence does not count.
+    `shifts_labels` is True for next-token losses, where the first label of a sequence does not count. `called` runs a
+    forward of the model as Trainer's wrapped model does.
     """
 
     def __init__(
-        self, stage: Stage, activation: ActivationShape, loss_rule: LossRule, scope: LossScope, shifts_labels: bool
+        self,
+        stage: Stage,
+        activation: ActivationShape,
+        loss_rule: LossRule,
+        scope: LossScope,
+        shifts_labels: bool,
+        called: Callable[[Callable[[], Any]], Any],
     ) -> None:
         self.stage = stage
+        self.called = called
+        self.present: LossCall | None = None
+        """Loss that is being computed for a whole batch."""
         self.activation = activation
         self.loss_rule = loss_rule
         self.scope = scope
@@ -139,27 +156,19 @@ class StageRunner:
         bounds = self._token_bounds(batch.inputs)
         cut = self.cut(batch, self.loss_rule, stage.layout.num_microbatches, bounds)
         loss = torch.zeros((), device=stage.settings.device)
-        if cut:
-            # First of all: the loss of each micro-batch finds what the reference gives among its inputs.
-            if batch.reference is not None:
-                cut = self._with_reference(cut, batch.reference, batch.prepare)
-            num_slices, is_joined = max(1, len(bounds) - 1), self._plan_head(batch, cut, watches)
-            schedule = find_schedule(stage.layout.schedule)
-            # A loss of the whole batch needs what enters the head in all of its micro-batches.
-            schedule = forwards_first(schedule) if is_joined else schedule
-            actions = self.actions(schedule, len(cut) // num_slices, num_slices)
+        # First of all: the loss finds what the reference gives among its inputs.
+        if cut and batch.reference is not None:
+            cut = self._with_reference(cut, batch.reference, batch.prepare)
+        if self._sees_whole(len(cut)):
+            loss = self._train_whole(batch, cut, is_last_batch, loss)
+        elif cut:
+            stage.head.begin(HeadMode.WATCHED if watches else HeadMode.PARTS)
+            num_slices = max(1, len(bounds) - 1)
+            actions = self.actions(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
             run = stage.engine.begin(actions, OnDevice(cut, _uses(actions), batch.prepare, self._copies))
-            for stop in self._stops(actions, is_last_batch):
-                run.advance(before=stop)
-            shares = run.drain()
-            stage.view.widen()
-            stage.head.begin(HeadMode.PARTS)
+            shares = self._drained(run, is_last_batch)
             # Added on the device: a sum of Python numbers would have the host wait for every micro-batch.
             loss = torch.stack(shares).sum() if shares else loss
-        elif self._replicas is not None:
-            # The other last stages wait for every replica in the exchanges of the join, also for one without samples.
-            dtype = stage.settings.probe.boundary_dtypes[-1]
-            self._replicas.take_part(torch.empty(0, dtype=dtype, device=stage.settings.device))
         elif batch.num_items == 0 and stage.groups.is_last:
             loss += float("nan")  # No replica had an item: the mean is nan on all of them, and Trainer filters it.
         # Outside of the branches: other replicas wait for this one in the all-reduce, even if it has no samples.
@@ -167,16 +176,101 @@ class StageRunner:
             self._reduce()
         return loss
 
-    def _plan_head(self, batch: LoaderBatch, cut: list[MicroBatch], watches: bool) -> bool:
-        """Plan the head of a training batch; return True if it runs once for all micro-batches."""
-        if self.scope is LossScope.PARTS or (len(cut) == 1 and not self._joins_replicas):
-            self.stage.head.begin(HeadMode.WATCHED if watches else HeadMode.PARTS)
+    def _sees_whole(self, num_parts: int) -> bool:
+        """Return True if the loss is called once, for a batch that is cut into parts, by micro-batches or stages."""
+        if self.scope is LossScope.PARTS:
             return False
-        if self.stage.layout.pipeline_size == 1:
-            for part in cut:
-                self.activation.of(part.inputs)  # Refuses lengths at which the head cannot run apart.
-        self.stage.head.begin(HeadMode.JOINED, HeadJoin.of_training(batch.inputs, cut, batch.prepare, self._replicas))
-        return True
+        return self._joins_replicas or num_parts > 1 or (num_parts > 0 and self.stage.layout.pipeline_size > 1)
+
+    def _train_whole(
+        self, batch: LoaderBatch, cut: list[MicroBatch], is_last_batch: bool, nothing: torch.Tensor
+    ) -> torch.Tensor:
+        """Run a batch whose loss is called once; see `train`."""
+        stage, run = self.stage, None
+        # What the loss is given is exchanged first, and by all replicas.
+        of_all = self._batch_of_all(batch.inputs) if self._joins_replicas else None
+        if not cut:
+            self._take_part()
+            return nothing
+        stage.head.begin(HeadMode.APART)
+
+        def forwards(parts: list[MicroBatch]) -> list[torch.Tensor] | None:
+            nonlocal run
+            # The loss needs what enters the head in all micro-batches.
+            actions = self.actions(forwards_first(find_schedule(stage.layout.schedule)), len(parts))
+            run = stage.engine.begin(actions, parts)
+            run.advance(before=next((action for action in actions if action.op in BEGINS_BACKWARD), None))
+            entered = stage.head.entered
+            return [entered[number][1] for number in sorted(entered)] if stage.groups.is_last else None
+
+        call = self._loss_call(batch, cut, forwards, of_all)
+        found, loss = self._computed(call, batch.forward), nothing
+        assert run is not None, "the loss has called the model"
+        if call.found is not None:
+            weight = self._weight_of(batch, call.found.share)
+            call.backward(found * (weight * batch.loss_scale))
+            loss = found.detach() * weight
+        self._drained(run, is_last_batch)
+        return loss
+
+    def _weight_of(self, batch: LoaderBatch, share: float) -> float:
+        """Return the weight of the loss of this replica's batch, or this replica's share of that of all."""
+        if self.scope is LossScope.BATCH:
+            return share
+        return self.loss_rule.weight(count_items(batch.inputs, self.shifts_labels), batch.num_items)
+
+    def _batch_of_all(self, inputs: dict[str, Any]) -> BatchOfAll:
+        return ReplicaJoin(self.stage.groups, frozenset()).exchange(split_tags(inputs)[0])
+
+    def _take_part(self) -> None:
+        """Take part in the join of other replicas, whose last stages wait for this one."""
+        if self._replicas is not None:
+            settings = self.stage.settings
+            self._replicas.take_part(
+                torch.empty(0, dtype=settings.probe.boundary_dtypes[-1], device=settings.device)
+            )
+
+    def _loss_call(
+        self,
+        batch: LoaderBatch,
+        cut: list[MicroBatch],
+        forwards: Callable[[list[MicroBatch]], list[torch.Tensor] | None],
+        of_all: BatchOfAll | None,
+    ) -> LossCall:
+        """Return the call of the loss of a batch that was cut into `cut`."""
+        names = [name for name in cut[0].inputs if name not in batch.inputs]
+
+        def parts(inputs: dict[str, Any], forward: Forward) -> list[MicroBatch]:
+            given = replace(batch, inputs=inputs, forward=forward)
+            return self.cut(given, LossRule.SUM, len(cut), on_host=[part.on_host for part in cut])
+
+        return LossCall(
+            self.stage, batch.inputs, batch.prepare, self.called, parts, forwards, of_all,
+            self._replicas if of_all is not None else None,
+            # A frozen reference has given entries to the micro-batches, which the batch does not have.
+            {name: torch.cat([part.inputs[name] for part in cut]) for name in names},
+            batch.shared,
+        )  # fmt: skip
+
+    def _computed(self, call: LossCall, loss: Forward) -> Any:
+        """Compute the loss of a whole batch, and let all ranks of the pipeline draw on from the same random numbers."""
+        self.present = call
+        try:
+            found = call.compute(loss)
+        finally:
+            self.present = None
+        call.share_states()
+        return found
+
+    def _drained(self, run: ActionListRun, is_last_batch: bool) -> list[Any]:
+        """Run the rest of an action list, and reduce gradients on the way; returns the last stage's results."""
+        stage = self.stage
+        for stop in self._stops(run.actions, is_last_batch):
+            run.advance(before=stop)
+        results = run.drain()
+        stage.view.widen()
+        stage.head.begin(HeadMode.PARTS)
+        return results
 
     @property
     def _joins_replicas(self) -> bool:
@@ -292,6 +386,35 @@ class StageRunner:
         message = spread(message, stage.groups, stage.settings.timeout, how.is_read_by_first)
         return from_message(message, stage.settings.device)
 
+    def predict_whole(self, batch: LoaderBatch, how: Prediction) -> Any:
+        """Return the loss and the output of a batch, which `batch.forward` computes once, on every stage.
+
+        Collective: call on every rank of the pipeline.
+        """
+        stage, groups = self.stage, self.stage.groups
+        marked = {**batch.inputs, **how.marks}
+        replicas = self._replicas if how.joins_replicas else None
+        of_all = self._batch_of_all(marked) if how.joins_replicas else None
+        cut = self.cut(replace(batch, inputs=marked), LossRule.SUM, evaluation_microbatches(stage.layout, batch_size(marked)))
+
+        def forwards(parts: list[MicroBatch]) -> list[torch.Tensor] | None:
+            # The head comes later, as it sees the whole batch at once.
+            parts = [replace(part, ends_before_head=True) for part in parts]
+            actions = self.actions(FORWARD_ONLY[stage.layout.placement], len(parts))
+            entered = stage.engine.begin(actions, parts, is_training=False).drain()
+            return entered if groups.is_last else None
+
+        call = self._loss_call(replace(batch, inputs=marked, write=how.write), cut, forwards, of_all)
+        found, message = self._computed(call, batch.forward), None
+        if call.found is not None:
+            # What has no row for each joined sample, such as the loss, is of all replicas, and stays as it is.
+            whole, num_rows = call.found, len(call.found.entering)
+            output = found if how.reduce is None else how.reduce(found, whole.inputs)
+            own = mapped(lambda each: whole.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
+            message = as_message(mapped(torch.Tensor.cpu, own))
+        stage.view.widen()
+        return from_message(spread(message, groups, stage.settings.timeout, how.is_read_by_first), stage.settings.device)
+
     @torch.no_grad()
     def _through_head(
         self,
@@ -357,9 +480,17 @@ class StageRunner:
         return self._last_gradients
 
     def cut(
-        self, batch: LoaderBatch, rule: LossRule, num_microbatches: int, bounds: Sequence[int] = ()
+        self,
+        batch: LoaderBatch,
+        rule: LossRule,
+        num_microbatches: int,
+        bounds: Sequence[int] = (),
+        on_host: Sequence[dict[str, Any] | None] = (),
     ) -> list[MicroBatch]:
-        """Cut a batch into micro-batches, and these into token slices at `bounds`."""
+        """Cut a batch into micro-batches, and these into token slices at `bounds`.
+
+        `on_host`: what was read of each, if the batch is on the device.
+        """
         cut: list[tuple[dict[str, Any], CacheTags | None, TokenSpan | None]] = []
         for number, whole in enumerate(split_batch(batch.inputs, num_microbatches)):
             part, tags = detach_tags(whole)
@@ -372,14 +503,17 @@ class StageRunner:
             MicroBatch(
                 index=i,
                 inputs=for_model(part),
-                weight=rule.weight(count_items(part, self.shifts_labels), batch.num_items),
+                # Where nothing depends on it, no device is asked for the number.
+                weight=1.0
+                if rule is LossRule.SUM
+                else rule.weight(count_items(part, self.shifts_labels), batch.num_items),
                 # Of no use without neighbors; the shape would refuse lengths that one stage can run.
                 activation_shape=() if is_alone else self.activation.of(part),
                 forward=batch.forward,
                 loss_scale=batch.loss_scale,
                 tags=tags,
                 write=batch.write,
-                on_host=part,
+                on_host=on_host[i] if i < len(on_host) else part,
                 place=place,
             )
             for i, (part, tags, place) in enumerate(cut)

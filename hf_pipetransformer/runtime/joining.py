@@ -12,9 +12,16 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.transfers import all_gather_trees
-from hf_pipetransformer.data.batches import batch_size, detach_tags, for_model, has_samples, rows_per_sample, with_rows
+from hf_pipetransformer.data.batches import (
+    batch_size,
+    detach_tags,
+    for_model,
+    has_samples,
+    rows_per_sample,
+    take_samples,
+    with_rows,
+)
 from hf_pipetransformer.data.flattened import assign_sequences, sequences_of
-from hf_pipetransformer.engine.head import Joined
 
 
 if TYPE_CHECKING:
@@ -83,6 +90,41 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """Whole batch at the entrance of the head.
+
+    Args:
+        micro_batch: the batch as one micro-batch; its weight is this replica's share of the loss.
+        entering: activation that enters the head, `(batch, seq, hidden)`, joined.
+        cut: cuts the gradient of `entering`, times that share, into those of the micro-batches of this replica.
+    """
+
+    micro_batch: MicroBatch
+    entering: torch.Tensor
+    cut: Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class BatchOfAll:
+    """Batches of all replicas as one.
+
+    Args:
+        inputs: with its marks.
+        sizes: samples of each replica that has any.
+        number: place of this replica among these.
+    """
+
+    inputs: dict[str, Any]
+    sizes: list[int]
+    number: int
+
+    def own(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this replica's samples of a batch of all."""
+        start = sum(self.sizes[: self.number])
+        return take_samples(inputs, slice(start, start + self.sizes[self.number]))
+
+
+@dataclass(frozen=True)
 class HeadJoin:
     """Join of a batch at the entrance of the head.
 
@@ -91,12 +133,14 @@ class HeadJoin:
         cut: its micro-batches, or their token slices.
         prepare: moves a batch to this stage's device.
         replicas: joins the batches of all replicas too; None to leave each its own loss.
+        of_all: batch of all replicas, if they have exchanged theirs before.
     """
 
     inputs: Mapping[str, Any]
     cut: Sequence[MicroBatch]
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
     replicas: ReplicaJoin | None = None
+    of_all: BatchOfAll | None = None
 
     @classmethod
     def of_training(
@@ -118,15 +162,20 @@ class HeadJoin:
         rows, axis = self._rows_of(entered), self._axis()
         whole = rows[0] if len(rows) == 1 else axis.join(rows)
         found = Whole(whole, dict(self.inputs), lambda gradient: gradient, 1.0)
-        return found if self.replicas is None else self.replicas.join(found)
+        return found if self.replicas is None else self.replicas.join(found, self.of_all)
 
     def __call__(self, entered: Tensors) -> Joined:
         """Join for a backward too. Collective over the replicas, if they are joined."""
-        slices, rows, axis, found = self._slices_of(entered), self._rows_of(entered), self._axis(), self.whole(entered)
+        found = self.whole(entered)
         inputs = self.prepare(for_model(found.inputs))
         whole = replace(
             self.cut[0], index=0, inputs=inputs, weight=found.share, activation_shape=(), tags=None, place=None
         )
+        return Joined(whole, found.entering, self.cutting(entered, found))
+
+    def cutting(self, entered: Tensors, found: Whole) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+        """Return a function that cuts the gradient of what `whole` has joined, see `Joined.cut`."""
+        slices, rows, axis = self._slices_of(entered), self._rows_of(entered), self._axis()
 
         def cut(gradient: torch.Tensor) -> list[torch.Tensor]:
             # Each replica computes the loss of all, and adds its share of the head's gradient. What enters the head
@@ -135,7 +184,7 @@ class HeadJoin:
             of_slices = [row.split([each.shape[1] for each in of], 1) for row, of in zip(own, slices, strict=True)]
             return [part for parts in of_slices for part in parts] if len(slices) < len(entered) else own
 
-        return Joined(whole, found.entering, cut)
+        return cut
 
     def _rows_of(self, entered: Tensors) -> list[torch.Tensor]:
         slices = self._slices_of(entered)
@@ -160,22 +209,35 @@ class ReplicaJoin:
     groups: PipelineGroups
     placeholders: frozenset[str]
 
-    def join(self, own: Whole) -> Whole:
-        """Join the batches of all replicas.
+    def exchange(self, inputs: Mapping[str, Any]) -> BatchOfAll:
+        """Return the batches of all replicas as one. Collective: call on every replica's rank of a position.
+
+        Raises:
+            BatchesDifferError: they do not fit together.
+        """
+        return self._joined(self._exchange([], inputs)[1])
+
+    def _joined(self, found: Sequence[Mapping[str, Any]]) -> BatchOfAll:
+        # Replicas without samples are not in the join, so that they do not count.
+        batches = [batch for batch in found if batch]
+        sizes = [batch_size(batch) for batch in batches]
+        number = sum(map(bool, found[: self.groups.replica]))
+        return BatchOfAll(_concatenated(batches, Axis.of(batches[0], sizes)), sizes, number)
+
+    def join(self, own: Whole, of_all: BatchOfAll | None = None) -> Whole:
+        """Join the batches of all replicas, unless `of_all` has them.
 
         Collective: call on every replica's last stage; `take_part` where a replica has no samples.
 
         Raises:
             BatchesDifferError: the batches of the replicas do not fit together.
         """
-        shapes, found = self._exchange(list(own.entering.shape), own.inputs)
+        shapes, found = self._exchange(list(own.entering.shape), own.inputs if of_all is None else {})
         gathered = self._gather(own.entering, [shape[0] if shape else 0 for shape in shapes])
-        parts, batches = zip(*[pair for pair in zip(gathered, found, strict=True) if pair[1]], strict=True)
-        axis = Axis.of(batches[0], [batch_size(batch) for batch in batches])
-        # Replicas without samples are not in the join, so that they do not count.
-        number = sum(map(bool, found[: self.groups.replica]))
-        inputs = _concatenated(batches, axis)
-        return Whole(axis.join(parts), inputs, lambda gradient: axis.cut(gradient, parts)[number], 1.0 / len(parts))
+        of_all = self._joined(found) if of_all is None else of_all
+        parts = [each for each, shape in zip(gathered, shapes, strict=True) if shape]
+        axis, number, share = Axis.of(of_all.inputs, of_all.sizes), of_all.number, 1.0 / len(parts)
+        return Whole(axis.join(parts), of_all.inputs, lambda gradient: axis.cut(gradient, parts)[number], share)
 
     def take_part(self, like: torch.Tensor) -> None:
         """Take part in the exchanges of `join` without samples; `like` has the device and dtype of the activation."""

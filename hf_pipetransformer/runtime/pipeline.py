@@ -67,11 +67,11 @@ class PipelineShell(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         runner = self.runner
-        # Within a step the engine asks for this stage's part; any other caller means the whole model.
-        if runner is None or runner.stage.view.is_running or not runner.stage.view.is_installed:
-            with self._autocast():
-                outputs = self.module(*args, **kwargs)
-            return convert_to_fp32(outputs) if self._is_mixed else outputs
+        # Within a step the engine asks for this stage's part, and the loss of a whole batch for the pipeline's
+        # forward; any other caller means the whole model.
+        is_alone = runner is None or runner.stage.view.is_running or not runner.stage.view.is_installed
+        if runner is None or is_alone or runner.present is not None:
+            return self.called(lambda: self.module(*args, **kwargs))
         if args or torch.is_grad_enabled():
             raise RuntimeError(
                 "A model that is split into pipeline stages can be called with keyword arguments under "
@@ -79,6 +79,12 @@ class PipelineShell(nn.Module):
                 "call it freely."
             )
         return runner.predict(kwargs, self._run_own_part, self.prediction)
+
+    def called(self, forward: Callable[[], Any]) -> Any:
+        """Return what a forward of the model returns, under the autocast of the run."""
+        with self._autocast():
+            outputs = forward()
+        return convert_to_fp32(outputs) if self._is_mixed else outputs
 
     def _run_own_part(self, inputs: dict[str, Any]) -> Any:
         return self(**inputs)
@@ -144,7 +150,8 @@ class Pipeline:
         """Replace this rank's stage, and create a runner for it."""
         self.stage = stage
         found, activation = self.start_up, self.start_up.probe.activation
-        self.runner = StageRunner(stage, activation, found.loss_rule, found.scope, self.shifts_labels)
+        scope, shifts, called = found.scope, self.shifts_labels, self.shell.called
+        self.runner = StageRunner(stage, activation, found.loss_rule, scope, shifts, called)
         # One stage runs the model's own forward, for which nothing has to be cut.
         self.shell.runner = self.runner if stage.layout.pipeline_size > 1 else None
 

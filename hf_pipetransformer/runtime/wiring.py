@@ -182,6 +182,7 @@ class _EngineBuilder:
             return self._layers(stage, own)
         layers = self._layers(stage, own[:-1]) if own[:-1] else None
         alone = self._bare(own[-1:], sends_gradient=True)
+        self.head.program = alone
         dtype, is_above_active = self.settings.probe.boundary_dtypes[-1], stage > self.layout.first_active_stage
         return HeadProgram(self.head, self._layers(stage, own), layers, alone, dtype, is_above_active)
 

@@ -24,6 +24,7 @@ from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
 from hf_pipetransformer.splitters.masters import HALVES, master_names
 from hf_pipetransformer.splitters.quantized import float32_products, is_packed, put_in_evaluation_mode
+from hf_pipetransformer.splitters.script_code import attributes_kept, without_hooks_of_script
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from hf_pipetransformer.startup.twin import WHOLE, ProbeSubmodel
 
@@ -198,7 +199,9 @@ _PARTS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(v
 
 @contextmanager
 def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
-    """Put the model into evaluation mode, and restore RNG states and module modes on exit.
+    """Put the model into evaluation mode, and restore RNG states, modes and what the script's modules hold on exit.
+
+    Hooks of the script's are not called inside.
 
     On an error the modules' attributes are restored too: some models build parts of themselves, with random weights,
     in their first forward, and must do it again when a plain Trainer goes on with them.
@@ -217,7 +220,8 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
     try:
         device = next(model.parameters()).device
         # Only the model's own GPU: by default the states of all GPUs are copied, which allocates memory on each.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), without_hooks_of_script(model), attributes_kept(model):
             yield
     except BaseException:
         for module, (attributes, parts) in own.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.options.refusals import check_communication_hook, check_dataset
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.generation import check_generation, generate_in_stages, settings_of
+from hf_pipetransformer.runtime.loss_call import OF_LAYERS
 from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 from hf_pipetransformer.runtime.stage import StageSettings
 from hf_pipetransformer.runtime.wiring import start_stage
@@ -44,7 +46,6 @@ from hf_pipetransformer.training.needs import (
     why_whole_head,
 )
 from hf_pipetransformer.training.replica_gather import REMEDY, shape_without_rows
-from hf_pipetransformer.training.traces import leaving_no_trace
 
 
 if TYPE_CHECKING:
@@ -224,33 +225,36 @@ class PipelineBuilder:
         known, passes = known_loss(trainer, labels), labels is not None and trainer_compat.takes_num_items(trainer)
         # Who asks for parts of a loss that is not known gets the sum that Trainer takes over the batches of a step.
         is_sum = trainer_compat.is_divided(trainer, labels) if known is None else known is KnownLoss.DIVIDED and passes
-        compute = partial(_loss if needs_loss else _size_of_output, trainer, shell)
+        # Code of the script's is not run before its step: of its loss, the model's forward stands for all.
+        has_loss = needs_loss and trainer_compat.has_known_loss(trainer)
+        compute = partial(_loss if has_loss else _size_of_output, trainer, shell)
         complete = partial(trl_compat.with_reference, trainer, shell)
-        # Losses may count their calls, keep values and log, which must not begin before the training does.
-        with leaving_no_trace(trainer):
-            start_up = inspect_model(
-                ProbeTarget(
-                    trainer.model,
-                    splitter,
-                    samples,
-                    compute,
-                    count,
-                    complete=complete,
-                    has_reference=trl_compat.reference(trainer, shell) is not None,
-                    scope=scope,
-                    rule=LossRule.SUM if is_sum else LossRule.MEAN,
-                    shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored_outputs),
-                    why_whole_head=why_whole,
-                ),
-                args,
-                topology,
-                is_training,
-                batches.read if is_training else None,
-                self.context.journal.log.path if is_training else None,
-            )
+        start_up = inspect_model(
+            ProbeTarget(
+                trainer.model,
+                splitter,
+                samples,
+                compute,
+                count,
+                complete=complete,
+                has_reference=trl_compat.reference(trainer, shell) is not None,
+                scope=scope,
+                rule=LossRule.SUM if is_sum else LossRule.MEAN,
+                shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored_outputs),
+                why_whole_head=why_whole,
+            ),
+            args,
+            topology,
+            is_training,
+            batches.read if is_training else None,
+            self.context.journal.log.path if is_training else None,
+        )
         if not trainer_compat.has_known_loss(trainer):
             # It may read in later steps what it does not read of the first samples.
             start_up = replace(start_up, reads_first=False)
+        if not (trainer_compat.has_plain_loss(trainer) or trainer_compat.has_known_loss(trainer)):
+            # Or of the batch, on any stage.
+            start_up = replace(start_up, probe=replace(start_up.probe, placeholders=frozenset()))
         if passes and known is KnownLoss.MEAN:
             start_up = self._dividing_itself(start_up, is_training)
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
@@ -412,11 +416,22 @@ def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_it
     return loss
 
 
-def _size_of_output(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_items: int) -> torch.Tensor:
-    outputs = shell(**_copied(inputs))
-    logits = outputs[0] if isinstance(outputs, tuple) else next(iter(outputs.values()))
-    # Any scalar that all logits enter does: it only has to show whether the split model gives the same outputs.
-    return logits.float().square().mean()
+def _size_of_output(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], _num_items: int) -> torch.Tensor:
+    # A loss of the script's may read entries that the model does not take, and labels that it could not take.
+    is_own = trainer_compat.has_plain_loss(trainer)
+    taken = set(inspect.signature(bare_model(trainer.model).forward).parameters)
+    left_out = () if is_own else trainer.label_names
+    given = {name: value for name, value in _copied(inputs).items() if name in taken and name not in left_out}
+    outputs = shell(**given)
+    # Any scalar that the outputs enter does: it only has to show whether the split model gives the same ones.
+    return sum((each.float().square().mean() for each in _numbers_of(outputs)), torch.zeros(()))
+
+
+def _numbers_of(outputs: Any) -> list[torch.Tensor]:
+    """Return the floating point tensors of a model's output, but for those of its layers."""
+    named = outputs if isinstance(outputs, dict) else dict(enumerate(outputs if isinstance(outputs, tuple) else [outputs]))
+    found = [value for name, value in named.items() if name not in OF_LAYERS and isinstance(value, torch.Tensor)]
+    return [value for value in found if value.is_floating_point()]
 
 
 def _shape_without_rows(

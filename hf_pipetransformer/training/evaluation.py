@@ -31,6 +31,7 @@ from hf_pipetransformer.data.reading import is_stream
 from hf_pipetransformer.data.rng import drawing_alike
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.report import progress_bar
+from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.runtime.generation import join_tokens, settings_of
 from hf_pipetransformer.runtime.messages import only_loss
 from hf_pipetransformer.splitters.adapters import bare_model
@@ -56,15 +57,13 @@ class Evaluation:
     def __init__(
         self, context: TrainingContext, pipeline: Pipeline, loader: PipelineLoader, is_for_first_rank: bool = False
     ) -> None:
+        self.context = context
         self.trainer = context.trainer
         self.pipeline = pipeline
         self.loader = loader
         self.told_num_items = False
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
         self.metrics = MetricAccumulator(context)
-        if not context.trainer.is_in_train:
-            # Within a training it would take what the loss has left since the last log entry for known.
-            context.gains.begin()
         # `Seq2SeqTrainer` takes `gather` in place of `gather_for_metrics`, before each evaluation.
         fills_batches = self.trainer.gather_function == self.trainer.accelerator.gather
         is_flattened = sequences_of(pipeline.start_up.samples) is not None
@@ -140,16 +139,23 @@ class Evaluation:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Compute the loss of a batch as in training: inside of each stage, and on the last one after the head."""
+        """Compute the loss of a batch as in training: by its parts, or once on each rank with the model on stages."""
         shell, runner = self.pipeline.shell, self.pipeline.runner
         is_whole = self.pipeline.layout.pipeline_size == 1 and not shell.prediction.joins_replicas
-        if model is not shell or is_whole or runner.stage.view.is_running or torch.is_grad_enabled():
+        if model is not shell or is_whole or runner.present is not None or torch.is_grad_enabled():
             return own(model, inputs, return_outputs, *args, **kwargs)
 
         def forward(given: dict[str, Any]) -> Any:
-            return own(shell, given, True, *args, **kwargs)
+            with self.context.gains.watching():
+                return own(shell, given, True, *args, **kwargs)
 
-        loss, outputs = runner.predict(inputs, forward, shell.prediction)
+        if runner.scope is LossScope.PARTS:
+            loss, outputs = runner.predict(inputs, forward, shell.prediction)
+        else:
+            # Trainer has prepared the batch already; what other replicas send is on the host.
+            prepare = partial(send_to_device, device=self.trainer.args.device)
+            batch = LoaderBatch(inputs, forward, 0, prepare, shared=self.pipeline.shared_rng)
+            loss, outputs = runner.predict_whole(batch, shell.prediction)
         return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()

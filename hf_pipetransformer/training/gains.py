@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dis
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xxhash
-from torch import nn
 from transformers import Trainer
 
 from hf_pipetransformer.comm.transfers import pack
@@ -33,35 +29,42 @@ class LossGains:
     """Attributes and log entries that a user's `compute_loss` makes on the one rank that gets to its end.
 
     The usual recipe for several losses keeps their values on the trainer, and adds their means in `log`; another one
-    calls `self.log` inside. With several stages only the last one computes the loss, and rank 0 logs.
+    calls `self.log` inside. With several stages only the last one computes the loss, and rank 0 logs. What changes
+    while the loss is computed is the loss's.
     """
 
     def __init__(self, trainer: Trainer, topology: Topology) -> None:
         self._trainer = trainer
         self._topology = topology
-        self._of_trainers = _stored_by_trainers(type(trainer))
-        self._of_loss = _named_by_loss(type(trainer))
         self._entries: list[dict[str, Any]] = []
+        self._changed: set[str] = set()
         self._has_warned = False
-        self.begin()
-
-    def begin(self) -> None:
-        """Note what the trainer has before a training or an evaluation: ranks may have been given other values."""
-        self._known: dict[str, int | None] = self._digests()
+        self._is_watching = trainer_compat.is_overridden(trainer, "compute_loss")
 
     def note_log(self, logs: dict[str, float]) -> None:
         """Keep a log entry that the loss makes inside a step, for all ranks to log."""
         state = self._trainer.state
         self._entries.append({"logs": dict(logs), "step": state.global_step, "epoch": state.epoch})
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note which attributes of the trainer a loss changes inside; not if it leaves with an exception."""
+        if not self._is_watching or self._topology.world_size == 1:
+            yield
+            return
+        before = self._digests()
+        yield
+        self._changed |= {name for name, digest in self._digests().items() if digest != before.get(name)}
+
     def share(self, is_source: bool) -> None:
         """Bring what the loss has left on the one rank with `is_source` to all. Collective: call on every rank."""
         trainer, own = self._trainer, vars(self._trainer)
         message: dict[str, Any] | None = None
         if is_source:
-            changed = {name: own[name] for name, digest in self._digests().items() if digest != self._known.get(name)}
-            trees = {name: tree for name, value in changed.items() if (tree := as_tree(value)) is not _NO_TREE}
-            message = {"attributes": trees, "entries": self._entries, "unseen": self._unseen()}
+            trees = {name: as_tree(own[name]) for name in sorted(self._changed & own.keys())}
+            unseen = [f"self.{name} ({type(own[name]).__name__})" for name, tree in trees.items() if tree is _NO_TREE]
+            attributes = {name: tree for name, tree in trees.items() if tree is not _NO_TREE}
+            message = {"attributes": attributes, "entries": self._entries, "unseen": unseen}
         # A gather, by which every rank learns the source as well: the warning of rank 0 names it.
         messages = self._topology.gather(message)
         source, message = next((rank, each) for rank, each in enumerate(messages) if each is not None)
@@ -74,12 +77,11 @@ class LossGains:
                 f"last one (rank {source}) sees it change: keep numbers, tensors, lists or dicts of them on the "
                 "trainer, which every process gets before an entry is logged, or read it on that rank."
             )
-        self._has_warned = True
-        self._entries = []
+        self._has_warned |= bool(message["unseen"])
+        self._entries, self._changed = [], set()
         for entry in message["entries"]:
             with self._at(entry["step"], entry["epoch"]):
                 trainer.log(entry["logs"])
-        self._known = self._digests()
 
     @contextmanager
     def _at(self, step: int, epoch: float | None) -> Iterator[None]:
@@ -93,24 +95,20 @@ class LossGains:
         finally:
             state.global_step, state.epoch, control.should_log = before
 
-    def _digests(self) -> dict[str, int | None]:
-        """Return a digest of each attribute that the user's code has set; None of what cannot be sent."""
-        found: dict[str, int | None] = {}
-        for name, value in vars(self._trainer).items():
-            if name in self._of_loss - self._of_trainers and name not in trainer_compat.NOT_OF_A_LOSS:
-                tree = as_tree(value)
-                # By content, as a loss may append to the same list at each step.
-                found[name] = None if tree is _NO_TREE else xxhash.xxh64_intdigest(pack([tree]).numpy().tobytes())
-        return found
+    def _digests(self) -> dict[str, int]:
+        """Return a digest of what each attribute holds that Trainer has not for its own work."""
+        own = vars(self._trainer).items()
+        # By content, as a loss may append to the same list at each step.
+        return {name: _digest(value) for name, value in own if name not in trainer_compat.NOT_OF_A_LOSS}
 
-    def _unseen(self) -> list[str]:
-        """Name the objects on the trainer that the loss uses, which may change and cannot be sent."""
-        own = vars(self._trainer)
-        return [
-            f"self.{name} ({type(own[name]).__name__})"
-            for name, digest in sorted(self._digests().items())
-            if digest is None and not _is_constant(own[name])
-        ]
+
+def _digest(value: Any) -> int:
+    """Return a digest of a value that can be sent; of another object, of its attributes that can."""
+    tree = as_tree(value)
+    if tree is _NO_TREE:
+        trees = {name: as_tree(each) for name, each in getattr(value, "__dict__", {}).items()}
+        tree = {name: each for name, each in trees.items() if each is not _NO_TREE}
+    return int(xxhash.xxh64_intdigest(pack([tree]).numpy().tobytes()))
 
 
 _NO_TREE = object()
@@ -146,43 +144,3 @@ def _put(own: dict[str, Any], name: str, value: Any) -> None:
         present.update(value)
     else:
         own[name] = tuple(value) if isinstance(present, tuple) and isinstance(value, list) else value
-
-
-def _is_constant(value: Any) -> bool:
-    # A metric of torchmetrics is a module that can be called, and yet changes with each batch.
-    is_metric = type(value).__module__.partition(".")[0] == "torchmetrics"
-    return callable(value) and not is_metric or isinstance(value, nn.Module) and not is_metric
-
-
-def _named_by_loss(kind: type) -> set[str]:
-    """Return the names in the code of a user's `compute_loss`, and of the methods of the user's that it names."""
-    methods: dict[str, list[FunctionType]] = {}
-    for each in kind.__mro__:
-        if not (trainer_compat.is_known_code(each) or trainer_compat.is_own(each)):
-            for name, value in vars(each).items():
-                if isinstance(value, FunctionType):
-                    methods.setdefault(name, []).append(value)
-    names, new = set[str](), {"compute_loss"}
-    while new:
-        names |= new
-        found = {
-            name
-            for each in new
-            for method in methods.get(each, ())
-            for name in trainer_compat.names_in(method.__code__)
-        }
-        new = found - names
-    return names
-
-
-def _stored_by_trainers(kind: type) -> set[str]:
-    """Return the names of attributes that code of Trainer, of TRL's trainers or of this package sets."""
-    known = [each for each in kind.__mro__ if trainer_compat.is_known_code(each) or trainer_compat.is_own(each)]
-    return {"pipeline_run"}.union(*map(_stored_by, known))
-
-
-@cache
-def _stored_by(kind: type) -> frozenset[str]:
-    functions = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
-    steps = (step for call in functions for step in dis.get_instructions(call))
-    return frozenset(str(step.argval) for step in steps if step.opname == "STORE_ATTR")

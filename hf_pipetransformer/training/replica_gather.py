@@ -220,12 +220,14 @@ def has_rows(tensor: torch.Tensor, num_samples: int) -> bool:
 def shape_without_rows(trainer: Trainer, model: Any, inputs: dict[str, Any], ignored: list[str] | None) -> str | None:
     """Return the shape of the first tensor that evaluations of a training gather and that has no row for each sample.
 
-    None if there is none, or if it takes an evaluation to know: it reads the loss alone, generates, or has a
-    `prediction_step` of the user's. `inputs` is a batch for the model.
+    None if there is none, or if it takes an evaluation to know: it reads the loss alone, generates, or runs code of
+    the script's on the outputs. `inputs` is a batch for the model.
     """
     if trainer.compute_metrics is None or trainer.args.eval_strategy == "no" or trainer_compat.generates(trainer):
         return None
     is_known = not trainer_compat.is_overridden(trainer, "prediction_step")
+    # In the evaluation itself, the first batch is looked at.
+    is_known &= trainer_compat.has_known_loss(trainer) and trainer.preprocess_logits_for_metrics is None
     if not is_known or trainer.args.prediction_loss_only or sequences_of(inputs) is not None:
         return None
     size = batch_size(inputs)
@@ -238,10 +240,9 @@ def shape_without_rows(trainer: Trainer, model: Any, inputs: dict[str, Any], ign
             found.append(str(tuple(tensor.shape)))
         return tensor
 
-    preprocess = trainer.preprocess_logits_for_metrics or (lambda logits, _labels: logits)
     # What raises here raises in the evaluation, with its own cause.
     with suppress(Exception), torch.no_grad():
         _, outputs = trainer.compute_loss(model, dict(inputs), return_outputs=True)
-        read = trainer_compat.preprocessed(trainer, preprocess, ignored, outputs, inputs)
+        read = trainer_compat.preprocessed(trainer, lambda logits, _labels: logits, ignored, outputs, inputs)
         recursively_apply(look, read["preprocessed"])
     return found[0] if found else None

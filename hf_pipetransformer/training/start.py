@@ -292,7 +292,6 @@ def start_training(
     check_stages(layout, {name: users[name] for name in trained}, args)
     check_unfreezing(args, policy, replay, longest)
     sums = plans.sums_in_float32(layout) if resumption is None else resumption.sums_in_float32(plans, layout)
-    context.gains.begin()
     pipeline = builder.start(report.adding(sums), layout, longest)
     return TrainingSetup(context, policy, pipeline, replay, names, description, resumption, keeps_optimizer)
 

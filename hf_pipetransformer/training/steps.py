@@ -207,10 +207,11 @@ class Steps(ABC):
     ) -> LoaderBatch:
         """Return batch `number` of a step with the loss that Trainer would compute."""
         trainer, shell, reference = self.trainer, self.pipeline.shell, self._reference
+        watching = self.context.gains.watching
 
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
             reads = nullcontext() if reference is None else trl_compat.reading_reference(trainer, micro_batch)
-            with trainer.compute_loss_context_manager(), self.metrics.record_part(micro_batch), reads:
+            with trainer.compute_loss_context_manager(), self.metrics.record_part(micro_batch), reads, watching():
                 loss: torch.Tensor = trainer.compute_loss(shell, micro_batch, num_items_in_batch=num_items)
             return loss
 
@@ -219,7 +220,8 @@ class Steps(ABC):
         # From the loss on, as accelerate does: stages send gradients in half precision, where small ones would vanish.
         if trainer.accelerator.scaler is not None:
             scale = trainer.accelerator.scaler.scale(torch.full((), share, device=trainer.args.device))
-        return LoaderBatch(inputs, forward, step.items[number], self._prepare, scale, write, reference)
+        shared = self.pipeline.shared_rng
+        return LoaderBatch(inputs, forward, step.items[number], self._prepare, scale, write, reference, shared)
 
     def _share(self, step: StepBatches) -> float:
         """Return the weight of a batch's loss in its step's loss."""

@@ -33,7 +33,6 @@ from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
 from hf_pipetransformer.runtime.joining import BatchesDifferError, HeadJoin, ReplicaJoin
 from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
 from hf_pipetransformer.training.steps import StepBatches, Steps
-from hf_pipetransformer.training.traces import Kept, leaving_no_trace
 
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 NUM_FIRST = 3
 """Number of first steps in which the loss of transformers' and TRL's own code is checked."""
 INTERVAL = 100
-"""Number of steps from one check to the next after these. Any other loss is checked in every step."""
+"""Number of steps from one check to the next after these. Of another loss, code of the script's would run again."""
 ROUGH_TOLERANCE = 2e-2
 """Relative difference up to which losses in half precision, or of products in TF32, count as equal."""
 
@@ -125,12 +124,10 @@ class LossCheck:
     def _begin_step(self) -> None:
         # By the step of the run: one that is resumed checks the same steps, and so has the same bits.
         step = self.context.trainer.state.global_step
-        self._is_due = (not self._is_known or step < NUM_FIRST or step % INTERVAL == 0) and self._is_watched
+        self._is_due = self._is_known and (step < NUM_FIRST or step % INTERVAL == 0) and self._is_watched
         if self._is_due:
-            kept = Kept(self.context.trainer.model)
-            kept.add_attributes(self.context.trainer, trainer_compat.NOT_OF_A_LOSS)
             # Taken before the step runs, in case that it has to run again.
-            self._start = random_state(self.pipeline.settings.device), kept, self.metrics.mark()
+            self._start = random_state(self.pipeline.settings.device), self.metrics.mark()
 
     @property
     def _is_watched(self) -> bool:
@@ -153,7 +150,7 @@ class LossCheck:
         if not groups.is_last:
             return
         replicas = ReplicaJoin(groups, stage.settings.probe.placeholders) if groups.num_replicas > 1 else None
-        with discard_metrics(self.context.trainer), leaving_no_trace(self.context.trainer), self._without_dropout():
+        with discard_metrics(self.context.trainer), self._keeping_random_numbers(), self._without_dropout():
             try:
                 found = self._parts_and_whole(batch, entered, replicas)
             except BatchesDifferError:  # On every replica: texts of other lengths, whose mean does not depend on them.
@@ -212,6 +209,15 @@ class LossCheck:
             return loss.detach(), torch.zeros_like(entering)
         (gradient,) = torch.autograd.grad(loss, entering, allow_unused=True)
         return loss.detach(), torch.zeros_like(entering) if gradient is None else gradient
+
+    @contextmanager
+    def _keeping_random_numbers(self) -> Iterator[None]:
+        device = self.pipeline.settings.device
+        states = random_state(device)
+        try:
+            yield
+        finally:
+            set_random_state(*states, device)
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
@@ -274,12 +280,11 @@ class LossCheck:
 
     def _run_again(self) -> torch.Tensor:
         """Run the batches of this step with the loss of the whole batch, from where the step began."""
-        states, kept, mark = self._start
+        states, mark = self._start
         self.pipeline.start_up = self.pipeline.start_up.with_scope(LossScope.BATCH)
         self._runner.scope = LossScope.BATCH
-        # Nothing of the first run may count: its gradients, what the loss has kept, its metrics and random numbers.
+        # Nothing of the first run may count: its gradients, metrics and random numbers.
         self.pipeline.shell.zero_grad()
-        kept.restore()
         self.metrics.rewind(mark)
         set_random_state(states[0], states[1], self.pipeline.settings.device)
         loss, last = torch.zeros((), device=self.pipeline.settings.device), len(self._ran) - 1

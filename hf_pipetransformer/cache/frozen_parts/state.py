@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
@@ -19,13 +17,13 @@ from torch.nn.modules.module import _global_backward_hooks, _global_forward_hook
 
 from hf_pipetransformer.cache.chain import NOT_SETTINGS
 from hf_pipetransformer.comm.transfers import digest_of
+from hf_pipetransformer.splitters.script_code import is_installed, own_classes
 
 
 _DEPTH = 4
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _MOST_STATES = 8
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib"))
 _WEIGHTS = ("_parameters", "_buffers")
 
 
@@ -54,7 +52,7 @@ class ModuleState:
         self._tensors: list[torch.Tensor] = []
         weights = {id(each) for each in chain(self.module.parameters(), self.module.buffers())}
         self._seen |= weights | {id(each) for each in self._modules}
-        for kind in dict.fromkeys(base for each in self._modules for base in _own_classes(type(each))):
+        for kind in dict.fromkeys(base for each in self._modules for base in own_classes(type(each))):
             self._views.append(vars(kind).values())
         for each in self._modules:
             self._views.append(vars(each).values())
@@ -130,7 +128,7 @@ class ModuleState:
     @property
     def is_of_script(self) -> bool:
         """True if code of the script's, not of an installed package, computes in the module."""
-        classes = (base for each in self._modules for base in _own_classes(type(each)))
+        classes = (base for each in self._modules for base in own_classes(type(each)))
         return (
             not all(map(is_installed, classes))
             or not is_installed(getattr(self.own_forward, "func", self.own_forward))
@@ -163,26 +161,6 @@ def is_script_free(model: nn.Module) -> bool:
 
 
 @cache
-def _is_installed_module(name: str) -> bool:
-    if name.partition(".")[0] == __name__.partition(".")[0] or name == "builtins":
-        return True
-    path = getattr(sys.modules.get(name), "__file__", None)
-    return name != "__main__" and (path is None or path.startswith(_INSTALLED))
-
-
-def is_installed(code: Any) -> bool:
-    """Return True for a class or function of an installed package, False for one of the script's."""
-    code = getattr(code, "func", code)
-    name = getattr(code, "__module__", None)
-    return _is_installed_module(str(name if isinstance(name, str) else type(code).__module__))
-
-
-def _own_classes(kind: type) -> Iterator[type]:
-    """Iterate over a class and its bases, but for those of torch."""
-    return (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins"))
-
-
-@cache
 def _described_class(kind: type, _members: tuple[int, ...]) -> str:
     members = sorted(vars(kind).items())
     return f"{kind.__module__}.{kind.__qualname__}" + "".join(
@@ -194,7 +172,7 @@ def _described_class(kind: type, _members: tuple[int, ...]) -> str:
 
 def _class_text(kind: type) -> str:
     # By the identity of its members, since a class may be given other ones.
-    bases = (_described_class(base, tuple(map(id, vars(base).values()))) for base in _own_classes(kind))
+    bases = (_described_class(base, tuple(map(id, vars(base).values()))) for base in own_classes(kind))
     return f"{kind.__qualname__} {xxhash.xxh3_64_hexdigest(' '.join(bases).encode())}"
 
 

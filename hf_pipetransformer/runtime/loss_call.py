@@ -1,0 +1,228 @@
+"""One call of a loss on each rank of a pipeline, for a whole batch: the model's call in it is the pipeline's forward.
+
+Up to that call the code of the loss runs on every rank, behind it on the last stage alone, which has the outputs. What
+is cut into micro-batches are the arguments of the model, not the batch that the loss is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from hf_pipetransformer.comm.transfers import broadcast_tree
+from hf_pipetransformer.data.batches import batch_size, for_model, marks_of, split_tags
+from hf_pipetransformer.data.rng import same_states
+from hf_pipetransformer.runtime.joining import BatchOfAll, HeadJoin, ReplicaJoin, Whole
+from hf_pipetransformer.splitters.adapters import bare_model
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.data.rng import SharedRngState, States
+    from hf_pipetransformer.engine.program import Forward, MicroBatch
+    from hf_pipetransformer.runtime.stage import Stage
+
+
+class LeavesLoss(BaseException):
+    """Takes a rank without the head out of a loss, where the loss calls the model.
+
+    No `Exception`, which the code around that call might handle.
+    """
+
+
+class OfStages(tuple[Any, ...]):
+    """Outputs of layers, which are on several stages: to read them is an error."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError(
+            "The loss reads hidden_states or attentions of the model's layers, which are on several stages. Set "
+            "pipeline_parallel_size=1 and pipeline_parallel_num_microbatches=1 for it."
+        )
+
+    __getitem__ = __iter__ = __len__ = _refuse  # type: ignore[assignment]
+
+
+@dataclass
+class LossCall:
+    """Call of a loss for a whole batch.
+
+    Args:
+        stage: this rank's.
+        inputs: batch of this replica, with marks and tags.
+        prepare: moves a batch to this stage's device.
+        called: runs a forward of the model as Trainer's wrapped model does.
+        cut: cuts a batch, and what runs it, into micro-batches.
+        forwards: runs the layers for micro-batches; returns what entered the head in each, None without the head.
+        of_all: batch of all replicas, which the loss is given; None for this replica's own.
+        replicas: join over the replicas, on the last stage.
+        extra: entries for the loss that are not of the data set.
+        shared: random numbers that all ranks draw alike inside the loss, as one process would.
+    """
+
+    stage: Stage
+    inputs: Mapping[str, Any]
+    prepare: Callable[[dict[str, Any]], dict[str, Any]]
+    called: Callable[[Callable[[], Any]], Any]
+    cut: Callable[[dict[str, Any], Forward], list[MicroBatch]]
+    forwards: Callable[[list[MicroBatch]], list[torch.Tensor] | None]
+    of_all: BatchOfAll | None = None
+    replicas: ReplicaJoin | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    shared: SharedRngState | None = None
+    is_entered: bool = field(default=False, init=False)
+    states: States | None = field(default=None, init=False)
+    """The shared random numbers when the loss called the model."""
+    found: Whole | None = field(default=None, init=False)
+    """What entered the head, for all samples that the loss sees; None without the head."""
+    _own_forward: Callable[..., Any] = field(init=False)
+    _cutting: Callable[[torch.Tensor], list[torch.Tensor]] = field(init=False)
+
+    def compute(self, loss: Callable[[dict[str, Any]], Any]) -> Any:
+        """Return what `loss` returns of the batch; None on a rank without the head.
+
+        Raises:
+            ValueError: the loss does not call the model, calls it twice, or in a way that stages cannot follow.
+        """
+        whole = self.inputs if self.of_all is None else self.of_all.inputs
+        self._given = self.prepare(for_model(split_tags(whole)[0]))
+        # The versions show what the loss has changed in place before it calls the model.
+        self._versions = {id(each): each._version for each in self._given.values() if isinstance(each, torch.Tensor)}
+        try:
+            with self._replacing_forward(), nullcontext() if self.shared is None else self.shared.drawing():
+                result = loss({**self._given, **self.extra})
+        except LeavesLoss as left:
+            # The traceback references the frames of the loss, and with them its tensors.
+            left.__traceback__ = None
+            return None
+        if not self.is_entered:
+            raise ValueError(
+                f"The loss does not call {self._name}, whose stages wait for it: expected one call a batch. Set "
+                "pipeline_parallel_size=1 and pipeline_parallel_num_microbatches=1 for it."
+            )
+        if isinstance(result, torch.Tensor) and result.is_meta:
+            raise ValueError(
+                f"The loss reads weights of {self._name} itself, some of which other stages hold. Set "
+                "pipeline_parallel_size=1 for it."
+            )
+        return result
+
+    def share_states(self) -> None:
+        """Let all ranks of the pipeline draw on from the same random numbers: the last stage may have drawn more.
+
+        Collective: call on every rank of the pipeline.
+        """
+        shared, groups = self.shared, self.stage.groups
+        if shared is None or groups.pipeline_size == 1:
+            return
+        has_drawn = groups.is_last and self.states is not None and not same_states(shared.states, self.states)
+        sent = [*shared.states] if has_drawn else None
+        found = broadcast_tree(sent, groups.last_rank, groups.pipeline_control, groups.pipeline_ranks[groups.position])
+        if found is not None:
+            shared.states = found[0], found[1]
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward of the head from a loss; leaves the gradients of what entered it to the backwards below."""
+        head, found = self.stage.head, self.found
+        assert head.program is not None and found is not None, "only the stage with the head has a loss"
+        gradient = head.program.backward_of(loss, found.entering)
+        head.gradients |= dict(zip(sorted(head.entered), self._cutting(gradient), strict=True))
+
+    @property
+    def _name(self) -> str:
+        return type(bare_model(self.stage.view.model)).__name__
+
+    @contextmanager
+    def _replacing_forward(self) -> Iterator[None]:
+        """Have the model's forward run the pipeline inside, whoever calls it."""
+        model = self.stage.view.model
+        own = vars(model).get("forward")
+        self._own_forward, model.forward = model.forward, self._forward
+        try:
+            yield
+        finally:
+            del model.forward
+            if own is not None:
+                model.forward = own
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._by_name(args, kwargs)
+        if self.is_entered:
+            raise ValueError(
+                f"One loss runs {self._name} twice for a batch: the stages run it once. Join the rows of both calls "
+                "in one, or set pipeline_parallel_size=1 and pipeline_parallel_num_microbatches=1."
+            )
+        self.is_entered = True
+        with nullcontext() if self.shared is None else self.shared.pausing():
+            self.states = None if self.shared is None else self.shared.states
+            own = self._own(given)
+            parts = self.cut(own, lambda inputs: self.called(lambda: self._own_forward(**inputs)))
+            entered = self.forwards(parts)
+            if entered is None:
+                raise LeavesLoss
+            join = HeadJoin(split_tags(own)[0], parts, dict, self.replicas, self.of_all)
+            found = join.whole(entered)
+            self._cutting = join.cutting(entered, found)
+            # A leaf, which collects the gradient that the layers wait for.
+            self.found = Whole(found.entering.detach(), found.inputs, found.own_rows, found.share)
+            self.found.entering.requires_grad_(torch.is_grad_enabled())
+            program = self.stage.head.program
+            assert program is not None, "the last stage has the head"
+            outputs = program.run(self.found.entering, lambda: self.called(lambda: self._own_forward(**given)))
+        return _without_layers(outputs)
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if not args:
+            return kwargs
+        names = list(inspect.signature(type(bare_model(self.stage.view.model)).forward).parameters)[1:]
+        return dict(zip(names, args, strict=False)) | kwargs
+
+    def _own(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the model's arguments for the samples of this replica, with marks, and tags if they are the batch's.
+
+        Raises:
+            ValueError: a gradient would end at an argument, or the arguments are not those of the batch's samples.
+        """
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        trained = [name for name, value in tensors.items() if value.requires_grad and torch.is_grad_enabled()]
+        if trained:
+            raise ValueError(
+                f"The loss gives {self._name} {', '.join(sorted(trained))} with a gradient, which ends where the "
+                "stages begin: detach it, compute it inside the model, or set pipeline_parallel_size=1 and "
+                "pipeline_parallel_num_microbatches=1."
+            )
+        marked = given | marks_of(self.inputs)
+        _, tags = split_tags(self.inputs)
+        is_batchs = all(
+            value is self._given.get(name) and value._version == self._versions[id(value)]
+            for name, value in tensors.items()
+        )
+        if self.of_all is None:
+            # What the loss has made of the samples is no record of them.
+            return marked | tags if is_batchs else marked
+        size, expected = batch_size(marked), sum(self.of_all.sizes)
+        if size != expected:
+            raise ValueError(
+                f"The loss gives {self._name} {size} rows of a batch of {expected}: with replicas each runs its own "
+                "rows, expected as many. Set pipeline_loss='replica', or use one replica."
+            )
+        return self.of_all.own(marked) | (tags if is_batchs else {})
+
+
+OF_LAYERS = ("hidden_states", "attentions", "all_hidden_states", "all_self_attentions")
+"""Names of outputs that have an entry for each layer."""
+
+
+def _without_layers(outputs: Any) -> Any:
+    """Return outputs whose entries of the layers say where they are when they are read."""
+    if isinstance(outputs, ModelOutput):
+        for name in OF_LAYERS:
+            if outputs.get(name) is not None:
+                outputs[name] = OfStages()
+    return outputs
