@@ -38,6 +38,15 @@ def own_classes(kind: type) -> Iterator[type]:
     return (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins"))
 
 
+def hooked_by_script(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with hooks of the script's, by their paths."""
+    return {
+        name: each
+        for name, each in model.named_modules()
+        if not all(map(is_installed, (*each._forward_hooks.values(), *each._forward_pre_hooks.values())))
+    }
+
+
 @contextmanager
 def without_hooks_of_script(model: nn.Module) -> Iterator[None]:
     """Take the script's hooks from the modules of a model inside."""

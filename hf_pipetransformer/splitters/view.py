@@ -74,7 +74,8 @@ class StageView:
         self.is_running = False
         """True while `run` executes the model."""
         self._overridden: list[tuple[nn.Module, Any]] = []
-        self._forwards: dict[range, list[tuple[nn.Module, Callable[..., Any]]]] = {}
+        self._forwards: dict[range, list[tuple[nn.Module, Callable[..., Any], bool]]] = {}
+        self._noted: list[torch.Tensor] | None = None
         self.blocks = range(0)
         self.methods: dict[str, Callable[..., Any]] = {}
         """Methods that the transformers model has while it is installed, by the names of those that they replace."""
@@ -145,19 +146,20 @@ class StageView:
     @contextmanager
     def noting_entrance_of_head(self) -> Iterator[list[torch.Tensor]]:
         """Yield a list that gets what enters the head in each forward, `(batch, seq, hidden)`, without graph."""
-        noted: list[torch.Tensor] = []
-
-        def note(_layer: nn.Module, _args: Any, output: Any) -> None:
-            # A layer that is used several times is the last one in its last call.
-            hidden = (output[0] if self.structure.returns_tuple else output).detach()
-            noted.append(hidden.clone() if self.structure.changes_in_place else hidden)
-
-        # Also a layer of another stage is called, and passes on what it is given.
-        hook = self.structure.layers[-1].register_forward_hook(note)
+        self._noted = noted = []
+        # A layer of another stage, which passes on what it is given, calls no hooks.
+        hook = self.structure.layers[-1].register_forward_hook(lambda _layer, _args, output: self._note(output))
         try:
             yield noted
         finally:
+            self._noted = None
             hook.remove()
+
+    def _note(self, output: Any) -> None:
+        if self._noted is not None:
+            # A layer that is used several times is the last one in its last call.
+            hidden = (output[0] if self.structure.returns_tuple else output).detach()
+            self._noted.append(hidden.clone() if self.structure.changes_in_place else hidden)
 
     def narrow(self, blocks: range) -> None:
         """Restrict the model to `blocks` until `widen`; an empty range passes the received activation through."""
@@ -169,10 +171,13 @@ class StageView:
         if blocks not in self._forwards:
             # Cached: ranks with several stages switch between them many times per step.
             self._forwards[blocks] = self._forwards_of(blocks)
-        for module, forward in self._forwards[blocks]:
+        for module, forward, is_here in self._forwards[blocks]:
             # An instance may have a forward of its own, which comes back in `_restore`.
             self._overridden.append((module, module.__dict__.get("forward")))
             module.forward = forward
+            if not is_here:
+                # Its hooks are called where it computes, and would change here what passes through.
+                module.__dict__["_call_impl"] = forward
 
     def widen(self) -> None:
         """Restrict the model to the whole first installed stage again."""
@@ -193,15 +198,16 @@ class StageView:
     def _restore(self) -> None:
         for module, own in self._overridden:
             del module.forward
+            module.__dict__.pop("_call_impl", None)
             if own is not None:
                 module.forward = own
         self._overridden.clear()
         self.blocks = range(0)
         self.received = None
 
-    def _forwards_of(self, blocks: range) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """Return the modules that need another forward on a stage with `blocks`, with that forward."""
-        found: list[tuple[nn.Module, Callable[..., Any]]] = []
+    def _forwards_of(self, blocks: range) -> list[tuple[nn.Module, Callable[..., Any], bool]]:
+        """Return the modules that need another forward on a stage with `blocks`, that forward, and if they are here."""
+        found: list[tuple[nn.Module, Callable[..., Any], bool]] = []
         if 0 not in blocks:
             structure = self.structure
             # Of what a stand-in returns, only structure and shape matter.
@@ -210,12 +216,13 @@ class StageView:
                 # The last entry is the one whose output enters the layers, so its values matter.
                 makers[-1] = self._entering
             found += [
-                (entry, partial(self._replaced, make)) for entry, make in zip(structure.entries, makers, strict=True)
+                (entry, partial(self._replaced, make), False)
+                for entry, make in zip(structure.entries, makers, strict=True)
             ]
         for index, layer in enumerate(self.structure.layers):
             forward = self._layer_forward(index, layer, blocks)
             if forward is not None:
-                found.append((layer, forward))
+                found.append((layer, forward, attention_of(index) in blocks or mlp_of(index) in blocks))
         return found
 
     def _replaced(self, make: StandIn, *_args: Any, **_kwargs: Any) -> Any:
@@ -265,6 +272,8 @@ class StageView:
                 output = run(hidden, *args, **kwargs)
             if exits_after:
                 raise StageExit(output[0] if wraps else output)
+            if not is_own and index == len(self.structure.layers) - 1:
+                self._note(output)
             return output
 
         serves = attention in blocks and mlp in blocks and not exits_after and not takes_received

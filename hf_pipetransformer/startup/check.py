@@ -168,30 +168,10 @@ def _cause_of_difference(target: ProbeTarget, structure: Structure, expected: Re
             f"The whole model gives {again.loss:.8g} for the same batch in its next call: something counts calls or "
             "draws random numbers of its own. Let the loss depend on the batch alone, or on trainer.state.global_step."
         )
-    inside = {id(module) for layer in structure.layers for module in layer.modules()}
-    hooked = [
-        label
-        for label, module in target.model.named_modules()
-        if id(module) in inside and any(map(_is_of_a_script, _hooks_of(module)))
-    ]
-    if hooked:
-        return (
-            f"A hook on {hooked[0]} does not run on the stages that do not own that layer: remove it, compute the "
-            "same in the layer's own forward, or use transformers.Trainer."
-        )
     return (
         "This model cannot be pipelined as it is; pass `splitter=` with a Splitter that knows it, or use "
         "transformers.Trainer."
     )
-
-
-def _hooks_of(module: nn.Module) -> list[Any]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
-
-
-def _is_of_a_script(hook: Any) -> bool:
-    """Return False for the hooks by which transformers collects hidden states, and for those of the inspection."""
-    return not str(getattr(hook, "__module__", "")).startswith(("transformers.", "hf_pipetransformer."))
 
 
 def _noise_like(value: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,7 @@ class ProbeTarget:
         shape_without_rows: returns the shape of an output for some inputs, if evaluations of the run gather it and it
             has no row for each sample.
         why_whole_head: reason why the loss of the run may not be computed in slices of the sequence; None if it may.
+        without_labels: computes in place of `compute` if that raises; None to raise.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class ProbeTarget:
     rule: LossRule = LossRule.MEAN
     shape_without_rows: Callable[[dict[str, Any]], str | None] = lambda _inputs: None
     why_whole_head: str | None = None
+    without_labels: Callable[[dict[str, Any], int], torch.Tensor] | None = None
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of `inputs`, divided by the number of items of the whole batch `self.inputs`."""

@@ -122,7 +122,7 @@ def inspect_model(
         target = with_batch(replace(given, twin=twin), given.inputs)
         # On every rank, since the structure refers to the rank's own modules. The answers of the checks below are
         # plain values, which rank 0 finds for all.
-        probe = inspection.on_every_rank(lambda: probe_model(target))
+        probe, target = inspection.on_every_rank(lambda: _probed(target))
         _check_same_model(topology, model, probe)
         # Found by comparing bits, which may differ between kinds of devices: all ranks need one answer.
         probe = replace(probe, placeholders=frozenset(topology.decide(lambda: sorted(probe.placeholders))))
@@ -276,6 +276,24 @@ def _moved_to_probe(
         needed = sum(each.numel() * (each.element_size() + 4) for each in tensors) + 2 * 4 * MOST_GRADIENTS
         fits = needed < free / 2
     return moved(tensors, device if all(topology.gather(fits)) else torch.device("cpu"))
+
+
+def _probed(target: ProbeTarget) -> tuple[Probe, ProbeTarget]:
+    """Return what `probe_model` finds, and the target with which it does."""
+    try:
+        return probe_model(target), target
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        if target.without_labels is None:
+            raise
+        other = replace(target, compute=target.without_labels)
+        try:
+            return probe_model(other), other
+        except UnsupportedModelError:
+            raise
+        except Exception:
+            raise error from None
 
 
 def _check_same_model(topology: Topology, model: nn.Module, probe: Probe) -> None:

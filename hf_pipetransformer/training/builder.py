@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from hf_pipetransformer.runtime.wiring import start_stage
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, main_input_of
 from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.splitters.script_code import hooked_by_script
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.startup.first_samples import FirstBatches, first_batches, most_samples, probe_samples
 from hf_pipetransformer.startup.head_slices import why_whole_by_options
@@ -51,6 +53,7 @@ from hf_pipetransformer.training.replica_gather import REMEDY, shape_without_row
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.training import TrainingCache
     from hf_pipetransformer.schedules.layout import Layout
+    from hf_pipetransformer.splitters.structure import Structure
     from hf_pipetransformer.startup.planner import StartUp
 
 
@@ -227,7 +230,7 @@ class PipelineBuilder:
         is_sum = trainer_compat.is_divided(trainer, labels) if known is None else known is KnownLoss.DIVIDED and passes
         # Code of the script's is not run before its step: of its loss, the model's forward stands for all.
         has_loss = needs_loss and trainer_compat.has_known_loss(trainer)
-        compute = partial(_loss if has_loss else _size_of_output, trainer, shell)
+        compute = partial(_loss, trainer, shell) if has_loss else partial(_outputs, trainer, shell, ())
         complete = partial(trl_compat.with_reference, trainer, shell)
         start_up = inspect_model(
             ProbeTarget(
@@ -242,6 +245,8 @@ class PipelineBuilder:
                 rule=LossRule.SUM if is_sum else LossRule.MEAN,
                 shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored_outputs),
                 why_whole_head=why_whole,
+                # A loss may make others of the labels than the model takes.
+                without_labels=None if has_loss else partial(_outputs, trainer, shell, trainer.label_names),
             ),
             args,
             topology,
@@ -249,6 +254,8 @@ class PipelineBuilder:
             batches.read if is_training else None,
             self.context.journal.log.path if is_training else None,
         )
+        if not (trainer_compat.has_known_loss(trainer) or self.options.is_undivided):
+            _check_hooks(trainer.model, start_up.probe.structure)
         if not trainer_compat.has_known_loss(trainer):
             # It may read in later steps what it does not read of the first samples.
             start_up = replace(start_up, reads_first=False)
@@ -287,6 +294,12 @@ class PipelineBuilder:
                     "it is a mean over samples or label tokens, or a sum divided by num_items_in_batch."
                 )
         scope = LossScope(asked)
+        is_trusted = scope is LossScope.PARTS and known_loss(self.context.trainer) is None
+        if is_trusted and self.context.topology.rank == 0:
+            logger.warning(
+                "pipeline_loss='parts' adds the losses of micro-batches and replicas of a loss that is not known: "
+                "nothing checks that it is a mean over samples or label tokens, or divided by num_items_in_batch."
+            )
         if scope is not LossScope.PARTS and not self.options.is_undivided:
             args.run_forwards_first()
             if args.asked_schedule and self.context.topology.rank == 0:
@@ -392,6 +405,17 @@ def _prepare_model(context: TrainingContext) -> None:
         announce(f"Inspecting the model ({type(model).__name__}, {size / 1e6:,.3g} million parameters)...")
 
 
+def _check_hooks(model: Any, structure: Structure) -> None:
+    """Refuse hooks by which a loss of the script's may read what layers compute: it has that of one stage alone."""
+    inside = {id(module) for layer in structure.layers for module in layer.modules()}
+    found = next((name for name, module in hooked_by_script(model).items() if id(module) in inside), None)
+    if found is not None:
+        raise UnsupportedModelError(
+            f"The loss may read what a hook on {found} notes, which runs on the stage of that layer alone, by "
+            "micro-batches: return it from the model's forward, take the hook away, or use transformers.Trainer."
+        )
+
+
 def _check_data(context: TrainingContext, request: Request, is_training: bool) -> None:
     """Refuse a data set that is missing, empty, of different lengths on the ranks, or of a kind that is refused.
 
@@ -416,15 +440,17 @@ def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_it
     return loss
 
 
-def _size_of_output(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], _num_items: int) -> torch.Tensor:
-    # A loss of the script's may read entries that the model does not take, and labels that it could not take.
-    is_own = trainer_compat.has_plain_loss(trainer)
-    taken = set(inspect.signature(bare_model(trainer.model).forward).parameters)
-    left_out = () if is_own else trainer.label_names
-    given = {name: value for name, value in _copied(inputs).items() if name in taken and name not in left_out}
-    outputs = shell(**given)
+def _outputs(
+    trainer: Trainer, shell: PipelineShell, left_out: Sequence[str], inputs: dict[str, Any], _num_items: int
+) -> torch.Tensor:
+    """Return a scalar of what the model gives for a batch, in place of a loss of the script's."""
+    taken = inspect.signature(bare_model(trainer.model).forward).parameters
+    # A loss may read entries that the model does not take.
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    given = {name: value for name, value in _copied(inputs).items() if name in taken or takes_all}
+    found = _numbers_of(shell(**{name: value for name, value in given.items() if name not in left_out}))
     # Any scalar that the outputs enter does: it only has to show whether the split model gives the same ones.
-    return sum((each.float().square().mean() for each in _numbers_of(outputs)), torch.zeros(()))
+    return sum((each.float().square().mean() for each in found), torch.zeros(()))
 
 
 def _numbers_of(outputs: Any) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ from hf_pipetransformer.report import logger
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_unsplittable
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
 from hf_pipetransformer.splitters.families import find_splitter
+from hf_pipetransformer.splitters.script_code import hooked_by_script
 from hf_pipetransformer.startup.model import is_causal_lm
 
 
@@ -216,6 +217,9 @@ def why_whole_head(trainer: Trainer) -> str | None:
     name = type(trainer).__name__
     if trl_compat.has_fused_head(trainer):
         return f"the loss of {name} computes logits in pieces of its own and keeps none of them"
+    hooked = hooked_by_script(trainer.model)
+    if hooked:
+        return f"a hook of the script's on {next(iter(hooked)) or 'the model'} may read whole sequences"
     is_models = trainer_compat.has_plain_loss(trainer) and trainer_compat.has_known_loss(trainer)
     if is_models and trl_compat.metrics(trainer) is None and is_causal_lm(trainer.model):
         return None

@@ -227,7 +227,8 @@ def shape_without_rows(trainer: Trainer, model: Any, inputs: dict[str, Any], ign
         return None
     is_known = not trainer_compat.is_overridden(trainer, "prediction_step")
     # In the evaluation itself, the first batch is looked at.
-    is_known &= trainer_compat.has_known_loss(trainer) and trainer.preprocess_logits_for_metrics is None
+    is_known &= trainer_compat.has_known_loss(trainer) or trainer_compat.has_plain_loss(trainer)
+    is_known &= trainer.preprocess_logits_for_metrics is None
     if not is_known or trainer.args.prediction_loss_only or sequences_of(inputs) is not None:
         return None
     size = batch_size(inputs)

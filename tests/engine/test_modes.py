@@ -86,12 +86,13 @@ def test_layers_that_the_run_freezes_lose_theirs(tmp_path: Path) -> None:
     assert modes == [[True] * 5] * 2 + [[True, True, False, False, True]] * 2
 
 
-def test_layers_whose_activations_are_stored_lose_theirs_and_the_run_says_so(
+def test_layers_whose_activations_stages_store_lose_theirs_and_the_run_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Other tests may have told transformers' logging not to hand records on.
     monkeypatch.setattr(logging.getLogger("hf_pipetransformer"), "propagate", True)
     options = {"activation_cache": "on", "activation_cache_dir": str(tmp_path / "cache")}
+    options["pipeline_parallel_num_microbatches"] = 2
     with caplog.at_level(logging.WARNING):
         _, modes = train(PipeTransformerTrainer, 2, tmp_path, freeze_policy="none", **options)
     assert modes[-1] == [False, False, False, True, True]

@@ -139,11 +139,11 @@ def test_what_neither_splits_nor_freezes_nor_stores_is_trainers(make: Any, tmp_p
 
 
 def test_layers_below_the_first_adapter_are_stored(tmp_path: Path) -> None:
-    assert RunOptions(arguments(tmp_path, **NOTHING)).need(adapted("llama", "upper")) is Need.PREFERRED
+    assert RunOptions(arguments(tmp_path, **NOTHING)).need(adapted("llama", "upper")) is Need.NONE
     assert RunOptions(arguments(tmp_path, **NOTHING)).need(adapted("llama", "scattered")) is Need.NONE
     ours = trainer_of(
         adapted("llama", "upper"), tmp_path / "ours", "llama", freeze_policy="none", activation_cache="on",
-        max_steps=12, save_strategy="no",
+        max_steps=12, save_strategy="no", pipeline_parallel_num_microbatches=2,
     )  # fmt: skip
     ours.train()
     assert ours.layout is not None

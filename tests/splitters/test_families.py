@@ -129,21 +129,6 @@ def test_a_wrong_half_fails_the_self_check(name):
         probe(model, splitter, collate(make_rows(name, 6)))
 
 
-def test_a_hook_on_a_layer_is_named_as_the_cause_of_a_difference():
-    """It scales what the first layer gives, and does not run on a stage that does not own the layer."""
-    model, kept = build_model("bert_sequence"), []
-    splitter, attention = find_splitter(model), model.bert.encoder.layer[0].attention
-    attention.register_forward_hook(lambda _module, _args, output: kept.append(output[0]))
-
-    def loss(inputs):
-        kept.clear()
-        found = model(**inputs).loss
-        return found + sum(each.square().mean() for each in kept)
-
-    with undisturbed(model), pytest.raises(UnsupportedModelError, match="A hook on bert.encoder.layer.0.attention"):
-        probed_with(model, splitter, loss, collate(make_rows("bert_sequence", 6)))
-
-
 def test_a_count_of_calls_is_named_as_the_cause_of_a_difference():
     model, calls = build_model("bert_sequence"), []
 

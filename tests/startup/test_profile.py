@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,18 @@ def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:
     return PipeTransformerArguments(output_dir=str(folder), use_cpu=True, report_to="none", **options)
 
 
+def noting_calls(model: Any, note: Callable[[Any, Any, dict[str, Any]], None]) -> None:
+    """Note calls of a model by its forward: hooks of a script's are not called while it is inspected."""
+    own = model.forward
+
+    @wraps(own)
+    def forward(*args: Any, **inputs: Any) -> Any:
+        note(model, args, inputs)
+        return own(*args, **inputs)
+
+    model.forward = forward
+
+
 def started(folder: Path, model_name: str, with_batches: bool = True, **options: Any) -> tuple[StartUp, list[int]]:
     """A started run of one process, and the sizes of the batches that its model was called with."""
     model, rows = build_model(model_name), make_rows(model_name, 40)
@@ -38,7 +52,7 @@ def started(folder: Path, model_name: str, with_batches: bool = True, **options:
     def compute(inputs: dict[str, Any], num_items: int) -> torch.Tensor:
         return model(**inputs).loss
 
-    model.register_forward_pre_hook(note, with_kwargs=True)
+    noting_calls(model, note)
     args = arguments(folder, **options)
     batches = OwnBatches(rows, collate, args.per_device_train_batch_size, lambda: range(len(rows)))
     read = batches.read if with_batches else None
@@ -100,7 +114,7 @@ def test_gradients_are_taken_of_no_more_samples_than_a_device_has_in_a_step(
             if torch.is_grad_enabled():
                 with_gradient.append(inputs["input_ids"].shape[0])
 
-        model.register_forward_pre_hook(note, with_kwargs=True)
+        noting_calls(model, note)
         return model
 
     build = build_model

@@ -89,9 +89,11 @@ def test_what_a_model_raises_when_it_is_inspected_is_a_refusal(
     ) as refused:
         outcome(usage, PipeTransformerTrainer, options, tmp_path / "refused")
     assert isinstance(refused.value.__cause__, KeyError)
-    ours = outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
-    assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
-    assert len([each for each in caplog.records if "planted" in each.message]) == 1
+    # One batch at a time is not cut.
+    if raises == "always":
+        ours = outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
+        assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
+        assert len([each for each in caplog.records if "planted" in each.message]) == 1
 
 
 def test_what_a_model_changes_in_itself_while_it_is_inspected_is_undone(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_an_optimizer_that_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, capl
 
 def test_a_call_of_a_model_in_parts() -> None:
     runner = SimpleNamespace(stage=SimpleNamespace(view=SimpleNamespace(is_running=False, is_installed=True)))
+    runner.present = None
     shell = SimpleNamespace(runner=runner)
     with pytest.raises(RuntimeError, match="can be called with keyword arguments under"):
         PipelineShell.forward(cast(Any, shell), 1)
