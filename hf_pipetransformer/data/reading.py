@@ -7,9 +7,9 @@ parts: `DispatchedReading` for data that draws at random, `StreamReading` for st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import datasets
@@ -23,18 +23,28 @@ from hf_pipetransformer.data.batches import (
     CommonLength,
     batch_size,
     detach_tags,
+    for_model,
     pad_batch,
     sequence_length,
     take_samples,
     without_hidden,
 )
 from hf_pipetransformer.data.node_shares import replica_slice
-from hf_pipetransformer.data.rng import SharedRngState, States, drawing_from, random_state, set_random_state
+from hf_pipetransformer.data.rng import (
+    Generators,
+    SharedRngState,
+    States,
+    drawing_from,
+    random_state,
+    same_states,
+    set_random_state,
+)
+from hf_pipetransformer.data.sampler import FROM_FIRST
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import PipelineGroups
-    from hf_pipetransformer.data.sampler import EpochOrder, EpochStart, ReplicaBatchSampler
+    from hf_pipetransformer.data.sampler import EpochOrder, EpochStart, ReplicaBatch, ReplicaBatchSampler
 
 
 class RecordSource(Protocol):
@@ -138,7 +148,11 @@ class Reading:
     shared: SharedRngState | None
     records: RecordSource | None = field(default=None, init=False)
     """Source of samples that need not be read from the data set."""
+    begun: DispatchedReading | None = field(default=None, kw_only=True)
+    """What has begun the first epoch, before the layout was known; None behind its first batch."""
     _seed_state: torch.Tensor | None = field(default=None, init=False)
+    _was_seeded: bool = field(default=False, init=False)
+    """True if the seed of the workers has been drawn."""
     _has_begun: bool = field(default=False, init=False)
 
     @property
@@ -156,6 +170,12 @@ class Reading:
 
         Return the index of the epoch's last batch; None if only reading shows which is the last.
         """
+        begun, self.begun = self.begun, None
+        if begun is not None and not start.is_resumed:
+            # The order is drawn already, and the seed.
+            self.begun, self._seed_state, self._has_begun = begun, begun._seed_state, True
+            self._was_seeded = self.shared is None
+            return len(self.sampler.order) - 1
         self._seed_state = None
         # Persistent workers drew their seed in the first epoch.
         has_workers = self.reader.persistent_workers and (self._has_begun or start.is_resumed)
@@ -212,7 +232,6 @@ class ReplicaReading(Reading):
     common_length: CommonLength | None = None
     _batches: Iterator[Any] | None = field(default=None, init=False)
     _num_stale: int = field(default=0, init=False)
-    _was_seeded: bool = field(default=False, init=False)
 
     def resume(self, start: EpochStart) -> None:
         # The earlier run has drawn the seed of these workers already, and its states were saved after that.
@@ -239,18 +258,8 @@ class ReplicaReading(Reading):
             self._was_seeded = self._was_seeded and groups.is_first
 
     def next(self, index: int, _num_under_way: int) -> Part:
-        sampler, groups = self.sampler, self.link.groups
-        if self._batches is None:
-            sampler.seek(index, groups.replica, groups.num_replicas)
-            sampler.unread.clear()
-            self._num_stale = 0
-            self._batches = self._opened()
-        # The workers' batches come out in order, so the outdated ones have to be taken before the next.
-        for _ in range(self._num_stale):
-            next(self._batches)
-            sampler.unread.popleft()
-        self._num_stale = 0
-        batch, own = next(self._batches), sampler.unread.popleft()
+        sampler = self.sampler
+        batch, own = self._read(index)
         if self.records is not None and own.is_single:
             batch = self.records.complete(own.samples, own.read, batch, self._agreed_length)
             self.records.prefetch(sampler.upcoming())
@@ -264,6 +273,24 @@ class ReplicaReading(Reading):
             # Callers stop at the last batch and leave the loader's generator suspended; end the workers now.
             self.close()
         return Part(dict(batch), len(sampler.order.batches()[index]), is_last)
+
+    def _read(self, index: int) -> tuple[Any, ReplicaBatch]:
+        """Return this replica's part of global batch `index` as it was read, and its samples."""
+        sampler, groups = self.sampler, self.link.groups
+        begun, self.begun = self.begun, None
+        if begun is not None and begun.has_first:
+            return begun.part_of_first(groups), sampler.part_of(index, groups.replica, groups.num_replicas)
+        if self._batches is None:
+            sampler.seek(index, groups.replica, groups.num_replicas)
+            sampler.unread.clear()
+            self._num_stale = 0
+            self._batches = self._opened()
+        # The workers' batches come out in order, so the outdated ones have to be taken before the next.
+        for _ in range(self._num_stale):
+            next(self._batches)
+            sampler.unread.popleft()
+        self._num_stale = 0
+        return next(self._batches), sampler.unread.popleft()
 
     def _opened(self) -> Iterator[Any]:
         """Return the reader's iterator, whose creation draws a seed for its workers.
@@ -324,6 +351,10 @@ class DispatchedReading(Reading):
     """Batches that were read ahead; None follows the last one of an epoch."""
     _states_before: deque[States] = field(default_factory=deque, init=False)
     """RNG states before each of the latest batches, oldest first."""
+    has_first: bool = field(default=False, init=False)
+    """True on every rank while the first batch of the run is read, and no epoch has begun with it."""
+    draws: bool = field(default=False, init=False)
+    """True if reading the first batch drew random numbers; known to rank 0 alone."""
 
     def __post_init__(self) -> None:
         self._to_replicas = ObjectSender(self.timeout, "sending the other replicas their part of a batch")
@@ -332,7 +363,53 @@ class DispatchedReading(Reading):
     def _reads(self) -> bool:
         return self.link.groups.is_first and self.link.groups.replica == 0
 
+    def begin_run(self, holders: Sequence[Any]) -> dict[str, Any]:
+        """Begin the first epoch, and return its first batch on rank 0; the run then goes on from it.
+
+        Collective: call on every rank. `holders` may have generators of their own, see `Generators`.
+        """
+        generators = Generators(holders)
+        self._draw_order(FROM_FIRST)
+        if self._reads:
+            before = generators.present()
+            self._open(FROM_FIRST)
+            with drawing_from(self.shared):
+                self.draws = not same_states(random_state(), self._states_before[0])
+            self.draws |= bool(generators.created()) or generators.present() != before
+        self.has_first = True
+        return dict(self._ahead[0] or {}) if self._ahead else {}
+
+    def alone(self) -> Iterator[Any]:
+        """Yield the batches of the first epoch on one process, from its first one on."""
+        while not (part := self._global_batch(0)).is_none:
+            yield for_model(part.batch)
+            if part.is_last:
+                break
+
+    def part_of_first(self, groups: PipelineGroups) -> Any:
+        """Return this replica's part of the first batch, which rank 0 has read. Call on stage 0 of each replica."""
+        self.has_first = False
+        if groups.replica:
+            return recv_object(0, groups.replica_control, "receiving this replica's part of the first batch")
+        batch, num_replicas = self._ahead.popleft(), groups.num_replicas
+        self.close()
+        if num_replicas == 1:
+            return batch
+        whole = Part(dict(batch), batch_size(batch), False)
+        repeats = not self.is_training and whole.size < num_replicas
+        parts = [
+            (whole if repeats else _part_of(whole, replica, num_replicas)).batch for replica in range(num_replicas)
+        ]
+        for part, rank in zip(parts[1:], groups.replica_ranks[1:], strict=True):
+            self._to_replicas.isend(part, [rank], groups.replica_control)
+        self._to_replicas.flush()
+        return parts[0]
+
     def begin_epoch(self, start: EpochStart) -> int | None:
+        has_first, self.has_first = self.has_first, False
+        # The first epoch of the run has begun with its first batch.
+        if has_first and not start.is_resumed:
+            return None
         self._draw_order(start)
         if self._reads:
             self._open(start)
@@ -349,6 +426,8 @@ class DispatchedReading(Reading):
         with drawing_from(self.shared):
             present = random_state()
             self._coming = self._at(start.first)
+            if self.order is not None:
+                self.order.batches()  # Before the states are noted from which a batch is drawn again.
             if saved is not None:
                 set_random_state(*saved)
             for _ in range(count):
@@ -358,6 +437,7 @@ class DispatchedReading(Reading):
 
     def _at(self, index: int) -> Iterator[Any]:
         """Return the reader's iterator, at global batch `index`."""
+        self._ahead.clear()
         # As the only replica, which gets global batches whole.
         self.sampler.seek(index, 0, 1)
         self.sampler.unread.clear()
@@ -440,7 +520,9 @@ class StreamReading(DispatchedReading):
         pass
 
     def _at(self, index: int) -> Iterator[Any]:
-        coming = iter(self.reader)
+        # A stream may keep its place: what was read of its first batch is not read again.
+        begun, self._ahead = list(self._ahead), deque()
+        coming = chain(begun, self._coming) if begun else iter(self.reader)
         # A stream has no index to seek: what an earlier run has had is read and dropped.
         for _ in islice(coming, index):
             pass

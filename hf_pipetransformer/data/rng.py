@@ -179,6 +179,10 @@ class Generators:
         for generator, state in zip(self.found, states, strict=True):
             set_state(generator, state)
 
+    def present(self) -> str:
+        """Return the states as text, in which those of all kinds can be compared."""
+        return json.dumps(self.states(), default=lambda value: value.tolist())
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore these generators and the global ones at the end of the context."""

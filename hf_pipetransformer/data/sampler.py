@@ -210,6 +210,13 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self.unread.append(ReplicaBatch(own, read, is_single))
         return read
 
+    def part_of(self, index: int, replica: int, num_replicas: int) -> ReplicaBatch:
+        """Return a replica's part of global batch `index`, all of which was read."""
+        self.seek(index, replica, num_replicas)
+        batch = self.order.batches()[index]
+        own = self._part(batch)
+        return ReplicaBatch(own, own, self.order.is_single and not self._repeats(batch))
+
     def upcoming(self) -> list[int]:
         """Return the samples of the batch after the last one popped from `unread`; empty if unknown."""
         if self.unread:

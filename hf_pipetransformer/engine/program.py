@@ -199,7 +199,7 @@ class ModelProgram(StageProgram):
         return ran.result
 
     def backward_of(self, loss: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Run the backward of a loss that was computed from what `run` returned; returns the gradient of `received`."""
+        """Run the backward of a loss of what `run` returned; returns the gradient of `received`."""
         later, number = self.weight_gradients, 0
         with self.view.backward_of(self.blocks, received), later.put_off(number), later.casts.shared():
             loss.backward()

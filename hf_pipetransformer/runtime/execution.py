@@ -226,9 +226,7 @@ class StageRunner:
         """Take part in the join of other replicas, whose last stages wait for this one."""
         if self._replicas is not None:
             settings = self.stage.settings
-            self._replicas.take_part(
-                torch.empty(0, dtype=settings.probe.boundary_dtypes[-1], device=settings.device)
-            )
+            self._replicas.take_part(torch.empty(0, dtype=settings.probe.boundary_dtypes[-1], device=settings.device))
 
     def _loss_call(
         self,
@@ -253,7 +251,7 @@ class StageRunner:
         )  # fmt: skip
 
     def _computed(self, call: LossCall, loss: Forward) -> Any:
-        """Compute the loss of a whole batch, and let all ranks of the pipeline draw on from the same random numbers."""
+        """Compute the loss of a whole batch; all ranks of the pipeline draw on from the same random numbers."""
         self.present = call
         try:
             found = call.compute(loss)
@@ -393,9 +391,10 @@ class StageRunner:
         """
         stage, groups = self.stage, self.stage.groups
         marked = {**batch.inputs, **how.marks}
-        replicas = self._replicas if how.joins_replicas else None
         of_all = self._batch_of_all(marked) if how.joins_replicas else None
-        cut = self.cut(replace(batch, inputs=marked), LossRule.SUM, evaluation_microbatches(stage.layout, batch_size(marked)))
+        cut = self.cut(
+            replace(batch, inputs=marked), LossRule.SUM, evaluation_microbatches(stage.layout, batch_size(marked))
+        )
 
         def forwards(parts: list[MicroBatch]) -> list[torch.Tensor] | None:
             # The head comes later, as it sees the whole batch at once.
@@ -413,7 +412,9 @@ class StageRunner:
             own = mapped(lambda each: whole.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
             message = as_message(mapped(torch.Tensor.cpu, own))
         stage.view.widen()
-        return from_message(spread(message, groups, stage.settings.timeout, how.is_read_by_first), stage.settings.device)
+        return from_message(
+            spread(message, groups, stage.settings.timeout, how.is_read_by_first), stage.settings.device
+        )
 
     @torch.no_grad()
     def _through_head(

@@ -46,7 +46,7 @@ class OfStages(tuple[Any, ...]):
             "pipeline_parallel_size=1 and pipeline_parallel_num_microbatches=1 for it."
         )
 
-    __getitem__ = __iter__ = __len__ = _refuse  # type: ignore[assignment]
+    __getitem__ = __iter__ = __len__ = _refuse
 
 
 @dataclass

@@ -60,10 +60,13 @@ class PipelineShell(nn.Module):
         if not set_to_none:
             super().zero_grad(set_to_none)
             return
-        # Some models build parts of themselves in their first forward, which an inspection runs before this.
         self._slots = self._slots or ParameterSlots(self.module)
         for _, parameter in self._slots.named():
             parameter.grad = None
+
+    def forget_parameters(self) -> None:
+        """Look for the parameters anew: the model may have other ones."""
+        self._slots = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         runner = self.runner

@@ -146,7 +146,8 @@ class StageView:
     @contextmanager
     def noting_entrance_of_head(self) -> Iterator[list[torch.Tensor]]:
         """Yield a list that gets what enters the head in each forward, `(batch, seq, hidden)`, without graph."""
-        self._noted = noted = []
+        noted: list[torch.Tensor] = []
+        self._noted = noted
         # A layer of another stage, which passes on what it is given, calls no hooks.
         hook = self.structure.layers[-1].register_forward_hook(lambda _layer, _args, output: self._note(output))
         try:
@@ -206,7 +207,7 @@ class StageView:
         self.received = None
 
     def _forwards_of(self, blocks: range) -> list[tuple[nn.Module, Callable[..., Any], bool]]:
-        """Return the modules that need another forward on a stage with `blocks`, that forward, and if they are here."""
+        """Return the modules that need another forward on a stage, that forward, and if they compute there."""
         found: list[tuple[nn.Module, Callable[..., Any], bool]] = []
         if 0 not in blocks:
             structure = self.structure

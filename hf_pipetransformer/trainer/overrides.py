@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -68,22 +69,23 @@ class TrainingOverrides(_Trainer):
 
     # Not `prepare` of the accelerator: evaluations in a training ask for the bare model, and prepare nothing.
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
-        return self.pipeline_run.pipeline.shell
+        return self.pipeline_run.shell
 
     # The one place where the loop takes another loader, and where a checkpoint can be kept from Trainer, which would
     # unpickle it.
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         run = self.pipeline_run
         # The optimizer must include parameters that are frozen now but may unfreeze.
-        with run.pipeline.stage.store.all_active():
+        with nullcontext() if run.is_waiting else run.pipeline.stage.store.all_active():
             # Without a checkpoint: `prepare` restores it, once parameters and their groups are known by name.
-            prepared = super()._prepare_for_training(max_steps, run.loader, None)
+            given = run.late.given if run.is_waiting else run.loader
+            model, loader = super()._prepare_for_training(max_steps, given, None)
         run.prepare(max_steps)
-        return prepared
+        return model, run.late if run.is_waiting else loader
 
-    # The first method of the loop that is given the loader, of which the start reads the samples.
+    # The first method of the loop that is given the loader.
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Start the pipeline and return Trainer's epoch and step counts.
+        """Begin the training and return Trainer's epoch and step counts.
 
         They differ from Trainer's when a run resumes with batches of another size.
         """
@@ -92,7 +94,7 @@ class TrainingOverrides(_Trainer):
             values = super().set_initial_training_values(args, dataloader)
             run.print_plan(dataloader, values)
             return values
-        dataloader = run.start(dataloader)
+        dataloader = run.begin(dataloader)
         values = super().set_initial_training_values(args, dataloader)
         return run.counts(values, dataloader)
 
@@ -107,13 +109,19 @@ class TrainingOverrides(_Trainer):
     def _run_epoch(self, **kwargs: Any) -> None:
         # Without a checkpoint: Trainer would skip batches in a loader of accelerate's, and set RNG states too late.
         kwargs["resume_from_checkpoint"] = None
-        with self.pipeline_run.training.epoch(kwargs) as goes_on:
+        with self.pipeline_run.epoch(kwargs) as goes_on:
             if goes_on:
                 super()._run_epoch(**kwargs)
 
     # The one place between two steps that comes before the next batches are read: layouts change here.
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Fetch the batches of one optimizer step, and count the items of their losses over all replicas."""
+        """Fetch the batches of one optimizer step, and count the items of their losses over all replicas.
+
+        The first time, the pipeline is started with the first batch.
+        """
+        self.pipeline_run.builder.start_training()
+        if self.pipeline_run.is_left_to_trainer:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
         return self.pipeline_run.training.begin_step(epoch_iterator, num_batches)
 
     # `compute_loss` multiplies by it, in user code too: a division around it would not undo that to the bit.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.compat.known_losses import KnownLoss, known_loss
-from hf_pipetransformer.data.batches import batch_size, for_model
+from hf_pipetransformer.data.batches import batch_size, for_model, note_samples
 from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossRule, LossScope
@@ -30,15 +30,15 @@ from hf_pipetransformer.runtime.wiring import start_stage
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, main_input_of
 from hf_pipetransformer.splitters.families import find_splitter
-from hf_pipetransformer.splitters.script_code import hooked_by_script
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
-from hf_pipetransformer.startup.first_samples import FirstBatches, first_batches, most_samples, probe_samples
+from hf_pipetransformer.splitters.script_code import hooked_by_script
+from hf_pipetransformer.startup.first_samples import FirstBatch, most_samples, probe_samples
 from hf_pipetransformer.startup.head_slices import why_whole_by_options
-from hf_pipetransformer.startup.model import ProbeTarget, undisturbed
+from hf_pipetransformer.startup.model import ProbeTarget
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.context import TrainingContext, make_context
-from hf_pipetransformer.training.loaders import make_loader
+from hf_pipetransformer.training.loaders import Begun, begin_reading, make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
 from hf_pipetransformer.training.needs import (
     Need,
@@ -52,6 +52,7 @@ from hf_pipetransformer.training.replica_gather import REMEDY, shape_without_row
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.training import TrainingCache
+    from hf_pipetransformer.data.rng import SharedRngState
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.splitters.structure import Structure
     from hf_pipetransformer.startup.planner import StartUp
@@ -106,8 +107,57 @@ class PipelineBuilder:
         # With `plan_only` a model that cannot be split is refused with the reason.
         self._may_do_without = may_do_without and not options.args.plan_only
         self._overrode_loss_kwargs = False
+        self._waiting: Callable[[], None] | None = None
+        self._shell: PipelineShell | None = None
+        self.shared_rng: SharedRngState | None = None
+        """RNG states that one process would have, of a training that is started."""
+        self.last_seeded: int | None = None
+        """What torch was last seeded with when that training began."""
+        self._begun: Begun | None = None
+        """Data set whose first batch has been read, for a loader that is yet to be made."""
         self._knows_loss = True
         """False if the model was inspected with samples without labels, of a data set to predict or of prompts."""
+
+    @property
+    def may_be_left(self) -> bool:
+        """True if a run may be left to Trainer once the model has been inspected."""
+        return self._may_do_without
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while a training waits for its first batch, when its pipeline is started."""
+        return self._waiting is not None
+
+    def wait(self, start: Callable[[], None]) -> None:
+        """Have `start` called by `start_training`."""
+        self._waiting = start
+
+    def start_training(self) -> None:
+        """Start the training that waits for its first batch, if there is one. Collective: call on every rank."""
+        start, self._waiting = self._waiting, None
+        if start is not None:
+            start()
+
+    def forget(self) -> None:
+        """Forget what was begun for an earlier training or evaluation."""
+        self._waiting = self._begun = self.shared_rng = self.last_seeded = None
+
+    def renew_shell(self) -> None:
+        """Make another shell for the next start."""
+        self._shell = None
+
+    @property
+    def shell(self) -> PipelineShell:
+        """Model as Trainer's loop sees it, before and after the start."""
+        if self._shell is None or self._shell.module is not self.context.trainer.model:
+            accelerator = self.context.trainer.accelerator
+            self._shell = PipelineShell(self.context.trainer.model, accelerator.autocast, accelerator.native_amp)
+        return self._shell
+
+    def rest_of_epoch(self) -> Iterator[Any] | None:
+        """Return the batches of the epoch that was begun, for a run that is left to Trainer on one process, if any."""
+        begun, self._begun = self._begun, None
+        return begun.reading.alone() if begun is not None and begun.reading.has_first else None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -133,6 +183,8 @@ class PipelineBuilder:
 
         `request` is what `inspect` takes. False without one to start for, or if the run is left to Trainer.
         """
+        # A training that waits for its first batch comes first: its optimizer has the weights as they are.
+        self.start_training()
         if self._is_of_this_model and (self._knows_loss or not self._has_labels(request)):
             return True
         report = None if request is None else self.inspect_or_leave(request, is_training=False)
@@ -142,15 +194,20 @@ class PipelineBuilder:
 
     def _has_labels(self, request: Request | Any | None) -> bool:
         """Return True if a request's data set has labels. Collective: call on every rank."""
-        trainer = self.context.trainer
         if not isinstance(request, Request):
             return False
-        batches = self.first_batches(request)
+        batch = self._begin(request).batch
+        names = self.context.topology.decide(lambda: [name for name, value in batch.items() if value is not None])
+        return set(self.context.trainer.label_names) <= {*names}
 
-        def names_in_first() -> list[str]:
-            return [name for name, value in batches.read(1).items() if value is not None]
-
-        return set(trainer.label_names) <= {*self.context.topology.decide(names_in_first)}
+    def _begin(self, request: Request) -> Begun:
+        """Read the first batch of a request, whose loader goes on from it. Collective: call on every rank."""
+        if self._begun is None or not self._begun.is_for(request):
+            pipeline = self.in_force
+            shared = self.shared_rng if pipeline is None or pipeline.shared_rng is None else pipeline.shared_rng
+            seeded = self.last_seeded if pipeline is None else pipeline.last_seeded or self.last_seeded
+            self._begun = begin_reading(self.context, request, shared, seeded)
+        return self._begun
 
     def inspect_or_leave(
         self,
@@ -184,7 +241,7 @@ class PipelineBuilder:
     ) -> ModelReport:
         """Check data set, model and loss, and measure the model. Collective: call on every rank.
 
-        `given` is the request made to Trainer's loader, or a loader of the user's own.
+        `given` is the request made to Trainer's loader, or the first batch of a loader of the user's own.
 
         Raises:
             ValueError: something does not work with a pipeline.
@@ -202,7 +259,8 @@ class PipelineBuilder:
         check_communication_hook(trainer.accelerator)
         check_trained_model(trainer.model, options, trainer.optimizer if is_training else None)
         splitter = self.options.splitter or find_splitter(trainer.model)
-        shell = PipelineShell(trainer.model, trainer.accelerator.autocast, trainer.accelerator.native_amp)
+        shell = self.shell
+        shell.forget_parameters()  # Some models build parts of themselves in their first forward.
         # A loss may read this flag.
         shell.training = is_training
         count = partial(trainer_compat.items_of, trainer)
@@ -210,12 +268,13 @@ class PipelineBuilder:
         # Where the head stays whole whatever happens, as many samples run as in any run.
         is_whole = why_whole or why_whole_by_options(args, scope)
         may_slice_head = is_training and args.head_slices != 1 and is_whole is None
-        # Reading samples may draw random numbers, which a training must draw as if nobody had looked before.
-        with undisturbed(trainer.model):
-            batches = self.first_batches(given)
-            parts = (batches, main_input_of(trainer.model), count, most_samples(args, may_slice_head))
-            # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
-            samples = topology.decide(lambda: probe_samples(*parts))
+        # The run goes on from it, so the numbers that reading it draws are the run's.
+        rows = trl_compat.rows_of_sample(trainer)
+        batch = self._begin(given).batch if isinstance(given, Request) else dict(note_samples(given, None, rows))
+        first = FirstBatch(batch)
+        parts = (first, main_input_of(trainer.model), count, most_samples(args, may_slice_head))
+        # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
+        samples = topology.decide(lambda: probe_samples(*parts))
         if is_training and (args.head_slices or 1) > 1 and is_whole is not None:
             raise ValueError(
                 f"pipeline_head_slices={args.head_slices} would change the numbers: {is_whole}. Leave the option out."
@@ -251,7 +310,7 @@ class PipelineBuilder:
             args,
             topology,
             is_training,
-            batches.read if is_training else None,
+            first.read if is_training else None,
             self.context.journal.log.path if is_training else None,
         )
         if not (trainer_compat.has_known_loss(trainer) or self.options.is_undivided):
@@ -265,15 +324,6 @@ class PipelineBuilder:
         if passes and known is KnownLoss.MEAN:
             start_up = self._dividing_itself(start_up, is_training)
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
-
-    def first_batches(self, given: Request | Any) -> FirstBatches:
-        """See `startup.first_samples.first_batches`. Collective: call on every rank."""
-        trainer = self.context.trainer
-
-        def dataset_and_collator(request: Request) -> tuple[Any, Any]:
-            return trainer_compat.dataset_and_collator(trainer, request.dataset, request.description)
-
-        return first_batches(given, dataset_and_collator, self.context.args, trl_compat.rows_of_sample(trainer))
 
     def _scope_of_loss(self) -> LossScope:
         """Return the samples that one call of the loss sees, and set the schedule that this takes.
@@ -381,7 +431,8 @@ class PipelineBuilder:
         persists = request.key is not None and args.dataloader_persistent_workers
         if persists and request.key in pipeline.persistent_loaders:
             return pipeline.persistent_loaders[str(request.key)]
-        loader = make_loader(self.context, pipeline, request)
+        begun, self._begun = self._begin(request), None
+        loader = make_loader(self.context, pipeline, begun)
         # Of a sample whose activation is stored, prompts are not read.
         cache = None if request.is_training or trainer_compat.generates(self.context.trainer) else self.cache
         if cache is not None and not loader.is_stream:
@@ -455,7 +506,9 @@ def _outputs(
 
 def _numbers_of(outputs: Any) -> list[torch.Tensor]:
     """Return the floating point tensors of a model's output, but for those of its layers."""
-    named = outputs if isinstance(outputs, dict) else dict(enumerate(outputs if isinstance(outputs, tuple) else [outputs]))
+    named = (
+        outputs if isinstance(outputs, dict) else dict(enumerate(outputs if isinstance(outputs, tuple) else [outputs]))
+    )
     found = [value for name, value in named.items() if name not in OF_LAYERS and isinstance(value, torch.Tensor)]
     return [value for value in found if value.is_floating_point()]
 

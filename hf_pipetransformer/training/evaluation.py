@@ -294,7 +294,7 @@ class Evaluations:
         digests = {name: digest_of(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
         check_agreement(topology, "inputs of generate()", digests)
         settings = settings_of(bare_model(model), {**given, **options})
-        with nullcontext(False) if left else self._up([given]) as is_up:
+        with nullcontext(False) if left else self._up(given) as is_up:
             model.eval()
             given = send_to_device(given, device)
             groups = self.builder.pipeline.stage.groups if is_up else None

@@ -25,6 +25,7 @@ from hf_pipetransformer.cache.opening import cache_base, stored_dtype
 from hf_pipetransformer.cache.planner import StorageSpeed, measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.compat import trainer_compat
+from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.freeze.policies import freezing_of
 from hf_pipetransformer.freeze.policy import check_policy
@@ -33,7 +34,6 @@ from hf_pipetransformer.planning.forecast import Forecast
 from hf_pipetransformer.planning.storing import DiskProfile
 from hf_pipetransformer.report import duration, logger
 from hf_pipetransformer.report.files import create
-from hf_pipetransformer.startup.first_samples import FirstBatches, OwnBatches
 from hf_pipetransformer.startup.plan_words import as_json
 from hf_pipetransformer.startup.plan_words import in_words as plan_in_words
 from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, RunPlan, plan_run
@@ -164,10 +164,10 @@ def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_e
     report = builder.inspect_or_leave(given, is_training=True)
     if report is None:
         return
-    start_up, batches = report.start_up, builder.first_batches(given)
+    start_up = report.start_up
 
     def tell() -> None:
-        plan = _plan(builder, start_up, batches, (num_steps, steps_per_epoch))
+        plan = _plan(builder, start_up, given, (num_steps, steps_per_epoch))
         print(plan_in_words(plan), flush=True)
         folder = context.args.output_dir
         os.makedirs(folder, exist_ok=True)
@@ -179,15 +179,15 @@ def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_e
     context.end_plan()
 
 
-def _plan(builder: PipelineBuilder, start_up: StartUp, batches: FirstBatches, length: tuple[int, int]) -> RunPlan:
+def _plan(builder: PipelineBuilder, start_up: StartUp, given: Any, length: tuple[int, int]) -> RunPlan:
     context, plans = builder.context, start_up.plans
     trainer, topology, args = context.trainer, context.topology, context.args
     num_samples = None
     report = InputReport("the loader is the script's own, whose samples have no index")
-    if isinstance(batches, OwnBatches):
+    if isinstance(given, Request):
         activation = start_up.probe.activation
-        dataset = batches.dataset
-        report = examine_inputs(dataset, batches.collate, activation.main_input, start_up.probe.placeholders)
+        dataset, collate = trainer_compat.dataset_and_collator(trainer, given.dataset, given.description)
+        report = examine_inputs(dataset, collate, activation.main_input, start_up.probe.placeholders)
         num_samples = len(dataset) if hasattr(dataset, "__len__") else None
     # Workers read while the ranks compute.
     reading = 0.0 if args.dataloader_num_workers else report.seconds_per_sample

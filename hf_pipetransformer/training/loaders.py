@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import BatchSampler
 from transformers.trainer_utils import seed_worker
 
 from hf_pipetransformer.comm.staging import is_apart
+from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.compat import trainer_compat, trl_compat
-from hf_pipetransformer.data.loader import PipelineLoader, Request
+from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.reading import (
     DispatchedReading,
     PipelineLink,
@@ -20,7 +26,7 @@ from hf_pipetransformer.data.reading import (
     StreamReading,
     is_stream,
 )
-from hf_pipetransformer.data.rng import SharedRngState, States, drawing_from, draws_at_random, random_state
+from hf_pipetransformer.data.rng import SharedRngState, States, drawing_from, generators_kept, random_state
 from hf_pipetransformer.data.sampler import (
     BatchCollator,
     EpochOrder,
@@ -80,43 +86,164 @@ def with_shared_rng(loader: Any, shared: SharedRngState | None) -> Any:
     return loader if shared is None else UsersLoader(loader, shared)
 
 
-def make_loader(context: TrainingContext, pipeline: Pipeline, request: Request) -> PipelineLoader:
-    """Build a data set's loader for this rank's place."""
+class LateLoader:
+    """Loader that Trainer iterates while the pipeline is started at its first batch.
+
+    Until then it is the one that Trainer or the script made, with its length and attributes.
+
+    Args:
+        given: that loader.
+        takes_epoch: True if Trainer's loop tells it the epoch.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self.loader: Any = None
+        """Loader of the pipeline; None before the start."""
+        self.begun: Iterator[Any] | None = None
+        """Iterator of the first epoch, if its first batch has been read from it."""
+
+    @property
+    def _present(self) -> Any:
+        return self.given if self.loader is None else self.loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("given", "loader"):
+            raise AttributeError(name)  # Before `__init__` sets it, as in unpickling.
+        # Of Trainer's own, its loop would look for a sampler to tell the epoch, which the pipeline's loader does.
+        if name == "batch_sampler" and self.loader is None and request_of(self.given) is not None:
+            return None
+        return getattr(self._present, name)
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Of a generator this runs when the first batch is asked for, and the pipeline is started.
+        begun, self.begun = self.begun, None
+        yield from self._present if begun is None else begun
+
+    def read_first(self, shared: SharedRngState | None, is_kept: bool) -> Any:
+        """Return the first batch of a user's own loader, which the first epoch begins with if it `is_kept`.
+
+        Raises:
+            ValueError: there is none.
+        """
+        self.loader = with_shared_rng(self.given, shared)
+        with nullcontext() if is_kept else generators_kept(self.given):
+            batches = iter(self.loader)
+            first = next(batches, None)
+        if first is None:
+            raise ValueError(f"The {type(self.given).__name__} is empty: expected at least one batch.")
+        self.begun = chain([first], batches) if is_kept else None
+        return first
+
+
+def begin_reading(
+    context: TrainingContext, request: Request, shared: SharedRngState | None, last_seeded: int | None = None
+) -> Begun:
+    """Read the first batch of a data set, before the layout is known that it is read under.
+
+    Collective: call on every rank.
+
+    Args:
+        last_seeded: what torch was last seeded with when the run began; None for what it was last seeded with now.
+    """
     trainer, topology, args = context.trainer, context.topology, context.args
-    start_up, shared = pipeline.start_up, pipeline.shared_rng
-    rows = trl_compat.rows_of_sample(trainer)
     dataset, collate = trainer_compat.dataset_and_collator(trainer, request.dataset, request.description)
-    batch_size, groups = args.global_batch_size(request.batch_size), pipeline.stage.groups
-    # Metrics that read the inputs need their values on every rank, even those that no later stage reads.
-    placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
-    link = PipelineLink(groups, placeholders, args.pipeline_timeout)
-    pins_memory = args.dataloader_pin_memory and is_apart(args.device)
-    seconds = context.timeouts.step_seconds if request.is_training else context.timeouts.rest_seconds
-    reading: Reading
-    if is_stream(dataset):
-        reader = torch_loader(dataset, BatchCollator(collate, rows), args, seconds, batch_size=batch_size)
-        reading = StreamReading(reader, link, shared, args.pipeline_timeout, request.is_training)
-        return PipelineLoader(dataset, reading, batch_size, pins_memory)
-    # Trainer draws a sampler's seed as it makes the loader; here from the states that continue one process.
-    with drawing_from(shared):
-        sampler = order_of_run(
-            dataset, request.sampler(dataset), args, args.global_batch_size, shared, pipeline.last_seeded
+    found = Begun(request, dataset, collate, torch.initial_seed() if last_seeded is None else last_seeded)
+    # Rank 0 is stage 0 of replica 0 under every layout.
+    rank, ranks = topology.rank, tuple(range(topology.world_size))
+    alone = PipelineGroups(1, len(ranks), 0, rank, (rank,), ranks, None, None, None, None)
+    link = PipelineLink(alone, frozenset(), args.pipeline_timeout)
+    reader = _reader(context, found, shared, replica=0, num_replicas=1)
+    kind = StreamReading if is_stream(dataset) else DispatchedReading
+    found.reading = reading = kind(reader, link, shared, args.pipeline_timeout, request.is_training)
+    if args.dataloader_num_workers and not is_stream(dataset):
+        # Workers read for one replica each: here a few samples are read that they read again.
+        size = min(len(dataset), max(2, args.global_batch_size(request.batch_size) // args.world_size))
+        with generators_kept(dataset, collate):
+            found.batch = reader.collate_fn(Samples(dataset).__getitems__(list(range(size)))) if rank == 0 else {}
+    else:
+        found.batch = reading.begin_run((dataset, collate))
+        found.draws, found.is_flattened = topology.decide(
+            lambda: [reading.draws, sequences_of(found.batch) is not None]
         )
-    drops_last = args.dataloader_drop_last and not request.reads_all
-    order = EpochOrder(BatchSampler(sampler, batch_size, drops_last))
-    batches = ReplicaBatchSampler(order, groups.replica, groups.num_replicas, not request.is_training)
+    return found
+
+
+@dataclass
+class Begun:
+    """Data set whose first batch has been read.
+
+    Args:
+        last_seeded: what torch was last seeded with then, which the order of the samples follows.
+    """
+
+    request: Request
+    dataset: Any
+    collate: Any
+    last_seeded: int
+    reading: DispatchedReading = field(init=False)
+    batch: dict[str, Any] = field(default_factory=dict, init=False)
+    """On rank 0."""
+    draws: bool = field(default=False, init=False)
+    """True if reading it drew random numbers."""
+    is_flattened: bool = field(default=False, init=False)
+    """True if its samples are one after the other in one row."""
+
+    def is_for(self, request: Request) -> bool:
+        """Return True if a request is for the same batches."""
+        own = self.request
+        is_same = own.dataset is request.dataset and own.is_training == request.is_training
+        return is_same and own.batch_size == request.batch_size and own.reads_all == request.reads_all
+
+
+def _reader(
+    context: TrainingContext, begun: Begun, shared: SharedRngState | None, replica: int, num_replicas: int
+) -> Any:
+    """Return torch's loader of a data set, of the parts of a replica."""
+    args, request, dataset = context.args, begun.request, begun.dataset
+    rows, batch_size = trl_compat.rows_of_sample(context.trainer), args.global_batch_size(request.batch_size)
+    seconds = context.timeouts.step_seconds if request.is_training else context.timeouts.rest_seconds
+    collator = BatchCollator(begun.collate, rows)
+    if is_stream(dataset):
+        return torch_loader(dataset, collator, args, seconds, batch_size=batch_size)
+    order = begun.reading.order if "reading" in vars(begun) else None
+    if order is None:
+        # Trainer draws a sampler's seed as it makes the loader; here from the states that continue one process.
+        with drawing_from(shared):
+            sampler = order_of_run(
+                dataset, request.sampler(dataset), args, args.global_batch_size, shared, begun.last_seeded
+            )
+        drops_last = args.dataloader_drop_last and not request.reads_all
+        order = EpochOrder(BatchSampler(sampler, batch_size, drops_last))
+    batches = ReplicaBatchSampler(order, replica, num_replicas, not request.is_training)
     seed_workers = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
     # As in Trainer, which seeds the workers of training loaders alone.
     worker_init = seed_workers if request.is_training else None
-    samples, collator = Samples(dataset), BatchCollator(collate, rows)
-    reader = torch_loader(samples, collator, args, seconds, batch_sampler=batches, worker_init_fn=worker_init)
+    return torch_loader(Samples(dataset), collator, args, seconds, batch_sampler=batches, worker_init_fn=worker_init)
+
+
+def make_loader(context: TrainingContext, pipeline: Pipeline, begun: Begun) -> PipelineLoader:
+    """Build a data set's loader for this rank's place, which goes on from the batch that was read."""
+    args, start_up, shared = context.args, pipeline.start_up, pipeline.shared_rng
+    groups, request = pipeline.stage.groups, begun.request
+    # Metrics that read the inputs need their values on every rank, even those that no later stage reads.
+    placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
+    link = PipelineLink(groups, placeholders, args.pipeline_timeout)
+    reading: Reading = begun.reading
     # Workers have their own RNG states and read for all replicas in parallel: no dispatching with workers.
-    # Rank 0 decides: ranks that read in different ways would wait for each other.
-    if not args.dataloader_num_workers and topology.decide(lambda: draws_at_random(dataset, collate)):
-        reading = DispatchedReading(reader, link, shared, args.pipeline_timeout, request.is_training)
-    else:
-        reading = ReplicaReading(reader, link, shared, start_up.common_length)
-    return PipelineLoader(dataset, reading, batch_size, pins_memory)
+    # Samples that stay the same are read by each replica; a flattened batch does not say where a sample ends.
+    if not is_stream(begun.dataset) and (args.dataloader_num_workers or not begun.draws):
+        reader = _reader(context, begun, shared, groups.replica, groups.num_replicas)
+        begun.reading.has_first &= not (begun.is_flattened and groups.num_replicas > 1)
+        first = None if args.dataloader_num_workers else begun.reading
+        reading = ReplicaReading(reader, link, shared, start_up.common_length, begun=first)
+    reading.link, reading.shared = link, shared
+    pins_memory = args.dataloader_pin_memory and is_apart(args.device)
+    batch_size = args.global_batch_size(request.batch_size)
+    return PipelineLoader(begun.dataset, reading, batch_size, pins_memory)
 
 
 def share_rng_state(topology: Topology) -> SharedRngState | None:

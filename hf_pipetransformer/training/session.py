@@ -15,7 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import request_of
-from hf_pipetransformer.data.rng import set_random_state
+from hf_pipetransformer.data.rng import Generators, set_random_state
 from hf_pipetransformer.report import announce
 from hf_pipetransformer.runtime.gathering import check_whole
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder, saves_state
@@ -26,13 +26,18 @@ from hf_pipetransformer.training.callbacks import SavesOnSignal, running_callbac
 from hf_pipetransformer.training.computed_once import ComputedOnce
 from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.expectation import print_plan
-from hf_pipetransformer.training.loaders import share_rng_state, states_of_first_rank, with_shared_rng
+from hf_pipetransformer.training.loaders import (
+    LateLoader,
+    check_undivided,
+    share_rng_state,
+    states_of_first_rank,
+)
 from hf_pipetransformer.training.start import TrainingSetup, start_training
 from hf_pipetransformer.training.weights import Ending, ModelSaving, WeightLoading
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.training.builder import PipelineBuilder
     from hf_pipetransformer.training.training import Training
@@ -70,6 +75,12 @@ class PipelineSession:
         self._made_optimizer: Any = None
         self._ignored_outputs: list[str] | None = None
         self._setup: TrainingSetup
+        self.late: LateLoader
+        """Loader of the current training, as Trainer's loop has it."""
+        self._keeps_optimizer = False
+        self._max_steps: int | None = None
+        self._epoch: tuple[ExitStack, dict[str, Any]] | None = None
+        """Context of the epoch that waits for its first batch, and its arguments."""
         self._until_left = ExitStack()
         """What `start` has entered, for the call in progress."""
 
@@ -184,19 +195,15 @@ class PipelineSession:
             PlanPrinted: unless the run is left to Trainer, whose first step raises it.
         """
         request, (_, steps_per_epoch, *_, max_steps) = request_of(loader), values
-        print_plan(self.builder, loader if request is None else request, max_steps, steps_per_epoch)
+        given = LateLoader(loader).read_first(None, is_kept=False) if request is None else request
+        print_plan(self.builder, given, max_steps, steps_per_epoch)
 
-    def start(self, loader: Any) -> Any:
-        """Move the model onto its stages and give each rank its own RNG state. Collective: call on every rank.
+    def begin(self, loader: Any) -> Any:
+        """Begin a training, whose pipeline is started when the loop asks for its first batch, or now if it resumes.
 
-        A model that cannot be split is left to Trainer if the run can do without a pipeline; then nothing freezes.
-
-        Returns the loader to read instead of the given one.
-
-        Raises:
-            ValueError: the loader is the user's own, and there may be more than one stage.
+        Collective: call on every rank. Returns the loader to read instead of the given one.
         """
-        builder, context, trainer = self.builder, self.context, self.context.trainer
+        trainer = self.context.trainer
         self.ending.begin(None)
         self.operations.clear()  # The model may be another one now.
         # Forget an earlier training's policy state; on a resume, `prepare` restores the checkpoint's.
@@ -204,26 +211,83 @@ class PipelineSession:
         self.policy.load_state(deepcopy(self._policys_start))
         if trainer.optimizer is self._made_optimizer:
             trainer.optimizer = None  # It was built for other stages and other frozen layers.
-        keeps_optimizer = trainer.optimizer is not None
-        setup = start_training(builder, loader, self.resumption, keeps_optimizer, self._ignored_outputs)
+        self._keeps_optimizer = trainer.optimizer is not None
+        self.late = LateLoader(loader)
+        if request_of(loader) is None:
+            check_undivided(loader, "get_train_dataloader", self.context.args.pipeline_size or 1)
+        self.builder.forget()
+        self.builder.renew_shell()
+        # What a checkpoint says of the data comes before Trainer counts its steps; and a run that is left to Trainer's
+        # loop may need a model that is compiled or shared with other processes before.
+        is_other = self.context.topology.world_size > 1 or self.context.args.torch_compile
+        if self.resumption is not None or (self.builder.may_be_left and is_other):
+            kept = Generators([loader])
+            states = kept.states()
+            if self._start():
+                return self.loader
+            kept.restore(states)
+            return loader
+        self._max_steps = self._epoch = None
+        self.builder.wait(self.start)
+        return self.late
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while a training waits for its first batch."""
+        return self.builder.is_waiting
+
+    @property
+    def shell(self) -> PipelineShell:
+        """Model as Trainer's loop sees it."""
+        return self.builder.shell
+
+    def start(self) -> None:
+        """Start the pipeline of a training that waits for it. Collective: call on every rank."""
+        is_started = self._start()
+        if self._max_steps is None or not is_started:
+            return
+        self.context.trainer.callback_handler.train_dataloader = self.loader
+        self.prepare(self._max_steps)
+        if self._epoch is not None:
+            stack, arguments = self._epoch
+            # A new run has all of its first epoch before it.
+            stack.enter_context(self.training.epoch(arguments))
+
+    def _start(self) -> bool:
+        """Move the model onto its stages and give each rank its own RNG state. Collective: call on every rank.
+
+        A model that cannot be split is left to Trainer if the run can do without a pipeline; then nothing freezes, and
+        False is returned.
+
+        Raises:
+            ValueError: the loader is the user's own, and there may be more than one stage.
+        """
+        builder, context, trainer, late = self.builder, self.context, self.context.trainer, self.late
+        loader, request = late.given, request_of(late.given)
+        # Before anything is read or drawn: they go on with what one process would draw.
+        builder.shared_rng = shared = share_rng_state(context.topology)
+        builder.last_seeded = context.topology.broadcast(torch.initial_seed())
+        first = late.read_first(shared, is_kept=self.resumption is None) if request is None else None
+        setup = start_training(builder, loader, first, self.resumption, self._keeps_optimizer, self._ignored_outputs)
         if setup is None:
             self.weights.cast()
             self.weights.load_expected(None)
-            return loader
+            late.begun = late.begun or builder.rest_of_epoch()
+            return False
         self._setup, pipeline = setup, setup.pipeline
         self.weights.load_expected(pipeline.stage)
         self._until_left.enter_context(running_callbacks(trainer, pipeline, self))
         setup.announce()
-        pipeline.shared_rng = share_rng_state(context.topology)
-        pipeline.last_seeded = context.topology.broadcast(torch.initial_seed())
+        pipeline.shared_rng, pipeline.last_seeded = shared, builder.last_seeded
         # After the shared state is taken: from here on, each rank draws numbers of its own (dropout).
         context.seeds.begin(pipeline.stage.groups)
         self._until_left.enter_context(pipeline.stage.active())
         self.signals = SavesOnSignal(context)
         self._until_left.callback(self.signals.give_back)
-        request = request_of(loader)
-        self.loader = with_shared_rng(loader, pipeline.shared_rng) if request is None else builder.loader(request)
-        return self.loader
+        self.loader = late
+        if request is not None:
+            self.loader = late.loader = builder.loader(request)
+        return True
 
     def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
         """Adjust the result of `Trainer.set_initial_training_values` for a resumed run."""
@@ -239,8 +303,11 @@ class PipelineSession:
         Raises:
             ValueError: on every rank, if the state cannot be restored, or this run's cannot be saved.
         """
-        if not self._setup.keeps_optimizer:
+        if not self._keeps_optimizer:
             self._made_optimizer = self.context.trainer.optimizer
+        if self.is_waiting:
+            self._max_steps = max_steps
+            return
         topology = self.context.topology
         self.present = training = self._setup.training(self.loader, max_steps)
         self.builder.cache = training.cache
@@ -253,10 +320,24 @@ class PipelineSession:
             # Fail now instead of at the first checkpoint.
             topology.together(training.checkpoints.check_savable)
 
+    @contextmanager
+    def epoch(self, arguments: dict[str, Any]) -> Iterator[bool]:
+        """Wrap Trainer's loop over one epoch, see `Training.epoch`."""
+        if not self.is_waiting:
+            with self.training.epoch(arguments) as goes_on:
+                yield goes_on
+            return
+        with ExitStack() as stack:
+            self._epoch = stack, arguments
+            yield True
+
     def finish(self) -> None:
         """End the training after the last step, and give the user the model back. Collective: call on every rank."""
+        self.builder.start_training()  # It had no step.
+        if self.is_left_to_trainer:
+            return
         pipeline, training, trainer = self.builder.pipeline, self.training, self.context.trainer
-        self.ending.begin(training.optimizer if self._setup.keeps_optimizer else None)
+        self.ending.begin(training.optimizer if self._keeps_optimizer else None)
         self._forget_training()
         pipeline.steps = None
         training.metrics.publish("train", pipeline.stage.groups)  # Trainer logs once more after the loop.
@@ -283,9 +364,10 @@ class PipelineSession:
         builder, training = self.builder, self.present
         pipeline = builder.in_force
         if training is not None:
-            self.ending.begin(training.optimizer if self._setup.keeps_optimizer else None)
+            self.ending.begin(training.optimizer if self._keeps_optimizer else None)
         self.weights.forget()
         self._forget_training()
+        builder.forget()
         self.resumption, builder.is_left_to_trainer = None, builder.evaluates_alone
         if training is not None:
             training.end()

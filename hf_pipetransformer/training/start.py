@@ -248,6 +248,7 @@ class TrainingSetup:
 def start_training(
     builder: PipelineBuilder,
     loader: Any,
+    first: Any,
     resumption: Resumption | None,
     keeps_optimizer: bool,
     ignored_outputs: list[str] | None,
@@ -258,6 +259,7 @@ def start_training(
 
     Args:
         loader: Trainer's own loader, or the user's.
+        first: first batch of the user's loader; None of Trainer's own.
         keeps_optimizer: the optimizer is the user's.
         ignored_outputs: outputs that evaluations of the training do not gather.
 
@@ -273,7 +275,7 @@ def start_training(
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     description = resumption.description if resumption else RunDescription(context.run, topology, policy)
     resumes_own = resumption is not None and not resumption.is_plain
-    given = loader if request is None else request
+    given = first if request is None else request
     report = builder.inspect_or_leave(given, True, resumes_own, ignored_outputs)
     if report is None:
         return None
