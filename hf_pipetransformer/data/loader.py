@@ -181,6 +181,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
             self.link.send(part, self.num_under_way)
         else:
             part = self.link.receive(self.num_under_way)
+        self.reading.begun = None  # The first batch is over, also on the stages that have not read it.
         # Only rank 0 has drawn while it read; its state is what a single process would have now.
         if self.reading.shared is not None and part.rng_state is not None:
             self.reading.shared.torch_state = part.rng_state

@@ -277,7 +277,7 @@ class ReplicaReading(Reading):
     def _read(self, index: int) -> tuple[Any, ReplicaBatch]:
         """Return this replica's part of global batch `index` as it was read, and its samples."""
         sampler, groups = self.sampler, self.link.groups
-        begun, self.begun = self.begun, None
+        begun = self.begun
         if begun is not None and begun.has_first:
             return begun.part_of_first(groups), sampler.part_of(index, groups.replica, groups.num_replicas)
         if self._batches is None:

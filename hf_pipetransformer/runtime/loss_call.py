@@ -10,9 +10,11 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers.utils import ModelOutput
 
 from hf_pipetransformer.comm.transfers import broadcast_tree
@@ -81,7 +83,7 @@ class LossCall:
     """The shared random numbers when the loss called the model."""
     found: Whole | None = field(default=None, init=False)
     """What entered the head, for all samples that the loss sees; None without the head."""
-    _own_forward: Callable[..., Any] = field(init=False)
+    _is_inside: bool = field(default=False, init=False)
     _cutting: Callable[[torch.Tensor], list[torch.Tensor]] = field(init=False)
 
     def compute(self, loss: Callable[[dict[str, Any]], Any]) -> Any:
@@ -140,23 +142,41 @@ class LossCall:
 
     @contextmanager
     def _replacing_forward(self) -> Iterator[None]:
-        """Have the model's forward run the pipeline inside, whoever calls it."""
-        model = self.stage.view.model
-        own = vars(model).get("forward")
-        self._own_forward, model.forward = model.forward, self._forward
+        """Have the pipeline run inside in place of the outermost module that is called and has all layers."""
+        modules = self.stage.view.modules_around()
+        before = [(module, vars(module).get("forward")) for module in modules]
+        for module in modules:
+            # Bound now, since the module has the replacement while it is called.
+            module.forward = partial(self._forward, module, module.forward)
         try:
             yield
         finally:
-            del model.forward
-            if own is not None:
-                model.forward = own
+            for module, own in before:
+                del module.forward
+                if own is not None:
+                    module.forward = own
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = self._by_name(args, kwargs)
+    def _forward(self, module: nn.Module, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            return own_forward(*args, **kwargs)
+        self._is_inside = True
+        try:
+            return self._run(module, own_forward, self._by_name(module, args, kwargs))
+        finally:
+            self._is_inside = False
+
+    def _run(self, module: nn.Module, own_forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Return what a module gives of the whole batch, run on the stages; see `LossCall`."""
+        is_model = module is self.stage.view.model
+
+        def run(inputs: Mapping[str, Any]) -> Any:
+            # What is not the model runs under the autocast of the loss alone, as with Trainer.
+            return self.called(lambda: own_forward(**inputs)) if is_model else own_forward(**inputs)
+
         if self.is_entered and self.stage.layout.pipeline_size == 1:
             # All layers are here: a further call runs them as they are, for all rows at once.
             self.stage.view.widen()
-            return self._own_forward(**given)
+            return run(given)
         if self.is_entered:
             raise ValueError(
                 f"One loss runs {self._name} twice for a batch: the stages run it once. Join the rows of both calls "
@@ -166,7 +186,7 @@ class LossCall:
         with nullcontext() if self.shared is None else self.shared.pausing():
             self.states = None if self.shared is None else self.shared.states
             own = self._own(given)
-            parts = self.cut(own, lambda inputs: self.called(lambda: self._own_forward(**inputs)))
+            parts = self.cut(own, run)
             entered = self.forwards(parts)
             if entered is None:
                 raise LeavesLoss
@@ -178,13 +198,14 @@ class LossCall:
             self.found.entering.requires_grad_(torch.is_grad_enabled())
             program = self.stage.head.program
             assert program is not None, "the last stage has the head"
-            outputs = program.run(self.found.entering, lambda: self.called(lambda: self._own_forward(**given)))
+            outputs = program.run(self.found.entering, lambda: run(given))
         return _without_layers(outputs)
 
-    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _by_name(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         if not args:
             return kwargs
-        names = list(inspect.signature(type(bare_model(self.stage.view.model)).forward).parameters)[1:]
+        kind = type(bare_model(module) if module is self.stage.view.model else module)
+        names = list(inspect.signature(kind.forward).parameters)[1:]
         return dict(zip(names, args, strict=False)) | kwargs
 
     def _own(self, given: dict[str, Any]) -> dict[str, Any]:

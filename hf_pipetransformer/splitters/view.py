@@ -76,6 +76,7 @@ class StageView:
         self._overridden: list[tuple[nn.Module, Any]] = []
         self._forwards: dict[range, list[tuple[nn.Module, Callable[..., Any], bool]]] = {}
         self._noted: list[torch.Tensor] | None = None
+        self._around: list[nn.Module] | None = None
         self.blocks = range(0)
         self.methods: dict[str, Callable[..., Any]] = {}
         """Methods that the transformers model has while it is installed, by the names of those that they replace."""
@@ -142,6 +143,17 @@ class StageView:
             yield
         finally:
             self.received = None
+
+    def modules_around(self) -> list[nn.Module]:
+        """Return the modules that have all layers and embeddings inside, the model first."""
+        if self._around is None:
+            inside = {id(each) for each in (*self.structure.layers, *self.structure.entries)}
+            self._around = [
+                module
+                for module in self.model.modules()
+                if id(module) not in inside and inside <= {id(each) for each in module.modules()}
+            ]
+        return self._around
 
     @contextmanager
     def noting_entrance_of_head(self) -> Iterator[list[torch.Tensor]]:
@@ -227,7 +239,11 @@ class StageView:
         return found
 
     def _replaced(self, make: StandIn, *_args: Any, **_kwargs: Any) -> Any:
-        assert self.received is not None, "the engine sets the received activation before it runs the model"
+        if self.received is None:
+            raise ValueError(
+                f"The embeddings of {type(bare_model(self.model)).__name__} are called by themselves, where stages "
+                "do not take part: call the model, or a module that has all of its layers."
+            )
         return make(self.received)
 
     def _entering(self, received: torch.Tensor) -> torch.Tensor:

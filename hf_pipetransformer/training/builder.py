@@ -121,7 +121,7 @@ class PipelineBuilder:
     @property
     def may_be_left(self) -> bool:
         """True if a run may be left to Trainer once the model has been inspected."""
-        return self._may_do_without
+        return self._may_do_without or self.options.may_be_left
 
     @property
     def is_waiting(self) -> bool:

@@ -114,6 +114,11 @@ class RunOptions:
         return isinstance(error, UnsupportedModelError)
 
     @property
+    def may_be_left(self) -> bool:
+        """False if a run asks for what Trainer does not have."""
+        return not self._ask_for_parts
+
+    @property
     def only_store(self) -> bool:
         """True if a pipeline could do nothing but store what the script froze."""
         own = self._freeze or self._ask_for_parts or self.args.plan_only

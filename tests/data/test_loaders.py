@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.splitters.base import UnsupportedModelError
-from hf_pipetransformer.startup.first_samples import first_batches, probe_samples
 from hf_pipetransformer.training.metrics import MetricAccumulator
 from hf_pipetransformer.training.synchronous import SynchronousSteps
 from tests.support.comparison import untimed
@@ -136,11 +134,16 @@ def test_a_loader_that_is_put_in_place_of_a_trainers_works(tmp_path: Path) -> No
     assert close(logs[1], logs[0])
 
 
-def test_a_loader_that_can_be_read_once_only_is_refused(tmp_path: Path) -> None:
-    trainer = made(PipeTransformerTrainer, tmp_path, max_steps=2)
-    trainer.get_train_dataloader = lambda: iter([{}])
-    with pytest.raises(ValueError, match="can be iterated once only"):
+def test_a_loader_that_can_be_read_once_only_is_read_once(tmp_path: Path) -> None:
+    logs = []
+    for base in (Trainer, PipeTransformerTrainer):
+        trainer = made(base, tmp_path / base.__name__, given={"data_collator": collate}, max_steps=4)
+        rows = make_rows(MODEL, 16)
+        batches = iter([collate(rows[start : start + 4]) for start in range(0, 16, 4)])
+        trainer.get_train_dataloader = lambda batches=batches: batches
         trainer.train()
+        logs.append(logs_of(trainer))
+    assert close(logs[1], logs[0])
 
 
 def steps_beside(counts_of_another: list[int]) -> SynchronousSteps:
@@ -212,16 +215,6 @@ def test_who_reads_a_batch_changes_no_number(config: str, data: Any, tmp_path: P
         trainer.train()
     assert not ours.pipeline_run.is_left_to_trainer
     assert close(logs_of(ours), logs_of(plain))
-
-
-def test_an_evaluation_batch_of_fewer_samples_than_processes_is_not_empty() -> None:
-    """With `split_batches` a batch of one sample is that of both processes."""
-    args: Any = SimpleNamespace(
-        world_size=2, global_batch_size=lambda batch_size: batch_size, dataloader_num_workers=0
-    )
-    request = Request(Stream(22), "Evaluation", batch_size=1)
-    batches = first_batches(request, lambda given: (given.dataset, collate), args, rows=1)
-    assert probe_samples(batches, "input_ids", lambda batch: 1)["input_ids"].shape[0] == 1
 
 
 # ---- what is read before the first step ----
@@ -502,12 +495,16 @@ class Unseeded(Resuming):
 
 
 @pytest.mark.parametrize(("stream", "workers"), [(Unseeded, 0), (Piped, 1)])
-def test_a_stream_whose_samples_could_not_be_given_back_is_refused(stream: Any, workers: int, tmp_path: Path) -> None:
-    given = {"train_dataset": stream(), "data_collator": collate}
-    options = {"max_steps": 2, "dataloader_num_workers": workers}
-    trainer = made(PipeTransformerTrainer, tmp_path, given=given, **options)
-    with pytest.raises(ValueError, match="gives something else when its first .* read again"):
+def test_a_stream_that_cannot_begin_anew_is_read_once(stream: Any, workers: int, tmp_path: Path) -> None:
+    logs = []
+    for base in (Trainer, PipeTransformerTrainer):
+        given = {"train_dataset": stream(), "data_collator": collate}
+        options = {"max_steps": 2, "dataloader_num_workers": workers}
+        options |= {} if base is Trainer else {"pipeline_parallel_num_microbatches": 2}
+        trainer = made(base, tmp_path / base.__name__, given=given, **options)
         trainer.train()
+        logs.append(logs_of(trainer))
+    assert close(logs[1], logs[0])
 
 
 def test_workers_read_copies_of_a_stream(tmp_path: Path) -> None:

@@ -125,16 +125,15 @@ def go_on() -> None:
 
 
 class FaultyTrainer(PipeTransformerTrainer):
-    """In the fourth step, amid the micro-batches, something happens."""
+    """In the fourth step something happens."""
 
     happening = staticmethod(go_on)
-    happens_at = 2
     calls = 0
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.state.global_step == 3 and self.is_in_train:
             self.calls += 1
-            if self.calls == self.happens_at:
+            if self.calls == 1:
                 self.happening()
         return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -155,7 +154,6 @@ FAULTS: dict[str, dict[str, Any]] = {
     "out_of_memory": {"happening": run_out_of_memory},
     "out_of_memory_unnoticed": {
         "happening": run_out_of_memory,
-        "happens_at": 1,
         "elsewhere": {"happening": wait_for_device},
     },
     # Rank 0 alone writes the model.
@@ -238,7 +236,6 @@ def train_with(
         processing_class=what.get("processing_class"),
     )
     trainer.happening = what.get("happening", go_on)
-    trainer.happens_at = 1 if schedule == "async_1f1b" else what.get("happens_at", 2)
     if what.get("fails_to_move") and rank == RANK:
         original = gathering.collect_parameters
         gathering.collect_parameters = lambda *args: fail() if any(args[3:]) else original(*args)

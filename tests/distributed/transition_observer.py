@@ -246,6 +246,8 @@ def observe(base: type, observer: Observer) -> type:
     """The trainer class `base` under the eyes of `observer`."""
 
     class Observed(base):
+        observed: Any = None
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             observer.trainer = self
@@ -258,9 +260,15 @@ def observe(base: type, observer: Observer) -> type:
             finally:
                 observer.is_in_step = False
 
-        def _prepare_for_training(self, *args: Any) -> Any:
-            prepared = super()._prepare_for_training(*args)
-            transitions = self.pipeline_run.training.transitions
+        def get_batch_samples(self, *args: Any) -> Any:
+            # With the first batch, which is asked for here.
+            self.pipeline_run.builder.start_training()
+            if self.pipeline_run.training is not self.observed:
+                self.observed = self.pipeline_run.training
+                self.observe(self.observed.transitions)
+            return super().get_batch_samples(*args)
+
+        def observe(self, transitions: Any) -> None:
             move = transitions.move
 
             def observed(change: Any) -> None:
@@ -271,6 +279,5 @@ def observe(base: type, observer: Observer) -> type:
                 observer.record.transitions.append(entry)
 
             transitions.move = observed
-            return prepared
 
     return Observed

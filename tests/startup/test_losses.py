@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,10 @@ import hf_pipetransformer
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.compat.known_losses import KnownLoss, known_loss, known_loss_of_model
-from hf_pipetransformer.data.batches import IGNORED_LABEL, count_items, take_rows
+from hf_pipetransformer.data.batches import IGNORED_LABEL, count_items, note_samples, take_rows
 from hf_pipetransformer.data.flattened import Sequences, sequences_of
 from hf_pipetransformer.engine.losses import PARTS_TOLERANCE, SMALLEST_SCALE, LossRule
-from hf_pipetransformer.startup.first_samples import NUM_PROBE_SAMPLES, OwnBatches, probe_samples
+from hf_pipetransformer.startup.first_samples import NUM_PROBE_SAMPLES, FirstBatch, probe_samples
 from tests.support.decoders import make_decoder
 from tests.support.every_family import LEFT_OUT, Subject, build, collate, every_subject
 from tests.support.every_family import rows as rows_of
@@ -211,65 +210,22 @@ def stacked(rows: list[Row]) -> dict[str, torch.Tensor]:
     return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
 
 
-def probed(rows: list[Row], size: int = 6, order: Any = None, most: int = NUM_PROBE_SAMPLES) -> dict[str, Any]:
-    batches = OwnBatches(rows, stacked, size, (lambda: range(len(rows))) if order is None else order)
-    return probe_samples(batches, "input_ids", count_items, most)
+def probed(rows: list[Row], size: int = 6, most: int = NUM_PROBE_SAMPLES) -> dict[str, Any]:
+    return probe_samples(FirstBatch(stacked(rows[:size])), "input_ids", count_items, most)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_that_a_collator_puts_samples_into_one_row_shows_in_two_of_them(size: int) -> None:
-    """Also where a device has one sample and only its pipeline has several."""
+def test_that_a_collator_puts_samples_into_one_row_shows_in_some_of_them() -> None:
     rows = [{"input_ids": list(range(1, 3 + index))} for index in range(4)]
-    batches = OwnBatches(rows, DataCollatorWithFlattening(), size, lambda: range(4))
-    found = probe_samples(batches, "input_ids", count_items, most=1)
+    first = FirstBatch(note_samples(DataCollatorWithFlattening()(rows), 4))
+    found = probe_samples(first, "input_ids", count_items, most=1)
     assert sequences_of(found) == Sequences((0, len(found["input_ids"][0])), 1)
-    assert sequences_of(batches.read(3)) == Sequences((0, 2, 5, 9), 3)
-    alone = replace(batches, collate=ragged, size=1)
-    assert sequences_of(probe_samples(alone, "input_ids", count_items)) is None
-
-
-def ragged(rows: list[Row]) -> dict[str, torch.Tensor]:
-    """Only one at a time."""
-    (row,) = rows
-    return {"input_ids": torch.tensor([row["input_ids"]])}
-
-
-def test_no_more_is_read_than_is_looked_at() -> None:
-    read: list[int] = []
-
-    class Noting(list[Row]):
-        def __getitem__(self, index: Any) -> Any:
-            read.append(index)
-            return super().__getitem__(index)
-
-    rows = Noting({"input_ids": [index], "labels": index % 2} for index in range(1000))
-    assert len(probed(rows, size=512)["input_ids"]) == NUM_PROBE_SAMPLES
-    assert len(read) == NUM_PROBE_SAMPLES
-    read.clear()
-    assert len(probed(rows, size=4)["input_ids"]) == len(read) == 4
-    read.clear()
-    assert len(probed(rows, size=1)["input_ids"]) == 1
-    assert read == [0, 1, 0]  # Two samples first, to see if the collator puts them into one row.
+    assert sequences_of(first.read(3)) == Sequences((0, 2, 5, 9), 3)
 
 
 def test_no_more_samples_are_run_than_are_asked_for() -> None:
     rows = [{"input_ids": [index], "labels": index % 2} for index in range(100)]
     assert [len(probed(rows, size=8, most=most)["input_ids"]) for most in (1, 3, 6)] == [1, 3, 6]
-
-
-def test_samples_that_no_sampler_would_put_together_are_probed_as_the_run_takes_them() -> None:
-    rows = [{"input_ids": [1] * (3 if i < 8 else 5), "labels": i % 2} for i in range(16)]
-    batch = probed(rows, size=4, order=lambda: range(8, 16))
-    assert batch["input_ids"].shape == (4, 5)
-    assert OwnBatches(rows, stacked, 4, lambda: range(16)).read(3)["input_ids"].shape == (3, 3)
-
-
-def test_a_collator_that_fails_on_any_batch_says_why() -> None:
-    def fails(rows: Any) -> Any:
-        raise KeyError(f"no mask in {len(rows)} rows")
-
-    with pytest.raises(KeyError, match="no mask in 6 rows"):
-        probe_samples(OwnBatches([{"labels": 0}] * 9, fails, 6, lambda: range(9)), "input_ids", count_items)
+    assert len(probed(rows, size=4)["input_ids"]) == 4
 
 
 def test_where_no_sample_has_a_label_the_first_class_stands_for_it() -> None:
@@ -280,7 +236,7 @@ def test_where_no_sample_has_a_label_the_first_class_stands_for_it() -> None:
 
 def test_no_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="empty: expected at least one"):
-        probed([])
+        probe_samples(FirstBatch({}), "input_ids", count_items)
 
 
 # ---- runs ----

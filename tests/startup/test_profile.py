@@ -18,7 +18,7 @@ from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.startup import costs as profile
 from hf_pipetransformer.startup import start
 from hf_pipetransformer.startup.costs import BlockProfile, affordable_samples
-from hf_pipetransformer.startup.first_samples import NUM_PROBE_SAMPLES, OwnBatches, most_samples, probe_samples
+from hf_pipetransformer.startup.first_samples import NUM_PROBE_SAMPLES, FirstBatch, most_samples, probe_samples
 from hf_pipetransformer.startup.model import ProbeTarget
 from hf_pipetransformer.startup.planner import StartUp, samples_per_microbatch
 from hf_pipetransformer.startup.start import inspect_model
@@ -54,9 +54,9 @@ def started(folder: Path, model_name: str, with_batches: bool = True, **options:
 
     noting_calls(model, note)
     args = arguments(folder, **options)
-    batches = OwnBatches(rows, collate, args.per_device_train_batch_size, lambda: range(len(rows)))
-    read = batches.read if with_batches else None
-    samples = probe_samples(batches, model.main_input_name, count_items, most_samples(args))
+    first = FirstBatch(collate(rows[: args.per_device_train_batch_size]))
+    read = first.read if with_batches else None
+    samples = probe_samples(first, model.main_input_name, count_items, most_samples(args))
     target = ProbeTarget(model, find_splitter(model), samples, compute, count_items)
     return inspect_model(target, args, Topology(60, 1), True, read), sizes
 

@@ -23,12 +23,11 @@ from hf_pipetransformer.splitters.structure import ActivationShape, _check_order
 from hf_pipetransformer.startup import slices
 from hf_pipetransformer.startup.check import probe_model
 from hf_pipetransformer.startup.estimate import batch_on_meta
-from hf_pipetransformer.startup.first_samples import _first_of
 from hf_pipetransformer.startup.slices import why_unsliceable
 from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import SpreadModel
 from hf_pipetransformer.training.evaluation import Evaluations
-from hf_pipetransformer.training.loaders import check_undivided
+from hf_pipetransformer.training.loaders import LateLoader, check_undivided
 from hf_pipetransformer.training.metrics import _sendable
 from hf_pipetransformer.training.needs import check_trained_model
 from hf_pipetransformer.training.session import PipelineSession
@@ -158,7 +157,7 @@ def test_outputs_of_other_lengths() -> None:
 
 def test_a_loader_without_a_batch() -> None:
     with pytest.raises(ValueError, match="The list is empty: expected at least one batch"):
-        _first_of([], 1)
+        LateLoader([]).read_first(None, is_kept=True)
 
 
 def test_a_loader_of_no_data_set() -> None:

@@ -11,8 +11,8 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.data.sampler import Samples
 from hf_pipetransformer.splitters.base import UnsupportedModelError
-from hf_pipetransformer.startup.first_samples import OwnBatches
 from tests.support.adapted import ADDS
 from tests.support.usages import USAGES, Line, assert_same, outcome, points
 
@@ -108,7 +108,7 @@ def test_errors_of_the_data_set_stay_what_they_are(tmp_path: Path, monkeypatch: 
     def fail(*_args: Any) -> Any:
         raise KeyError("a column")
 
-    monkeypatch.setattr(OwnBatches, "read", fail)
+    monkeypatch.setattr(Samples, "__getitems__", fail)
     with pytest.raises(KeyError, match="a column"):
         outcome(USAGES["BERT"], PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path)
 
