@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -335,11 +335,13 @@ class Samples(Dataset[Any]):
 class BatchCollator:
     """Collator around the user's: an empty batch for no samples, in others what `batches` knows of their samples.
 
-    `rows` is the number of rows of a sample.
+    `rows` is the number of rows of a sample, `num_samples` that of the samples in the last batch of this process.
     """
 
     collate: Any
     rows: int = 1
+    num_samples: int = field(default=0, init=False)
 
     def __call__(self, samples: list[Any]) -> Any:
+        self.num_samples = len(samples)
         return note_samples(self.collate(samples), len(samples), self.rows) if samples else {}

@@ -32,9 +32,9 @@ from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, m
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.splitters.script_code import hooked_by_script
-from hf_pipetransformer.startup.first_samples import FirstBatch, most_samples, probe_samples
 from hf_pipetransformer.startup.head_slices import why_whole_by_options
 from hf_pipetransformer.startup.model import ProbeTarget
+from hf_pipetransformer.startup.rows import FirstBatch, most_samples, probe_samples
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.context import TrainingContext, make_context
@@ -270,8 +270,10 @@ class PipelineBuilder:
         may_slice_head = is_training and args.head_slices != 1 and is_whole is None
         # The run goes on from it, so the numbers that reading it draws are the run's.
         rows = trl_compat.rows_of_sample(trainer)
-        batch = self._begin(given).batch if isinstance(given, Request) else dict(note_samples(given, None, rows))
-        first = FirstBatch(batch)
+        if isinstance(given, Request):
+            first = FirstBatch(self._begin(given).batch, self._begin(given).num_samples)
+        else:
+            first = FirstBatch(dict(note_samples(given, None, rows)))
         parts = (first, main_input_of(trainer.model), count, most_samples(args, may_slice_head))
         # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
         samples = topology.decide(lambda: probe_samples(*parts))

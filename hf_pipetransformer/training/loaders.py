@@ -164,8 +164,11 @@ def begin_reading(
         size = min(len(dataset), max(2, args.global_batch_size(request.batch_size) // args.world_size))
         with generators_kept(dataset, collate):
             found.batch = reader.collate_fn(Samples(dataset).__getitems__(list(range(size)))) if rank == 0 else {}
+        found.num_samples = size
     else:
         found.batch = reading.begin_run((dataset, collate))
+        # Workers do not tell it of a stream.
+        found.num_samples = reader.collate_fn.num_samples or None
         found.draws, found.is_flattened = topology.decide(
             lambda: [reading.draws, sequences_of(found.batch) is not None]
         )
@@ -187,6 +190,8 @@ class Begun:
     reading: DispatchedReading = field(init=False)
     batch: dict[str, Any] = field(default_factory=dict, init=False)
     """On rank 0."""
+    num_samples: int | None = field(default=None, init=False)
+    """Samples of that batch, there; None if nobody tells."""
     draws: bool = field(default=False, init=False)
     """True if reading it drew random numbers."""
     is_flattened: bool = field(default=False, init=False)

@@ -34,7 +34,7 @@ from hf_pipetransformer.compat.known_losses import KnownLoss, known_loss, known_
 from hf_pipetransformer.data.batches import IGNORED_LABEL, count_items, note_samples, take_rows
 from hf_pipetransformer.data.flattened import Sequences, sequences_of
 from hf_pipetransformer.engine.losses import PARTS_TOLERANCE, SMALLEST_SCALE, LossRule
-from hf_pipetransformer.startup.first_samples import NUM_PROBE_SAMPLES, FirstBatch, probe_samples
+from hf_pipetransformer.startup.rows import NUM_PROBE_SAMPLES, FirstBatch, probe_samples
 from tests.support.decoders import make_decoder
 from tests.support.every_family import LEFT_OUT, Subject, build, collate, every_subject
 from tests.support.every_family import rows as rows_of

@@ -18,9 +18,9 @@ from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.startup import costs as profile
 from hf_pipetransformer.startup import start
 from hf_pipetransformer.startup.costs import BlockProfile, affordable_samples
-from hf_pipetransformer.startup.first_samples import NUM_PROBE_SAMPLES, FirstBatch, most_samples, probe_samples
 from hf_pipetransformer.startup.model import ProbeTarget
 from hf_pipetransformer.startup.planner import StartUp, samples_per_microbatch
+from hf_pipetransformer.startup.rows import NUM_PROBE_SAMPLES, FirstBatch, most_samples, probe_samples
 from hf_pipetransformer.startup.start import inspect_model
 from tests.support.models import build_model, collate, make_rows
 
