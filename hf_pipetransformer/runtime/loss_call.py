@@ -127,7 +127,8 @@ class LossCall:
         sent = [*shared.states] if has_drawn else None
         found = broadcast_tree(sent, groups.last_rank, groups.pipeline_control, groups.pipeline_ranks[groups.position])
         if found is not None:
-            shared.states = found[0], found[1]
+            # Copies of their own, because they are views into a message.
+            shared.states = {name: state.clone() for name, state in found[0].items()}, found[1]
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of the head from a loss; leaves the gradients of what entered it to the backwards below."""

@@ -1,4 +1,4 @@
-"""Rows of a run's first batch: those that it is inspected with, and if each is a sample or a part of a flattened one."""
+"""Rows of a run's first batch: those that it is inspected with, and if each is a sample or a part of a flat one."""
 
 from __future__ import annotations
 

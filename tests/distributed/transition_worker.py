@@ -23,6 +23,8 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.cache import opening
+from hf_pipetransformer.cache.inputs import examine_inputs
 from hf_pipetransformer.elastic import migration
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from tests.distributed.equality_worker import digest
@@ -60,13 +62,22 @@ POLICIES = {"never": Never, "one_by_one": OneByOne}
 class LoggedRows(Dataset):
     """Rows, with a line in a file of this process for each that is read: epoch and index.
 
-    They do not hear of epochs by themselves, or there would be no cache for them: see `EpochRows` and `Observer`.
+    They do not hear of epochs by themselves, or there would be no cache for them: see `EpochRows` and `Observer`. What
+    the cache reads to look at them is in no epoch.
     """
 
     def __init__(self, rows: list[dict[str, Any]], path: Path) -> None:
         self.rows = rows
         self.path = path
         self.epoch = -1
+        opening.examine_inputs = self.examine
+
+    def examine(self, *args: Any) -> Any:
+        epoch, self.epoch = self.epoch, -1
+        try:
+            return examine_inputs(*args)
+        finally:
+            self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -135,8 +135,15 @@ class Skipping(BertForSequenceClassification):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         layers, kept = self.bert.encoder.layer, []
-        layers[0].register_forward_hook(lambda _module, _args, output: kept.append(_hidden(output)))
-        layers[-1].register_forward_pre_hook(lambda _module, args: (args[0] + kept.pop(), *args[1:]))
+        first, last = layers[0].forward, layers[-1].forward
+
+        def keeping(*args: Any, **kwargs: Any) -> Any:
+            output = first(*args, **kwargs)
+            kept.append(_hidden(output))
+            return output
+
+        layers[0].forward = keeping
+        layers[-1].forward = lambda hidden, *args, **kwargs: last(hidden + kept.pop(), *args, **kwargs)
 
 
 def _hidden(output: Any) -> torch.Tensor:
