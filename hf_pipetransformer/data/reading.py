@@ -31,12 +31,11 @@ from hf_pipetransformer.data.batches import (
 )
 from hf_pipetransformer.data.node_shares import replica_slice
 from hf_pipetransformer.data.rng import (
-    Generators,
     SharedRngState,
     States,
     drawing_from,
+    draws_from_now_on,
     random_state,
-    same_states,
     set_random_state,
 )
 from hf_pipetransformer.data.sampler import FROM_FIRST
@@ -368,14 +367,9 @@ class DispatchedReading(Reading):
 
         Collective: call on every rank. `holders` may have generators of their own, see `Generators`.
         """
-        generators = Generators(holders)
         self._draw_order(FROM_FIRST)
         if self._reads:
-            before = generators.present()
-            self._open(FROM_FIRST)
-            with drawing_from(self.shared):
-                self.draws = not same_states(random_state(), self._states_before[0])
-            self.draws |= bool(generators.created()) or generators.present() != before
+            self._open(FROM_FIRST, holders)
         self.has_first = True
         return dict(self._ahead[0] or {}) if self._ahead else {}
 
@@ -419,7 +413,7 @@ class DispatchedReading(Reading):
     def _draw_order(self, start: EpochStart) -> None:
         super().begin_epoch(start)
 
-    def _open(self, start: EpochStart) -> None:
+    def _open(self, start: EpochStart, holders: Sequence[Any] = ()) -> None:
         """Begin to read; skipping to the position of a resumed run leaves the RNG states as they were."""
         saved, count = start.ahead or (None, 1)
         self._states_before.clear()
@@ -430,8 +424,10 @@ class DispatchedReading(Reading):
                 self.order.batches()  # Before the states are noted from which a batch is drawn again.
             if saved is not None:
                 set_random_state(*saved)
+            has_drawn = draws_from_now_on(*holders)
             for _ in range(count):
                 self._fetch()
+            self.draws = has_drawn()
             if start.first:
                 set_random_state(*present)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -179,10 +179,6 @@ class Generators:
         for generator, state in zip(self.found, states, strict=True):
             set_state(generator, state)
 
-    def present(self) -> str:
-        """Return the states as text, in which those of all kinds can be compared."""
-        return json.dumps(self.states(), default=lambda value: value.tolist())
-
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore these generators and the global ones at the end of the context."""
@@ -194,11 +190,10 @@ class Generators:
             self.restore(own)
 
 
-@contextmanager
-def generators_kept(*holders: Any) -> Iterator[Callable[[], bool]]:
-    """Restore the global generators and those inside `holders` (see `Generators`) at the end of the context.
+def draws_from_now_on(*holders: Any) -> Callable[[], bool]:
+    """Return a function that returns True if random numbers have been drawn since, or a generator made.
 
-    Yields a function that returns True if one of them has been advanced or created since.
+    Covers the global generators and those inside `holders`, see `Generators`.
     """
     generators = Generators(holders)
 
@@ -207,12 +202,19 @@ def generators_kept(*holders: Any) -> Iterator[Callable[[], bool]]:
         return json.dumps([random_state(), generators.states()], default=lambda value: value.tolist())
 
     before = present()
+    return lambda: bool(generators.created()) or present() != before
+
+
+@contextmanager
+def generators_kept(*holders: Any) -> Iterator[None]:
+    """Restore the global generators and those inside `holders` (see `Generators`) at the end of the context."""
+    generators = Generators(holders)
     # The user's code may draw on GPUs; saving their states must not initialize one that is not in use.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     try:
         # The first keeps the states of GPUs, the second those of the CPU and of the objects.
         with torch.random.fork_rng(devices=devices), generators.kept():
-            yield lambda: bool(generators.created()) or present() != before
+            yield
     finally:
         # As it was before, or the run would draw from a generator that this trial has created and advanced.
         for owner, name in generators.created():
@@ -244,20 +246,6 @@ class NotedDraws:
             self._flag.fill_(1)
         self._after = after
         return batch
-
-
-def draws_at_random(dataset: Any, collate: Any) -> bool:
-    """Return True if reading and collating four samples of an indexed data set draws random numbers.
-
-    Covers the global generators and those that the data set or collator contains. All of them are restored afterwards.
-    """
-    count = len(dataset)
-    indices = sorted({index * count // 4 for index in range(4)}) if count else []
-    with generators_kept(dataset, collate) as has_drawn:
-        # Samples that cannot be collated fail later, where the user sees the error in context.
-        with suppress(Exception):
-            collate(fetch_samples(dataset, indices))
-        return has_drawn()
 
 
 def fetch_samples(dataset: Any, indices: Sequence[int]) -> Any:

@@ -15,7 +15,8 @@ from transformers import Trainer
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.data.rng import (
     SharedRngState,
-    draws_at_random,
+    draws_from_now_on,
+    fetch_samples,
     generators_kept,
     random_state,
     set_random_state,
@@ -47,6 +48,14 @@ class Seeded:
         return self(rows)
 
 
+def drawn_by(dataset: Any, collator: Any) -> bool:
+    has_drawn = draws_from_now_on(dataset, collator)
+    rows = fetch_samples(dataset, range(min(4, len(dataset))))
+    if rows:
+        collator(rows)
+    return has_drawn()
+
+
 def a_state() -> str:
     return str([str(part.tolist()) for part in random_state()[0].values()]) + str(random_state()[1])
 
@@ -70,7 +79,8 @@ def a_state() -> str:
 def test_data_that_draw_are_found_and_nothing_is_drawn_from_them(dataset: Any, collator: Any) -> None:
     before, rows = a_state(), [dataset.rows[0]]
     expected = None if dataset.__class__ is Augmented else str(_called(collator, rows))
-    assert draws_at_random(dataset, collator)
+    with generators_kept(dataset, collator):
+        assert drawn_by(dataset, collator)
     assert a_state() == before
     if expected is not None:
         assert str(_called(collator, rows)) == expected
@@ -84,11 +94,7 @@ def _called(collator: Any, rows: Any) -> Any:
 
 @pytest.mark.parametrize("dataset", [Masked(TEXTS), IMAGES, Masked([])])
 def test_data_that_draw_nothing_are_found(dataset: Any) -> None:
-    assert not draws_at_random(dataset, collate)
-
-
-def test_samples_that_make_no_batch_are_no_error() -> None:
-    assert not draws_at_random([1, 2], lambda rows: rows[0]["x"])
+    assert not drawn_by(dataset, collate)
 
 
 def test_what_is_drawn_inside_is_drawn_from_the_shared_generators_and_goes_on_there() -> None:

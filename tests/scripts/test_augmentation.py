@@ -20,7 +20,7 @@ from transformers.models.convnext.image_processing_pil_convnext import ConvNextI
 from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from hf_pipetransformer.data.rng import draws_at_random
+from hf_pipetransformer.data.rng import draws_from_now_on
 from hf_pipetransformer.report.card import FACTS_FILE, render
 from tests.distributed.launcher import launch
 
@@ -143,11 +143,15 @@ def test_random_crops_are_seen_as_random_and_evaluation_crops_are_not() -> None:
         return torch.stack([row["pixel_values"] for row in rows])
 
     data = Pictures()
-    assert draws_at_random(data, stack)
+    has_drawn = draws_from_now_on(data)
+    stack([data[0]])
+    assert has_drawn()
     data_args = ImageDataArguments(train_dir="x", augmentation="random_resized_crop")
     processor = with_center_crop(ViTImageProcessorPil(size={"height": 16, "width": 16}), 0.875)
     data.rows = data.rows.with_transform(ImageTransform(processor, data_args, is_training=False))
-    assert not draws_at_random(data, stack)
+    has_drawn = draws_from_now_on(data)
+    stack([data[0]])
+    assert not has_drawn()
 
 
 def test_a_training_image_has_the_models_size_whatever_its_own() -> None:
