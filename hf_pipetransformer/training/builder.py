@@ -203,10 +203,11 @@ class PipelineBuilder:
     def _begin(self, request: Request) -> Begun:
         """Read the first batch of a request, whose loader goes on from it. Collective: call on every rank."""
         if self._begun is None or not self._begun.is_for(request):
-            pipeline = self.in_force
-            shared = self.shared_rng if pipeline is None or pipeline.shared_rng is None else pipeline.shared_rng
-            seeded = self.last_seeded if pipeline is None else pipeline.last_seeded or self.last_seeded
-            self._begun = begin_reading(self.context, request, shared, seeded)
+            # Of a training, also one that is started now; behind it, evaluations go on with what it was seeded with.
+            seeded = self.last_seeded
+            if seeded is None and self.in_force is not None:
+                seeded = self.in_force.last_seeded
+            self._begun = begin_reading(self.context, request, self.shared_rng, seeded)
         return self._begun
 
     def inspect_or_leave(

@@ -352,6 +352,7 @@ class PipelineSession:
         if not loads_best or trainer_compat.is_overridden(trainer, "_load_best_model"):
             self.ending.give_back()
         shared, pipeline.shared_rng = pipeline.shared_rng, None
+        self.builder.shared_rng = None
         if shared is not None:
             # Only rank 0 reads data sets that draw random numbers, so its RNG state is ahead of the others'.
             set_random_state(*states_of_first_rank(self.context.topology, shared.states))
