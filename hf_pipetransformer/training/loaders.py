@@ -26,7 +26,14 @@ from hf_pipetransformer.data.reading import (
     StreamReading,
     is_stream,
 )
-from hf_pipetransformer.data.rng import SharedRngState, States, drawing_from, generators_kept, random_state
+from hf_pipetransformer.data.rng import (
+    SharedRngState,
+    States,
+    drawing_from,
+    draws_from_now_on,
+    generators_kept,
+    random_state,
+)
 from hf_pipetransformer.data.sampler import (
     BatchCollator,
     EpochOrder,
@@ -159,19 +166,20 @@ def begin_reading(
     reader = _reader(context, found, shared, replica=0, num_replicas=1)
     kind = StreamReading if is_stream(dataset) else DispatchedReading
     found.reading = reading = kind(reader, link, shared, args.pipeline_timeout, request.is_training)
-    if args.dataloader_num_workers and not is_stream(dataset):
-        # Workers read for one replica each: here a few samples are read that they read again.
+    if not is_stream(dataset) and (args.dataloader_num_workers or len(topology.nodes) > 1):
+        # Workers read for one replica each, and what is stored on several nodes decides the order of the first epoch
+        # too: here a few samples are read that the run reads again.
         size = min(len(dataset), max(2, args.global_batch_size(request.batch_size) // args.world_size))
         with generators_kept(dataset, collate):
+            has_drawn = draws_from_now_on(dataset, collate)
             found.batch = reader.collate_fn(Samples(dataset).__getitems__(list(range(size)))) if rank == 0 else {}
+            draws = has_drawn()
         found.num_samples = size
     else:
         found.batch = reading.begin_run((dataset, collate))
         # Workers do not tell it of a stream.
-        found.num_samples = reader.collate_fn.num_samples or None
-        found.draws, found.is_flattened = topology.decide(
-            lambda: [reading.draws, sequences_of(found.batch) is not None]
-        )
+        found.num_samples, draws = reader.collate_fn.num_samples or None, reading.draws
+    found.draws, found.is_flattened = topology.decide(lambda: [draws, sequences_of(found.batch) is not None])
     return found
 
 
@@ -243,7 +251,7 @@ def make_loader(context: TrainingContext, pipeline: Pipeline, begun: Begun) -> P
     if not is_stream(begun.dataset) and (args.dataloader_num_workers or not begun.draws):
         reader = _reader(context, begun, shared, groups.replica, groups.num_replicas)
         begun.reading.has_first &= not (begun.is_flattened and groups.num_replicas > 1)
-        first = None if args.dataloader_num_workers else begun.reading
+        first = begun.reading if begun.reading.has_first else None
         reading = ReplicaReading(reader, link, shared, start_up.common_length, begun=first)
     reading.link, reading.shared = link, shared
     pins_memory = args.dataloader_pin_memory and is_apart(args.device)

@@ -170,9 +170,10 @@ def test_a_replayed_run_stores_what_the_plan_does_if_it_can(tmp_path: Path) -> N
 
 def test_another_policy_begins_anew_and_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # One process that asks for nothing else is left to Trainer.
-    own = {"freeze_policy": "none", "activation_cache": "on", "activation_cache_dir": str(tmp_path / "cache")}
+    own = {"freeze_policy": "none", "pipeline_parallel_num_microbatches": 2}
     trainer_of(build_model("bert_sequence"), tmp_path, **own).train()
     options = {"freeze_interval": "1", "freeze_warmup": 0, "activation_cache": "off"}
+    options["pipeline_parallel_num_microbatches"] = 2
     said: list[str] = []
     monkeypatch.setattr(resumption.logger, "warning", said.append)
     policy = Settled()

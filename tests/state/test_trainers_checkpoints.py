@@ -24,9 +24,11 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.data.node_shares import NodeOrder
+from hf_pipetransformer.data.sampler import EpochOrder
 from hf_pipetransformer.state import checkpoint, saving
 from hf_pipetransformer.state.plain_checkpoint import export_checkpoint, read_progress
 from hf_pipetransformer.state.resumption import find_for_trainer
+from hf_pipetransformer.training import loaders
 from tests.support.models import build_model, collate, make_dataset
 
 
@@ -127,21 +129,18 @@ def test_random_states_of_more_processes_than_now_are_not_those_of_the_next_run(
     assert not list(tmp_path.iterdir())
 
 
-class Dealing(TrainerCallback):
-    """Deals epochs to nodes, as a run over several does that stores activations."""
+class Dealt(EpochOrder):
+    """Order that is dealt to nodes, as in a run over several that stores activations."""
 
-    trainer: Any = None
+    def __init__(self, global_batches: Any) -> None:
+        super().__init__(global_batches)
+        self.nodes = NodeOrder(1, (1,), 4)
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.trainer.pipeline_run.loader.keep_on(NodeOrder(1, (1,), 4))
 
-
-def test_an_epoch_that_was_dealt_to_nodes_is_none_of_trainers(tmp_path: Path) -> None:
+def test_an_epoch_that_was_dealt_to_nodes_is_none_of_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It draws another order, in which the samples that are done are not the first ones."""
-    trainer, dealing = make(PipeTransformerTrainer, tmp_path, **FREEZES), Dealing()
-    dealing.trainer = trainer
-    trainer.add_callback(dealing)
-    trainer.train()
+    monkeypatch.setattr(loaders, "EpochOrder", Dealt)
+    make(PipeTransformerTrainer, tmp_path, **FREEZES).train()
     found = [{path.name for path in (tmp_path / f"checkpoint-{step}").iterdir()} & TRAINERS for step in range(1, 5)]
     assert found == [set(), set(), set(), TRAINERS]
     said = {
