@@ -6,7 +6,7 @@ import copy
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
@@ -47,21 +47,44 @@ def hooked_by_script(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-@contextmanager
-def without_hooks_of_script(model: nn.Module) -> Iterator[None]:
-    """Take the script's hooks from the modules of a model inside."""
-    tables = [table for each in model.modules() for table in (each._forward_hooks, each._forward_pre_hooks)]
-    before = [(table, dict(table)) for table in tables if not all(map(is_installed, table.values()))]
-    for table, hooks in before:
-        for key, hook in hooks.items():
-            if not is_installed(hook):
-                del table[key]
-    try:
-        yield
-    finally:
-        for table, hooks in before:
-            table.clear()
-            table.update(hooks)
+class ScriptHooks:
+    """The script's hooks on the modules of a model, which are off inside the context but where they are asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own: dict[int, list[tuple[dict[int, Any], dict[int, Any]]]] = {}
+        for each in model.modules():
+            pairs = [(table, dict(table)) for table in (each._forward_hooks, each._forward_pre_hooks)]
+            if not all(is_installed(hook) for _, hooks in pairs for hook in hooks.values()):
+                self._own[id(each)] = pairs
+
+    def __enter__(self) -> ScriptHooks:
+        self._take(self._own)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._put(self._own)
+
+    @contextmanager
+    def on(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Call the hooks of these modules inside."""
+        asked = [id(each) for each in modules if id(each) in self._own]
+        self._put(asked)
+        try:
+            yield
+        finally:
+            self._take(asked)
+
+    def _take(self, modules: Iterable[int]) -> None:
+        for key in modules:
+            for table, hooks in self._own[key]:
+                table.clear()
+                table.update({number: hook for number, hook in hooks.items() if is_installed(hook)})
+
+    def _put(self, modules: Iterable[int]) -> None:
+        for key in modules:
+            for table, hooks in self._own[key]:
+                table.clear()
+                table.update(hooks)
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -107,7 +107,8 @@ def probe_model(target: ProbeTarget) -> Probe:
             f"{type(model).__name__} gives its layers activations of shape {hidden_shape}; expected {rule}, one row a "
             "sample. Models that fold other dimensions into the batch (multiple choice) cannot be pipelined."
         )
-    with in_full_precision(model, target.twin, inputs):
+    # Such a hook may change what passes, or count its calls.
+    with in_full_precision(model, target.twin, inputs), target.calling_hooks_below_head(structure):
         is_read = _check_split(replace(target, inputs=in_float32(inputs)), structure)
     stages, twin = pairwise(target.twin.cut_positions(structure)), target.twin
     dtypes = [each.dtype for (start, end), each in zip(stages, sent[:-1], strict=False) for _ in range(start, end)]

@@ -6,7 +6,7 @@ import mmap
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
 from hf_pipetransformer.splitters.masters import HALVES, master_names
 from hf_pipetransformer.splitters.quantized import float32_products, is_packed, put_in_evaluation_mode
-from hf_pipetransformer.splitters.script_code import attributes_kept, without_hooks_of_script
+from hf_pipetransformer.splitters.script_code import ScriptHooks, attributes_kept
 from hf_pipetransformer.splitters.view import StageExit, StageView
 from hf_pipetransformer.startup.twin import WHOLE, ProbeSubmodel
 
@@ -57,6 +57,7 @@ class ProbeTarget:
         shape_without_rows: returns the shape of an output for some inputs, if evaluations of the run gather it and it
             has no row for each sample.
         why_whole_head: reason why the loss of the run may not be computed in slices of the sequence; None if it may.
+        hooks: the script's, which are not called; None if they are.
         without_labels: computes in place of `compute` if that raises; None to raise.
     """
 
@@ -73,6 +74,16 @@ class ProbeTarget:
     shape_without_rows: Callable[[dict[str, Any]], str | None] = lambda _inputs: None
     why_whole_head: str | None = None
     without_labels: Callable[[dict[str, Any], int], torch.Tensor] | None = None
+    hooks: ScriptHooks | None = None
+
+    def calling_hooks_below_head(self, structure: Structure) -> AbstractContextManager[None]:
+        """Call the script's hooks that a run calls by micro-batches: of layers, embeddings and what is around them."""
+        if self.hooks is None:
+            return nullcontext()
+        parts = [*structure.layers, *structure.entries]
+        inside, own = [module for part in parts for module in part.modules()], {id(part) for part in parts}
+        below_root = [module for module in self.model.modules() if module is not self.model]
+        return self.hooks.on([*inside, *(m for m in below_root if own & {id(each) for each in m.modules()})])
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of `inputs`, divided by the number of items of the whole batch `self.inputs`."""
@@ -203,8 +214,6 @@ _PARTS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(v
 def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
     """Put the model into evaluation mode, and restore RNG states, modes and what the script's modules hold on exit.
 
-    Hooks of the script's are not called inside.
-
     On an error the modules' attributes are restored too: some models build parts of themselves, with random weights,
     in their first forward, and must do it again when a plain Trainer goes on with them.
 
@@ -223,7 +232,7 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
         device = next(model.parameters()).device
         # Only the model's own GPU: by default the states of all GPUs are copied, which allocates memory on each.
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), without_hooks_of_script(model), attributes_kept(model):
+        with torch.random.fork_rng(devices=devices), attributes_kept(model):
             yield
     except BaseException:
         for module, (attributes, parts) in own.items():

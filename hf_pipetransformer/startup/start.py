@@ -23,6 +23,7 @@ from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.report.events import read_unfit
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.masters import master_names
+from hf_pipetransformer.splitters.script_code import ScriptHooks
 from hf_pipetransformer.startup.check import probe_model
 from hf_pipetransformer.startup.costs import (
     BlockProfile,
@@ -115,6 +116,7 @@ def inspect_model(
         twin = stack.enter_context(as_twin(model, given.splitter))
         stack.enter_context(_moved_to_probe(twin.tensors(model), args.device, topology))
         stack.enter_context(undisturbed(model, is_training))
+        given = replace(given, hooks=stack.enter_context(ScriptHooks(model)))
         # Of forwards that write into them in evaluation mode, too.
         stack.enter_context(buffers_kept(model))
         if is_training and args.pipeline_master_dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,8 @@ class PipelineSession:
         self.late: LateLoader
         """Loader of the current training, as Trainer's loop has it."""
         self._keeps_optimizer = False
+        self._flags: dict[str, bool] = {}
+        """Which parameters required gradients when the training began."""
         self._max_steps: int | None = None
         self._epoch: tuple[ExitStack, dict[str, Any]] | None = None
         """Context of the epoch that waits for its first batch, and its arguments."""
@@ -228,6 +230,7 @@ class PipelineSession:
             kept.restore(states)
             return loader
         self._max_steps = self._epoch = None
+        self._flags = {name: parameter.requires_grad for name, parameter in trainer.model.named_parameters()}
         self.builder.wait(self.start)
         return self.late
 
@@ -243,15 +246,36 @@ class PipelineSession:
 
     def start(self) -> None:
         """Start the pipeline of a training that waits for it. Collective: call on every rank."""
-        is_started = self._start()
-        if self._max_steps is None or not is_started:
-            return
-        self.context.trainer.callback_handler.train_dataloader = self.loader
-        self.prepare(self._max_steps)
+        with self._flags_of_begin():
+            if not self._start() or self._max_steps is None:
+                return
+            self.context.trainer.callback_handler.train_dataloader = self.loader
+            self.prepare(self._max_steps)
         if self._epoch is not None:
             stack, arguments = self._epoch
             # A new run has all of its first epoch before it.
             stack.enter_context(self.training.epoch(arguments))
+
+    @contextmanager
+    def _flags_of_begin(self) -> Iterator[None]:
+        """Have parameters require gradients inside as when Trainer's optimizer was made.
+
+        Callbacks may freeze for a time what it goes on to hold; what they have changed comes back.
+        """
+        model = self.context.trainer.model
+        now = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        changed = {name for name, flag in now.items() if self._flags.get(name, flag) != flag}
+        self._set_flags(changed, self._flags)
+        try:
+            yield
+        finally:
+            self._set_flags(changed, now)
+
+    def _set_flags(self, names: set[str], flags: Mapping[str, bool]) -> None:
+        for name, parameter in self.context.trainer.model.named_parameters():
+            # What other stages hold requires none.
+            if name in names and not parameter.is_meta:
+                parameter.requires_grad_(flags[name])
 
     def _start(self) -> bool:
         """Move the model onto its stages and give each rank its own RNG state. Collective: call on every rank.

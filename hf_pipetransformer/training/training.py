@@ -145,7 +145,7 @@ class Training:
                 raise ValueError(
                     f"{name} was frozen when training started, and requires_grad is True now: the optimizer that the "
                     "trainer was given has lost it, and would not train it. Leave it trainable until training starts "
-                    "and freeze it in a callback (on_step_begin), or train with one stage and no freezing."
+                    "and freeze it in a callback (on_train_begin), or train with one stage and no freezing."
                 )
 
     def run_batch(self, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
