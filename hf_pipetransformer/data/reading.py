@@ -277,6 +277,10 @@ class ReplicaReading(Reading):
         """Return this replica's part of global batch `index` as it was read, and its samples."""
         sampler, groups = self.sampler, self.link.groups
         begun = self.begun
+        if begun is not None and self.records is not None and groups.num_replicas > 1:
+            # Records are those of samples padded for one replica, and the first batch was padded for all.
+            begun.has_first = False
+            begun.close()
         if begun is not None and begun.has_first:
             return begun.part_of_first(groups), sampler.part_of(index, groups.replica, groups.num_replicas)
         if self._batches is None:

@@ -153,6 +153,7 @@ class Found(TrainerCallback):
 
     def on_train_begin(self, _args: Any, state: Any, *_: Any, **_kwargs: Any) -> None:
         NotingSampler.step = state.global_step
+        NotingSampler.noted = {}  # A run that resumes has looked at a first batch.
 
     def on_step_end(self, _args: Any, state: Any, *_: Any, **_kwargs: Any) -> None:
         NotingSampler.step = state.global_step
