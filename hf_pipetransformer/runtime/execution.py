@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.staging import Arriving, CopyStream
+from hf_pipetransformer.comm.transfers import broadcast_tree
 from hf_pipetransformer.data.batches import (
     CacheTags,
     are_of_samples,
@@ -191,6 +192,7 @@ class StageRunner:
         of_all = self._batch_of_all(batch.inputs) if self._joins_replicas else None
         if not cut:
             self._take_part()
+            self._follow_draws(batch.shared, of_all)
             return nothing
         stage.head.begin(HeadMode.APART)
 
@@ -205,6 +207,7 @@ class StageRunner:
 
         call = self._loss_call(batch, cut, forwards, of_all)
         found, loss = self._computed(call, batch.forward), nothing
+        self._follow_draws(batch.shared, of_all)
         assert run is not None, "the loss has called the model"
         if call.found is not None:
             weight = self._weight_of(batch, call.found.share)
@@ -227,6 +230,18 @@ class StageRunner:
         if self._replicas is not None:
             settings = self.stage.settings
             self._replicas.take_part(torch.empty(0, dtype=settings.probe.boundary_dtypes[-1], device=settings.device))
+
+    def _follow_draws(self, shared: SharedRngState | None, of_all: BatchOfAll | None) -> None:
+        """Let replicas without samples draw on from the random numbers of those that have called the loss.
+
+        Collective: call on every replica's rank of a position, if the loss sees the samples of all.
+        """
+        groups = self.stage.groups
+        if shared is None or of_all is None or len(of_all.sizes) == groups.num_replicas:
+            return
+        source, rank = groups.replica_ranks[of_all.first], groups.replica_ranks[groups.replica]
+        tensors, values = broadcast_tree([*shared.states], source, groups.replica_control, rank)
+        shared.states = {name: state.clone() for name, state in tensors.items()}, values
 
     def _loss_call(
         self,

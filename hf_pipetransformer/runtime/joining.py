@@ -112,11 +112,13 @@ class BatchOfAll:
         inputs: with its marks.
         sizes: samples of each replica that has any.
         number: place of this replica among these.
+        first: the first replica that has any.
     """
 
     inputs: dict[str, Any]
     sizes: list[int]
     number: int
+    first: int = 0
 
     def own(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return this replica's samples of a batch of all."""
@@ -221,8 +223,8 @@ class ReplicaJoin:
         # Replicas without samples are not in the join, so that they do not count.
         batches = [batch for batch in found if batch]
         sizes = [batch_size(batch) for batch in batches]
-        number = sum(map(bool, found[: self.groups.replica]))
-        return BatchOfAll(_concatenated(batches, Axis.of(batches[0], sizes)), sizes, number)
+        number, first = sum(map(bool, found[: self.groups.replica])), [bool(batch) for batch in found].index(True)
+        return BatchOfAll(_concatenated(batches, Axis.of(batches[0], sizes)), sizes, number, first)
 
     def join(self, own: Whole, of_all: BatchOfAll | None = None) -> Whole:
         """Join the batches of all replicas, unless `of_all` has them.

@@ -1,4 +1,4 @@
-"""Which code is the script's own, and a model's forward that leaves what such code holds as it was."""
+"""The script's own code in a model: which it is, its hooks, and what its modules hold, kept while they are tried."""
 
 from __future__ import annotations
 

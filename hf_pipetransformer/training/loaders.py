@@ -100,7 +100,6 @@ class LateLoader:
 
     Args:
         given: that loader.
-        takes_epoch: True if Trainer's loop tells it the epoch.
     """
 
     def __init__(self, given: Any) -> None:

@@ -43,6 +43,23 @@ def test_a_loss_draws_and_counts_as_on_one_process(layout: str, tmp_path: Path) 
 
 
 @scenario
+def train_short(folder: Path) -> list[float]:
+    """Epochs of three batches, whose last one has a single sample."""
+    trainer = made(loss_calls.mixed, folder, 2, 2 * loss_calls.BATCH + 1, **REPLICAS)
+    trainer.args.max_steps = 7
+    return logged(trainer)
+
+
+def test_a_replica_without_samples_draws_on_with_the_others(tmp_path: Path) -> None:
+    """Else it would draw another order of the next epoch."""
+    plain = made(loss_calls.mixed, tmp_path / "plain", num_rows=2 * loss_calls.BATCH + 1)
+    plain.args.max_steps = 7
+    expected = logged(plain)
+    for found in run(train_short, tmp_path, 2, strict_nccl=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@scenario
 def train_refused(folder: Path, layout: str, loss: str) -> None:
     made(getattr(loss_calls, loss), folder, 2, **LAYOUTS[layout]).train()
 

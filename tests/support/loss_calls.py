@@ -96,7 +96,7 @@ def _inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
-def made(loss: LossOf, folder: Path, world_size: int = 1, **options: Any) -> Any:
+def made(loss: LossOf, folder: Path, world_size: int = 1, num_rows: int = 5 * BATCH, **options: Any) -> Any:
     """A trainer with a loss; plain without `options`."""
     set_seed(3)
     config = BertConfig(
@@ -111,7 +111,7 @@ def made(loss: LossOf, folder: Path, world_size: int = 1, **options: Any) -> Any
     kind, args = (
         (Piped, PipeTransformerArguments(**common, **options)) if options else (Own, TrainingArguments(**common))
     )
-    rows = make_rows("bert_sequence", 5 * BATCH)
+    rows = make_rows("bert_sequence", num_rows)
     trainer: Any = kind(BertForSequenceClassification(config), args, train_dataset=rows, data_collator=collate)
     kind.loss_of = staticmethod(loss)
     trainer.calls = 0
