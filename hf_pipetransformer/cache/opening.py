@@ -17,7 +17,6 @@ from hf_pipetransformer.cache.folder import (
     StoreFolder,
     Use,
     check_base,
-    default_base,
     delete_leftovers,
     open_root,
     safe_max_bytes,
@@ -26,6 +25,7 @@ from hf_pipetransformer.cache.folder import (
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.cache.storage import cache_base, stored_dtype
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.data.batches import rows_per_sample
 from hf_pipetransformer.data.loader import PipelineLoader
@@ -218,18 +218,6 @@ class CacheInputs:
 
     def _stored_dtype(self) -> torch.dtype:
         return stored_dtype(self.args, self.start_up.probe.boundary_dtypes[-1])
-
-
-def stored_dtype(args: PipeTransformerArguments, own: torch.dtype) -> torch.dtype:
-    """Return the dtype of cached activations of dtype `own`, which by default is theirs: nothing is rounded."""
-    name = args.activation_cache_dtype
-    asked: torch.dtype = own if name == "auto" else getattr(torch, name)
-    return asked
-
-
-def cache_base(args: PipeTransformerArguments) -> Path:
-    """Return the folder that contains the stores."""
-    return Path(args.activation_cache_dir or default_base())
 
 
 def remove_old_stores(args: PipeTransformerArguments) -> None:

@@ -245,8 +245,8 @@ def _storage(
     """Return what a store of the run's samples takes, and what was assumed for it."""
     # Here, as the cache imports datasets, which takes a second that a plan without a store can do without.
     from hf_pipetransformer.cache.folder import safe_max_bytes
-    from hf_pipetransformer.cache.opening import cache_base, stored_dtype
     from hf_pipetransformer.cache.records import RecordFormat
+    from hf_pipetransformer.cache.storage import cache_base, stored_dtype
     from hf_pipetransformer.planning.storing import DiskProfile
 
     activation, limit = planner.probe.activation, args.activation_cache_max_gb

@@ -30,9 +30,8 @@ from torch import nn
 from transformers import PrinterCallback
 
 import hf_pipetransformer
-from hf_pipetransformer.cache.opening import cache_base
-from hf_pipetransformer.cache.planner import measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.cache.storage import cache_base, measure_storage
 from hf_pipetransformer.comm.errors import guarded, is_second_hand
 from hf_pipetransformer.comm.fault_board import FaultBoard
 from hf_pipetransformer.comm.groups import SAID_OF_SOCKETS, share_gpus, why_not_reached

@@ -271,7 +271,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     def get_train_dataloader(self) -> Any:
         """Make Trainer's loader; processes that read for it note if they draw random numbers."""
         loader, run = super().get_train_dataloader(), vars(self).get("pipeline_run")
-        return run.computed_once.noting_draws(loader) if run is not None and run.is_left_to_trainer else loader
+        return run.stored_parts.noting_draws(loader) if run is not None and run.is_left_to_trainer else loader
 
     # In place of the forward and backward of one rank.
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
@@ -282,7 +282,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         """
         run = self.pipeline_run
         if run.is_left_to_trainer:
-            with run.computed_once.step(inputs):
+            with run.stored_parts.step(inputs):
                 loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         loss = run.training.run_batch(inputs, num_items_in_batch)
@@ -301,14 +301,14 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         generates = bool(getattr(self.args, "predict_with_generate", False))
         # A method of the script's may read outputs that nobody asks for.
         loss_alone = prediction_loss_only and not trainer_compat.is_overridden(self, "prediction_step")
-        with run.computed_once.evaluating(inputs, generates, loss_alone):
+        with run.stored_parts.evaluating(inputs, generates, loss_alone):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         # No checkpoint without a look at what its steps have read.
-        self.pipeline_run.computed_once.check_thoroughly()
+        self.pipeline_run.stored_parts.check_thoroughly()
         with self.pipeline_run.saving.checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerControl, TrainerState
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement, get_topology
@@ -101,6 +102,44 @@ class TrainingContext(Context):
 
     trainer: Trainer
     gains: LossGains
+
+
+@dataclass(frozen=True)
+class PartsOfTrainer(TrainerView):
+    """See `cache.frozen_parts.stored.PartsRun`."""
+
+    context: TrainingContext
+
+    @property
+    def topology(self) -> Topology:
+        return self.context.topology
+
+    @property
+    def eval_dataset(self) -> Any:
+        return self.trainer.eval_dataset
+
+    @property
+    def train_loader(self) -> Any:
+        return self.trainer.callback_handler.train_dataloader
+
+    @property
+    def is_whole(self) -> bool:
+        trainer = self.trainer
+        return self.args.n_gpu <= 1 and not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
+
+    @property
+    def sends_buffers(self) -> bool:
+        return isinstance(self.trainer.model_wrapped, DistributedDataParallel)
+
+    @property
+    def reads_loss_alone(self) -> bool:
+        return trainer_compat.has_known_loss(self.trainer) and self.trainer.label_smoother is None
+
+    def note(self, **fields: Any) -> None:
+        self.context.journal.write("cache", **fields)
+
+    def end_plan(self) -> NoReturn:
+        self.context.end_plan()
 
 
 def make_context(trainer: Trainer) -> TrainingContext:

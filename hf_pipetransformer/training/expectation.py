@@ -21,9 +21,8 @@ from transformers import Trainer
 
 from hf_pipetransformer.cache.folder import safe_max_bytes
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
-from hf_pipetransformer.cache.opening import cache_base, stored_dtype
-from hf_pipetransformer.cache.planner import StorageSpeed, measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.cache.storage import StorageSpeed, cache_base, measure_storage, stored_dtype
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.engine.timing import settled_seconds
@@ -157,7 +156,7 @@ def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: 
 def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_epoch: int) -> None:
     """Inspect and measure as for a training, print the plan on rank 0, and raise `PlanPrinted` on every rank.
 
-    Of a model that Trainer trains, frozen parts are planned with its first batch, see `computed_once`: returns then.
+    Of a model that Trainer trains, frozen parts are planned with its first batch, see `frozen_parts`: returns then.
     Collective: call on every rank. `given` is what `PipelineBuilder.inspect` takes.
     """
     context = builder.context

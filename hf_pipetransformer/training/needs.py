@@ -81,7 +81,7 @@ class RunOptions:
             return Need.REQUIRED
         if _leaves_adapters_to_trainer(model) and not self._ask_for_parts:
             return Need.PREFERRED if self._freeze or args.activation_cache == "on" else Need.NONE
-        # Trainer's own loop looks up what the script froze, see `computed_once`.
+        # Trainer's own loop looks up what the script froze, see `cache.frozen_parts`.
         if self.only_store:
             return Need.NONE
         is_divided = args.world_size > 1 and args.pipeline_size != 1
@@ -98,7 +98,7 @@ class RunOptions:
     def does_without(self, error: ValueError, model: Any) -> bool:
         """Return True if `error` may leave the run to Trainer: the user asked for nothing that needs a pipeline.
 
-        Frozen parts of a model that Trainer trains may be stored, see `computed_once`.
+        Frozen parts of a model that Trainer trains may be stored, see `cache.frozen_parts`.
 
         A model that cannot be split is trained without freezing. If another setting or loss would make it splittable,
         the run is refused when freezing was requested.

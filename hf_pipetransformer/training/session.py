@@ -12,6 +12,7 @@ import torch
 from transformers import TrainerControl
 from transformers.trainer_utils import SaveStrategy
 
+from hf_pipetransformer.cache.frozen_parts.stored import StoredParts
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import request_of
@@ -23,7 +24,7 @@ from hf_pipetransformer.state.only_run import only_run
 from hf_pipetransformer.state.restore import ResumedEpoch, restore
 from hf_pipetransformer.state.resumption import Resumption, find_for_trainer, find_resumption, is_of_pipeline
 from hf_pipetransformer.training.callbacks import SavesOnSignal, running_callbacks
-from hf_pipetransformer.training.computed_once import ComputedOnce
+from hf_pipetransformer.training.context import PartsOfTrainer
 from hf_pipetransformer.training.evaluation import Evaluations
 from hf_pipetransformer.training.expectation import print_plan
 from hf_pipetransformer.training.loaders import (
@@ -58,7 +59,7 @@ class PipelineSession:
         self.saving = ModelSaving(builder)
         self.weights = WeightLoading(self.context)
         self.ending = Ending(builder)
-        self.computed_once = ComputedOnce(self.context)
+        self.stored_parts = StoredParts(PartsOfTrainer(self.context.trainer, self.context))
         self.present: Training | None = None
         """Training in progress."""
         self.resumption: Resumption | None = None
@@ -138,11 +139,8 @@ class PipelineSession:
         self.weights.check_masters(self.builder.is_left_to_trainer)
         if self.builder.is_left_to_trainer:
             self.weights.cast()
-            with self._only_run(trial):
-                try:
-                    yield where
-                finally:
-                    self.computed_once.end()
+            with self._only_run(trial), self._parts_stored():
+                yield where
             return
         try:
             timeouts.rest()
@@ -160,8 +158,18 @@ class PipelineSession:
                     self.resumption = find_resumption(where, topology, description)
                 yield None if self.resumption is None else self.resumption.folder
         finally:
-            self.computed_once.end()
             self._leave()
+
+    @contextmanager
+    def _parts_stored(self) -> Iterator[None]:
+        """Check what is stored of frozen parts around the epochs inside, and give it back at the end."""
+        trainer, parts = self.context.trainer, self.stored_parts
+        trainer.callback_handler.callbacks.insert(0, parts.at_epoch_end)
+        try:
+            yield
+        finally:
+            trainer.remove_callback(parts.at_epoch_end)
+            parts.end()
 
     def _choose_who_trains(self, where: str | bool | None) -> str | bool | None:
         """Decide whether Trainer trains; return the checkpoint to resume from, or True if it still has to be found."""

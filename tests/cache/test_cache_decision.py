@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
+from hf_pipetransformer.cache.planner import CachePlanner
+from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads

@@ -28,8 +28,8 @@ from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder, Use, check_base, delete_leftovers, open_root, take_store
 from hf_pipetransformer.cache.inputs import InputReport, PaddingRule
 from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
-from hf_pipetransformer.cache.planner import measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.cache.storage import measure_storage
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.cli import main
 from hf_pipetransformer.data.batches import detach_tags

@@ -34,7 +34,7 @@ def train(folder: Path, names: list[str]) -> dict[str, Any]:
         plain = logged(trainer_of(Trainer, CASES[name], folder / f"{name} plain", per_device_train_batch_size=3))
         ours = trainer_of(PipeTransformerTrainer, CASES[name], folder / f"{name} ours", per_device_train_batch_size=3)
         counts: list[list[int]] = []
-        once = ours.pipeline_run.computed_once
+        once = ours.pipeline_run.stored_parts
         end = once.end
 
         def note(end: Any = end, once: Any = once, counts: Any = counts, part: str = CASES[name].part) -> None:

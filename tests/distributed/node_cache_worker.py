@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, set_seed
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import opening as cache_stores
 from hf_pipetransformer.cache import training as cache_training
-from hf_pipetransformer.cache.planner import StorageSpeed
+from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.comm import topology
 from hf_pipetransformer.comm.transfers import ObjectSender
 from hf_pipetransformer.data.sampler import ReplicaBatchSampler

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.cache.planner import CachePlanner, StorageSpeed
+from hf_pipetransformer.cache.planner import CachePlanner
+from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
 from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal

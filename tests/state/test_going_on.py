@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache import opening as cache_stores
-from hf_pipetransformer.cache.planner import measure_storage
 from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.cache.storage import measure_storage
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from hf_pipetransformer.runtime.ownership import ParameterStore

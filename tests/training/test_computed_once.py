@@ -445,7 +445,7 @@ def test_stacks_are_left_alone(tmp_path: Path) -> None:
     trainer = trainer_of(PipeTransformerTrainer, Case(lambda: CASES["clip"].build().requires_grad_(True),
         CASES["clip"].data, "", CASES["clip"].collate), tmp_path, activation_cache="auto")  # fmt: skip
     logged(trainer)
-    assert not trainer.pipeline_run.computed_once.served
+    assert not trainer.pipeline_run.stored_parts.served
     assert stack([{"a": 1}])["a"].tolist() == [1]
 
 

@@ -6,29 +6,27 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
-from transformers import Trainer
 
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import Use, safe_max_bytes, take_store
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
 from hf_pipetransformer.cache.frozen_parts.deferred import Deferred
 from hf_pipetransformer.cache.frozen_parts.served import Counts, weights_key
-from hf_pipetransformer.cache.opening import cache_base
-from hf_pipetransformer.cache.planner import measure_storage
+from hf_pipetransformer.cache.storage import cache_base, measure_storage
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decide_cache
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.frozen_parts.served import Plan
+    from hf_pipetransformer.cache.frozen_parts.stored import PartsRun
     from hf_pipetransformer.cache.frozen_parts.values import Rows
     from hf_pipetransformer.cache.frozen_parts.watching import Form
     from hf_pipetransformer.cache.records import RecordFormat
-    from hf_pipetransformer.training.context import TrainingContext
 
 
 WORTH_SECONDS = 2.0
@@ -65,11 +63,13 @@ class PartStores:
         bytes_taken: of the stores that are open.
     """
 
-    def __init__(self, context: TrainingContext, bytes_taken: Callable[[], int]) -> None:
-        self.args = context.args
-        self._topology = context.topology
-        self._trainer: Trainer = context.trainer
+    def __init__(self, run: PartsRun, bytes_taken: Callable[[], int]) -> None:
+        self._run, self._topology = run, run.topology
         self._bytes_taken = bytes_taken
+
+    @property
+    def args(self) -> Any:
+        return self._run.args
 
     def price(self, form: Form, num_samples: int, content: RecordFormat) -> Price:
         """Return what storing a part costs and saves; raises like `measure_storage`.
@@ -139,14 +139,14 @@ class PartStores:
 
     def use(self, plan: Plan, counts: Counts) -> Use:
         """Return what a kept store is listed with."""
-        own = Use.of(self._trainer.model, plan.name, self._trainer.train_dataset)
+        own = Use.of(self._run.model, plan.name, self._run.train_dataset)
         return replace(own, hits=counts.hits, misses=counts.misses)
 
     def _num_rows(self, of_a_sample: float) -> int:
         # Evaluations look parts up, too.
-        evaluated = self._trainer.eval_dataset
+        evaluated = self._run.eval_dataset
         others = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
-        known = [each for each in (self._trainer.train_dataset, *others) if each is not None]
+        known = [each for each in (self._run.train_dataset, *others) if each is not None]
         if not all(hasattr(each, "__len__") for each in known):
             return MOST_ROWS
         # Room beyond what is an estimate from a few samples.
@@ -161,11 +161,11 @@ class PartStores:
 
     @property
     def _is_endless(self) -> bool:
-        return not hasattr(self._trainer.train_dataset, "__len__") and self.args.max_steps > 0
+        return not hasattr(self._run.train_dataset, "__len__") and self.args.max_steps > 0
 
     def _epochs_left(self) -> float:
-        state, loader = self._trainer.state, self._trainer.callback_handler.train_dataloader
-        if not hasattr(self._trainer.train_dataset, "__len__") or not hasattr(loader, "__len__"):
+        state, loader = self._run.state, self._run.train_loader
+        if not hasattr(self._run.train_dataset, "__len__") or not hasattr(loader, "__len__"):
             return float(self.args.num_train_epochs) if self.args.max_steps <= 0 else 1.0
         steps = max(1, len(loader) // self.args.gradient_accumulation_steps)
         return (state.max_steps - state.global_step) / steps

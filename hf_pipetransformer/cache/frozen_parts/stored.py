@@ -9,43 +9,85 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.frozen_parts.contents import record_format
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, maximal_frozen
+from hf_pipetransformer.cache.frozen_parts.part_stores import PartStores, Price
 from hf_pipetransformer.cache.frozen_parts.served import Plan, Records
 from hf_pipetransformer.cache.frozen_parts.watching import Form, Found, Watch
-from hf_pipetransformer.cache.opening import stored_dtype
-from hf_pipetransformer.compat import trainer_compat
+from hf_pipetransformer.cache.storage import stored_dtype
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.rng import NotedDraws, States, random_state, same_states
 from hf_pipetransformer.options.refusals import precision_of
 from hf_pipetransformer.report import announce, in_bytes, printable
 from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
-from hf_pipetransformer.training.part_stores import PartStores, Price
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.training.context import TrainingContext
+    from hf_pipetransformer.comm.topology import Topology
 
 
 MOST_CHANGES = 3
 """Changes of a part after which nothing of it is stored any more."""
 
 
-class ComputedOnce:
+class PartsRun(Protocol):
+    """What storing frozen parts needs of a trainer's present run."""
+
+    @property
+    def args(self) -> Any:
+        """Trainer's arguments, with those of the store."""
+
+    @property
+    def state(self) -> TrainerState: ...
+
+    @property
+    def topology(self) -> Topology: ...
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that the loss calls, with its adapters."""
+
+    @property
+    def train_dataset(self) -> Any: ...
+
+    @property
+    def eval_dataset(self) -> Any:
+        """One, or a dict of several; None if there is none."""
+
+    @property
+    def train_loader(self) -> Any: ...
+
+    @property
+    def is_whole(self) -> bool:
+        """False if processes or threads run copies or parts of the modules."""
+
+    @property
+    def sends_buffers(self) -> bool:
+        """True if buffers are written anew in every forward, as DistributedDataParallel does."""
+
+    @property
+    def reads_loss_alone(self) -> bool:
+        """True if training reads nothing of the model's outputs but its loss."""
+
+    def note(self, **fields: Any) -> None:
+        """Write an event of the cache to the journal."""
+
+    def end_plan(self) -> None:
+        """Leave the script after a plan; called with `plan_only` alone."""
+
+
+class StoredParts:
     """Stores of the frozen parts of a model in one training; each of its batches runs inside `step`."""
 
-    def __init__(self, context: TrainingContext) -> None:
-        self.context = context
-        self.trainer = context.trainer
+    def __init__(self, run: PartsRun) -> None:
+        self.run = run
         self._serving: list[tuple[Records, Price]] = []
         self._watch: Watch | None = None
         self._step: PresentStep | None = None
@@ -57,12 +99,13 @@ class ComputedOnce:
         self._has_told_beyond = self._has_served = self._has_found = False
         self._state: States | None = None
         self.loader_draws: NotedDraws | None = None
-        self._at_end = _ChecksEpochs(self)
-        self._stores = PartStores(context, lambda: sum(records.store.bytes_taken for records, _ in self._serving))
+        self.at_epoch_end = _ChecksEpochs(self)
+        """For Trainer, before callbacks of the user's that may change a part when an epoch has ended."""
+        self._stores = PartStores(run, lambda: sum(records.store.bytes_taken for records, _ in self._serving))
 
     @property
-    def args(self) -> PipeTransformerArguments:
-        return self.context.args
+    def args(self) -> Any:
+        return self.run.args
 
     @property
     def served(self) -> list[Records]:
@@ -93,7 +136,7 @@ class ComputedOnce:
             self._check()
         if self._step is None or not self._parts:
             if self.args.plan_only:
-                self.context.end_plan()
+                self.run.end_plan()
             yield
             return
         step, watch = self._step, self._watch
@@ -106,9 +149,9 @@ class ComputedOnce:
         # Between two steps of an epoch, nobody but who reads samples draws random numbers, as a rule.
         self._state = random_state(self.args.device) if watch is not None else None
         if self.args.plan_only:
-            self.trainer.model.zero_grad()
+            self.run.model.zero_grad()
             self._find()
-            self.context.end_plan()
+            self.run.end_plan()
 
     def _reads_at_random(self) -> bool:
         """Return True if random numbers were drawn since the step before, or in a process that reads samples."""
@@ -142,7 +185,7 @@ class ComputedOnce:
     def _looked_up(self, step: PresentStep, inputs: Mapping[str, Any]) -> Iterator[None]:
         """Let calls of the parts come to them inside, and say if they read more than the first step did."""
         step.begin(inputs)
-        model: nn.Module = self.trainer.model
+        model: nn.Module = self.run.model
         with ExitStack() as stack:
             if step.defers:
                 # Of copies that DistributedDataParallel makes, or of what a loss makes of the batch.
@@ -157,7 +200,7 @@ class ComputedOnce:
             self._has_told_beyond = True
             names = ", ".join(sorted(step.reads_beyond))
             self._say(
-                f"Step {self.trainer.state.global_step + 1} reads outputs of {names} that the first step did not, so "
+                f"Step {self.run.state.global_step + 1} reads outputs of {names} that the first step did not, so "
                 "that no record has them: they are computed where they are read."
             )
 
@@ -169,15 +212,13 @@ class ComputedOnce:
         counts = [records.counts_since_report() for records in self.served]
         hits, misses = sum(each.hits for each in counts), sum(each.misses for each in counts)
         stored = sum(records.store.bytes_stored for records in self.served)
-        self.context.journal.write("cache", what="epoch", hits=hits, misses=misses, bytes_stored=stored)
+        self.run.note(what="epoch", hits=hits, misses=misses, bytes_stored=stored)
 
     def end(self) -> None:
         """Give the stores back, and say what was saved."""
         for records, price in self._serving:
             self._close(records, price)
         self._serving.clear()
-        if self._at_end in self.trainer.callback_handler.callbacks:
-            self.trainer.remove_callback(self._at_end)
         self._has_begun, self._watch, self._step = False, None, None
 
     def _close(self, records: Records, price: Price) -> None:
@@ -185,7 +226,7 @@ class ComputedOnce:
         records.end(self._stores.use(records.plan, counts))
         looked_up = counts.hits + counts.misses
         if looked_up:
-            where = " by this process" if self.context.topology.is_distributed else ""
+            where = " by this process" if self.run.topology.is_distributed else ""
             self._say(
                 f"{records.plan.name}: {counts.hits} of {looked_up} outputs were read instead of computed{where} "
                 f"({counts.hits / looked_up:.0%}), which saved about {counts.hits * price.hit_seconds:,.0f} s."
@@ -194,37 +235,33 @@ class ComputedOnce:
     # ---- finding ----
 
     def _begin(self) -> None:
-        model = bare_model(self.trainer.model)
+        model = bare_model(self.run.model)
         self._has_told_beyond = self._has_served = self._has_found = False
-        # Others run copies or parts of the modules.
-        is_whole = self.args.n_gpu <= 1 and not (self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled)
-        if self.args.activation_cache == "off" or not is_whole or not maximal_frozen(model):
+        if self.args.activation_cache == "off" or not self.run.is_whole or not maximal_frozen(model):
             return
-        if (adapted := adapted_tower(self.trainer.model)) is not None:
+        if (adapted := adapted_tower(self.run.model)) is not None:
             name, others = adapted
             self._say(
                 f"{name} is computed in every epoch, because adapters train it. It would be frozen, and computed "
                 f"once, with target_modules=r'{others}'."
             )
         self._step = PresentStep(model, self.args.device)
-        self._step.sends_buffers = isinstance(self.trainer.model_wrapped, DistributedDataParallel)
+        self._step.sends_buffers = self.run.sends_buffers
         self._step.defers = not self.args.torch_compile
         may_evaluate = self.args.activation_cache == "on"
         self._watch = Watch(
-            model, self.trainer.model, self._step, precision_of(self.args), may_evaluate, self.args.plan_only,
-            trainer_compat.has_known_loss(self.trainer) and self.trainer.label_smoother is None,
+            model, self.run.model, self._step, precision_of(self.args), may_evaluate, self.args.plan_only,
+            self.run.reads_loss_alone,
         )  # fmt: skip
         self._epoch = self._first_epoch = self._present_epoch
-        self._checked_at = self.trainer.state.global_step
-        # Before the user's own, which may change a part when an epoch has ended.
-        self.trainer.callback_handler.callbacks.insert(0, self._at_end)
+        self._checked_at = self.run.state.global_step
 
     def _find(self) -> None:
         """Decide on the parts whose calls were seen. Collective while some are watched."""
         watch = self._watch
         if watch is None:
             return
-        told = self.context.topology.gather(watch.called)
+        told = self.run.topology.gather(watch.called)
         agreed = set.intersection(*map(set, told))
         if agreed:
             found = self._agreed(watch.find(agreed))
@@ -244,7 +281,7 @@ class ComputedOnce:
 
     def _agreed(self, found: list[Found]) -> list[Found]:
         """Return the parts that all processes have found, with what holds for the samples of all. Collective."""
-        told = self.context.topology.gather([[each.plan.name, each.why_not, each.plan.key] for each in found])
+        told = self.run.topology.gather([[each.plan.name, each.why_not, each.plan.key] for each in found])
         by_name = [{name: rest for name, *rest in of_rank} for of_rank in told]
         own = {each.plan.name: each for each in found}
         agreed: list[Found] = []
@@ -280,7 +317,7 @@ class ComputedOnce:
 
     def _decide(self, plan: Plan, form: Form) -> None:
         """Store a part if that pays. Collective."""
-        topology, settings = self.context.topology, settings_of(bare_model(self.trainer.model), self.args)
+        topology, settings = self.run.topology, settings_of(bare_model(self.run.model), self.args)
         try:
             content = record_format(form.width, stored_dtype(self.args, form.dtype))
         except ValueError as error:
@@ -318,7 +355,7 @@ class ComputedOnce:
         num_found = max(topology.gather(len(store)))
         self._serving.append((records, price))
         self._has_served = True
-        self.context.journal.write("cache", what="part", part=plan.name, **vars(price))
+        self.run.note(what="part", part=plan.name, **vars(price))
         mode = " in evaluation mode, without dropout" if any(part.in_evaluation for part in plan.parts) else ""
         self._say(
             f"{plan.name} ({plan.size / 1e6:,.3g} million parameters) is frozen: it is computed once{mode}. Its "
@@ -342,7 +379,7 @@ class ComputedOnce:
 
     @property
     def _present_epoch(self) -> int:
-        return int(self.trainer.state.epoch or 0)
+        return int(self.run.state.epoch or 0)
 
     def _check(self) -> None:
         self._notice_changed_weights()
@@ -351,7 +388,7 @@ class ComputedOnce:
             self._epoch = self._present_epoch
             for records in self.served:
                 # A process alone knows all records: it has written them itself or found them when it opened the store.
-                if self.context.topology.is_distributed:
+                if self.run.topology.is_distributed:
                     records.store.look_again()
                 self._stop_if_useless(records)
 
@@ -386,13 +423,13 @@ class ComputedOnce:
             if not records.is_what_it_was():
                 records.distrust()
             records.has_served_since_check()
-        self._checked_at = self.trainer.state.global_step
+        self._checked_at = self.run.state.global_step
 
     def _say_wrong(self, records: Records) -> None:
         """Say which steps may have read records that do not hold."""
         records.since_epoch = self._present_epoch
         has_served, name = records.has_served_since_check(), records.plan.name
-        step = self.trainer.state.global_step
+        step = self.run.state.global_step
         if records.plan.is_of_script and not records.has_been_proven and not records.are_weights_others:
             self._say(
                 f"{name} is frozen and computed as in Trainer in every epoch: its own code gives something else for "
@@ -433,7 +470,7 @@ class ComputedOnce:
         self._serving = [each for each in self._serving if each[0] is not records]
 
     def _say(self, text: str) -> None:
-        if self.context.topology.rank == 0:
+        if self.run.topology.rank == 0:
             # Names of modules are the script's.
             announce(printable(text))
 
@@ -445,8 +482,8 @@ def _num_states(records: Records) -> int:
 class _ChecksEpochs(TrainerCallback):
     """Checks the parts when an epoch has ended."""
 
-    def __init__(self, computed_once: ComputedOnce) -> None:
-        self._computed_once = computed_once
+    def __init__(self, parts: StoredParts) -> None:
+        self._parts = parts
 
     def on_epoch_end(self, *_args: Any, **_kwargs: Any) -> None:
-        self._computed_once.end_epoch()
+        self._parts.end_epoch()
