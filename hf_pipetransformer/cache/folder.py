@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +106,15 @@ class StoreFolder:
         """True if this process has the lock."""
         return self._lock >= 0
 
-    def is_reusable(self, num_samples: int, record_format: RecordFormat) -> bool:
-        """Return True if an earlier run kept a store of the same size and format."""
+    def is_reusable(self, record_format: RecordFormat, num_samples: int | None = None) -> bool:
+        """Return True if an earlier run kept a store of the same format, and of the same size if one is given."""
         if not self.is_kept or self.folder.holds(DROPPED_FILE):
             return False
         try:
             header = Header.read(self.folder)
         except StoreDamagedError:
             return False
-        return (header.num_samples, header.record_format) == (num_samples, record_format)
+        return header.record_format == record_format and num_samples in (None, header.num_samples)
 
     def keep(self, use: Use | None = None) -> None:
         """Mark the folder to outlive this run, for a later one with the same key; the list of stores shows `use`."""
@@ -168,12 +168,17 @@ def take_store(
     record_format: RecordFormat,
     max_bytes: int,
     use: Use | None = None,
+    goes_on: bool = False,
 ) -> tuple[StoreFolder, ActivationStore]:
     """Open the store kept under `key`, or create one, as writer 0; raises like `take` and `create`.
 
     Without a key no later run finds it. With one, and the `use` that it is listed with, it is kept for later runs.
+
+    Args:
+        goes_on: True if records have no place of their own: behind those that are kept, there is room for as many as
+            `num_samples` more.
     """
-    folder, store = _take_store(base, key, num_samples, record_format, max_bytes)
+    folder, store = _take_store(base, key, num_samples, record_format, max_bytes, goes_on)
     # Marked from the start: of a run that is killed, the next one still finds the records.
     if key is not None and use is not None:
         try:
@@ -187,17 +192,19 @@ def take_store(
 
 
 def _take_store(
-    base: str | os.PathLike[str], key: str | None, num_samples: int, record_format: RecordFormat, max_bytes: int
+    base: str | os.PathLike[str],
+    key: str | None,
+    num_samples: int,
+    record_format: RecordFormat,
+    max_bytes: int,
+    goes_on: bool,
 ) -> tuple[StoreFolder, ActivationStore]:
     # No other run takes this name, whose records nobody could know again.
     key = key or f"unnamed-{uuid.uuid4().hex}"
     folder = StoreFolder.take(base, key)
-    if folder.is_reusable(num_samples, record_format):
+    if folder.is_reusable(record_format, None if goes_on else num_samples):
         try:
-            # This run's byte limit applies to new records; existing ones are served even beyond it.
-            header = replace(Header.read(folder.folder, key), max_bytes=max_bytes, run_id=uuid.uuid4().hex)
-            header.write(folder.folder)
-            return folder, ActivationStore.open(folder.folder, 0, key)
+            return folder, ActivationStore.reopen(folder.folder, key, max_bytes, num_samples if goes_on else 0)
         except StoreDamagedError as error:
             logger.warning(f"The activation cache of an earlier run is made again: {error}")
     if not folder.clear():

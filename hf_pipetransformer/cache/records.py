@@ -215,7 +215,7 @@ _VERSION = 6
 
 @dataclass(frozen=True)
 class Header:
-    """Parameters of a store, fixed at creation except `max_bytes` and `run_id`; see `ActivationStore.create`."""
+    """Parameters of a store, see `ActivationStore.create`; `ActivationStore.reopen` changes bounds and `run_id`."""
 
     store_id: str
     key: str

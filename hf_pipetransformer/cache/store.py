@@ -10,7 +10,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -149,6 +149,27 @@ class ActivationStore:
         """
         held = folder if isinstance(folder, PrivateFolder) else PrivateFolder.at(folder)
         return cls(held, Header.read(held, key), writer)
+
+    @classmethod
+    def reopen(cls, folder: PrivateFolder, key: str, max_bytes: int, num_more: int = 0) -> ActivationStore:
+        """Open a store that an earlier run kept, as writer 0, with this run's limit.
+
+        The limit applies to new records; those that are there are served even beyond it.
+
+        Args:
+            num_more: makes room for as many records behind the last one.
+
+        Raises:
+            StoreDamagedError: like `open`.
+            OSError: the disk is full or not writable.
+        """
+        header = Header.read(folder, key)
+        index = Index(folder, header)
+        used = np.flatnonzero(index.read(np.arange(header.num_samples))["capacity"]) if num_more else []
+        room = max(header.num_samples, int(used[-1]) + 1 + num_more if len(used) else num_more)
+        index.file.resize(header.record_format.index_bytes(room))
+        replace(header, num_samples=room, max_bytes=max_bytes, run_id=uuid.uuid4().hex).write(folder)
+        return cls.open(folder, 0, key)
 
     def _open_space(self, writer: int) -> Space:
         # Entries with id 0 count here: a record that is being written right now already owns its place.

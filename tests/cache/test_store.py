@@ -718,19 +718,19 @@ def test_what_a_dead_run_left_is_deleted(tmp_path: Path) -> None:
 
 def test_a_kept_folder_serves_a_later_run_of_the_same_rows(tmp_path: Path) -> None:
     first = StoreFolder.take(tmp_path, "key")
-    assert not first.is_reusable(20, RICH)
+    assert not first.is_reusable(RICH, 20)
     store = ActivationStore.create(first.path, 20, RICH, BOUND)
     _, activation, fields = put(store, [3], [4])
     first.keep()
     first.release()
     StoreFolder.take(tmp_path, "other").remove()
     again = StoreFolder.take(tmp_path, "key")
-    assert again.path == first.path and again.is_reusable(20, RICH)
-    assert not again.is_reusable(21, RICH) and not again.is_reusable(20, PLAIN)
+    assert again.path == first.path and again.is_reusable(RICH, 20)
+    assert not again.is_reusable(RICH, 21) and not again.is_reusable(PLAIN, 20)
     reopened = ActivationStore.open(again.path, 0)
     check_rows(reopened.read(np.array([3]), 4), activation, fields, [4], RICH)
     reopened.drop("a reason")
-    assert not again.is_reusable(20, RICH)
+    assert not again.is_reusable(RICH, 20)
 
 
 def test_a_row_of_an_earlier_run_is_compared_once_for_all_processes_of_a_run(tmp_path: Path) -> None:

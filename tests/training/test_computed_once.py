@@ -440,6 +440,25 @@ def test_a_kept_store_serves_the_next_run(tmp_path: Path, caplog: pytest.LogCapt
         assert outputs_read("model.encoder", caplog) == read
 
 
+def test_runs_of_a_sweep_add_to_one_kept_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Runs on other samples, with other batches: each computes what none before has, and eight rows to compare."""
+    case, rows = CASES["whisper"], CASES["whisper"].data()
+    kept = {"activation_cache_keep": True, "activation_cache_dir": str(tmp_path / "cache")}
+    for number, (chosen, batch_size, read) in enumerate(
+        (
+            (range(4), 4, (4, 8)), (range(4, 12), 4, (12, 20)), (range(2, 6), 2, (6, 10)), (range(12), 4, (24, 32)),
+            (range(12), 6, (18, 30)),
+        )
+    ):  # fmt: skip
+        options = {"per_device_train_batch_size": batch_size, "data": [rows[i] for i in chosen], **kept}
+        plain = logged(trainer_of(Trainer, case, tmp_path / f"plain {number}", **options))
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+            found = logged(trainer_of(PipeTransformerTrainer, case, tmp_path / str(number), **options))
+        np.testing.assert_allclose(found, plain, rtol=TOLERANCE, atol=TOLERANCE)
+        assert outputs_read("model.encoder", caplog) == read, number
+
+
 def test_stacks_are_left_alone(tmp_path: Path) -> None:
     """A model whose trained part alone is given stores nothing and has no part."""
     trainer = trainer_of(PipeTransformerTrainer, Case(lambda: CASES["clip"].build().requires_grad_(True),

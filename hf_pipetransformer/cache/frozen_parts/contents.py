@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -84,6 +86,11 @@ class ContentStore:
     @property
     def bytes_stored(self) -> int:
         return self._store.bytes_stored
+
+    @property
+    def places(self) -> Iterable[int]:
+        """Places of the records that are served."""
+        return self._places.values()
 
     def __len__(self) -> int:
         return len(self._places)

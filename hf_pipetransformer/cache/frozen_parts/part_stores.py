@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 WORTH_SECONDS = 2.0
 """Predicted gain over the run, in seconds, below which `auto` makes no store."""
 MOST_ROWS = 2**20
-"""Records of a data set of unknown length."""
+"""Rows of a data set of unknown length."""
+SPARE = 1024
+"""Places of a small store beyond those of the rows that are known of; an index is sparse."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,14 @@ class Price:
     """Cost and gain of storing a part; seconds are those of a row.
 
     Args:
-        num_places: records of all rows that the run is expected to compute.
+        num_rows: that the run is expected to compute.
         needed_bytes: of all records, `record_bytes` each.
         hit_seconds: what reading a record saves.
         reason: of the decision; `is_used` is its outcome.
         is_endless: True if the data set has no length.
     """
 
-    num_places: int
+    num_rows: int
     record_bytes: float
     needed_bytes: float
     hit_seconds: float
@@ -77,11 +79,11 @@ class PartStores:
         Args:
             num_samples: of the batch in which the part was seen.
         """
-        base, num_places = cache_base(self.args), self._num_rows(form.num_rows / num_samples)
+        base, num_rows = cache_base(self.args), self._num_rows(form.num_rows / num_samples)
         length, rows = form.length, form.rows
         record_bytes = content.record_bytes(length)
-        needed = num_places * record_bytes + content.index_bytes(num_places)
-        speed = measure_storage(base, content, length, rows.number, num_places)
+        needed = num_rows * record_bytes + content.index_bytes(num_rows)
+        speed = measure_storage(base, content, length, rows.number, num_rows)
         hashing = _seconds_of_hashing(rows)
         # A record is found by the hash of its inputs, so that each read and each write takes a hash too.
         read, write = speed.read + hashing, speed.write + hashing
@@ -91,12 +93,12 @@ class PartStores:
             costs, 1, StoreContents(fits_share=fits), self._epochs_left(), self.args.activation_cache
         )
         seconds = decision.seconds_per_sample
-        saved = (seconds["compute"] - seconds.get("write", math.inf)) * num_places
+        saved = (seconds["compute"] - seconds.get("write", math.inf)) * num_rows
         is_used = decision.use and (self.args.activation_cache == "on" or saved >= WORTH_SECONDS)
         reason = decision.reason
         if not is_used and self._is_endless:
             reason = "the data set has no length, so that it is not known if a sample comes again"
-        return Price(num_places, record_bytes, needed, form.seconds - read, is_used, reason, self._is_endless)
+        return Price(num_rows, record_bytes, needed, form.seconds - read, is_used, reason, self._is_endless)
 
     def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str) -> ContentStore | str:
         """Return the node's store, which its first process makes, or why some node has none. Collective.
@@ -121,7 +123,9 @@ class PartStores:
             where, limit = (cache_base(self.args), key), int(self._max_bytes())
 
             def make() -> ContentStore:
-                folder, made = take_store(*where, price.num_places, content, limit, self.use(plan, Counts()))
+                # Evaluations may compute more rows than are known of.
+                num_places, use = 2 * price.num_rows + SPARE, self.use(plan, Counts())
+                folder, made = take_store(*where, num_places, content, limit, use, goes_on=True)
                 return ContentStore(made, 0, num_writers, folder)
 
             attempt(make)
@@ -149,8 +153,8 @@ class PartStores:
         known = [each for each in (self._run.train_dataset, *others) if each is not None]
         if not all(hasattr(each, "__len__") for each in known):
             return MOST_ROWS
-        # Room beyond what is an estimate from a few samples.
-        return int(1.1 * of_a_sample * sum(map(len, known))) + 64 * self._topology.world_size
+        # More than an estimate from a few samples.
+        return math.ceil(1.1 * of_a_sample * sum(map(len, known)))
 
     def _max_bytes(self) -> float:
         asked = self.args.activation_cache_max_gb

@@ -102,7 +102,8 @@ class Records:
     """States of the parts that were seen up to this epoch."""
     since_epoch: int = 0
     """Epoch in which the oldest records that are used were written."""
-    is_proven: bool = field(default=False, init=False)
+    _unproven: frozenset[int] = field(default=frozenset(), init=False)
+    """Places of records that were there before, until some of them were compared."""
     _agreed: set[int] = field(default_factory=set, init=False)
     _num_calls: int = field(default=0, init=False)
     num_distrusted: int = field(default=0, init=False)
@@ -117,8 +118,6 @@ class Records:
         """Look up from here on."""
         self._seen = set() if self.plan.notes_first else None
         self.use_present_weights()
-        # Of an earlier run nothing is used before some of it was compared.
-        self.is_proven = self.plan.is_of_script or not len(self.store)
         self.plan.part.records = self
 
     def end(self, use: Use) -> None:
@@ -147,6 +146,8 @@ class Records:
         weights = self._weights()
         self._watch, self._ids = PrefixWatch(weights), list(map(id, weights))
         self.store.use_weights(f"{weights_key(self.plan, self.settings)} {self.num_distrusted}")
+        # Of an earlier run nothing is used before some of it was compared.
+        self._unproven = frozenset(self.store.places)
 
     @property
     def is_trained(self) -> bool:
@@ -177,7 +178,7 @@ class Records:
         if self.plan.is_of_script:
             # It runs for whole batches, as under Trainer, or not at all, once each row has come out alike twice.
             is_hit &= all(place in self._agreed for place in places.tolist())
-        if not is_hit.any() or not self.is_proven:
+        if not is_hit.any() or any(each in self._unproven and each not in self._agreed for each in places.tolist()):
             return None
         self._num_calls += 1
         records = self.store.read(places[is_hit], self.reading.num_tokens(call))
@@ -248,7 +249,8 @@ class Records:
         agrees = not any(self._differ(a[:length], b[:length]) for a, b, length in pairs)
         if agrees:
             self._agreed.update(places[is_hit].tolist())
-            self.is_proven |= len(self._agreed) >= NUM_COMPARED
+            if len(self._unproven & self._agreed) >= NUM_COMPARED:
+                self._unproven = frozenset()
         return agrees
 
     @property
