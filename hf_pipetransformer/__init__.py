@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from hf_pipetransformer.cache.frozen_parts.callback import ComputedOnce
     from hf_pipetransformer.comm.errors import PipelineError
     from hf_pipetransformer.freeze.policy import FreezePolicy, FreezeSignal
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "ComputedOnce",
     "FreezePolicy",
     "FreezeSignal",
     "Layout",
@@ -36,6 +38,7 @@ TESTED_TRANSFORMERS = ((5, 23), (5, 24))
 """First and last release of transformers that the tests run with, those that pyproject.toml lets pip install."""
 
 _HOMES = {
+    "ComputedOnce": "cache.frozen_parts.callback",
     "PipeTransformerArguments": "options.arguments",
     "PipelineError": "comm.errors",
     "FreezePolicy": "freeze.policy",

@@ -165,8 +165,8 @@ class ActivationStore:
         """
         header = Header.read(folder, key)
         index = Index(folder, header)
-        used = np.flatnonzero(index.read(np.arange(header.num_samples))["capacity"]) if num_more else []
-        room = max(header.num_samples, int(used[-1]) + 1 + num_more if len(used) else num_more)
+        capacities = index.read(np.arange(header.num_samples if num_more else 0))["capacity"]
+        room = max(header.num_samples, num_more + int(np.flatnonzero(capacities).max(initial=-1)) + 1)
         index.file.resize(header.record_format.index_bytes(room))
         replace(header, num_samples=room, max_bytes=max_bytes, run_id=uuid.uuid4().hex).write(folder)
         return cls.open(folder, 0, key)

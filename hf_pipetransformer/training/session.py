@@ -145,7 +145,12 @@ class PipelineSession:
         try:
             timeouts.rest()
             # The lock comes first: reported faults are written to the events file, which may belong to another run.
-            with self._only_run(trial), timeouts.reporting_faults(), ExitStack() as self._until_left:
+            with (
+                self._only_run(trial),
+                self._parts_stored(),
+                timeouts.reporting_faults(),
+                ExitStack() as self._until_left,
+            ):
                 topology.decide(self.context.journal.log.check)
                 # With `model_init` Trainer makes a new model, and the old one need not be whole.
                 if trainer.model_init is None:

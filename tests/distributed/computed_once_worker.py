@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer import ComputedOnce, PipeTransformerTrainer
 from hf_pipetransformer.cache.frozen_parts import watching
 from tests.distributed.scenarios import Lines, scenario
 from tests.support.frozen_models import CASES, logged, trainer_of
@@ -43,5 +43,8 @@ def train(folder: Path, names: list[str]) -> dict[str, Any]:
 
         once.end = note
         found[name] = {"plain": plain, "ours": logged(ours), "counts": counts}
+    called = trainer_of(Trainer, CASES["whisper"], folder / "called", per_device_train_batch_size=3)
+    called.add_callback(ComputedOnce("on"))
+    found["called"] = logged(called)
     talks = logged(trainer_of(Talks, CASES["whisper"], folder / "talks", per_device_train_batch_size=3))
     return {**found, "talks": talks, "said": lines.lines}

@@ -140,7 +140,11 @@ SETTINGS: list[dict[str, Any]] = [
 LOWER = replace(PROBES["bert"], build=bert_lower_layers, part="bert.embeddings to bert.encoder.layer.1")
 
 
-@pytest.mark.parametrize("case", [CASES["llava"], PROBES["vit"], LOWER], ids=["llava", "probe", "lower layers"])
+@pytest.mark.parametrize(
+    "case",
+    [CASES["llava"], PROBES["vit"], LOWER, CASES["whisper"]],
+    ids=["llava", "probe", "lower layers", "encoder under layers that are recomputed"],
+)
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_numbers_are_trainers_under_other_settings(
     case: Case, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture

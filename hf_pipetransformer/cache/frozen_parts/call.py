@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -134,9 +134,9 @@ class PartCall:
         """Compute the outputs, as the module gives them and in a list, and store them if they are to be stored."""
         args, kwargs = undeferred(self.rows.given[0]), undeferred(self.rows.given[1])
         asking = self.part.asks_for_gradients
-        # Gradients that reach nothing are asked of what comes out alone. A recomputation in the backward then keeps as
-        # many tensors, whether the outputs are read or computed.
-        with torch.no_grad() if asking else nullcontext():
+        # Gradients that reach nothing are asked of what comes out alone. A layer that is computed again in the backward,
+        # and in which outputs are used first, then keeps as many tensors each time, whether they are read or computed.
+        with torch.no_grad():
             output = self.part.compute(args, kwargs)
         self._values = values = tensors_of(output)
         for number in asking if torch.is_grad_enabled() else ():

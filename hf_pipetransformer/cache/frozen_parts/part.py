@@ -71,12 +71,16 @@ class PresentStep:
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Note the tensors of a batch."""
-        self._shapes = {name: each.shape for name, each in batch.items() if isinstance(each, torch.Tensor)}
-        self._of_batch, self._lengths = set(), {}
+        self._shapes, self._of_batch, self._lengths = {}, set(), {}
         self._of_model = frozenset(memory_of(each) for each in (*self._model.parameters(), *self._model.buffers()))
-        self.note(batch)
+        self.add(batch)
         self._state = random_state(self.device)
         self.reads_beyond.clear()
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Note more tensors of the batch in progress."""
+        self._shapes |= {name: each.shape for name, each in batch.items() if isinstance(each, torch.Tensor)}
+        self.note(batch)
 
     def note(self, given: Mapping[str, Any]) -> None:
         """Note what the model is called with: the batch, copies of it (DistributedDataParallel), or more."""

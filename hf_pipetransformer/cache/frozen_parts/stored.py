@@ -6,12 +6,13 @@ prefix of a stack on pipeline stages has a cache of its own, see `cache.training
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState
 
 from hf_pipetransformer.cache.chain import settings_of
@@ -98,6 +99,7 @@ class StoredParts:
         self._checked_at = 0
         self._has_told_beyond = self._has_served = self._has_found = False
         self._state: States | None = None
+        self._hooks: tuple[RemovableHandle, ...] = ()
         self.loader_draws: NotedDraws | None = None
         self.at_epoch_end = _ChecksEpochs(self)
         """For Trainer, before callbacks of the user's that may change a part when an epoch has ended."""
@@ -126,6 +128,19 @@ class StoredParts:
         Raises:
             PlanPrinted: with `plan_only`, after the loss of the first batch.
         """
+        self.begin_step()
+        if self.has_parts:
+            with self.batch(inputs, batch_size(inputs)):
+                yield
+        elif not self.args.plan_only:
+            yield
+        if self.args.plan_only:
+            self.run.model.zero_grad()
+            self._find()
+            self.run.end_plan()
+
+    def begin_step(self) -> None:
+        """Decide on what the step before has shown, and check what is served. Collective like `step`."""
         if not self._has_begun:
             self._has_begun = True
             self._begin()
@@ -134,24 +149,45 @@ class StoredParts:
         self._find()
         if self._serving:
             self._check()
-        if self._step is None or not self._parts:
-            if self.args.plan_only:
-                self.run.end_plan()
-            yield
-            return
+
+    @property
+    def has_parts(self) -> bool:
+        """True if calls of some part are watched, deferred or looked up."""
+        return self._step is not None and bool(self._parts)
+
+    @contextmanager
+    def batch(self, inputs: Mapping[str, Any], num_samples: int) -> Iterator[None]:
+        """Let calls of the parts come to them inside, from the first one in a batch of the training to its backward.
+
+        Args:
+            inputs: what is known of the batch; `enter_root` tells more.
+        """
         step, watch = self._step, self._watch
+        assert step is not None
         step.evaluates = step.generates = step.reads_loss_alone = False
-        with self._looked_up(step, inputs), ExitStack() as stack:
-            if watch is not None:
-                self._num_samples = batch_size(inputs)
-                stack.enter_context(watch.step_watched())
+        if watch is not None:
+            self._num_samples = num_samples
+            watch.begin_step()
+        with self._looked_up(step, inputs):
             yield
+        if watch is not None:
+            watch.end_step()
         # Between two steps of an epoch, nobody but who reads samples draws random numbers, as a rule.
         self._state = random_state(self.args.device) if watch is not None else None
-        if self.args.plan_only:
-            self.run.model.zero_grad()
-            self._find()
-            self.run.end_plan()
+
+    def enter_root(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note what the model itself is called with."""
+        step = self._step
+        if step is not None and step.defers:
+            # Copies of the batch that DistributedDataParallel makes, or what a loss makes of it.
+            step.note(kwargs)
+        if self._watch is not None and step is not None and not step.evaluates:
+            self._watch.enter_root(args, kwargs)
+
+    def leave_root(self) -> None:
+        """Note that a call of the model itself is over."""
+        if self._watch is not None and self._step is not None and not self._step.evaluates:
+            self._watch.leave_root()
 
     def _reads_at_random(self) -> bool:
         """Return True if random numbers were drawn since the step before, or in a process that reads samples."""
@@ -185,15 +221,9 @@ class StoredParts:
     def _looked_up(self, step: PresentStep, inputs: Mapping[str, Any]) -> Iterator[None]:
         """Let calls of the parts come to them inside, and say if they read more than the first step did."""
         step.begin(inputs)
-        model: nn.Module = self.run.model
         with ExitStack() as stack:
-            if step.defers:
-                # Of copies that DistributedDataParallel makes, or of what a loss makes of the batch.
-                given = model.register_forward_pre_hook(
-                    lambda _module, _args, named: step.note(named), with_kwargs=True
-                )
-                stack.callback(given.remove)
-            for part in self._parts:
+            # An evaluation shows nothing of what training reads.
+            for part in self._parts if not step.evaluates else (each for each in self._parts if each.watch is None):
                 stack.enter_context(part.standing_in())
             yield
         if step.reads_beyond and not step.evaluates and not self._has_told_beyond:
@@ -220,6 +250,8 @@ class StoredParts:
             self._close(records, price)
         self._serving.clear()
         self._has_begun, self._watch, self._step = False, None, None
+        for hook in self._hooks:
+            hook.remove()
 
     def _close(self, records: Records, price: Price) -> None:
         counts = records.counts
@@ -253,6 +285,11 @@ class StoredParts:
             model, self.run.model, self._step, precision_of(self.args), may_evaluate, self.args.plan_only,
             self.run.reads_loss_alone,
         )  # fmt: skip
+        root: nn.Module = self.run.model
+        self._hooks = (
+            root.register_forward_pre_hook(RootHook(lambda _, *given: self.enter_root(*given)), with_kwargs=True),
+            root.register_forward_hook(RootHook(lambda *_: self.leave_root()), always_call=True),
+        )
         self._epoch = self._first_epoch = self._present_epoch
         self._checked_at = self.run.state.global_step
 
@@ -473,6 +510,22 @@ class StoredParts:
         if self.run.topology.rank == 0:
             # Names of modules are the script's.
             announce(printable(text))
+
+
+class RootHook:
+    """Hook on a model that is not saved or copied with it."""
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self._act = act
+
+    def __call__(self, *given: Any) -> None:
+        self._act(*given)
+
+    def __reduce__(self) -> Any:
+        return RootHook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None: ...
 
 
 def _num_states(records: Records) -> int:

@@ -151,33 +151,30 @@ class Watch:
         self._outputs: set[int] = set()
         self._number = 0
         self._root = RootCall()
-        self._warm_seconds = 0.0
+        self._warm_seconds = self._root_began = 0.0
 
     @property
     def is_over(self) -> bool:
         """True if something is known of all parts."""
         return not self.parts
 
-    @contextmanager
-    def step_watched(self) -> Iterator[None]:
-        """Watch the calls inside."""
+    def begin_step(self) -> None:
+        """Watch the calls of one more step."""
         self._outputs.clear()
         self._number += 1
-        began = [0.0]
 
-        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            began[0] = _now()
-            with suppress(NotStorableError):
-                self._note_root(args, kwargs)
+    def enter_root(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note that the model itself is called."""
+        self._root_began = _now()
+        with suppress(NotStorableError):
+            self._note_root(args, kwargs)
 
-        def after(*_: Any) -> None:
-            self._root.seconds += _now() - began[0]
+    def leave_root(self) -> None:
+        """Note that a call of the model itself is over."""
+        self._root.seconds += _now() - self._root_began
 
-        hooks = self.root.register_forward_pre_hook(before, with_kwargs=True), self.root.register_forward_hook(after)
-        with ExitStack() as stack:
-            for hook in hooks:
-                stack.callback(hook.remove)
-            yield
+    def end_step(self) -> None:
+        """Look at what was done in the step to the tensors that parts were called with."""
         for name, known, version in self._inputs:
             tensor = known()
             # What no record has could not be computed from inputs of before.
@@ -185,7 +182,7 @@ class Watch:
                 seen.why_not = seen.why_not or "is given tensors that are written into later in the step"
         self._inputs.clear()
 
-    def _note_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_root(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._root.rows is not None:
             return
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()]
