@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.frozen_parts.callback import ComputedOnce
     from hf_pipetransformer.comm.errors import PipelineError
     from hf_pipetransformer.freeze.policy import FreezePolicy, FreezeSignal
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
     from hf_pipetransformer.trainer.mixin import PipeTransformerMixin, PipeTransformerTrainer
+    from hf_pipetransformer.training.computed_once import ComputedOnce
 
 
 __all__ = [
@@ -38,7 +38,7 @@ TESTED_TRANSFORMERS = ((5, 23), (5, 24))
 """First and last release of transformers that the tests run with, those that pyproject.toml lets pip install."""
 
 _HOMES = {
-    "ComputedOnce": "cache.frozen_parts.callback",
+    "ComputedOnce": "training.computed_once",
     "PipeTransformerArguments": "options.arguments",
     "PipelineError": "comm.errors",
     "FreezePolicy": "freeze.policy",

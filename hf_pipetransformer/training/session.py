@@ -33,6 +33,7 @@ from hf_pipetransformer.training.loaders import (
     share_rng_state,
     states_of_first_rank,
 )
+from hf_pipetransformer.training.part_stores import PartStores
 from hf_pipetransformer.training.start import TrainingSetup, start_training
 from hf_pipetransformer.training.weights import Ending, ModelSaving, WeightLoading
 
@@ -59,7 +60,8 @@ class PipelineSession:
         self.saving = ModelSaving(builder)
         self.weights = WeightLoading(self.context)
         self.ending = Ending(builder)
-        self.stored_parts = StoredParts(PartsOfTrainer(self.context.trainer, self.context))
+        parts = PartsOfTrainer(self.context.trainer, self.context)
+        self.stored_parts = StoredParts(parts, PartStores(parts))
         self.present: Training | None = None
         """Training in progress."""
         self.resumption: Resumption | None = None

@@ -19,13 +19,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.chain import settings_of
-from hf_pipetransformer.cache.frozen_parts import part_stores
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.cache.training import TrainingCache
 from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.training import part_stores
 from hf_pipetransformer.training import start as beginning
 from tests.cache.test_cache_safety import NUM_SAMPLES, SOURCE
 from tests.cache.test_store import fill

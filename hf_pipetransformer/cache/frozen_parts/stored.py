@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -19,8 +19,7 @@ from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.frozen_parts.contents import record_format
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, maximal_frozen
-from hf_pipetransformer.cache.frozen_parts.part_stores import PartStores, Price
-from hf_pipetransformer.cache.frozen_parts.served import Plan, Records
+from hf_pipetransformer.cache.frozen_parts.served import Counts, Plan, Records
 from hf_pipetransformer.cache.frozen_parts.watching import Form, Found, Watch
 from hf_pipetransformer.cache.storage import stored_dtype
 from hf_pipetransformer.data.batches import batch_size
@@ -31,6 +30,9 @@ from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
 
 
 if TYPE_CHECKING:
+    from hf_pipetransformer.cache.folder import Use
+    from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
+    from hf_pipetransformer.cache.records import RecordFormat
     from hf_pipetransformer.comm.topology import Topology
 
 
@@ -84,11 +86,44 @@ class PartsRun(Protocol):
         """Leave the script after a plan; called with `plan_only` alone."""
 
 
+@dataclass(frozen=True)
+class Price:
+    """Cost and gain of storing a part; seconds are those of a row.
+
+    Args:
+        num_rows: that the run is expected to compute.
+        needed_bytes: of all records, `record_bytes` each.
+        hit_seconds: what reading a record saves.
+        reason: of the decision; `is_used` is its outcome.
+        is_endless: True if the data set has no length.
+    """
+
+    num_rows: int
+    record_bytes: float
+    needed_bytes: float
+    hit_seconds: float
+    is_used: bool
+    reason: str
+    is_endless: bool = False
+
+
+class Stores(Protocol):
+    """Prices and stores of parts; see `training.part_stores.PartStores`."""
+
+    def price(self, form: Form, num_samples: int, content: RecordFormat, taken: int) -> Price: ...
+
+    def open(
+        self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int
+    ) -> ContentStore | str: ...
+
+    def use(self, plan: Plan, counts: Counts) -> Use: ...
+
+
 class StoredParts:
     """Stores of the frozen parts of a model in one training; each of its batches runs inside `step`."""
 
-    def __init__(self, run: PartsRun) -> None:
-        self.run = run
+    def __init__(self, run: PartsRun, stores: Stores) -> None:
+        self.run, self._stores = run, stores
         self._serving: list[tuple[Records, Price]] = []
         self._watch: Watch | None = None
         self._step: PresentStep | None = None
@@ -103,7 +138,6 @@ class StoredParts:
         self.loader_draws: NotedDraws | None = None
         self.at_epoch_end = _ChecksEpochs(self)
         """For Trainer, before callbacks of the user's that may change a part when an epoch has ended."""
-        self._stores = PartStores(run, lambda: sum(records.store.bytes_taken for records, _ in self._serving))
 
     @property
     def args(self) -> Any:
@@ -113,6 +147,10 @@ class StoredParts:
     def served(self) -> list[Records]:
         """Records of the parts that are looked up."""
         return [records for records, _ in self._serving]
+
+    @property
+    def _bytes_taken(self) -> int:
+        return sum(records.store.bytes_taken for records in self.served)
 
     @property
     def _parts(self) -> list[FrozenPart]:
@@ -363,7 +401,7 @@ class StoredParts:
 
         def priced() -> dict[str, Any] | str:
             try:
-                return vars(self._stores.price(form, self._num_samples, content))
+                return vars(self._stores.price(form, self._num_samples, content, self._bytes_taken))
             except (OSError, ValueError, StoreDamagedError) as error:
                 return str(error)
 
@@ -379,7 +417,7 @@ class StoredParts:
             self._say_computed(plan.name, f"{price.reason}.")
         if not price.is_used or self.args.plan_only:
             return
-        store = self._stores.open(plan, content, price, settings)
+        store = self._stores.open(plan, content, price, settings, self._bytes_taken)
         if isinstance(store, str):
             self._say_computed(plan.name, store)
             return

@@ -21,6 +21,7 @@ from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.rng import States, random_state, same_states
 from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
 from hf_pipetransformer.report import logger
+from hf_pipetransformer.training.part_stores import PartStores
 
 
 _WHOLE = (
@@ -74,7 +75,7 @@ class _CalledParts(StoredParts):
     _since_call: States | None = None
 
     def __init__(self, run: _Run) -> None:
-        super().__init__(run)
+        super().__init__(run, PartStores(run))
         self._open = ExitStack()
 
     def begin(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from hf_pipetransformer.cache.folder import Use, safe_max_bytes, take_store
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
 from hf_pipetransformer.cache.frozen_parts.deferred import Deferred
 from hf_pipetransformer.cache.frozen_parts.served import Counts, weights_key
+from hf_pipetransformer.cache.frozen_parts.stored import Price
 from hf_pipetransformer.cache.storage import cache_base, measure_storage
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decide_cache
@@ -37,43 +38,17 @@ SPARE = 1024
 """Places of a small store beyond those of the rows that are known of; an index is sparse."""
 
 
-@dataclass(frozen=True)
-class Price:
-    """Cost and gain of storing a part; seconds are those of a row.
-
-    Args:
-        num_rows: that the run is expected to compute.
-        needed_bytes: of all records, `record_bytes` each.
-        hit_seconds: what reading a record saves.
-        reason: of the decision; `is_used` is its outcome.
-        is_endless: True if the data set has no length.
-    """
-
-    num_rows: int
-    record_bytes: float
-    needed_bytes: float
-    hit_seconds: float
-    is_used: bool
-    reason: str
-    is_endless: bool = False
-
-
 class PartStores:
-    """Prices and stores of the frozen parts of a training.
+    """Prices and stores of the frozen parts of a training; `taken` are the bytes of the stores that are open."""
 
-    Args:
-        bytes_taken: of the stores that are open.
-    """
-
-    def __init__(self, run: PartsRun, bytes_taken: Callable[[], int]) -> None:
+    def __init__(self, run: PartsRun) -> None:
         self._run, self._topology = run, run.topology
-        self._bytes_taken = bytes_taken
 
     @property
     def args(self) -> Any:
         return self._run.args
 
-    def price(self, form: Form, num_samples: int, content: RecordFormat) -> Price:
+    def price(self, form: Form, num_samples: int, content: RecordFormat, taken: int) -> Price:
         """Return what storing a part costs and saves; raises like `measure_storage`.
 
         Args:
@@ -88,7 +63,7 @@ class PartStores:
         # A record is found by the hash of its inputs, so that each read and each write takes a hash too.
         read, write = speed.read + hashing, speed.write + hashing
         costs = CacheCosts((0.0, form.seconds), 0.0, read, write, is_apart(self.args.device))
-        fits = min(1.0, self._max_bytes() / needed)
+        fits = min(1.0, self._max_bytes(taken) / needed)
         decision = decide_cache(
             costs, 1, StoreContents(fits_share=fits), self._epochs_left(), self.args.activation_cache
         )
@@ -100,7 +75,7 @@ class PartStores:
             reason = "the data set has no length, so that it is not known if a sample comes again"
         return Price(num_rows, record_bytes, needed, form.seconds - read, is_used, reason, self._is_endless)
 
-    def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str) -> ContentStore | str:
+    def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int) -> ContentStore | str:
         """Return the node's store, which its first process makes, or why some node has none. Collective.
 
         Args:
@@ -120,7 +95,7 @@ class PartStores:
                 reason = str(error)
 
         if topology.is_first_here:
-            where, limit = (cache_base(self.args), key), int(self._max_bytes())
+            where, limit = (cache_base(self.args), key), int(self._max_bytes(taken))
 
             def make() -> ContentStore:
                 # Evaluations may compute more rows than are known of.
@@ -156,12 +131,12 @@ class PartStores:
         # More than an estimate from a few samples.
         return math.ceil(1.1 * of_a_sample * sum(map(len, known)))
 
-    def _max_bytes(self) -> float:
+    def _max_bytes(self, taken: int) -> float:
         asked = self.args.activation_cache_max_gb
         if asked is None:
             return safe_max_bytes(cache_base(self.args))
         # The option bounds the stores of all parts together.
-        return max(0.0, asked * 1e9 - self._bytes_taken())
+        return max(0.0, asked * 1e9 - taken)
 
     @property
     def _is_endless(self) -> bool:
