@@ -56,7 +56,7 @@ def _digest_record(name: str, tensor: torch.Tensor | None) -> bytes:
     if tensor is None or tensor.is_meta:
         raise ValueError(
             f"{name} {'is absent' if tensor is None else 'is a meta tensor without data'}: the frozen prefix can be "
-            "digested only where all of its weights are, on the first stage."
+            "digested only where all of its weights are, on the first stage, as they were when training started."
         )
     return f"{name}\0{digest_of(tensor)}\n".encode()
 
@@ -242,16 +242,19 @@ class FrozenWeights:
         # A model that was loaded in 16 bits rounds as coarsely as its dtype, whatever the arguments say.
         self.precision = coarsest(precision_of(args), self.output.dtype)
         is_watched = stage.groups.position in self._watching
-        # The first block that uses a parameter decides: an embedding tied to the head counts as the embedding.
-        self._watched = {
-            name: p for name, p in parameters.items() if structure.blocks_of_parameter[name][0] in below_entry
+        # The first block that uses a tensor decides: an embedding tied to the head counts as the embedding.
+        watched = {
+            name: each for name, each in tensors.items() if name not in scales and blocks_of[name][0] in below_entry
         }
-        self._watch = PrefixWatch([*self._watched.values()] if is_watched else [])
+        self._places = {name: _place_of(model, name) for name in watched}
+        self._watched = list(watched.values()) if is_watched else []
+        self._watch = PrefixWatch(self._watched)
 
     @property
     def trained(self) -> str | None:
         """Name of a parameter that asks for gradients by now, which records do not give; None if there is none."""
-        return next((name for name, parameter in self._watched.items() if parameter.requires_grad), None)
+        present = {name: own.get(key) for name, (own, key) in self._places.items()}
+        return next((name for name, each in present.items() if each is not None and each.requires_grad), None)
 
     def what_changed(self) -> str:
         """Return what differs from construction, weights or what is computed from them; empty if nothing does.
@@ -270,12 +273,15 @@ class FrozenWeights:
         return differs(output, self.output, SAME_BATCH_TOLERANCE[self.precision])
 
     def have_changed(self, at_once: bool) -> bool:
-        """Return True if they changed on any rank of the pipeline; see `PrefixWatch.has_changed`.
+        """Return True if they changed, or others are in their places, on any rank; see `PrefixWatch.has_changed`.
 
         Collective: call on every rank of the pipeline. The ranks that hold them tell the others. Usually that is the
         first rank alone, which then waits for nobody.
         """
-        groups, changed = self._groups, self._watch.has_changed(at_once)
+        groups = self._groups
+        present = (own.get(key) for own, key in self._places.values())
+        is_replaced = any(now is not before for now, before in zip(present, self._watched, strict=False))
+        changed = is_replaced or self._watch.has_changed(at_once)
         if groups.pipeline_size == 1:
             return changed
         # The message of the call before is awaited now rather than then, so that a check does not wait for the peers.
@@ -289,6 +295,14 @@ class FrozenWeights:
         if changed or at_once:
             self._sender.flush()  # This object may be dropped now.
         return changed
+
+
+def _place_of(model: torch.nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Return where a module has a parameter or buffer, in whose place another one may come."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    own: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+    return own, key
 
 
 def settings_of(model: Any, args: PipeTransformerArguments) -> str:

@@ -46,7 +46,7 @@ class ParameterSlots:
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return what `named_parameters` gives: parameters by first name."""
-        return [(name, parameter) for name, own, key in self._places if (parameter := own[key]) is not None]
+        return [(name, parameter) for name, own, key in self._places if (parameter := own.get(key)) is not None]
 
 
 class ParameterStore:

@@ -35,6 +35,10 @@ class StageExit(Exception):
         self.hidden = hidden
 
 
+Override = tuple[nn.Module, Callable[..., Any] | None, Callable[..., Any] | None]
+"""A module, its forward on a stage, and what is called there in place of that and its hooks; None for its own."""
+
+
 @dataclass
 class Ran:
     """Forward of a model that a view has restricted, with its result."""
@@ -74,7 +78,8 @@ class StageView:
         self.is_running = False
         """True while `run` executes the model."""
         self._overridden: list[tuple[nn.Module, Any]] = []
-        self._forwards: dict[range, list[tuple[nn.Module, Callable[..., Any], bool]]] = {}
+        self._called: list[nn.Module] = []
+        self._forwards: dict[range, list[Override]] = {}
         self._noted: list[torch.Tensor] | None = None
         self._around: list[nn.Module] | None = None
         self.blocks = range(0)
@@ -184,13 +189,14 @@ class StageView:
         if blocks not in self._forwards:
             # Cached: ranks with several stages switch between them many times per step.
             self._forwards[blocks] = self._forwards_of(blocks)
-        for module, forward, is_here in self._forwards[blocks]:
-            # An instance may have a forward of its own, which comes back in `_restore`.
-            self._overridden.append((module, module.__dict__.get("forward")))
-            module.forward = forward
-            if not is_here:
-                # Its hooks are called where it computes, and would change here what passes through.
-                module.__dict__["_call_impl"] = forward
+        for module, forward, call in self._forwards[blocks]:
+            if forward is not None:
+                # An instance may have a forward of its own, which comes back in `_restore`.
+                self._overridden.append((module, module.__dict__.get("forward")))
+                module.forward = forward
+            if call is not None:
+                self._called.append(module)
+                module.__dict__["_call_impl"] = call
 
     def widen(self) -> None:
         """Restrict the model to the whole first installed stage again."""
@@ -211,16 +217,18 @@ class StageView:
     def _restore(self) -> None:
         for module, own in self._overridden:
             del module.forward
-            module.__dict__.pop("_call_impl", None)
             if own is not None:
                 module.forward = own
+        for module in self._called:
+            del module.__dict__["_call_impl"]
         self._overridden.clear()
+        self._called.clear()
         self.blocks = range(0)
         self.received = None
 
-    def _forwards_of(self, blocks: range) -> list[tuple[nn.Module, Callable[..., Any], bool]]:
-        """Return the modules that need another forward on a stage, that forward, and if they compute there."""
-        found: list[tuple[nn.Module, Callable[..., Any], bool]] = []
+    def _forwards_of(self, blocks: range) -> list[Override]:
+        """Return the modules that need another forward on a stage, or another call."""
+        found: list[Override] = []
         if 0 not in blocks:
             structure = self.structure
             # Of what a stand-in returns, only structure and shape matter.
@@ -228,15 +236,21 @@ class StageView:
             if not structure.enters_layers:
                 # The last entry is the one whose output enters the layers, so its values matter.
                 makers[-1] = self._entering
-            found += [
-                (entry, partial(self._replaced, make), False)
-                for entry, make in zip(structure.entries, makers, strict=True)
-            ]
+            for entry, make in zip(structure.entries, makers, strict=True):
+                found.append((entry, replaced := partial(self._replaced, make), replaced))
         for index, layer in enumerate(self.structure.layers):
             forward = self._layer_forward(index, layer, blocks)
-            if forward is not None:
-                found.append((layer, forward, attention_of(index) in blocks or mlp_of(index) in blocks))
+            if attention_of(index) not in blocks and mlp_of(index) not in blocks:
+                # Its hooks are called where it computes, and would change here what passes through.
+                found.append((layer, forward, forward))
+            else:
+                found.append((layer, forward, partial(self._left, layer) if mlp_of(index) == blocks[-1] else None))
         return found
+
+    def _left(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the last layer of a stage, and leave the model's forward behind its hooks."""
+        output = type(layer)._call_impl(layer, *args, **kwargs)
+        raise StageExit(output[0] if self.structure.returns_tuple else output)
 
     def _replaced(self, make: StandIn, *_args: Any, **_kwargs: Any) -> Any:
         if self.received is None:
@@ -257,7 +271,7 @@ class StageView:
         last = blocks[-1] if blocks else 0
         # A stage of the embeddings alone ends where the first layer would begin.
         exits_before = last == 0 and index == 0
-        exits_after = last in (attention, mlp)
+        exits_between = last == attention
         is_own = attention in blocks or mlp in blocks
         takes_received = self.structure.enters_layers and index == 0 and 0 not in blocks
         wraps = self.structure.returns_tuple
@@ -287,13 +301,13 @@ class StageView:
                 output = _recomputed(run, hidden, args, kwargs)
             else:
                 output = run(hidden, *args, **kwargs)
-            if exits_after:
+            if exits_between:
                 raise StageExit(output[0] if wraps else output)
             if not is_own and index == len(self.structure.layers) - 1:
                 self._note(output)
             return output
 
-        serves = attention in blocks and mlp in blocks and not exits_after and not takes_received
+        serves = attention in blocks and mlp in blocks and not takes_received
         if serves and self._compiled is None and not self._recomputes_layers:
             return None
         return forward

@@ -59,6 +59,8 @@ class Training:
     _shown: Layout | None = field(default=None, init=False)
     _first_loss: torch.Tensor | None = field(default=None, init=False)
     _is_first_checked: bool = field(default=False, init=False)
+    _has_looked: bool = field(default=False, init=False)
+    """True if the parameters of the model were looked through in this epoch."""
     _reported: dict[str, float] = field(default_factory=dict, init=False)
     _norm: torch.Tensor | None = field(default=None, init=False)
     """Norm that Trainer was given for the last step."""
@@ -85,6 +87,7 @@ class Training:
             yield False
             return
         self.context.timeouts.rest()
+        self._has_looked = False
         if self.cache is not None:
             self.cache.begin_epoch()
         try:
@@ -132,6 +135,8 @@ class Training:
         if self.loader is None:
             self.set_random_numbers()  # Reading a user's own loader up to here drew what the checkpoint has drawn.
         self._check_left_out()
+        if not self._has_looked:
+            self._check_added()
         # Behind the reading of batches, which may take longer than any step.
         self.context.timeouts.enter_step()
         return batches
@@ -146,6 +151,20 @@ class Training:
                     f"{name} was frozen when training started, and requires_grad is True now: the optimizer that the "
                     "trainer was given has lost it, and would not train it. Leave it trainable until training starts "
                     "and freeze it in a callback (on_train_begin), or train with one stage and no freezing."
+                )
+
+    def _check_added(self) -> None:
+        """Raise if the script has put parameters that ask for gradients into the model since training started."""
+        # Not in each step: walking through the modules takes a millisecond.
+        self._has_looked = True
+        stage = self.pipeline.stage
+        known = set(map(id, stage.store.named().values()))
+        for name, parameter in stage.view.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ValueError(
+                    f"{name} came into the model after training started, and asks for gradients, which stages and "
+                    "micro-batches would neither add nor clip. Put adapters and new modules in before train(), or "
+                    "train on one process without micro-batches."
                 )
 
     def run_batch(self, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
@@ -192,6 +211,8 @@ class Training:
     def end_step(self, logs: bool, saves_or_evaluates: bool) -> None:
         """Finish a step, and choose the timeout for what Trainer does next."""
         self.steps.end_step(is_counted=logs)
+        if saves_or_evaluates:
+            self._check_added()
         if self.cache is not None and (saves_or_evaluates or self.loader is None or self.loader.is_at_end):
             self.cache.check_end()  # Trainer comes here twice at the end of an epoch.
         self.controller.end_step()

@@ -553,6 +553,35 @@ def test_recomputing_layers_keeps_what_enters_them_and_one_layers_activations(na
 # ---- stages ----
 
 
+def _hooked(layer: nn.Module) -> None:
+    layer.register_forward_hook(
+        lambda _module, _args, output: (output[0] * 2,) if isinstance(output, tuple) else output * 2
+    )
+
+
+def _patched(layer: nn.Module) -> None:
+    own = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        return (output[0] * 2,) if isinstance(output, tuple) else output * 2
+
+    layer.forward = forward
+
+
+@pytest.mark.parametrize("edit", [_hooked, _patched])
+def test_what_a_script_puts_on_the_last_layer_of_a_stage_is_in_what_leaves_it(
+    edit: Callable[[nn.Module], None],
+) -> None:
+    """Also if another stage of the model has run since."""
+    _, program, micro_batch = one_stage("bert_sequence", range(3))
+    view = program.view
+    before = program.predict(micro_batch, None)
+    view.narrow(range(view.structure.num_blocks))
+    edit(view.structure.layers[0])
+    torch.testing.assert_close(program.predict(micro_batch, None), before * 2)
+
+
 def test_a_frozen_stage_keeps_nothing() -> None:
     _, program, micro_batch = one_stage("bert_sequence", range(3))
     with torch.no_grad():

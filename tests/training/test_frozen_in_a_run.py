@@ -23,7 +23,7 @@ from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache.frozen_parts import served, watching
 from hf_pipetransformer.cache.frozen_parts.call import PartCall
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
-from tests.support.frozen_models import CASES, PROBES, Case, images, logged, stack, trainer_of
+from tests.support.frozen_models import CASES, PROBES, Case, images, logged, pad, stack, trainer_of
 
 
 TOLERANCE = 2e-5
@@ -43,9 +43,10 @@ class Tower(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 16), nn.Tanh(), nn.Linear(16, 16))
         self.norm = nn.LayerNorm(16)
+        self.register_buffer("shift", torch.zeros(16), persistent=False)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.layers(pixel_values)) * self.scale
+        return self.norm(self.layers(pixel_values)) * self.scale + self.shift
 
 
 class Probe(nn.Module):
@@ -170,6 +171,16 @@ def test_an_edit_that_shows_is_followed_at_once(which: str, edit: str, step: int
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("edit", [lambda buffer: buffer.add_(0.5), lambda buffer: buffer.set_(buffer + 0.5)])
+@pytest.mark.parametrize("step", [9, 10], ids=["at an epoch", "within one"])
+def test_a_buffer_that_is_not_saved_is_followed_at_once(edit: Callable[[Any], Any], step: int, tmp_path: Path) -> None:
+    expected, found = (
+        losses_after(edited(kind, "script", step, lambda tower: edit(tower.shift), tmp_path / str(step)))
+        for kind in (Trainer, PipeTransformerTrainer)
+    )
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 class EachStep(TrainerCallback):
     """As a teacher that follows its student."""
 
@@ -237,6 +248,82 @@ def test_an_attribute_that_switches_from_step_to_step_has_records_of_its_own(tmp
         for kind in (Trainer, PipeTransformerTrainer)
     )
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+# ---- a stored prefix, by micro-batches ----
+
+
+def lower_layers() -> nn.Module:
+    """BERT with wide weights, whose embeddings and two of three layers are frozen."""
+    model: Any = PROBES["bert"].build().requires_grad_(True)
+    for each in model.parameters():
+        if each.dim() > 1:
+            each.data.mul_(10)
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[:2].requires_grad_(False)
+    return model
+
+
+PREFIX = Case(lower_layers, PROBES["bert"].data, "bert.encoder.layer.1", pad)
+
+
+def other_activation(layer: nn.Module) -> None:
+    layer.intermediate.intermediate_act_fn = nn.ReLU()
+
+
+def layer_hook(layer: nn.Module) -> None:
+    layer.register_forward_hook(lambda _module, _args, output: output * 1.5)
+
+
+def parameter_replaced(layer: nn.Module) -> None:
+    inside(layer).weight = nn.Parameter(inside(layer).weight * 1.5, requires_grad=False)
+
+
+OF_PREFIX: dict[str, Callable[[nn.Module], Any]] = {
+    **{name: edit for name, edit in SEEN.items() if name != "class patched"},
+    "past autograd": past_autograd,
+    "layer hook": layer_hook,
+    "layer patched": lambda layer: setattr(layer, "forward", MethodType(_larger, layer)),
+    "activation": other_activation,
+    "parameter replaced": parameter_replaced,
+    "rounded": lambda layer: layer.to(torch.bfloat16).float(),
+    "adapter": lambda layer: setattr(inside(layer), "extra", nn.Linear(2, 2)),
+}
+AT_ONCE = {
+    "nothing", "written", "data replaced", "state loaded", "state assigned", "parameter replaced", "rounded"
+}  # fmt: skip
+"""What a step sees; other changes end a run unless they come between epochs."""
+NEVER = {
+    "unfrozen": "requires_grad is True now",
+    "parametrized": "the frozen prefix can be digested only",
+    "adapter": "came into the model after training started",
+}
+"""What a stored prefix cannot follow, and what is said."""
+
+
+def _larger(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(self).forward(self, *args, **kwargs) * 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", OF_PREFIX)
+@pytest.mark.parametrize("step", [9, 10], ids=["at an epoch", "within one"])
+def test_an_edit_of_a_stored_prefix_is_followed_or_ends_the_run(edit: str, step: int, tmp_path: Path) -> None:
+    def losses(kind: type, **options: Any) -> Any:
+        trainer = trainer_of(
+            kind, PREFIX, tmp_path / kind.__name__, num_train_epochs=5, save_strategy="steps", save_steps=11, **options
+        )
+        trainer.add_callback(Edits(step, OF_PREFIX[edit], PREFIX.part))
+        return losses_after(trainer)
+
+    in_parts = {"pipeline_parallel_num_microbatches": 2}
+    if edit in AT_ONCE or (edit not in NEVER and step == 9):
+        expected = losses(Trainer)
+        np.testing.assert_allclose(losses(PipeTransformerTrainer, **in_parts), expected, rtol=1e-4, atol=1e-4)
+        return
+    with pytest.raises(ValueError, match=NEVER.get(edit, "Steps 10 to 11 may have used stored activations")):
+        losses(PipeTransformerTrainer, **in_parts)
+    assert not list(tmp_path.glob("*/checkpoint-*")), "none holds what came of the edit"
 
 
 # ---- between two runs ----

@@ -171,6 +171,18 @@ def test_a_layer_that_the_optimizer_has_lost_is_not_unfrozen(tmp_path: Path) -> 
         trainer.train()
 
 
+def test_adapters_that_come_while_micro_batches_train_end_the_run(tmp_path: Path) -> None:
+    """Trainer clips their gradients with the others."""
+    model = model_of(num_frozen=0)
+
+    def add(epoch: int) -> None:
+        if epoch == 1:
+            model.bert.encoder.layer[0].output.dense.register_parameter("shift", nn.Parameter(torch.zeros(2)))
+
+    with pytest.raises(ValueError, match=r"dense\.shift came into the model after training started"):
+        trainer_of(PipeTransformerTrainer, tmp_path, model, act=add, **IN_PARTS).train()
+
+
 # ---- what forwards leave to the next ones ----
 
 

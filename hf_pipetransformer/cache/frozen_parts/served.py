@@ -339,7 +339,8 @@ def weights_key(plan: Plan, settings: str) -> str:
     """Return a name for all that outputs depend on besides what the parts are called with and their attributes."""
     hasher = xxhash.xxh3_128(settings.encode())
     for part in plan.parts:
-        for name, value in sorted(part.module.state_dict().items()):
+        # Its `state_dict` lacks buffers that are not saved.
+        for name, value in sorted({**dict(part.module.named_buffers()), **part.module.state_dict()}.items()):
             digest = digest_of(value) if isinstance(value, torch.Tensor) else repr(value)
             hasher.update(f"{part.name} {name} {digest}\n".encode())
     hasher.update(plan.key.encode())
