@@ -12,6 +12,7 @@ import torch
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients
 from hf_pipetransformer.engine.linear_layers import WeightGradients
+from hf_pipetransformer.splitters.adapters import bare_model
 
 
 if TYPE_CHECKING:
@@ -156,6 +157,12 @@ class ModelProgram(StageProgram):
         self.embeddings = embeddings or EmbeddingGradients()
         self.contexts = contexts
         self.has_head = blocks.stop == view.structure.num_blocks
+        # Reentrant checkpoints, which are the model's own, give no gradients where no input asks for them. In place of
+        # the embeddings, whose output transformers lets ask for some, comes what a stage receives.
+        self._asks_for_gradient = sends_gradient or (
+            hasattr(bare_model(view.model), "_require_grads_hook")
+            and any(getattr(module, "gradient_checkpointing", False) for module in view.model.modules())
+        )
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
     def begin(self, actions: ActionList) -> None:
@@ -174,7 +181,7 @@ class ModelProgram(StageProgram):
         keeps = torch.is_grad_enabled()
         if received is not None:
             # As a leaf it collects in `.grad` what the stage below waits for.
-            received.requires_grad_(keeps and self.sends_gradient)
+            received.requires_grad_(keeps and self._asks_for_gradient)
         with self._running(self.blocks, received) as ran:
             ran.result = micro_batch.forward(self._inputs_of(micro_batch))
         output = self._leaving(ran, micro_batch)

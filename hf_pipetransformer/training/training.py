@@ -135,8 +135,6 @@ class Training:
         if self.loader is None:
             self.set_random_numbers()  # Reading a user's own loader up to here drew what the checkpoint has drawn.
         self._check_left_out()
-        if not self._has_looked:
-            self._check_added()
         # Behind the reading of batches, which may take longer than any step.
         self.context.timeouts.enter_step()
         return batches
@@ -154,10 +152,17 @@ class Training:
                 )
 
     def _check_added(self) -> None:
-        """Raise if the script has put parameters that ask for gradients into the model since training started."""
+        """Raise if the script has put layers, or parameters that ask for gradients, into the model meanwhile."""
         # Not in each step: walking through the modules takes a millisecond.
         self._has_looked = True
         stage = self.pipeline.stage
+        structure, present = stage.view.structure, set(map(id, stage.view.model.modules()))
+        is_divided = stage.layout.pipeline_size > 1 or stage.layout.cache_level > 0
+        if is_divided and not present >= {id(each) for each in (*structure.layers, *structure.entries)}:
+            raise ValueError(
+                "A layer of the model, or its embeddings, was replaced by another module after training started, "
+                "which no stage knows. Change what it has inside, or replace it before train()."
+            )
         known = set(map(id, stage.store.named().values()))
         for name, parameter in stage.view.model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
@@ -173,6 +178,8 @@ class Training:
         Returns a scalar whose mean over all ranks is the batch's loss.
         """
         write, steps = None, self.steps
+        if not self._has_looked:
+            self._check_added()
         if self.cache is not None:
             inputs, write = self.cache.current(inputs), self.cache.write
         batch = steps.next_batch(inputs, num_items, write)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial

@@ -288,6 +288,7 @@ OF_PREFIX: dict[str, Callable[[nn.Module], Any]] = {
     "parameter replaced": parameter_replaced,
     "rounded": lambda layer: layer.to(torch.bfloat16).float(),
     "adapter": lambda layer: setattr(inside(layer), "extra", nn.Linear(2, 2)),
+    "layer replaced": lambda layers: layers.__setitem__(1, copy.deepcopy(layers[1])),
 }
 AT_ONCE = {
     "nothing", "written", "data replaced", "state loaded", "state assigned", "parameter replaced", "rounded"
@@ -297,6 +298,7 @@ NEVER = {
     "unfrozen": "requires_grad is True now",
     "parametrized": "the frozen prefix can be digested only",
     "adapter": "came into the model after training started",
+    "layer replaced": "which no stage knows",
 }
 """What a stored prefix cannot follow, and what is said."""
 
@@ -305,15 +307,31 @@ def _larger(self: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs) * 1.5
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_layers_above_a_stored_prefix_that_are_checkpointed_train(use_reentrant: bool, tmp_path: Path) -> None:
+    """Reentrant checkpoints give no gradients unless an input asks for them, as what the embeddings give does."""
+    recomputed = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant},
+        "pipeline_parallel_num_microbatches": 2,
+    }
+    expected, found = (
+        losses_after(trainer_of(kind, PREFIX, tmp_path / kind.__name__, **recomputed))
+        for kind in (Trainer, PipeTransformerTrainer)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("edit", OF_PREFIX)
 @pytest.mark.parametrize("step", [9, 10], ids=["at an epoch", "within one"])
 def test_an_edit_of_a_stored_prefix_is_followed_or_ends_the_run(edit: str, step: int, tmp_path: Path) -> None:
     def losses(kind: type, **options: Any) -> Any:
+        part = PREFIX.part.rpartition(".")[0] if edit == "layer replaced" else PREFIX.part
         trainer = trainer_of(
             kind, PREFIX, tmp_path / kind.__name__, num_train_epochs=5, save_strategy="steps", save_steps=11, **options
         )
-        trainer.add_callback(Edits(step, OF_PREFIX[edit], PREFIX.part))
+        trainer.add_callback(Edits(step, OF_PREFIX[edit], part))
         return losses_after(trainer)
 
     in_parts = {"pipeline_parallel_num_microbatches": 2}
