@@ -31,7 +31,6 @@ from hf_pipetransformer.splitters.quantized import plan_in_4_bits
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, trace_structure
 from hf_pipetransformer.startup.check import run_stages
 from hf_pipetransformer.startup.costs import BlockProfile, block_costs, kept_back, num_launches, saved_activations
-from hf_pipetransformer.startup.head_slices import why_whole_by_options
 from hf_pipetransformer.startup.model import (
     ProbeTarget,
     dropout_from,
@@ -40,6 +39,7 @@ from hf_pipetransformer.startup.model import (
     num_frozen_by_user,
 )
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner, samples_per_microbatch
+from hf_pipetransformer.startup.slices import why_whole_by_options
 from hf_pipetransformer.startup.twin import as_twin
 
 

@@ -22,8 +22,8 @@ from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 from hf_pipetransformer.splitters.quantized import num_bytes
-from hf_pipetransformer.startup.head_slices import choose_head_slices
 from hf_pipetransformer.startup.model import MOST_GRADIENTS, is_causal_lm
+from hf_pipetransformer.startup.slices import choose_head_slices
 
 
 if TYPE_CHECKING:

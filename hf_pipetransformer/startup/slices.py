@@ -1,4 +1,4 @@
-"""Slices of sequences: whether a model computes the same in them, and what they cost.
+"""Slices of sequences and of the head: whether a model computes the same in them, what they cost, which a run takes.
 
 Functions of a `ProbeTarget` without communication. The checks compare in deterministic float32.
 """
@@ -16,9 +16,11 @@ import torch
 from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, cut_tokens, take_samples
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.head import HeadPlan, HeadProgram, HeadSlices
+from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
 from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE
 from hf_pipetransformer.planning.token_slices import SliceTime, TokenCosts, fit_token_costs
 from hf_pipetransformer.schedules import GPIPE
 from hf_pipetransformer.startup.check import SPLIT_LOSS_TOLERANCE, Result, run_whole
@@ -28,7 +30,10 @@ from hf_pipetransformer.startup.model import ProbeTarget, gradient_norms, gradie
 
 if TYPE_CHECKING:
     from hf_pipetransformer.engine.losses import LossRule
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.splitters.structure import Structure
+    from hf_pipetransformer.startup.planner import RunPlanner
 
 
 _TOKEN_REMEDY = "Token slices are for models in which no token reads a later one. Set pipeline_schedule='1f1b'."
@@ -200,3 +205,53 @@ def _times_of(
     return [
         SliceTime(size, start, end - start, each) for (start, end), each in zip(pairwise(bounds), least, strict=True)
     ]
+
+
+NUMBERS = (2, 4, 8, 16, 32, 64)
+"""Slices that are tried. Of 64, one holds so few logits that more would save nothing beside the rest of a stage."""
+
+
+def why_whole_by_options(args: PipeTransformerArguments, scope: LossScope) -> str | None:
+    """Return why the options leave the head no slices; None if they do not."""
+    if not args.schedule.abilities.runs_steps_whole:
+        return f"pipeline_schedule={args.pipeline_schedule!r} runs its head in other ways"
+    return None if scope is LossScope.PARTS else f"one call of the loss sees the samples of a whole {scope.value}"
+
+
+def choose_head_slices(
+    planner: RunPlanner,
+    first: Callable[[RunPlanner], Layout],
+    unfit: Callable[[RunPlanner], int] = lambda _planner: 0,
+) -> tuple[RunPlanner, str]:
+    """Return the planner with the fewest slices of the head with which the first layout fits, and a line that says so.
+
+    Args:
+        planner: planner of a run whose options leave the number open.
+        first: returns the first layout of a planner.
+        unfit: returns the largest pipeline length that ran out of memory with the slices of a planner.
+    """
+    # Whole sequences first: the head is sliced only where no number of stages fits without.
+    whole = replace(planner, head_slices=1)
+    layout = first(whole)
+    budget = f"of {planner.device_bytes * (1 - MEMORY_RESERVE) / 1e9:.3g} GB"
+    needed = f"The fullest device is expected to need {whole.needed_bytes(layout) / 1e9:.3g} GB {budget}"
+    said = "pipeline_head_slices='auto': the head runs"
+    if _has_room(whole, layout):
+        return whole, f"{said} on whole sequences. {needed}."
+    if planner.why_whole_head is not None:
+        return whole, f"{said} on whole sequences. {needed}, but {planner.why_whole_head}."
+    sliced = whole
+    for number in NUMBERS:
+        sliced = replace(planner, head_slices=number)
+        # What ran out of memory with whole sequences is tried again.
+        sliced = replace(sliced, unfit=unfit(sliced))
+        layout = first(sliced)
+        # Where none has room, the most slices stay, which come nearest.
+        if _has_room(sliced, layout):
+            break
+    so = f"{sliced.needed_bytes(layout) / 1e9:.3g} GB so, with K={layout.pipeline_size}"
+    return sliced, f"{said} in {sliced.head_slices} slices. {needed} with whole sequences, and {so}."
+
+
+def _has_room(planner: RunPlanner, layout: Layout) -> bool:
+    return planner.fits(layout) and layout.pipeline_size > planner.unfit

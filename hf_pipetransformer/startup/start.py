@@ -34,7 +34,6 @@ from hf_pipetransformer.startup.costs import (
     smallest_device_bytes,
     with_batch,
 )
-from hf_pipetransformer.startup.head_slices import NUMBERS, why_whole_by_options
 from hf_pipetransformer.startup.model import (
     MOST_GRADIENTS,
     ProbeTarget,
@@ -54,7 +53,14 @@ from hf_pipetransformer.startup.planner import (
     samples_per_microbatch,
 )
 from hf_pipetransformer.startup.rows import why_across, why_mixed
-from hf_pipetransformer.startup.slices import MOST_SEQUENCES, measure_slices, why_no_head_slices, why_unsliceable
+from hf_pipetransformer.startup.slices import (
+    MOST_SEQUENCES,
+    NUMBERS,
+    measure_slices,
+    why_no_head_slices,
+    why_unsliceable,
+    why_whole_by_options,
+)
 from hf_pipetransformer.startup.storable import (
     computes_otherwise_in_training,
     depends_on_length,

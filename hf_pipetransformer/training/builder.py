@@ -32,9 +32,9 @@ from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, m
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.splitters.script_code import hooked_by_script
-from hf_pipetransformer.startup.head_slices import why_whole_by_options
 from hf_pipetransformer.startup.model import ProbeTarget
 from hf_pipetransformer.startup.rows import FirstBatch, most_samples, probe_samples
+from hf_pipetransformer.startup.slices import why_whole_by_options
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.context import TrainingContext, make_context

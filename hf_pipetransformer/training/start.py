@@ -25,7 +25,7 @@ from hf_pipetransformer.report.events import read_known_microbatches, read_unfit
 from hf_pipetransformer.report.origin import origin_of
 from hf_pipetransformer.runtime.optimizer_state import OptimizerState, keep_parameters
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
-from hf_pipetransformer.startup.head_slices import choose_head_slices
+from hf_pipetransformer.startup.slices import choose_head_slices
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption, read_plan
 from hf_pipetransformer.state.saving import Checkpoints

@@ -14,8 +14,8 @@ from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.planning.costs import BlockCosts, Overheads
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE
 from hf_pipetransformer.schedules.placement import pipeline_sizes
-from hf_pipetransformer.startup.head_slices import choose_head_slices, why_whole_by_options
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
+from hf_pipetransformer.startup.slices import choose_head_slices, why_whole_by_options
 
 
 WHOLE, REST = 6.4e9, 1e8

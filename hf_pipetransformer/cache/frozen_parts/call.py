@@ -134,8 +134,8 @@ class PartCall:
         """Compute the outputs, as the module gives them and in a list, and store them if they are to be stored."""
         args, kwargs = undeferred(self.rows.given[0]), undeferred(self.rows.given[1])
         asking = self.part.asks_for_gradients
-        # Gradients that reach nothing are asked of what comes out alone. A layer that uses outputs first, and is computed
-        # again in the backward, then keeps as many tensors each time, whether they are read or computed.
+        # Gradients that reach nothing are asked of what comes out alone. A layer in which outputs are used first, and
+        # which is computed again in the backward, then keeps as many tensors each time, read or computed.
         with torch.no_grad():
             output = self.part.compute(args, kwargs)
         self._values = values = tensors_of(output)
