@@ -335,6 +335,60 @@ def test_a_hook_inside_a_part_goes_on_seeing_every_batch(tmp_path: Path, caplog:
     assert "it has a hook on layers.0 that stored outputs would pass by" in said(caplog)
 
 
+def _ask_for_gradients(_module: Any, _args: Any, output: Any) -> None:
+    output.requires_grad_(True)
+
+
+def _scale(_module: Any, _args: Any, output: Any) -> None:
+    output.mul_(1.5)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [lambda _, __, output: print(output.shape), _ask_for_gradients],
+    ids=["prints", "asks for gradients"],
+)
+def test_a_hook_that_changes_nothing_is_passed_by(hook: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> torch.nn.Module:
+        model = CASES["whisper"].build()
+        model.model.encoder.conv1.register_forward_hook(hook)
+        return model
+
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(replace(CASES["whisper"], build=build), tmp_path, num_train_epochs=4)
+    # Each row has come out alike twice before one is read.
+    assert outputs_read("model.encoder", caplog)[0] >= NUM_SAMPLES
+
+
+class _Keeps:
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def hook(self, _module: Any, _args: Any, output: Any) -> None:
+        self.norms.append(float(output.norm()))
+
+
+_LAST: dict[str, Any] = {}
+
+
+def _keep_last(_module: Any, _args: Any, output: Any) -> None:
+    _LAST["norm"] = float(output.norm())
+
+
+@pytest.mark.parametrize("hook", [_Keeps().hook, _keep_last, _scale], ids=str)
+def test_a_hook_that_does_something_keeps_its_part_computed(
+    hook: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> torch.nn.Module:
+        model = CASES["whisper"].build()
+        model.model.encoder.conv1.register_forward_hook(hook)
+        return model
+
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(replace(CASES["whisper"], build=build), tmp_path)
+    assert "it has a hook on conv1 that stored outputs would pass by" in said(caplog)
+
+
 def test_images_augmented_anew_end_the_storing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Noisy(torch.utils.data.Dataset[Any]):
         rows = captions()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
 from operator import is_
@@ -14,6 +16,7 @@ import torch
 import xxhash
 from torch import nn
 from torch.nn.modules.module import _global_backward_hooks, _global_forward_hooks, _global_forward_pre_hooks
+from torch.utils._pytree import tree_leaves
 
 from hf_pipetransformer.cache.chain import NOT_SETTINGS
 from hf_pipetransformer.comm.transfers import digest_of
@@ -40,6 +43,8 @@ class ModuleState:
         """How many states were seen."""
         self.is_watchable = True
         """False if the present state has hooks, or code of the script's where there was none at first."""
+        self.idle_hooks: list[Any] = []
+        """Hooks that were seen to change nothing, so that stored outputs may pass by them."""
         self._was_of_script: bool | None = None
         self._known: list[tuple[list[Any], list[int], bytes, bool]] = []
         self._look()
@@ -117,21 +122,57 @@ class ModuleState:
 
     @property
     def hooked(self) -> str | None:
-        """Path of a module inside that has a hook of other code than transformers'; None if none has."""
+        """Path of a module inside that has a hook of other code than transformers', which does something, or None."""
         for name, each in self.module.named_modules():
-            if name and any(map(_hooks_of_others, _hooks_of(each))):
+            others = chain.from_iterable(map(_hooks_of_others, _hooks_of(each)))
+            if name and any(hook not in self.idle_hooks for hook in others):
                 return name
         # Hooks for the modules of all models.
         everywhere = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks)
         return "every module" if any(everywhere) else None
 
+    @contextmanager
+    def hooks_seen(self) -> Iterator[None]:
+        """See which hooks of others inside give nothing, write into nothing, and keep nothing of a call."""
+        seen: dict[int, tuple[dict[int, Any], Any]] = {}
+        busy: list[Any] = []
+
+        def told(hook: Any) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+                before = list(map(_version, given)), describe(held_by(hook), 0)
+                found = hook(*args, **kwargs)
+                if found is not None or before != (list(map(_version, given)), describe(held_by(hook), 0)):
+                    busy.append(hook)
+                return found
+
+            return run
+
+        for each in list(self.module.modules())[1:]:
+            for hooks in (each._forward_hooks, each._forward_pre_hooks):
+                for number, hook in hooks.items():
+                    if _hooks_of_others({number: hook}):
+                        hooks[number] = told(hook)
+                        seen[number] = hooks, hook
+        try:
+            yield
+        finally:
+            for number, (hooks, hook) in seen.items():
+                if number in hooks:  # It may have taken itself out.
+                    hooks[number] = hook
+        idle = [hook for _, hook in seen.values() if hook not in busy]
+        if idle != self.idle_hooks:
+            self.idle_hooks, self._was_of_script = idle, None
+            self._known.clear()
+
     @property
     def is_of_script(self) -> bool:
-        """True if code of the script's, not of an installed package, computes in the module."""
+        """True if code of the script's, not of an installed package, computes in the module or is told of it."""
         classes = (base for each in self._modules for base in own_classes(type(each)))
         return (
             not all(map(is_installed, classes))
             or not is_installed(getattr(self.own_forward, "func", self.own_forward))
+            or bool(self.idle_hooks)
             or any(
                 not is_installed(value if callable(value) and hasattr(value, "__module__") else type(value))
                 for each in self._modules
@@ -150,6 +191,22 @@ def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     found: tuple[dict[int, Any], ...] = own
     return found
+
+
+def held_by(function: Any, depth: int = 0) -> list[Any]:
+    """Return what a function of a script's reaches besides its arguments, through its functions too."""
+    owner = getattr(function, "__self__", function)
+    held: list[Any] = []
+    if not isinstance(owner, (FunctionType, ModuleType, type)):
+        held += [each for name, each in getattr(owner, "__dict__", {}).items() if name not in (*_WEIGHTS, "_modules")]
+    if isinstance(function, (FunctionType, MethodType)) and depth < _DEPTH:
+        known = inspect.getclosurevars(function)
+        for each in (*known.nonlocals.values(), *known.globals.values()):
+            if isinstance(each, (FunctionType, MethodType, nn.Module)):
+                held += held_by(each, depth + 1) if not is_installed(each) else []
+            elif not isinstance(each, (ModuleType, type)):
+                held.append(each)
+    return held
 
 
 def is_script_free(model: nn.Module) -> bool:

@@ -223,7 +223,8 @@ class Watch:
         drawn = random_state(device)
         is_own = all(map(self.step.is_known, tensors))
         start = _now()
-        output = part.compute(plain_args, plain_kwargs)
+        with part.state.hooks_seen():
+            output = part.compute(plain_args, plain_kwargs)
         seconds = _now() - start
         draws = not same_states(random_state(device), drawn)
         why_not = None
