@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 WORTH_SECONDS = 2.0
 """Predicted gain over the run, in seconds, below which `auto` makes no store."""
-MOST_ROWS = 2**20
-"""Rows of a data set of unknown length."""
 SPARE = 1024
 """Places of a small store beyond those of the rows that are known of; an index is sparse."""
 
@@ -71,9 +69,7 @@ class PartStores:
         saved = (seconds["compute"] - seconds.get("write", math.inf)) * num_rows
         is_used = decision.use and (self.args.activation_cache == "on" or saved >= WORTH_SECONDS)
         reason = decision.reason
-        if not is_used and self._is_endless:
-            reason = "the data set has no length, so that it is not known if a sample comes again"
-        return Price(num_rows, record_bytes, needed, form.seconds - read, is_used, reason, self._is_endless)
+        return Price(num_rows, record_bytes, needed, form.seconds - read, is_used, reason)
 
     def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int) -> ContentStore | str:
         """Return the node's store, which its first process makes, or why some node has none. Collective.
@@ -122,14 +118,15 @@ class PartStores:
         return replace(own, hits=counts.hits, misses=counts.misses)
 
     def _num_rows(self, of_a_sample: float) -> int:
+        if self.is_endless:
+            samples = self.args.train_batch_size * self.args.gradient_accumulation_steps * self._topology.world_size
+            return math.ceil(of_a_sample * samples * self._steps_of_pass)
         # Evaluations look parts up, too.
         evaluated = self._run.eval_dataset
         others = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
         known = [each for each in (self._run.train_dataset, *others) if each is not None]
-        if not all(hasattr(each, "__len__") for each in known):
-            return MOST_ROWS
         # More than an estimate from a few samples.
-        return math.ceil(1.1 * of_a_sample * sum(map(len, known)))
+        return math.ceil(1.1 * of_a_sample * sum(len(each) for each in known if hasattr(each, "__len__")))
 
     def _max_bytes(self, taken: int) -> float:
         asked = self.args.activation_cache_max_gb
@@ -139,15 +136,20 @@ class PartStores:
         return max(0.0, asked * 1e9 - taken)
 
     @property
-    def _is_endless(self) -> bool:
-        return not hasattr(self._run.train_dataset, "__len__") and self.args.max_steps > 0
+    def is_endless(self) -> bool:
+        """True if nobody knows how long a pass over the data set is before its end."""
+        return not hasattr(self._run.train_dataset, "__len__") or not hasattr(self._run.train_loader, "__len__")
+
+    @property
+    def _steps_of_pass(self) -> float:
+        state = self._run.state
+        if self.is_endless:
+            return float(state.global_step) / max(1, int(state.epoch or 0))
+        return max(1, len(self._run.train_loader) // self.args.gradient_accumulation_steps)
 
     def _epochs_left(self) -> float:
-        state, loader = self._run.state, self._run.train_loader
-        if not hasattr(self._run.train_dataset, "__len__") or not hasattr(loader, "__len__"):
-            return float(self.args.num_train_epochs) if self.args.max_steps <= 0 else 1.0
-        steps = max(1, len(loader) // self.args.gradient_accumulation_steps)
-        return (state.max_steps - state.global_step) / steps
+        state = self._run.state
+        return (state.max_steps - state.global_step) / max(1, self._steps_of_pass)
 
     def _key_of_store(self, plan: Plan, content: RecordFormat, settings: str) -> str | None:
         if not self.args.activation_cache_keep:

@@ -335,6 +335,23 @@ def test_a_hook_inside_a_part_goes_on_seeing_every_batch(tmp_path: Path, caplog:
     assert "it has a hook on layers.0 that stored outputs would pass by" in said(caplog)
 
 
+class _Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(CASES["whisper"].data())
+
+
+@pytest.mark.parametrize("steps", [12, 3])
+def test_a_stream_without_a_length_is_stored_from_its_second_pass_on(
+    steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(replace(CASES["whisper"], data=_Stream), tmp_path, max_steps=steps)
+    assert "model.encoder: frozen. Without a length of the data set, the second pass stores what pays." in said(caplog)
+    # Four passes of three steps: the first and one batch are not stored, the rest of the second is, and then read.
+    if steps > 3:
+        assert outputs_read("model.encoder", caplog) == (20, 32)
+
+
 def _ask_for_gradients(_module: Any, _args: Any, output: Any) -> None:
     output.requires_grad_(True)
 

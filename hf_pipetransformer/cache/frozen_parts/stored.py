@@ -95,7 +95,6 @@ class Price:
         needed_bytes: of all records, `record_bytes` each.
         hit_seconds: what reading a record saves.
         reason: of the decision; `is_used` is its outcome.
-        is_endless: True if the data set has no length.
     """
 
     num_rows: int
@@ -104,11 +103,13 @@ class Price:
     hit_seconds: float
     is_used: bool
     reason: str
-    is_endless: bool = False
 
 
 class Stores(Protocol):
     """Prices and stores of parts; see `training.part_stores.PartStores`."""
+
+    @property
+    def is_endless(self) -> bool: ...
 
     def price(self, form: Form, num_samples: int, content: RecordFormat, taken: int) -> Price: ...
 
@@ -135,6 +136,8 @@ class StoredParts:
         self._has_told_beyond = self._has_served = self._has_found = False
         self._state: States | None = None
         self._hooks: tuple[RemovableHandle, ...] = ()
+        self._waiting: list[tuple[Plan, Form]] = []
+        """Parts that may be stored, until it is known how often their inputs come again."""
         self.loader_draws: NotedDraws | None = None
         self.at_epoch_end = _ChecksEpochs(self)
         """For Trainer, before callbacks of the user's that may change a part when an epoch has ended."""
@@ -175,6 +178,7 @@ class StoredParts:
         if self.args.plan_only:
             self.run.model.zero_grad()
             self._find()
+            self._decide_on_found()
             self.run.end_plan()
 
     def begin_step(self) -> None:
@@ -185,6 +189,7 @@ class StoredParts:
         if self._watch is not None and self._step is not None and self._state is not None:
             self._step.reads_at_random |= self._reads_at_random()
         self._find()
+        self._decide_on_found()
         if self._serving:
             self._check()
 
@@ -288,6 +293,7 @@ class StoredParts:
             self._close(records, price)
         self._serving.clear()
         self._has_begun, self._watch, self._step = False, None, None
+        self._waiting.clear()
         for hook in self._hooks:
             hook.remove()
 
@@ -340,9 +346,10 @@ class StoredParts:
         agreed = set.intersection(*map(set, told))
         if agreed:
             found = self._agreed(watch.find(agreed))
-            for each in found:
-                if each.form is not None and each.why_not is None:
-                    self._decide(each.plan, each.form)
+            self._waiting += [(each.plan, each.form) for each in found if each.form and each.why_not is None]
+            if self._waiting and not self._knows_passes:
+                names = ", ".join(plan.name for plan, _ in self._waiting)
+                self._say(f"{names}: frozen. Without a length of the data set, the second pass stores what pays.")
             self._say_why_not([each for each in found if each.why_not is not None])
             self._has_found |= bool(found)
             if not self._has_found and watch.is_over and self.args.activation_cache == "on":
@@ -353,6 +360,18 @@ class StoredParts:
         # A part that no batch of an epoch has called is watched no longer.
         if watch.is_over or self._present_epoch > self._first_epoch:
             self._watch = None
+
+    @property
+    def _knows_passes(self) -> bool:
+        """True if it is known how often samples come again."""
+        return not self._stores.is_endless or self._present_epoch > 0
+
+    def _decide_on_found(self) -> None:
+        """Decide on the parts that may be stored. Collective where there are some."""
+        if self._waiting and (self._knows_passes or self.args.plan_only):
+            for plan, form in self._waiting:
+                self._decide(plan, form)
+            self._waiting.clear()
 
     def _agreed(self, found: list[Found]) -> list[Found]:
         """Return the parts that all processes have found, with what holds for the samples of all. Collective."""
@@ -413,7 +432,7 @@ class StoredParts:
         price = Price(**answer)
         if self.args.plan_only:
             self._say_price(plan.name, price)
-        elif not price.is_used and (self.args.activation_cache == "on" or price.is_endless):
+        elif not price.is_used and self.args.activation_cache == "on":
             self._say_computed(plan.name, f"{price.reason}.")
         if not price.is_used or self.args.plan_only:
             return
@@ -435,7 +454,7 @@ class StoredParts:
         self._say(
             f"{plan.name} ({plan.size / 1e6:,.3g} million parameters) is frozen: it is computed once{mode}. Its "
             f"outputs are stored ({in_bytes(price.record_bytes)} each, {in_bytes(price.needed_bytes)} in all) and "
-            "read from the second epoch on."
+            f"read from the {'next' if self._present_epoch else 'second'} epoch on."
         )
         if num_found:
             self._say(f"{plan.name}: {num_found} outputs of an earlier run are used where inputs are the same.")
