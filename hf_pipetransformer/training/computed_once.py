@@ -84,6 +84,11 @@ class _CalledParts(StoredParts):
         self.begin_step()
         self.is_in_step, self._since_call = True, self._drawn()
 
+    def _begin(self) -> None:
+        super()._begin()
+        if self._step is None and self.args.activation_cache != "off" and self.run.is_whole:
+            self._say("ComputedOnce has nothing to store: no module of the model has frozen parameters alone.")
+
     def close(self) -> None:
         """Leave the batch, or the call of an evaluation, that is in progress."""
         self._is_open = False
@@ -93,8 +98,9 @@ class _CalledParts(StoredParts):
         return random_state(self.args.device) if self._watch is not None else None
 
     def enter_root(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # Of a model that is called with one dict of tensors.
-        named = {**next((each for each in args if isinstance(each, Mapping)), {}), **kwargs}
+        # Some models are called with one dict of tensors.
+        dicts = (each if isinstance(each, Mapping) else {str(place): each} for place, each in enumerate(args))
+        named = {name: value for each in (*dicts, kwargs) for name, value in each.items()}
         if not self.run.model.training and not torch.is_grad_enabled():
             self.close()
             self._open.enter_context(self.evaluating(named, generates=True, reads_loss_alone=False))
@@ -105,7 +111,7 @@ class _CalledParts(StoredParts):
             if self._is_open:
                 self._step.add(given)
             else:
-                self._open.enter_context(self.batch(given, batch_size(named)))
+                self._open.enter_context(self.batch(given, max(1, batch_size(named))))
                 self._is_open = True
         else:
             return
@@ -161,14 +167,16 @@ class ComputedOnce(TrainerCallback):
                 "and set its options as arguments (activation_cache, activation_cache_dir, ...)."
             )
         self._end()  # An exception may have ended the training before.
-        if args.torch_compile:
-            logger.warning("ComputedOnce stores nothing with torch_compile. Use PipeTransformerTrainer.")
-            return
         own: Any = copy.copy(args)
         vars(own).update(self._options, plan_only=False)
         local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
         topology = get_topology(args.ddp_timeout, int(local_world_size) if local_world_size else None)
-        self._parts = _CalledParts(_Run(own, state, topology, kwargs["model"], kwargs["train_dataloader"]))
+        run = _Run(own, state, topology, kwargs["model"], kwargs["train_dataloader"])
+        if args.torch_compile or not run.is_whole:
+            with_what = "torch_compile" if args.torch_compile else "models of which processes have parts or copies"
+            logger.warning(f"ComputedOnce stores nothing with {with_what}.")
+            return
+        self._parts = _CalledParts(run)
         self._parts.noting_draws(kwargs["train_dataloader"])
 
     def on_step_begin(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,10 @@ def test_a_checkpoint_holds_no_step_that_read_what_does_not_hold(
     assert {4, 8} <= set(checked)
 
 
+def _trained() -> nn.Module:
+    return CASES["whisper"].build().requires_grad_(True)
+
+
 def test_options_are_checked_when_they_are_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"activation_cache.*'onn'"):
         ComputedOnce("onn")
@@ -202,3 +207,8 @@ def test_options_are_checked_when_they_are_given(tmp_path: Path, caplog: pytest.
     compiled = TrainingArguments(str(tmp_path / "compiled"), torch_compile=True, report_to="none", use_cpu=True)
     ComputedOnce().on_train_begin(compiled, ours.state, ours.control, model=ours.model, train_dataloader=None)
     assert "ComputedOnce stores nothing with torch_compile" in caplog.text
+    trained = trainer_of(Trainer, replace(CASES["whisper"], build=_trained), tmp_path / "trained", max_steps=1)
+    trained.add_callback(ComputedOnce())
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        trained.train()
+    assert "ComputedOnce has nothing to store: no module of the model has frozen parameters alone" in caplog.text
