@@ -35,7 +35,7 @@ def _read(own_module: int) -> dict[str, Departure]:
 
 
 EPOCHS = 6
-_COMPARED_TWICE = 11
+_COMPARED_TWICE = 10
 
 EXCEPTIONS: dict[str, tuple[Case, dict[str, Departure]]] = {
     "nothing frozen": (Case("nothing frozen"), NOTHING),

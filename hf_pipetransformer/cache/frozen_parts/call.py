@@ -127,11 +127,13 @@ class PartCall:
                     "call that no record has was read for the first time. Set activation_cache='off'."
                 )
             with self.modes.entered():
-                return self.compute()[1]
+                self.compute()
+            self.keep()
+        assert self._values is not None
         return self._values
 
     def compute(self) -> tuple[Any, list[torch.Tensor]]:
-        """Compute the outputs, as the module gives them and in a list, and store them if they are to be stored."""
+        """Compute the outputs, as the module gives them and in a list."""
         args, kwargs = undeferred(self.rows.given[0]), undeferred(self.rows.given[1])
         asking = self.part.asks_for_gradients
         # Gradients that reach nothing are asked of what comes out alone. A layer in which outputs are used first, and
@@ -141,9 +143,12 @@ class PartCall:
         self._values = values = tensors_of(output)
         for number in asking if torch.is_grad_enabled() else ():
             values[number].requires_grad_()
-        if self.part.records is not None:
-            self.part.records.keep(self, values)
         return output, values
+
+    def keep(self) -> None:
+        """Store the outputs, once they are computed, if they are to be stored."""
+        if self.part.records is not None:
+            self.part.records.keep(self, self.values())
 
     def computed(
         self, rows: Array, length: int | None = None, known: dict[int, list[torch.Tensor]] | None = None

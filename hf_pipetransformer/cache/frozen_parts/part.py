@@ -232,6 +232,7 @@ class FrozenPart:
             of_tokens = self.of_tokens if self.cuts_padding else frozenset()
             call.template = Template(output, rows, of_tokens, draws.number if draws else 0)
             self._templates[kind] = call.template
+            call.keep()
         output = call.template.output(call)
         return output if self.step.defers else undeferred(output)
 

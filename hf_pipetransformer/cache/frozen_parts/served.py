@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 CHECK_EVERY = 32
-"""Calls with records after which a row of one is computed again."""
+"""Calls with records after which a row of one is computed again; of the first in each state, all rows are."""
 NUM_COMPARED = 8
 """Rows of an earlier run's records that are compared with what the part gives now before one is used."""
 
@@ -105,7 +106,8 @@ class Records:
     _unproven: frozenset[int] = field(default=frozenset(), init=False)
     """Places of records that were there before, until some of them were compared."""
     _agreed: set[int] = field(default_factory=set, init=False)
-    _num_calls: int = field(default=0, init=False)
+    _num_calls: Counter[bytes] = field(default_factory=Counter, init=False)
+    """Calls with records, by the state and the modes of the part."""
     num_distrusted: int = field(default=0, init=False)
     """How often records were found to hold no more."""
     _seen: set[bytes] | None = field(default=None, init=False)
@@ -145,6 +147,7 @@ class Records:
         # Kept alive by the watch, so that no other tensor can have the same `id`.
         weights = self._weights()
         self._watch, self._ids = PrefixWatch(weights), list(map(id, weights))
+        self._num_calls.clear()
         self.store.use_weights(f"{weights_key(self.plan, self.settings)} {self.num_distrusted}")
         # Of an earlier run nothing is used before some of it was compared.
         self._unproven = frozenset(self.store.places)
@@ -180,32 +183,47 @@ class Records:
             is_hit &= all(place in self._agreed for place in places.tolist())
         if not is_hit.any() or any(each in self._unproven and each not in self._agreed for each in places.tolist()):
             return None
-        self._num_calls += 1
+        kind = call.state + call.modes.precision
+        self._num_calls[kind] += 1
+        number = self._num_calls[kind]
+        # Where records were wrong once, none is used unseen for a while.
+        is_whole = number == 1 or (self.num_distrusted > 0 and number < CHECK_EVERY)
+        is_due = is_whole or number % CHECK_EVERY == 1
         records = self.store.read(places[is_hit], self.reading.num_tokens(call))
         if records is None:
             return None
-        if self._num_calls % CHECK_EVERY == 1:
-            if self.plan.is_of_script:
-                return None  # Computed as a whole, as Trainer does, and compared when it is kept.
-            row = int(np.flatnonzero(is_hit)[0])
-            if not self._holds(call, row, records[:1]):
-                self.distrust()
-                return None
-            self._last = call.sample(1)
-        call.counted = int(is_hit.sum()), int((~is_hit).sum())
-        self._count(*call.counted)
-        if is_hit.all():
-            return self.reading.outputs(records, call)
+        if is_due and self.plan.is_of_script:
+            return None  # Computed as a whole, as Trainer does, and compared when it is kept.
         missing = np.flatnonzero(~is_hit)
         try:
-            leaves = call.computed(missing, known={})
-            new = self._write(call, leaves, call.rows.some(missing), missing)
+            new = None
+            if len(missing):
+                leaves = call.computed(missing, known={})
+                new = self._write(call, leaves, call.rows.some(missing), missing)
         # Rows of another kind than those that were tried are computed with the others.
         except NotStorableError:
             return None
-        whole = new.new_zeros(call.rows.number, max(records.shape[1], new.shape[1]), new.shape[2])
-        whole[torch.from_numpy(is_hit), : records.shape[1]] = records.to(new)
-        whole[torch.from_numpy(~is_hit), : new.shape[1]] = new
+        outputs = self._outputs(call, is_hit, records, new)
+        if is_due:
+            rows = np.arange(call.rows.number)
+            rows = rows if is_whole else rows[[number // CHECK_EVERY % len(rows)]]
+            if not self._holds(call, rows, outputs):
+                self.distrust()
+                return None
+            self._last = call.sample(1)
+        call.counted = int(is_hit.sum()), len(missing)
+        self._count(*call.counted)
+        return outputs
+
+    def _outputs(
+        self, call: PartCall, is_hit: Array, records: torch.Tensor, new: torch.Tensor | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Return the outputs of a call: of some rows from `records`, of the others from `new`, zero without."""
+        like = records if new is None else new
+        whole = like.new_zeros(call.rows.number, max(records.shape[1], like.shape[1]), like.shape[2])
+        whole[torch.from_numpy(is_hit), : records.shape[1]] = records.to(like)
+        if new is not None:
+            whole[torch.from_numpy(~is_hit), : new.shape[1]] = new
         return self.reading.outputs(whole, call)
 
     def _count(self, hits: int, misses: int) -> None:
@@ -239,14 +257,12 @@ class Records:
             return
 
     def _agrees(self, call: PartCall, leaves: Sequence[torch.Tensor], places: Array, is_hit: Array) -> bool:
-        chosen = np.flatnonzero(is_hit)
-        computed = self.reading.records([call.rows.rows_of(leaf, chosen) for leaf in leaves], call.rows.some(chosen))
-        stored = self.store.read(places[is_hit], computed.shape[1])
-        if stored is None:
+        records = self.store.read(places[is_hit], self.reading.num_tokens(call))
+        if records is None:
             return True
-        lengths = self.reading.lengths(call.rows.some(chosen), computed.shape[1]).tolist()
-        pairs = zip(stored, computed.cpu(), lengths, strict=True)
-        agrees = not any(self._differ(a[:length], b[:length]) for a, b, length in pairs)
+        chosen = np.flatnonzero(is_hit)
+        computed = [call.rows.rows_of(leaf, chosen) for leaf in leaves]
+        agrees = self._are_same(call, chosen, self._outputs(call, is_hit, records), computed)
         if agrees:
             self._agreed.update(places[is_hit].tolist())
             if len(self._unproven & self._agreed) >= NUM_COMPARED:
@@ -283,17 +299,24 @@ class Records:
 
     # ---- checks ----
 
-    def _differ(self, stored: torch.Tensor, computed: torch.Tensor) -> bool:
-        precision = coarsest(self.precision, stored.dtype, computed.dtype)
-        return differs(stored.to(computed.dtype), computed, OTHER_BATCH_TOLERANCE[precision])
+    def _are_same(
+        self, call: PartCall, rows: Array, outputs: dict[int, torch.Tensor], computed: Sequence[torch.Tensor]
+    ) -> bool:
+        """Return True if what a call is given for some of its rows is what was computed for these rows."""
+        for pick in self.reading.picks:
+            found, expected = call.rows.rows_of(outputs[pick.number], rows).cpu(), pick.of(computed[pick.number]).cpu()
+            tolerance = OTHER_BATCH_TOLERANCE[coarsest(self.precision, self.store.dtype, expected.dtype)]
+            pairs = [(found, expected)] if call.rows.is_flat else [*zip(found, expected, strict=True)]
+            if self.reading.is_by_token and call.rows.lengths is not None and not call.rows.is_flat:
+                ends = call.rows.lengths[rows].tolist()
+                pairs = [(one[:end], other[:end]) for (one, other), end in zip(pairs, ends, strict=True)]
+            if any(differs(one, other, tolerance) for one, other in pairs):
+                return False
+        return True
 
-    def _holds(self, call: PartCall, row: int, record: torch.Tensor) -> bool:
-        """Compute a row of a call again, and return True if a record `(1, tokens, values)` of it is the same."""
-        rows = np.array([row])
-        some = call.rows.some(rows)
-        found = self.reading.records(call.computed(rows, known={}), some)
-        length = int(self.reading.lengths(some, found.shape[1])[0])
-        return not self._differ(record[0, :length], found.cpu()[0, :length])
+    def _holds(self, call: PartCall, rows: Array, outputs: dict[int, torch.Tensor]) -> bool:
+        """Compute some rows of a call again, and return True if `outputs` of it are the same for them."""
+        return self._are_same(call, rows, outputs, call.computed(rows, known={}))
 
     def is_what_it_was(self) -> bool:
         """Return False if bytes of the weights, or what the part makes of a row that was read, have changed."""
@@ -306,7 +329,8 @@ class Records:
         if (places < 0).any():
             return True
         records = self.store.read(places, self.reading.num_tokens(call))
-        return records is None or self._holds(call, 0, records)
+        everything = np.arange(call.rows.number)
+        return records is None or self._holds(call, everything, self._outputs(call, places >= 0, records))
 
     def distrust(self) -> None:
         """Use no record from before this call, and say so."""
