@@ -30,10 +30,9 @@ from hf_pipetransformer.cache.chain import PrefixWatch
 from hf_pipetransformer.cache.frozen_parts import part as parts
 from hf_pipetransformer.cache.frozen_parts import served, watching
 from hf_pipetransformer.cache.frozen_parts.call import Modes
-from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
+from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, Reading
 from hf_pipetransformer.cache.frozen_parts.deferred import undeferred
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart
-from hf_pipetransformer.cache.frozen_parts.reading import Reading
 from hf_pipetransformer.cache.frozen_parts.served import Records
 from hf_pipetransformer.cache.frozen_parts.state import ModuleState
 from hf_pipetransformer.cache.frozen_parts.values import Rows, tensors_of
@@ -414,7 +413,7 @@ def dropout_turned_on(model: nn.Module) -> None:
 
 
 def file_of(trainer: Any, name: str) -> Path:
-    return Path(trainer.pipeline_run.computed_once.served[0].store.path) / name
+    return Path(trainer.pipeline_run.stored_parts.served[0].store.path) / name
 
 
 def bytes_flipped(trainer: Any) -> None:
@@ -433,7 +432,7 @@ def entries_exchanged(trainer: Any) -> None:
     """Each place of the index gets the entry of the next one."""
     path = file_of(trainer, "index.bin")
     content = path.read_bytes()
-    size = trainer.pipeline_run.computed_once.served[0].store._store._index.dtype.itemsize
+    size = trainer.pipeline_run.stored_parts.served[0].store._store._index.dtype.itemsize
     ends = NUM_SAMPLES * size
     path.write_bytes(content[size:ends] + content[:size] + content[ends:])
 
@@ -555,7 +554,7 @@ FAULTS = {
     "attribute unseen, no checkpoint": Fault(
         state_unseen, EPOCH, 9, edit=(8, eps_edited), wrong=(8, 9), told=WRONG.format(7, 9)
     ),
-    "records of the weights before": Fault(one_name_for_all_weights, after=7, edit=(8, weight_written),
+    "records of the weights before": Fault(one_name_for_all_weights, AGAIN, 7, edit=(8, weight_written),
                                             told=WRONG.format(7, 7), is_quick=True),
     "places of the weights before": Fault(places_of_all_weights, FILE, 7, edit=(8, weight_written), told=OFF),
     "dropout turned on": Fault(nothing, after=6, case=probe(lambda: tower(nn.Dropout(0.0))),

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from hf_pipetransformer.cache.files import Array
     from hf_pipetransformer.cache.folder import Use
     from hf_pipetransformer.cache.frozen_parts.call import PartCall
-    from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
+    from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, Reading
     from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
-    from hf_pipetransformer.cache.frozen_parts.reading import Reading
     from hf_pipetransformer.cache.frozen_parts.values import Rows
 
 
@@ -219,6 +218,8 @@ class Records:
         self, call: PartCall, is_hit: Array, records: torch.Tensor, new: torch.Tensor | None = None
     ) -> dict[int, torch.Tensor]:
         """Return the outputs of a call: of some rows from `records`, of the others from `new`, zero without."""
+        if is_hit.all():
+            return self.reading.outputs(records, call)
         like = records if new is None else new
         whole = like.new_zeros(call.rows.number, max(records.shape[1], like.shape[1]), like.shape[2])
         whole[torch.from_numpy(is_hit), : records.shape[1]] = records.to(like)
