@@ -141,11 +141,15 @@ LOWER = replace(PROBES["bert"], build=bert_lower_layers, part="bert.embeddings t
 
 
 @pytest.mark.parametrize(
-    "case",
-    [CASES["llava"], PROBES["vit"], LOWER, CASES["whisper"]],
-    ids=["llava", "probe", "lower layers", "encoder under layers that are recomputed"],
+    ("case", "options"),
+    [
+        pytest.param(case, options, id=f"{name} {options}", marks=[pytest.mark.slow] if is_slow else [])
+        for name, case in {"llava": CASES["llava"], "probe": PROBES["vit"], "lower": LOWER, **CASES}.items()
+        for options in SETTINGS
+        if name in ("llava", "probe", "lower", "whisper")
+        for is_slow in ["torch_compile" in options and name != "probe"]
+    ],
 )
-@pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_numbers_are_trainers_under_other_settings(
     case: Case, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
