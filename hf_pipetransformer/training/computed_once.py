@@ -185,6 +185,13 @@ class ComputedOnce(TrainerCallback):
         if self._parts is not None:
             self._parts.begin()
 
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # After the backward, and before callbacks that look at the model when the step has ended.
+        if self._parts is not None:
+            self._parts.close()
+
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

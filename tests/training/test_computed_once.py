@@ -790,9 +790,9 @@ def subject_of(name: str) -> Subject:
         # In evaluation it gives more outputs than in training.
         ("XLNetLMHeadModel", "transformer: 8 of 24 outputs were read instead of computed"),
         # Its hidden states are collected by hooks, which its first forward makes.
-        ("BeitForSemanticSegmentation", "no frozen part computes from the samples alone"),
+        ("BeitForSemanticSegmentation", "no frozen part was seen to compute from the samples alone"),
         # Its forward puts other tensors in the place of buffers.
-        ("IBertForMaskedLM", "no frozen part computes from the samples alone"),
+        ("IBertForMaskedLM", "no frozen part was seen to compute from the samples alone"),
     ],
 )
 def test_classes_that_were_trained_otherwise_once(

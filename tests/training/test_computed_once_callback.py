@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from transformers import (
 from hf_pipetransformer import ComputedOnce, PipeTransformerTrainer
 from hf_pipetransformer.cache.frozen_parts import watching
 from hf_pipetransformer.cache.frozen_parts.served import Records
-from tests.support.frozen_models import CASES, PROBES, Case, logged, stack, trainer_of
+from tests.support.frozen_models import CASES, PROBES, Case, images, logged, stack, trainer_of
 
 
 TOLERANCE = 1e-5
@@ -140,6 +141,45 @@ def test_callbacks_of_the_script_find_its_model(tmp_path: Path, caplog: pytest.L
         assert torch.isfinite(looks.saved[-1](**batch).loss)
 
 
+class _Edits(TrainerCallback):
+    """Saves the model at an event, and has its encoder give other outputs, or be trained."""
+
+    def __init__(self, at: str, trains: bool) -> None:
+        setattr(self, at, self._edit)
+        self._trains = trains
+
+    def _edit(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step != 4:
+            return
+        torch.save(model, io.BytesIO())
+        encoder, own = model.model.encoder, model.model.encoder.forward
+        encoder.requires_grad_(self._trains)
+
+        def other(*args: Any, **kwargs: Any) -> Any:
+            output = own(*args, **kwargs)
+            output["last_hidden_state"] = output["last_hidden_state"] * 1.5
+            return output
+
+        if not self._trains:
+            encoder.forward = other
+
+
+@pytest.mark.parametrize(
+    ("at", "is_first", "trains"),
+    [("on_step_end", False, False), ("on_pre_optimizer_step", True, False), ("on_step_begin", True, True)],
+)
+def test_edits_around_a_step_are_followed(at: str, is_first: bool, trains: bool, tmp_path: Path) -> None:
+    def trained(folder: Path, *callbacks: TrainerCallback) -> list[tuple[float, float]]:
+        trainer = trainer_of(Trainer, CASES["whisper"], folder)
+        for each in callbacks if is_first else reversed(callbacks):
+            trainer.add_callback(each)
+        return logged(trainer)
+
+    expected = trained(tmp_path / "plain", _Edits(at, trains))
+    found = trained(tmp_path / "ours", ComputedOnce("on"), _Edits(at, trains))
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 class _Direct(Trainer):
     """Calls parts of the model, and the model on inputs with noise."""
 
@@ -156,9 +196,53 @@ def test_a_loss_that_calls_parts_and_draws(tmp_path: Path, caplog: pytest.LogCap
         both(PROBES["vit"], tmp_path, _Direct)
 
 
+class _Outside(Trainer):
+    """Calls the parts of the model, and never the model."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        logits = model.classifier(model.vit(inputs["pixel_values"]).last_hidden_state[:, 0])
+        return nn.functional.cross_entropy(logits, inputs["labels"])
+
+
+def test_that_nothing_was_stored_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(PROBES["vit"], tmp_path, _Outside)
+    assert "activation_cache='on' stores nothing: no frozen part was seen to compute" in caplog.text
+
+
+class _Slow(nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return super().forward(given.flatten(1))
+
+
+class _Modules(nn.Sequential):
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = super().forward(pixel_values)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_part_without_a_name_is_told_by_its_class_and_timed_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> nn.Module:
+        return _Modules(_Slow(3 * 32 * 32, 8).requires_grad_(False), nn.Linear(8, 3))
+
+    def noted(watch: watching.Watch, agreed: set[str]) -> list[watching.Found]:
+        found.extend(find(watch, agreed))
+        return found
+
+    found, find = list[watching.Found](), watching.Watch.find
+    monkeypatch.setattr(watching.Watch, "find", noted)
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        both(Case(build, images, "0"), tmp_path)
+    assert "0 (_Slow) (0.0246 million parameters) is frozen: it is computed once" in caplog.text
+    assert found[0].share > 0.6, "of one step, and without the time of what is noted"
+
+
 def test_a_training_that_an_exception_ended_leaves_the_next_one_whole(tmp_path: Path) -> None:
     class Ends(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 4:
                 raise KeyError("ended")
 
@@ -168,6 +252,7 @@ def test_a_training_that_an_exception_ended_leaves_the_next_one_whole(tmp_path: 
     ours.add_callback(ends)
     with pytest.raises(KeyError, match="ended"):
         ours.train()
+    torch.save(ours.model, io.BytesIO())
     ours.remove_callback(ends)
     ours.train()
     assert not any("forward" in vars(module) for module in ours.model.modules())

@@ -170,6 +170,10 @@ class FrozenPart:
             return MethodType(self._own.__func__, module)
         return copy.deepcopy(self._own, memo)
 
+    def __reduce__(self) -> Any:
+        """Give a model that is saved the forward of its own."""
+        return _itself, (self._own,)
+
     def compute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's own forward, in evaluation mode if it is to be without dropout."""
         with self._in_mode() if self.in_evaluation else nullcontext():
@@ -254,6 +258,10 @@ class FrozenPart:
     def is_trained(self) -> bool:
         """True if one of the part's parameters asks for gradients by now."""
         return any(parameter.requires_grad for parameter in self.module.parameters())
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _key_of(tensor: torch.Tensor) -> Array | None:

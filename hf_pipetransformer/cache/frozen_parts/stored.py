@@ -182,7 +182,7 @@ class StoredParts:
             self.run.end_plan()
 
     def begin_step(self) -> None:
-        """Decide on what the step before has shown, and check what is served. Collective like `step`."""
+        """Decide on what the step before has shown. Collective like `step`."""
         if not self._has_begun:
             self._has_begun = True
             self._begin()
@@ -190,8 +190,6 @@ class StoredParts:
             self._step.reads_at_random |= self._reads_at_random()
         self._find()
         self._decide_on_found()
-        if self._serving:
-            self._check()
 
     @property
     def has_parts(self) -> bool:
@@ -200,13 +198,15 @@ class StoredParts:
 
     @contextmanager
     def batch(self, inputs: Mapping[str, Any], num_samples: int) -> Iterator[None]:
-        """Let calls of the parts come to them inside, from the first one in a batch of the training to its backward.
+        """Check the parts, and let calls of them come to them from the first in a batch of training to its backward.
 
         Args:
             inputs: what is known of the batch; `enter_root` tells more.
         """
         step, watch = self._step, self._watch
         assert step is not None
+        if self._serving:
+            self._check()
         step.evaluates = step.generates = step.reads_loss_alone = False
         if watch is not None:
             self._num_samples = num_samples
@@ -305,7 +305,7 @@ class StoredParts:
             where = " by this process" if self.run.topology.is_distributed else ""
             self._say(
                 f"{records.plan.name}: {counts.hits} of {looked_up} outputs were read instead of computed{where} "
-                f"({counts.hits / looked_up:.0%}), which saved about {counts.hits * price.hit_seconds:,.0f} s."
+                f"({counts.hits / looked_up:.0%}), which saved about {round(counts.hits * price.hit_seconds):,} s."
             )
 
     # ---- finding ----
@@ -352,14 +352,14 @@ class StoredParts:
                 self._say(f"{names}: frozen. Without a length of the data set, the second pass stores what pays.")
             self._say_why_not([each for each in found if each.why_not is not None])
             self._has_found |= bool(found)
-            if not self._has_found and watch.is_over and self.args.activation_cache == "on":
-                self._say(
-                    "activation_cache='on' stores nothing: no frozen part computes from the samples alone and takes a "
-                    "share of the forward to speak of."
-                )
         # A part that no batch of an epoch has called is watched no longer.
         if watch.is_over or self._present_epoch > self._first_epoch:
             self._watch = None
+            if not self._has_found and self.args.activation_cache == "on":
+                self._say(
+                    "activation_cache='on' stores nothing: no frozen part was seen to compute from the samples alone "
+                    "and to take a share of the forward to speak of."
+                )
 
     @property
     def _knows_passes(self) -> bool:

@@ -118,7 +118,7 @@ class Found:
 
 @dataclass
 class RootCall:
-    """A few rows of what the model itself was called with, and the seconds that its forwards took."""
+    """A few rows of what the model itself was called with, and the seconds that its forwards took in a step."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -145,7 +145,11 @@ class Watch:
         self.model, self.root, self.step, self.is_hurried = model, root, step, is_hurried
         self._precision, self._may_evaluate = precision, may_evaluate
         self._reads_loss_alone = reads_loss_alone
-        self.parts = [FrozenPart(name, each, step, self.watched) for name, each in maximal_frozen(model).items()]
+        self.parts = [
+            # The number of a module in `nn.Sequential` says nothing.
+            FrozenPart(f"{name} ({type(each).__name__})" if name.isdigit() else name, each, step, self.watched)
+            for name, each in maximal_frozen(model).items()
+        ]
         self._seen: dict[str, Watched] = {}
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
         self._outputs: set[int] = set()
@@ -162,6 +166,7 @@ class Watch:
         """Watch the calls of one more step."""
         self._outputs.clear()
         self._number += 1
+        self._root.seconds = 0.0
 
     def enter_root(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note that the model itself is called."""
@@ -205,6 +210,7 @@ class Watch:
 
     def watched(self, part: FrozenPart, args: Any, kwargs: Any) -> Any:
         """Run a part's own forward, and note what it shows. Gives its outputs, whose use is noted in turn."""
+        entered = _now()
         try:
             args, kwargs = passed_on(args), passed_on(kwargs)
             plain_args, plain_kwargs = undeferred(args), undeferred(kwargs)
@@ -273,6 +279,8 @@ class Watch:
             # No tensor of the step is kept alive for it.
             self._inputs += [(part.name, weakref.ref(each), _version(each)) for each in tensors]
             self._outputs |= set(map(memory_of, leaves))
+        # The time of the notes is none of the model's.
+        self._root_began += _now() - entered - seconds
         return given
 
     # ---- finding ----
