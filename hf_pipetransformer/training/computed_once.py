@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import ParallelMode
 
-from hf_pipetransformer.cache.frozen_parts.stored import StoredParts
+from hf_pipetransformer.cache.frozen_parts.stored import StoredParts, named
 from hf_pipetransformer.comm.topology import Topology, get_topology
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.rng import States, random_state, same_states
@@ -98,25 +98,23 @@ class _CalledParts(StoredParts):
         return random_state(self.args.device) if self._watch is not None else None
 
     def enter_root(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # Some models are called with one dict of tensors.
-        dicts = (each if isinstance(each, Mapping) else {str(place): each} for place, each in enumerate(args))
-        named = {name: value for each in (*dicts, kwargs) for name, value in each.items()}
+        inputs = named(*args, **kwargs)
         if not self.run.model.training and not torch.is_grad_enabled():
             self.close()
-            self._open.enter_context(self.evaluating(named, generates=True, reads_loss_alone=False))
+            self._open.enter_context(self.evaluating(inputs, generates=True, reads_loss_alone=False))
         elif self._step is not None and self.is_in_step and self.has_parts:
             # What a loss has made with random numbers is not of the batch.
             before, now = self._since_call, self._drawn()
-            given = named if before is None or now is None or same_states(now, before) else {}
+            given = inputs if before is None or now is None or same_states(now, before) else {}
             if self._is_open:
                 self._step.add(given)
             else:
-                self._open.enter_context(self.batch(given, max(1, batch_size(named))))
+                self._open.enter_context(self.batch(given, max(1, batch_size(inputs))))
                 self._is_open = True
         else:
             return
         self._is_noted = True
-        super().enter_root(args, named)
+        super().enter_root(args, kwargs)
 
     def leave_root(self) -> None:
         if not self._is_noted:

@@ -23,10 +23,10 @@ from transformers import (
     set_seed,
 )
 
-from hf_pipetransformer import ComputedOnce, PipeTransformerTrainer
+from hf_pipetransformer import ComputedOnce, PipeTransformerMixin, PipeTransformerTrainer
 from hf_pipetransformer.cache.frozen_parts import watching
 from hf_pipetransformer.cache.frozen_parts.served import Records
-from tests.support.frozen_models import CASES, PROBES, Case, images, logged, stack, trainer_of
+from tests.support.frozen_models import CASES, PROBES, Case, images, logged, stack, trainer_of, vit_probe
 
 
 TOLERANCE = 1e-5
@@ -208,6 +208,48 @@ def test_that_nothing_was_stored_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, "hf_pipetransformer"):
         both(PROBES["vit"], tmp_path, _Outside)
     assert "activation_cache='on' stores nothing: no frozen part was seen to compute" in caplog.text
+
+
+class _Calls(Trainer):
+    """Calls the model on a tensor, a list or a dict in a dict, as its batches are made."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        given, labels = inputs.values() if isinstance(inputs, dict) else inputs
+        return nn.functional.cross_entropy(model(given), labels["all"] if isinstance(labels, dict) else labels)
+
+
+class _OurCalls(PipeTransformerMixin, _Calls):
+    pass
+
+
+class _Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit, self.head = vit_probe().vit, nn.Linear(32, 3)
+
+    def forward(self, given: Any) -> torch.Tensor:
+        pixels = given["pixels"] if isinstance(given, dict) else given[0] if isinstance(given, list) else given
+        logits: torch.Tensor = self.head(self.vit(pixels).last_hidden_state[:, 0])
+        return logits
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        lambda rows: tuple(stack(rows).values()),
+        lambda rows: [[stack(rows)["pixel_values"]], stack(rows)["labels"]],
+        lambda rows: {"given": {"pixels": stack(rows)["pixel_values"]}, "labels": {"all": stack(rows)["labels"]}},
+    ],
+    ids=["tensor", "list", "dict"],
+)
+def test_batches_and_calls_of_any_form(collate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = Case(_Takes, images, "vit", collate)
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        plain, _ = both(case, tmp_path, _Calls)
+        expected = [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
+        found = [loss for loss, _ in logged(trainer_of(_OurCalls, case, tmp_path / "trainer"))]
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+    assert outputs_read(caplog) == [(20, 32), (20, 32)]
 
 
 class _Slow(nn.Linear):

@@ -171,7 +171,7 @@ class StoredParts:
         """
         self.begin_step()
         if self.has_parts:
-            with self.batch(inputs, batch_size(inputs)):
+            with self.batch(inputs, batch_size(named(inputs))):
                 yield
         elif not self.args.plan_only:
             yield
@@ -209,7 +209,7 @@ class StoredParts:
             self._check()
         step.evaluates = step.generates = step.reads_loss_alone = False
         if watch is not None:
-            self._num_samples = num_samples
+            self._num_samples = max(1, num_samples)
             watch.begin_step()
         with self._looked_up(step, inputs):
             yield
@@ -223,7 +223,7 @@ class StoredParts:
         step = self._step
         if step is not None and step.defers:
             # Copies of the batch that DistributedDataParallel makes, or what a loss makes of it.
-            step.note(kwargs)
+            step.note(named(*args, **kwargs))
         if self._watch is not None and step is not None and not step.evaluates:
             self._watch.enter_root(args, kwargs)
 
@@ -263,7 +263,7 @@ class StoredParts:
     @contextmanager
     def _looked_up(self, step: PresentStep, inputs: Mapping[str, Any]) -> Iterator[None]:
         """Let calls of the parts come to them inside, and say if they read more than the first step did."""
-        step.begin(inputs)
+        step.begin(named(inputs))
         with ExitStack() as stack:
             # An evaluation shows nothing of what training reads.
             for part in self._parts if not step.evaluates else (each for each in self._parts if each.watch is None):
@@ -567,6 +567,22 @@ class StoredParts:
         if self.run.topology.rank == 0:
             # Names of modules are the script's.
             announce(printable(text))
+
+
+def named(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return what a model is called with, or a batch of any kind, in one dict; entries of a dict have their names."""
+    found: dict[str, Any] = {}
+    for place, each in enumerate(args):
+        inside = each if isinstance(each, Mapping) else {str(place): each}
+        found.update(inside)
+    for name, each in [*found.items(), *kwargs.items()]:
+        if isinstance(each, Mapping):
+            found.update((f"{name}.{key}", value) for key, value in named(each).items())
+        elif isinstance(each, (list, tuple)):
+            found.update((f"{name}.{key}", value) for key, value in named(*each).items())
+        else:
+            found[name] = each
+    return found
 
 
 class RootHook:

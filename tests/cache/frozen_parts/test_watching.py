@@ -79,10 +79,14 @@ def watch_of(
     watch = Watch(model, model, step, "fp32", may_evaluate, reads_loss_alone=True)
     step.begin(batch)
     torch.manual_seed(0)
-    with watch.step_watched(), watching.ExitStack() as stack:
+    watch.begin_step()
+    watch.enter_root((), batch)
+    with watching.ExitStack() as stack:
         for part in watch.parts:
             stack.enter_context(part.standing_in())
         loss = model(**batch)["loss"]
+    watch.leave_root()
+    watch.end_step()
     return watch, loss
 
 
