@@ -35,7 +35,7 @@ CHECKED := hf_pipetransformer scripts tests examples
 PACKAGE := build/package
 
 .PHONY: help demo docs package tables cards test test-all test-changed test-nightly test-liger test-lowest test-latest
-.PHONY: test-faults families gpu-check gpu-bench quality style benchmark benchmark-quick pipe-suites clean
+.PHONY: golden test-faults families gpu-check gpu-bench quality style benchmark benchmark-quick pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -44,6 +44,7 @@ help:
 	@echo "make test       the tests of every change; make test-nightly: the others, make test-all: all of them"
 	@echo "make test-changed  the test files nearest to what differs from SINCE=main, nightly tests too"
 	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows; test-latest: the newest"
+	@echo "make golden     trainings whose numbers, stored records and forwards are recorded, compared; three minutes"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
 	@echo "make cards      the runs of the cards in model_cards/, beside plain Trainer, half an hour"
 	@echo "make families   every class of transformers for text, images or sound beside Trainer: on two stages, and with a"
@@ -120,6 +121,10 @@ test-latest:
 	rm -f $(LATEST)/.installed
 	PIP_CONSTRAINT=$(CURDIR)/$(LATEST).txt PIP_UPGRADE=1 PIP_UPGRADE_STRATEGY=eager \
 		$(MAKE) VENV=$(LATEST) TRANSFORMERS=transformers test
+
+# What is meant to change is recorded anew with `python -m tests.golden.cases --write`.
+golden: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not gpu" tests/golden
 
 # Half an hour or more; it goes on where it stopped. For other code or settings remove the folder.
 test-faults: $(INSTALLED)
