@@ -109,7 +109,7 @@ class _CalledParts(StoredParts):
             if self._is_open:
                 self._step.add(given)
             else:
-                self._open.enter_context(self.batch(given, max(1, batch_size(inputs))))
+                self._open.enter_context(self.batch(given, batch_size(inputs)))
                 self._is_open = True
         else:
             return
