@@ -204,13 +204,13 @@ class ComputedOnce(TrainerCallback):
             self._parts.close()
             self._parts.is_in_step = False
             if control.should_save:
-                self._parts.check_thoroughly()
+                self._parts.serving.check_thoroughly()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._parts is not None:
-            self._parts.end_epoch()
+            self._parts.serving.end_epoch()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -106,7 +106,7 @@ class TrainingContext(Context):
 
 @dataclass(frozen=True)
 class PartsOfTrainer(TrainerView):
-    """See `cache.frozen_parts.stored.PartsRun`."""
+    """See `cache.frozen_parts.serving.PartsRun`."""
 
     context: TrainingContext
 

@@ -13,10 +13,10 @@ import xxhash
 
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import Use, safe_max_bytes, take_store
+from hf_pipetransformer.cache.frozen_parts.call import Deferred
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
-from hf_pipetransformer.cache.frozen_parts.deferred import Deferred
 from hf_pipetransformer.cache.frozen_parts.served import Counts, weights_key
-from hf_pipetransformer.cache.frozen_parts.stored import Price
+from hf_pipetransformer.cache.frozen_parts.serving import Price
 from hf_pipetransformer.cache.storage import cache_base, measure_storage
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decide_cache
@@ -24,7 +24,7 @@ from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decid
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.frozen_parts.served import Plan
-    from hf_pipetransformer.cache.frozen_parts.stored import PartsRun
+    from hf_pipetransformer.cache.frozen_parts.serving import PartsRun
     from hf_pipetransformer.cache.frozen_parts.values import Rows
     from hf_pipetransformer.cache.frozen_parts.watching import Form
     from hf_pipetransformer.cache.records import RecordFormat

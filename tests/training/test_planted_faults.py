@@ -29,9 +29,8 @@ from hf_pipetransformer.cache import store as stores
 from hf_pipetransformer.cache.chain import PrefixWatch
 from hf_pipetransformer.cache.frozen_parts import part as parts
 from hf_pipetransformer.cache.frozen_parts import served, watching
-from hf_pipetransformer.cache.frozen_parts.call import Modes
+from hf_pipetransformer.cache.frozen_parts.call import Modes, undeferred
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, Reading
-from hf_pipetransformer.cache.frozen_parts.deferred import undeferred
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart
 from hf_pipetransformer.cache.frozen_parts.served import Records
 from hf_pipetransformer.cache.frozen_parts.state import ModuleState

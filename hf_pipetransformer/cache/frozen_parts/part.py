@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_pipetransformer.cache.frozen_parts.call import Modes, PartCall, Template
-from hf_pipetransformer.cache.frozen_parts.deferred import Deferred, undeferred
+from hf_pipetransformer.cache.frozen_parts.call import Deferred, Modes, PartCall, Template, undeferred
 from hf_pipetransformer.cache.frozen_parts.state import ModuleState
 from hf_pipetransformer.cache.frozen_parts.values import MASKS, NotStorableError, Rows, lengths_of_mask, rebuilt
 from hf_pipetransformer.data.rng import random_state, same_states

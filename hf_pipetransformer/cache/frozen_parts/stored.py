@@ -8,116 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.frozen_parts.contents import record_format
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, maximal_frozen
-from hf_pipetransformer.cache.frozen_parts.served import Counts, Plan, Records
+from hf_pipetransformer.cache.frozen_parts.served import Plan, Records
+from hf_pipetransformer.cache.frozen_parts.serving import PartsRun, Price, ServingParts, Stores
 from hf_pipetransformer.cache.frozen_parts.watching import Form, Found, Watch
 from hf_pipetransformer.cache.storage import stored_dtype
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.rng import NotedDraws, States, random_state, same_states
 from hf_pipetransformer.options.refusals import precision_of
-from hf_pipetransformer.report import announce, in_bytes, printable
+from hf_pipetransformer.report import in_bytes
 from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
-
-
-if TYPE_CHECKING:
-    from hf_pipetransformer.cache.folder import Use
-    from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
-    from hf_pipetransformer.cache.records import RecordFormat
-    from hf_pipetransformer.comm.topology import Topology
-
-
-MOST_CHANGES = 3
-"""Changes of a part after which nothing of it is stored any more."""
-
-
-class PartsRun(Protocol):
-    """What storing frozen parts needs of a trainer's present run."""
-
-    @property
-    def args(self) -> Any:
-        """Trainer's arguments, with those of the store."""
-
-    @property
-    def state(self) -> TrainerState: ...
-
-    @property
-    def topology(self) -> Topology: ...
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that the loss calls, with its adapters."""
-
-    @property
-    def train_dataset(self) -> Any: ...
-
-    @property
-    def eval_dataset(self) -> Any:
-        """One, or a dict of several; None if there is none."""
-
-    @property
-    def train_loader(self) -> Any: ...
-
-    @property
-    def is_whole(self) -> bool:
-        """False if processes or threads run copies or parts of the modules."""
-
-    @property
-    def sends_buffers(self) -> bool:
-        """True if buffers are written anew in every forward, as DistributedDataParallel does."""
-
-    @property
-    def reads_loss_alone(self) -> bool:
-        """True if training reads nothing of the model's outputs but its loss."""
-
-    def note(self, **fields: Any) -> None:
-        """Write an event of the cache to the journal."""
-
-    def end_plan(self) -> None:
-        """Leave the script after a plan; called with `plan_only` alone."""
-
-
-@dataclass(frozen=True)
-class Price:
-    """Cost and gain of storing a part; seconds are those of a row.
-
-    Args:
-        num_rows: that the run is expected to compute.
-        needed_bytes: of all records, `record_bytes` each.
-        hit_seconds: what reading a record saves.
-        reason: of the decision; `is_used` is its outcome.
-    """
-
-    num_rows: int
-    record_bytes: float
-    needed_bytes: float
-    hit_seconds: float
-    is_used: bool
-    reason: str
-
-
-class Stores(Protocol):
-    """Prices and stores of parts; see `training.part_stores.PartStores`."""
-
-    @property
-    def is_endless(self) -> bool: ...
-
-    def price(self, form: Form, num_samples: int, content: RecordFormat, taken: int) -> Price: ...
-
-    def open(
-        self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int
-    ) -> ContentStore | str: ...
-
-    def use(self, plan: Plan, counts: Counts) -> Use: ...
 
 
 class StoredParts:
@@ -125,15 +35,14 @@ class StoredParts:
 
     def __init__(self, run: PartsRun, stores: Stores) -> None:
         self.run, self._stores = run, stores
-        self._serving: list[tuple[Records, Price]] = []
+        self.serving = ServingParts(run, stores)
+        self._say = self.serving.say
         self._watch: Watch | None = None
         self._step: PresentStep | None = None
         self._has_begun = False
         self._num_samples = 1
-        self._epoch = -1
         self._first_epoch = 0
-        self._checked_at = 0
-        self._has_told_beyond = self._has_served = self._has_found = False
+        self._has_told_beyond = self._has_found = False
         self._state: States | None = None
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._waiting: list[tuple[Plan, Form]] = []
@@ -149,11 +58,7 @@ class StoredParts:
     @property
     def served(self) -> list[Records]:
         """Records of the parts that are looked up."""
-        return [records for records, _ in self._serving]
-
-    @property
-    def _bytes_taken(self) -> int:
-        return sum(records.store.bytes_taken for records in self.served)
+        return self.serving.records
 
     @property
     def _parts(self) -> list[FrozenPart]:
@@ -205,8 +110,7 @@ class StoredParts:
         """
         step, watch = self._step, self._watch
         assert step is not None
-        if self._serving:
-            self._check()
+        self.serving.check()
         step.evaluates = step.generates = step.reads_loss_alone = False
         if watch is not None:
             self._num_samples = max(1, num_samples)
@@ -235,7 +139,7 @@ class StoredParts:
     def _reads_at_random(self) -> bool:
         """Return True if random numbers were drawn since the step before, or in a process that reads samples."""
         draws = self.loader_draws is not None and self.loader_draws.seen
-        if self._state is None or self._present_epoch != self._epoch:
+        if self._state is None or self.serving.present_epoch != self.serving.epoch:
             return draws
         return draws or not same_states(random_state(self.args.device), self._state)
 
@@ -251,10 +155,10 @@ class StoredParts:
     @contextmanager
     def evaluating(self, inputs: Mapping[str, Any], generates: bool, reads_loss_alone: bool) -> Iterator[None]:
         """Wrap a batch of an evaluation in the training."""
-        if self._step is None or not self._serving:
+        if self._step is None or not self.served:
             yield
             return
-        self._notice_changed_weights()
+        self.serving.notice_changed_weights()
         step = self._step
         step.evaluates, step.generates, step.reads_loss_alone = True, generates, reads_loss_alone
         with self._looked_up(step, inputs):
@@ -277,42 +181,19 @@ class StoredParts:
                 "that no record has them: they are computed where they are read."
             )
 
-    def end_epoch(self) -> None:
-        """Check the parts, and write down for the report what this process has read and computed in the epoch."""
-        self.check_thoroughly()
-        if not self._has_served:
-            return
-        counts = [records.counts_since_report() for records in self.served]
-        hits, misses = sum(each.hits for each in counts), sum(each.misses for each in counts)
-        stored = sum(records.store.bytes_stored for records in self.served)
-        self.run.note(what="epoch", hits=hits, misses=misses, bytes_stored=stored)
-
     def end(self) -> None:
         """Give the stores back, and say what was saved."""
-        for records, price in self._serving:
-            self._close(records, price)
-        self._serving.clear()
+        self.serving.end()
         self._has_begun, self._watch, self._step = False, None, None
         self._waiting.clear()
         for hook in self._hooks:
             hook.remove()
 
-    def _close(self, records: Records, price: Price) -> None:
-        counts = records.counts
-        records.end(self._stores.use(records.plan, counts))
-        looked_up = counts.hits + counts.misses
-        if looked_up:
-            where = " by this process" if self.run.topology.is_distributed else ""
-            self._say(
-                f"{records.plan.name}: {counts.hits} of {looked_up} outputs were read instead of computed{where} "
-                f"({counts.hits / looked_up:.0%}), which saved about {round(counts.hits * price.hit_seconds):,} s."
-            )
-
     # ---- finding ----
 
     def _begin(self) -> None:
         model = bare_model(self.run.model)
-        self._has_told_beyond = self._has_served = self._has_found = False
+        self._has_told_beyond = self._has_found = False
         if self.args.activation_cache == "off" or not self.run.is_whole or not maximal_frozen(model):
             return
         if (adapted := adapted_tower(self.run.model)) is not None:
@@ -334,8 +215,8 @@ class StoredParts:
             root.register_forward_pre_hook(RootHook(lambda _, *given: self.enter_root(*given)), with_kwargs=True),
             root.register_forward_hook(RootHook(lambda *_: self.leave_root()), always_call=True),
         )
-        self._epoch = self._first_epoch = self._present_epoch
-        self._checked_at = self.run.state.global_step
+        self._first_epoch = self.serving.present_epoch
+        self.serving.begin()
 
     def _find(self) -> None:
         """Decide on the parts whose calls were seen. Collective while some are watched."""
@@ -353,7 +234,7 @@ class StoredParts:
             self._say_why_not([each for each in found if each.why_not is not None])
             self._has_found |= bool(found)
         # A part that no batch of an epoch has called is watched no longer.
-        if watch.is_over or self._present_epoch > self._first_epoch:
+        if watch.is_over or self.serving.present_epoch > self._first_epoch:
             self._watch = None
             if not self._has_found and self.args.activation_cache == "on":
                 self._say(
@@ -364,7 +245,7 @@ class StoredParts:
     @property
     def _knows_passes(self) -> bool:
         """True if it is known how often samples come again."""
-        return not self._stores.is_endless or self._present_epoch > 0
+        return not self._stores.is_endless or self.serving.present_epoch > 0
 
     def _decide_on_found(self) -> None:
         """Decide on the parts that may be stored. Collective where there are some."""
@@ -420,7 +301,7 @@ class StoredParts:
 
         def priced() -> dict[str, Any] | str:
             try:
-                return vars(self._stores.price(form, self._num_samples, content, self._bytes_taken))
+                return vars(self._stores.price(form, self._num_samples, content, self.serving.bytes_taken))
             except (OSError, ValueError, StoreDamagedError) as error:
                 return str(error)
 
@@ -436,25 +317,19 @@ class StoredParts:
             self._say_computed(plan.name, f"{price.reason}.")
         if not price.is_used or self.args.plan_only:
             return
-        store = self._stores.open(plan, content, price, settings, self._bytes_taken)
+        store = self._stores.open(plan, content, price, settings, self.serving.bytes_taken)
         if isinstance(store, str):
             self._say_computed(plan.name, store)
             return
-        records = Records(plan, store, settings, precision_of(self.args), self._say_wrong)
-        for part in plan.parts:
-            part.weights_changed = self._notice_change_of
-        records.since_epoch, records.num_states = self._present_epoch, _num_states(records)
-        records.begin()
+        self.serving.add(Records(plan, store, settings, precision_of(self.args), self.serving.say_wrong), price)
         # Before another process of the node adds records, which would be taken for those of an earlier run.
         num_found = max(topology.gather(len(store)))
-        self._serving.append((records, price))
-        self._has_served = True
         self.run.note(what="part", part=plan.name, **vars(price))
         mode = " in evaluation mode, without dropout" if any(part.in_evaluation for part in plan.parts) else ""
         self._say(
             f"{plan.name} ({plan.size / 1e6:,.3g} million parameters) is frozen: it is computed once{mode}. Its "
             f"outputs are stored ({in_bytes(price.record_bytes)} each, {in_bytes(price.needed_bytes)} in all) and "
-            f"read from the {'next' if self._present_epoch else 'second'} epoch on."
+            f"read from the {'next' if self.serving.present_epoch else 'second'} epoch on."
         )
         if num_found:
             self._say(f"{plan.name}: {num_found} outputs of an earlier run are used where inputs are the same.")
@@ -468,105 +343,6 @@ class StoredParts:
 
     def _say_computed(self, name: str, reason: str) -> None:
         self._say(f"{name} is frozen and computed as in Trainer in every epoch: {reason}")
-
-    # ---- checking ----
-
-    @property
-    def _present_epoch(self) -> int:
-        return int(self.run.state.epoch or 0)
-
-    def _check(self) -> None:
-        self._notice_changed_weights()
-        if self._present_epoch != self._epoch:
-            self.check_thoroughly()
-            self._epoch = self._present_epoch
-            for records in self.served:
-                # A process alone knows all records: it has written them itself or found them when it opened the store.
-                if self.run.topology.is_distributed:
-                    records.store.look_again()
-                self._stop_if_useless(records)
-
-    def _notice_changed_weights(self) -> None:
-        for records in self.served:
-            # `_stop` takes parts out of `_serving`, not out of the list that this loop goes through.
-            if records.is_trained:
-                self._say(f"{records.plan.name} is not frozen any more: it is computed as in Trainer from here on.")
-                self._stop(records)
-            elif records.have_weights_changed():
-                self._say_changed(records)
-
-    def _notice_change_of(self, part: FrozenPart) -> None:
-        """Follow weights that are seen to have changed when a part is called."""
-        for records in self.served:
-            if part in records.plan.parts and records.have_weights_changed():
-                self._say_changed(records)
-
-    def _say_changed(self, records: Records) -> None:
-        records.since_epoch = self._present_epoch
-        self._say(f"Weights of {records.plan.name} were changed from outside: its outputs are computed again.")
-        self._stop_if_often(records, records.num_changes)
-
-    def _stop_if_often(self, records: Records, number: int) -> None:
-        if number >= MOST_CHANGES:
-            self._say(f"{records.plan.name} changes again and again: it is computed as in Trainer from here on.")
-            self._stop(records)
-
-    def check_thoroughly(self) -> None:
-        """Check all bytes of the parts' weights, and what they compute: around an epoch, and before a checkpoint."""
-        for records in self.served:
-            if not records.is_what_it_was():
-                records.distrust()
-            records.has_served_since_check()
-        self._checked_at = self.run.state.global_step
-
-    def _say_wrong(self, records: Records) -> None:
-        """Say which steps may have read records that do not hold."""
-        records.since_epoch = self._present_epoch
-        has_served, name = records.has_served_since_check(), records.plan.name
-        step = self.run.state.global_step
-        if records.plan.is_of_script and not records.has_been_proven and not records.are_weights_others:
-            self._say(
-                f"{name} is frozen and computed as in Trainer in every epoch: its own code gives something else for "
-                "samples that come a second time, in another batch."
-            )
-            self._stop(records)
-            return
-        if not has_served or step <= self._checked_at:
-            self._say(f"{name} was changed from outside: its outputs are computed again.")
-            self._stop_if_often(records, records.num_distrusted)
-            return
-        self._say(
-            f"{name} computes something else than what was stored, and no version counter shows it (a write past "
-            f"autograd, or something random). Steps {self._checked_at + 1} to {step} may have read outputs that did "
-            "not hold any more; from here on they are computed again. Change it between epochs (on_epoch_begin), or "
-            "write with parameter.copy_() under torch.no_grad()."
-        )
-        self._stop_if_often(records, records.num_distrusted)
-
-    def _stop_if_useless(self, records: Records) -> None:
-        """End the storing of a part none of whose inputs came again in a whole epoch."""
-        if _num_states(records) != records.num_states:
-            # With other attributes it has other records.
-            records.num_states, records.since_epoch = _num_states(records), self._epoch
-        # The first epoch only writes, so hits must have come by the end of the second if inputs come again at all.
-        first = records.since_epoch + records.plan.notes_first
-        if self._epoch < first + 2 or records.have_come_again or not records.counts.misses:
-            return
-        self._say(
-            f"{records.plan.name} is computed from here on: none of its inputs came a second time (random "
-            "augmentation?), so nothing is stored any more."
-        )
-        self._stop(records)
-
-    def _stop(self, records: Records) -> None:
-        price = next(price for each, price in self._serving if each is records)
-        self._close(records, price)
-        self._serving = [each for each in self._serving if each[0] is not records]
-
-    def _say(self, text: str) -> None:
-        if self.run.topology.rank == 0:
-            # Names of modules are the script's.
-            announce(printable(text))
 
 
 def named(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -601,10 +377,6 @@ class RootHook:
 def _do_nothing(*_: Any) -> None: ...
 
 
-def _num_states(records: Records) -> int:
-    return sum(part.state.num_states for part in records.plan.parts)
-
-
 class _ChecksEpochs(TrainerCallback):
     """Checks the parts when an epoch has ended."""
 
@@ -612,4 +384,4 @@ class _ChecksEpochs(TrainerCallback):
         self._parts = parts
 
     def on_epoch_end(self, *_args: Any, **_kwargs: Any) -> None:
-        self._parts.end_epoch()
+        self._parts.serving.end_epoch()

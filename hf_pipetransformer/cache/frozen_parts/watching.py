@@ -19,9 +19,8 @@ from torch import nn
 from transformers import set_seed
 
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, any_differs, differs
-from hf_pipetransformer.cache.frozen_parts.call import NUM_TRIED, Modes, PartCall, Template
+from hf_pipetransformer.cache.frozen_parts.call import NUM_TRIED, Deferred, Modes, PartCall, Template, undeferred
 from hf_pipetransformer.cache.frozen_parts.contents import Pick, Reading
-from hf_pipetransformer.cache.frozen_parts.deferred import Deferred, undeferred
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, maximal_frozen, memory_of, passed_on
 from hf_pipetransformer.cache.frozen_parts.served import Plan
 from hf_pipetransformer.cache.frozen_parts.state import is_script_free

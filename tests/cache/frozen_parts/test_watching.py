@@ -13,8 +13,8 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from hf_pipetransformer.cache.frozen_parts import watching
+from hf_pipetransformer.cache.frozen_parts.call import Deferred
 from hf_pipetransformer.cache.frozen_parts.contents import Pick
-from hf_pipetransformer.cache.frozen_parts.deferred import Deferred
 from hf_pipetransformer.cache.frozen_parts.part import PresentStep, maximal_frozen
 from hf_pipetransformer.cache.frozen_parts.state import ModuleState
 from hf_pipetransformer.cache.frozen_parts.watching import Found, Watch
