@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
 from collections.abc import Mapping
@@ -176,6 +177,7 @@ class ComputedOnce(TrainerCallback):
             return
         self._parts = _CalledParts(run)
         self._parts.noting_draws(kwargs["train_dataloader"])
+        atexit.register(self._end)  # No callback is told of an exception, after which stores are to be deleted, too.
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -218,6 +220,7 @@ class ComputedOnce(TrainerCallback):
         self._end()
 
     def _end(self) -> None:
+        atexit.unregister(self._end)
         if self._parts is not None:
             self._parts.close()
             self._parts.end()

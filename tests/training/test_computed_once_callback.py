@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import logging
 import re
@@ -282,14 +283,19 @@ def test_a_part_without_a_name_is_told_by_its_class_and_timed_alone(
     assert found[0].share > 0.6, "of one step, and without the time of what is noted"
 
 
-def test_a_training_that_an_exception_ended_leaves_the_next_one_whole(tmp_path: Path) -> None:
+def test_a_training_that_an_exception_ended_leaves_the_next_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+
     class Ends(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 4:
                 raise KeyError("ended")
 
     ours = trainer_of(Trainer, CASES["whisper"], tmp_path / "ours")
-    once, ends = ComputedOnce("on"), Ends()
+    once, ends = ComputedOnce("on", dir=str(tmp_path)), Ends()
     ours.add_callback(once)
     ours.add_callback(ends)
     with pytest.raises(KeyError, match="ended"):
@@ -299,6 +305,12 @@ def test_a_training_that_an_exception_ended_leaves_the_next_one_whole(tmp_path: 
     ours.train()
     assert not any("forward" in vars(module) for module in ours.model.modules())
     assert not ours.model._forward_hooks and not ours.model._forward_pre_hooks
+    ours.add_callback(ends)
+    with pytest.raises(KeyError, match="ended"):
+        ours.train()
+    assert list(tmp_path.glob("*/unnamed-*"))
+    at_exit[-1]()
+    assert not list(tmp_path.glob("*/unnamed-*"))
 
 
 def test_a_checkpoint_holds_no_step_that_read_what_does_not_hold(
