@@ -152,9 +152,9 @@ class ComputedOnce(TrainerCallback):
         self, mode: str = "auto", *, dir: str | None = None, max_gb: float | None = None, dtype: str = "auto",
         keep: bool = False,
     ) -> None:  # fmt: skip
-        given = {"dir": dir, "max_gb": max_gb, "dtype": dtype, "keep": keep}
-        named = {"activation_cache": mode, **{f"activation_cache_{name}": value for name, value in given.items()}}
-        self._options = {name: READERS[name](name, value) for name, value in named.items()}
+        self._options = {"activation_cache": READERS["activation_cache"]("mode", mode)}
+        for name, value in {"dir": dir, "max_gb": max_gb, "dtype": dtype, "keep": keep}.items():
+            self._options[f"activation_cache_{name}"] = READERS[f"activation_cache_{name}"](name, value)
         self._parts: _CalledParts | None = None
 
     def on_train_begin(
