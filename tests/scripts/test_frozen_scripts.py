@@ -30,7 +30,8 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from hf_pipetransformer.training import part_stores, watching
+from hf_pipetransformer.cache.frozen_parts import watching
+from hf_pipetransformer.training import part_stores
 
 
 OPTIONS = (

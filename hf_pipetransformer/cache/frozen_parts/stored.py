@@ -332,7 +332,7 @@ class StoredParts:
             f"read from the {'next' if self.serving.present_epoch else 'second'} epoch on."
         )
         if num_found:
-            self._say(f"{plan.name}: {num_found} outputs of an earlier run are used for the same inputs and attributes.")
+            self._say(f"{plan.name}: {num_found} outputs of an earlier run serve the same inputs and attributes.")
 
     def _say_price(self, name: str, price: Price) -> None:
         what = "would be stored" if price.is_used else "would be computed as in Trainer in every epoch"
