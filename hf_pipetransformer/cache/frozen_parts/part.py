@@ -54,7 +54,7 @@ class PresentStep:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self.device = model, device
-        self._of_model = frozenset[int]()
+        self._memory_of_model: frozenset[int] | None = None
         self._of_batch = set[int]()
         self._shapes: dict[str, torch.Size] = {}
         self._lengths: dict[int, Array] = {}
@@ -71,7 +71,7 @@ class PresentStep:
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Note the tensors of a batch."""
         self._shapes, self._of_batch, self._lengths = {}, set(), {}
-        self._of_model = frozenset(memory_of(each) for each in (*self._model.parameters(), *self._model.buffers()))
+        self._memory_of_model = None
         self.add(batch)
         self._state = random_state(self.device)
         self.reads_beyond.clear()
@@ -98,13 +98,21 @@ class PresentStep:
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Return True for a tensor that is of the batch or of the model, not made on the way."""
-        return type(tensor) is Deferred or memory_of(tensor) in self._of_batch | self._of_model
+        return type(tensor) is Deferred or memory_of(tensor) in self._of_batch or self._is_of_model(tensor)
+
+    def _is_of_model(self, tensor: torch.Tensor) -> bool:
+        if self._memory_of_model is None:
+            # Once a step, if at all: walking through a model takes a millisecond.
+            weights = (*self._model.parameters(), *self._model.buffers())
+            self._memory_of_model = frozenset(map(memory_of, weights))
+        return memory_of(tensor) in self._memory_of_model
 
     def rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows:
         """Return a call's arguments row by row; raises like `Rows.of`."""
 
         def is_whole(tensor: torch.Tensor) -> bool:
-            return type(tensor) is not Deferred and memory_of(tensor) in self._of_model
+            is_given = type(tensor) is Deferred or memory_of(tensor) in self._of_batch
+            return not is_given and self._is_of_model(tensor)
 
         rows = Rows.of(args, kwargs, self._lengths_of, is_whole)
         if any(type(each) is Deferred and each.call.rows.number != rows.number for each in rows.tensors):
@@ -248,7 +256,7 @@ class FrozenPart:
     @property
     def weights(self) -> list[torch.Tensor]:
         # Version counters of buffers that every forward writes say nothing.
-        return [*self.module.parameters(), *(() if self.step.sends_buffers else self.module.buffers())]
+        return self.state.weights(has_buffers=not self.step.sends_buffers)
 
     def _present_marks(self) -> list[tuple[int, int]]:
         return [(0 if each.is_inference() else each._version, id(each)) for each in self.weights]
@@ -256,7 +264,7 @@ class FrozenPart:
     @property
     def is_trained(self) -> bool:
         """True if one of the part's parameters asks for gradients by now."""
-        return any(parameter.requires_grad for parameter in self.module.parameters())
+        return any(parameter.requires_grad for parameter in self.state.weights(has_buffers=False))
 
 
 def _itself(value: Any) -> Any:

@@ -52,6 +52,7 @@ class ModuleState:
     def _look(self) -> None:
         """Find what the state consists of."""
         self._modules = list(self.module.modules())
+        self._children = self._present_children()
         self._seen: set[int] = set()
         self._views: list[Any] = []
         self._tensors: list[torch.Tensor] = []
@@ -64,6 +65,18 @@ class ModuleState:
             for name, value in vars(each).items():
                 if name != "forward":
                     self._add(value, 0)
+
+    def _present_children(self) -> list[Any]:
+        return list(chain.from_iterable(each._modules.values() for each in self._modules))
+
+    def weights(self, has_buffers: bool = True) -> list[torch.Tensor]:
+        """Return the parameters of all modules inside, and their buffers; `parameters()` takes ten times as long."""
+        children = self._present_children()
+        if len(children) != len(self._children) or not all(map(is_, children, self._children)):
+            self._look()
+        kinds = ("_parameters", "_buffers") if has_buffers else ("_parameters",)
+        own = chain.from_iterable(getattr(each, kind).values() for kind in kinds for each in self._modules)
+        return list({id(each): each for each in own if each is not None}.values())
 
     def _add(self, value: Any, depth: int) -> None:
         if isinstance(value, (*_PLAIN, type, ModuleType)) or id(value) in self._seen or depth > _DEPTH:

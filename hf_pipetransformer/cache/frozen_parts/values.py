@@ -105,7 +105,7 @@ class Rows:
         tensors = tuple(tensors_of(given))
         if not tensors or not tensors[0].dim():
             raise NotStorableError("takes no tensor with a row for each sample")
-        whole = frozenset(id(each) for each in tensors if is_whole(each))
+        whole = frozenset(id(each) for each in tensors if each.dim() and is_whole(each))
         grid = kwargs.get(GRID)
         if isinstance(grid, torch.Tensor) and grid.dim() == 2 and int(grid.prod(1).sum()) == tensors[0].shape[0]:
             sizes = grid.detach().prod(1).cpu().numpy().astype(np.int64)
