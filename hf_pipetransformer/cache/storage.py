@@ -1,4 +1,4 @@
-"""Where activation stores lie, in which dtype, and how fast they are read and written.
+"""Place, dtype and speed of activation stores.
 
 `args` are a trainer's arguments with those of the store, whose names begin with `activation_cache`.
 """

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -396,7 +397,37 @@ def _keep_last(_module: Any, _args: Any, output: Any) -> None:
     _LAST["norm"] = float(output.norm())
 
 
-@pytest.mark.parametrize("hook", [_Keeps().hook, _keep_last, _scale], ids=str)
+_COUNT = 0
+
+
+def _count(_module: Any, _args: Any, _output: Any) -> None:
+    global _COUNT
+    _COUNT += 1
+
+
+def _keep_in_default(_module: Any, _args: Any, output: Any, seen: Any = []) -> None:  # noqa: B006
+    seen.append(float(output.norm()))
+
+
+def _keep_in(seen: list[float], _module: Any, _args: Any, output: Any) -> None:
+    seen.append(float(output.norm()))
+
+
+def _unassigned() -> Any:
+    def hook(_module: Any, _args: Any, output: Any) -> None:
+        if output is None:
+            print(later)
+
+    if len(_LAST) > 10**6:
+        later = 0
+    return hook
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [_Keeps().hook, _keep_last, _scale, _count, _keep_in_default, partial(_keep_in, []), _unassigned()],
+    ids=["method", "global", "writes", "count", "default", "partial", "not assigned"],
+)
 def test_a_hook_that_does_something_keeps_its_part_computed(
     hook: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,7 +26,7 @@ MOST_CHANGES = 3
 
 
 class PartsRun(Protocol):
-    """What storing frozen parts needs of a trainer's present run."""
+    """View of a trainer's present run, for the storing of frozen parts."""
 
     @property
     def args(self) -> Any:

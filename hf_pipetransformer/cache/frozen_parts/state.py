@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
 from operator import is_
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -146,16 +145,17 @@ class ModuleState:
 
     @contextmanager
     def hooks_seen(self) -> Iterator[None]:
-        """See which hooks of others inside give nothing, write into nothing, and keep nothing of a call."""
+        """See which hooks of others inside give nothing, write into nothing, and have nothing to keep a call in."""
         seen: dict[int, tuple[dict[int, Any], Any]] = {}
         busy: list[Any] = []
 
         def told(hook: Any) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-                before = list(map(_version, given)), describe(held_by(hook), 0)
+                before = list(map(_version, given)), reached_by(hook)
                 found = hook(*args, **kwargs)
-                if found is not None or before != (list(map(_version, given)), describe(held_by(hook), 0)):
+                after = list(map(_version, given)), reached_by(hook)
+                if found is not None or before[1] is None or before != after:
                     busy.append(hook)
                 return found
 
@@ -206,20 +206,48 @@ def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return found
 
 
-def held_by(function: Any, depth: int = 0) -> list[Any]:
-    """Return what a function of a script's reaches besides its arguments, through its functions too."""
-    owner = getattr(function, "__self__", function)
-    held: list[Any] = []
-    if not isinstance(owner, (FunctionType, ModuleType, type)):
-        held += [each for name, each in getattr(owner, "__dict__", {}).items() if name not in (*_WEIGHTS, "_modules")]
-    if isinstance(function, (FunctionType, MethodType)) and depth < _DEPTH:
-        known = inspect.getclosurevars(function)
-        for each in (*known.nonlocals.values(), *known.globals.values()):
-            if isinstance(each, (FunctionType, MethodType, nn.Module)):
-                held += held_by(each, depth + 1) if not is_installed(each) else []
-            elif not isinstance(each, (ModuleType, type)):
-                held.append(each)
-    return held
+def reached_by(function: Any) -> dict[str, Any] | None:
+    """Return the plain values that a script's function reaches besides its arguments, through its functions too.
+
+    None if it reaches anything that could be written into, or if that cannot be told.
+    """
+    found: dict[str, Any] = {}
+    ahead, seen = [function], set[int]()
+    while ahead:
+        each = ahead.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if not isinstance(each, FunctionType):
+            return None
+        named = {name: each.__globals__.get(name) for name in _names_in(each.__code__)}
+        try:
+            inside = [cell.cell_contents for cell in each.__closure__ or ()]
+        except ValueError:  # Not assigned yet.
+            return None
+        places = enumerate([*inside, *(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()])
+        for name, value in (*named.items(), *((str(place), value) for place, value in places)):
+            if isinstance(value, FunctionType) and not is_installed(value):
+                ahead.append(value)
+            elif isinstance(value, _PLAIN):
+                found[f"{id(each)} {name}"] = value
+            elif not isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType)) or not _is_of_package(
+                value
+            ):
+                return None
+    return found
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inside = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inside)
+
+
+def _is_of_package(value: Any) -> bool:
+    """Return True for a module, class or function that no script can have written."""
+    if isinstance(value, ModuleType):
+        return is_installed(SimpleNamespace(__module__=value.__name__))
+    return is_installed(value)
 
 
 def is_script_free(model: nn.Module) -> bool:
