@@ -405,6 +405,10 @@ def _count(_module: Any, _args: Any, _output: Any) -> None:
     _COUNT += 1
 
 
+def _own_attribute(_module: Any, _args: Any, _output: Any) -> None:
+    _own_attribute.calls = getattr(_own_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
 def _keep_in_default(_module: Any, _args: Any, output: Any, seen: Any = []) -> None:  # noqa: B006
     seen.append(float(output.norm()))
 
@@ -425,8 +429,17 @@ def _unassigned() -> Any:
 
 @pytest.mark.parametrize(
     "hook",
-    [_Keeps().hook, _keep_last, _scale, _count, _keep_in_default, partial(_keep_in, []), _unassigned()],
-    ids=["method", "global", "writes", "count", "default", "partial", "not assigned"],
+    [
+        _Keeps().hook,
+        _keep_last,
+        _scale,
+        _count,
+        _own_attribute,
+        _keep_in_default,
+        partial(_keep_in, []),
+        _unassigned(),
+    ],
+    ids=["method", "global", "writes", "count", "attribute", "default", "partial", "not assigned"],
 )
 def test_a_hook_that_does_something_keeps_its_part_computed(
     hook: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture

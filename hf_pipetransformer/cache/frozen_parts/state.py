@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from hf_pipetransformer.splitters.script_code import is_installed, own_classes
 _DEPTH = 4
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_CODE = (ModuleType, type, FunctionType, BuiltinFunctionType)
 _MOST_STATES = 8
 _WEIGHTS = ("_parameters", "_buffers")
 
@@ -218,9 +220,10 @@ def reached_by(function: Any) -> dict[str, Any] | None:
         if id(each) in seen:
             continue
         seen.add(id(each))
-        if not isinstance(each, FunctionType):
+        if not isinstance(each, FunctionType) or vars(each):
             return None
-        named = {name: each.__globals__.get(name) for name in _names_in(each.__code__)}
+        # It may import a module itself.
+        named = {name: each.__globals__.get(name, sys.modules.get(name)) for name in _names_in(each.__code__)}
         try:
             inside = [cell.cell_contents for cell in each.__closure__ or ()]
         except ValueError:  # Not assigned yet.
@@ -231,9 +234,7 @@ def reached_by(function: Any) -> dict[str, Any] | None:
                 ahead.append(value)
             elif isinstance(value, _PLAIN):
                 found[f"{id(each)} {name}"] = value
-            elif not isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType)) or not _is_of_package(
-                value
-            ):
+            elif not (isinstance(value, _CODE) and _is_of_package(value)):
                 return None
     return found
 
