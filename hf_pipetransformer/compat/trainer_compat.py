@@ -180,6 +180,12 @@ def has_plain_loss(trainer: Trainer) -> bool:
     return is_models and not is_overridden(trainer, "compute_loss")
 
 
+def shows_batches(trainer: Trainer) -> bool:
+    """Return True if code that is not Trainer's sees batches of the training between the loader and the model."""
+    methods = ("get_train_dataloader", "get_batch_samples", "training_step", "_prepare_inputs", "compute_loss")
+    return trainer.compute_loss_func is not None or any(is_overridden(trainer, name) for name in methods)
+
+
 NOT_OF_A_LOSS = (
     *("model", "model_wrapped", "args", "accelerator", "callback_handler", "optimizer", "lr_scheduler", "optimizers"),
     *("train_dataset", "eval_dataset", "data_collator", "processing_class", "pipeline_run", "hp_space", "deepspeed"),

@@ -269,9 +269,11 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
 
     # Here and not in `TrainingOverrides`: only Trainer's own loop has frozen parts to look up.
     def get_train_dataloader(self) -> Any:
-        """Make Trainer's loader; processes that read for it note if they draw random numbers."""
+        """Make Trainer's loader, which in a training may leave samples unread whose outputs are stored."""
         loader, run = super().get_train_dataloader(), vars(self).get("pipeline_run")
-        return run.stored_parts.noting_draws(loader) if run is not None and run.is_left_to_trainer else loader
+        if run is None or not run.is_left_to_trainer:
+            return loader
+        return run.stored_parts.following(loader, not trainer_compat.shows_batches(self))
 
     # In place of the forward and backward of one rank.
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
@@ -308,7 +310,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         # No checkpoint without a look at what its steps have read.
-        self.pipeline_run.stored_parts.serving.check_thoroughly()
+        self.pipeline_run.stored_parts.before_checkpoint()
         with self.pipeline_run.saving.checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 

@@ -176,7 +176,7 @@ class ComputedOnce(TrainerCallback):
             logger.warning(f"ComputedOnce stores nothing with {with_what}.")
             return
         self._parts = _CalledParts(run)
-        self._parts.noting_draws(kwargs["train_dataloader"])
+        self._parts.following(kwargs["train_dataloader"])
         atexit.register(self._end)  # No callback is told of an exception, after which stores are to be deleted, too.
 
     def on_step_begin(

@@ -160,5 +160,5 @@ class PartStores:
 def _seconds_of_hashing(rows: Rows) -> float:
     start = time.perf_counter()
     # What is deferred is known by hashes that were taken before.
-    rows.digests(b"", key_of=lambda each: np.zeros((rows.number, 2), np.uint64) if type(each) is Deferred else None)
+    rows.digests(b"", key_of=lambda each, _: np.zeros((rows.number, 2), np.uint64) if type(each) is Deferred else None)
     return (time.perf_counter() - start) / rows.number

@@ -172,9 +172,11 @@ class PipelineSession:
         """Check what is stored of frozen parts around the epochs inside, and give it back at the end."""
         trainer, parts = self.context.trainer, self.stored_parts
         trainer.callback_handler.callbacks.insert(0, parts.at_epoch_end)
+        parts.is_training = True
         try:
             yield
         finally:
+            parts.is_training = False
             trainer.remove_callback(parts.at_epoch_end)
             parts.end()
 

@@ -27,11 +27,10 @@ from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import records as files
 from hf_pipetransformer.cache import store as stores
 from hf_pipetransformer.cache.chain import PrefixWatch
-from hf_pipetransformer.cache.frozen_parts import part as parts
 from hf_pipetransformer.cache.frozen_parts import served, watching
 from hf_pipetransformer.cache.frozen_parts.call import Modes, undeferred
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, Reading
-from hf_pipetransformer.cache.frozen_parts.part import FrozenPart
+from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
 from hf_pipetransformer.cache.frozen_parts.served import Records
 from hf_pipetransformer.cache.frozen_parts.state import ModuleState
 from hf_pipetransformer.cache.frozen_parts.values import Rows, tensors_of
@@ -523,7 +522,7 @@ FAULTS = {
     "outputs exchanged": Fault(hands_out(lambda found: {0: found[1], 1: found[0]}), case=ATTENTION, is_quick=True),
     "outputs rounded": Fault(hands_out(lambda found: {n: each.bfloat16().to(each) for n, each in found.items()})),
     "rows of the outputs exchanged": Fault(hands_out(lambda found: {n: each.flip(0) for n, each in found.items()})),
-    "rows put together in another order": Fault(put_together_in_another_order, after=4, is_quick=True),
+    "rows put together in another order": Fault(put_together_in_another_order, after=3, is_quick=True),
     "handed out twice": Fault(handed_out_twice, EPOCH, 8, case=replace(probe(reads=in_place), data=lambda: rows()[:4]),
                               told=WRONG.format(5, 8), options={"per_device_train_batch_size": 1}, is_quick=True),
     "padding cut too early": Fault(
@@ -539,7 +538,9 @@ FAULTS = {
                                case=probe(reads=at_times_in_bf16)),
     "key without the last token": Fault(key_ends_before_the_last_token, case=TEXTS, after=2),
     "key without the number of an output": Fault(
-        lambda patch: patch.setattr(parts, "_key_of", lambda each: getattr(getattr(each, "call", None), "keys", None)),
+        lambda patch: patch.setattr(
+            PresentStep, "keys_of", lambda _, each, __: getattr(getattr(each, "call", None), "keys", None)
+        ),
         case=CHAIN, after=1,
     ),
     # What changes in the run.
@@ -636,7 +637,7 @@ def name_of_the_check(frame: Any) -> str:
     name = frame.f_code.co_name
     if name == "found":
         return FIRST if frame.f_locals["number"] == 1 else LATER
-    while name == "check_thoroughly":
+    while name in ("check_thoroughly", "before_checkpoint"):
         frame = frame.f_back
         name = frame.f_code.co_name
     return {"keep": AGAIN, "end_epoch": EPOCH, "_save_checkpoint": CHECKPOINT}.get(name, name)

@@ -160,14 +160,24 @@ class PartCall:
             def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
                 if type(tensor) is not Deferred:
                     return None
-                if tensor.call._values is not None and length is None:
-                    return tensor.call.rows.rows_of(tensor.call._values[tensor.number], rows)
-                return tensor.call.computed(rows, length, found)[tensor.number]
+                return tensor.call.output_of(tensor.number, rows, length, found)
 
             with generators_kept(), self.modes.entered(has_gradients=False):
                 args, kwargs = self.rows.take(rows, length, replaced)
                 found[id(self)] = tensors_of(self.part.compute(args, kwargs))
         return found[id(self)]
+
+    def output_of(
+        self, number: int, rows: Array, length: int | None, known: dict[int, list[torch.Tensor]]
+    ) -> torch.Tensor:
+        """Return an output of some rows, see `computed`."""
+        if self._values is not None and length is None:
+            return self.rows.rows_of(self._values[number], rows)
+        return self.computed(rows, length, known)[number]
+
+    def moved(self, number: int, device: torch.device) -> Deferred | None:
+        """Return an output, deferred, on another device; None, as it is computed to be moved."""
+        return None
 
     def sample(self, most: int = NUM_TRIED) -> PartCall:
         """Return a call with copies of a few rows, the shortest one among them, for later."""
@@ -177,12 +187,19 @@ class PartCall:
         chosen = np.arange(number)
         if lengths is not None and number:
             chosen[-1] = max(number - 1, int(np.argmin(lengths)))
+        found = self.some(chosen)
+        if most == NUM_TRIED:
+            self._sample = found
+        return found
+
+    def some(self, chosen: Array) -> PartCall:
+        """Return a call with copies of some rows."""
+        number, lengths = len(chosen), self.rows.lengths
 
         def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
             if type(tensor) is not Deferred:
                 return None
-            shape = [number, *tensor.shape[1:]]
-            return Deferred(tensor.call.sample(most), tensor.number, shape, tensor)
+            return Deferred(tensor.call.some(chosen), tensor.number, [number, *tensor.shape[1:]], tensor)
 
         given = rebuilt(list(self.rows.take(chosen, None, replaced)), _copied)
         tensors = tuple(tensors_of(given))
@@ -195,8 +212,6 @@ class PartCall:
         found.notes, found.template = self.notes, self.template
         found.state, found.marks = self.state, self.marks
         found.keys = self.keys[chosen] if len(self.keys) else self.keys
-        if most == NUM_TRIED:
-            self._sample = found
         return found
 
 
@@ -270,14 +285,16 @@ _OF_THE_FORM |= {getattr(torch.Tensor, name) for name in _METHODS}
 class Deferred(torch.Tensor):
     """Output `number` of a call of a frozen part: a tensor without values until other code than frozen parts uses it.
 
-    What then is used in its place, in this use and in all later ones, is one ordinary tensor.
+    What then is used in its place, in this use and in all later ones, is one ordinary tensor. A field of a batch whose
+    samples are left unread is one, too.
     """
 
-    call: PartCall
+    call: Any
+    """A `PartCall`, or an `unread.FieldRead`."""
     number: int
 
     @staticmethod
-    def __new__(cls, call: PartCall, number: int, shape: torch.Size | list[int], like: torch.Tensor) -> Deferred:
+    def __new__(cls, call: Any, number: int, shape: torch.Size | list[int], like: torch.Tensor) -> Deferred:
         found: Deferred = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
         )
@@ -286,7 +303,8 @@ class Deferred(torch.Tensor):
 
     def value(self, first: bool = False) -> torch.Tensor:
         """Return the tensor, or of each row the first position alone."""
-        return self.call.value(self.number, first)
+        found: torch.Tensor = self.call.value(self.number, first)
+        return found
 
     @classmethod
     def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -296,6 +314,10 @@ class Deferred(torch.Tensor):
         if func is torch.Tensor.__getitem__ and type(args[0]) is Deferred and _is_first(args[1], args[0].dim()):
             args[0].call.note(args[0].number, is_first=True)
             return args[0].value(first=True)
+        if func in (torch.Tensor.to, torch.Tensor.type) and type(args[0]) is Deferred:
+            converted = _converted(*args, **(kwargs or {}))
+            if converted is not None:
+                return converted
         return _used(func, args, kwargs)
 
     @classmethod
@@ -312,6 +334,18 @@ def _used(func: Any, args: Any, kwargs: Any) -> Any:
 
     args, kwargs = tree_map(value, (args, kwargs or {}))
     return func(*args, **kwargs)
+
+
+def _converted(tensor: Deferred, *args: Any, **kwargs: Any) -> Deferred | None:
+    """Return a tensor that is deferred as well for `to` or `type`; None if its values would be others."""
+    if kwargs.pop("copy", False) or isinstance(kwargs.get("dtype", (*args, None)[0]), str) and kwargs:
+        return None
+    device, dtype, _, form = torch._C._nn._parse_to(*args, **kwargs)
+    if dtype not in (None, tensor.dtype) or form is not None:
+        return None
+    if device is None or device == tensor.device or (device.type, device.index) == (tensor.device.type, None):
+        return tensor
+    return tensor.call.moved(tensor.number, device)
 
 
 def _is_first(index: Any, dims: int) -> bool:

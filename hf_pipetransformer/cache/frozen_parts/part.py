@@ -67,6 +67,8 @@ class PresentStep:
         """True if buffers are written anew in every forward, as DistributedDataParallel does."""
         self.reads_at_random = False
         """True if random numbers were drawn while samples were read."""
+        self.keys_of_read: Callable[[torch.Tensor], Array | None] = lambda _: None
+        """Gives the keys of the rows of a tensor that were taken when it was read."""
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Note the tensors of a batch."""
@@ -118,6 +120,17 @@ class PresentStep:
         if any(type(each) is Deferred and each.call.rows.number != rows.number for each in rows.tensors):
             raise NotStorableError("takes outputs of other frozen parts that have other rows")
         return rows
+
+    def keys_of(self, tensor: torch.Tensor, is_whole: bool) -> Array | None:
+        """Return the keys of the rows of a tensor where they are known; `is_whole` if rows are hashed as a whole."""
+        if type(tensor) is Deferred and isinstance(tensor.call, PartCall):
+            keys: Array = tensor.call.keys.copy()
+            # Keys are 128 random bits: another number makes other bits.
+            keys[:, 0] += tensor.number
+            return keys
+        if not is_whole:
+            return None
+        return tensor.call.keys if type(tensor) is Deferred else self.keys_of_read(tensor)
 
     def _lengths_of(self, tensor: torch.Tensor) -> Array | None:
         if type(tensor) is Deferred:
@@ -226,7 +239,7 @@ class FrozenPart:
         salt = call.state + call.modes.precision + b" evaluation" * self.in_evaluation
         if not self.state.is_watchable:
             return self.compute(_plain(args), _plain(kwargs))
-        call.keys = rows.digests(salt, self.cuts_padding, _key_of)
+        call.keys = rows.digests(salt, self.cuts_padding, self.step.keys_of)
         kind = salt + rows.kind(self.cuts_padding)
         known = self._templates.get(kind)
         if known is not None:
@@ -269,16 +282,6 @@ class FrozenPart:
 
 def _itself(value: Any) -> Any:
     return value
-
-
-def _key_of(tensor: torch.Tensor) -> Array | None:
-    """Return the keys of the rows of a tensor that is deferred, with the number of the output."""
-    if type(tensor) is not Deferred:
-        return None
-    keys: Array = tensor.call.keys.copy()
-    # Keys are 128 random bits: another number makes other bits.
-    keys[:, 0] += tensor.number
-    return keys
 
 
 def passed_on(value: Any) -> Any:

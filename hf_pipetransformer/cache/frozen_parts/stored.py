@@ -21,6 +21,7 @@ from hf_pipetransformer.cache.frozen_parts.contents import record_format
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, maximal_frozen
 from hf_pipetransformer.cache.frozen_parts.served import Plan, Records
 from hf_pipetransformer.cache.frozen_parts.serving import PartsRun, Price, ServingParts, Stores
+from hf_pipetransformer.cache.frozen_parts.unread import UnreadSamples
 from hf_pipetransformer.cache.frozen_parts.watching import Form, Found, Watch
 from hf_pipetransformer.cache.storage import stored_dtype
 from hf_pipetransformer.data.batches import batch_size
@@ -48,6 +49,9 @@ class StoredParts:
         self._waiting: list[tuple[Plan, Form]] = []
         """Parts that may be stored, until it is known how often their inputs come again."""
         self.loader_draws: NotedDraws | None = None
+        self._unread: UnreadSamples | None = None
+        self.is_training = False
+        """True inside of `train()`."""
         self.at_epoch_end = _ChecksEpochs(self)
         """For Trainer, before callbacks of the user's that may change a part when an epoch has ended."""
 
@@ -143,13 +147,21 @@ class StoredParts:
             return draws
         return draws or not same_states(random_state(self.args.device), self._state)
 
-    def noting_draws(self, loader: Any) -> Any:
-        """Have the processes that read a loader's samples note if they draw random numbers for it."""
+    def following(self, loader: Any, may_be_unread: bool = False) -> Any:
+        """Follow what a loader of the training reads: the random numbers that its processes draw, and its samples.
+
+        Args:
+            may_be_unread: True if no code of the script's but data set and collator sees a batch before the model.
+        """
         has_workers = bool(getattr(loader, "num_workers", 0))
         # Of a loader that accelerate has prepared, the one inside collates.
         inside = getattr(loader, "base_dataloader", loader)
         if self.args.activation_cache != "off" and has_workers and hasattr(inside, "collate_fn"):
             self.loader_draws = inside.collate_fn = NotedDraws(inside.collate_fn)
+        is_alone = self.is_training and not self.run.topology.is_distributed and not self.args.plan_only
+        is_stored = self.args.activation_cache != "off" and maximal_frozen(bare_model(self.run.model))
+        if may_be_unread and is_alone and is_stored:
+            self._unread = UnreadSamples(loader, self._say, lambda: self.run.state.global_step)
         return loader
 
     @contextmanager
@@ -181,10 +193,22 @@ class StoredParts:
                 "that no record has them: they are computed where they are read."
             )
 
+    def before_checkpoint(self) -> None:
+        """Check the parts, and samples that were left unread."""
+        self.serving.check_thoroughly()
+        if self._unread is not None:
+            self._unread.check()
+
+    def end_epoch(self) -> None:
+        """Check the parts, and see which samples need not be read in the next epoch."""
+        self.serving.end_epoch()
+        if self._unread is not None:
+            self._unread.end_pass(bool(self.served))
+
     def end(self) -> None:
         """Give the stores back, and say what was saved."""
         self.serving.end()
-        self._has_begun, self._watch, self._step = False, None, None
+        self._has_begun, self._watch, self._step, self._unread = False, None, None, None
         self._waiting.clear()
         for hook in self._hooks:
             hook.remove()
@@ -205,6 +229,8 @@ class StoredParts:
         self._step = PresentStep(model, self.args.device)
         self._step.sends_buffers = self.run.sends_buffers
         self._step.defers = not self.args.torch_compile
+        if self._unread is not None:
+            self._step.keys_of_read = self._unread.keys_of
         may_evaluate = self.args.activation_cache == "on"
         self._watch = Watch(
             model, self.run.model, self._step, precision_of(self.args), may_evaluate, self.args.plan_only,
@@ -384,4 +410,4 @@ class _ChecksEpochs(TrainerCallback):
         self._parts = parts
 
     def on_epoch_end(self, *_args: Any, **_kwargs: Any) -> None:
-        self._parts.serving.end_epoch()
+        self._parts.end_epoch()

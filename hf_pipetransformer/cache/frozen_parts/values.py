@@ -12,6 +12,7 @@ import xxhash
 from transformers.utils import ModelOutput
 
 from hf_pipetransformer.data.batches import MASK, shown_lengths
+from hf_pipetransformer.data.row_table import digests_of_rows
 
 
 if TYPE_CHECKING:
@@ -214,15 +215,15 @@ class Rows:
         self,
         salt: bytes,
         cuts_padding: bool = False,
-        key_of: Callable[[torch.Tensor], Array | None] = lambda _: None,
+        key_of: Callable[[torch.Tensor, bool], Array | None] = lambda *_: None,
     ) -> Array:
         """Return two words `(number, 2)` a row: a 128-bit hash of all that the row is computed from, and of `salt`.
 
         With `cuts_padding`, without what lies beyond a row's last real token. `key_of` gives the hashes of the rows of
-        a tensor that are known already.
+        a tensor that are known already; it is told if these are hashed as a whole.
         """
         start = xxhash.xxh3_128(salt + self.kind(cuts_padding))
-        columns = [self._parts_of_rows(each, cuts_padding, key_of(each)) for each in tensors_of(self._read)]
+        columns = [self._parts_of_rows(each, cuts_padding, key_of) for each in tensors_of(self._read)]
         found = np.empty((self.number, 2), np.uint64)
         for row, parts in enumerate(zip(*columns, strict=True)):
             # What all rows have in common is hashed once.
@@ -233,13 +234,16 @@ class Rows:
             found[row] = np.frombuffer(hasher.digest(), np.uint64)
         return found
 
-    def _parts_of_rows(self, tensor: torch.Tensor, cuts_padding: bool, known: Array | None) -> Iterator[Any]:
+    def _parts_of_rows(
+        self, tensor: torch.Tensor, cuts_padding: bool, key_of: Callable[[torch.Tensor, bool], Array | None]
+    ) -> Iterator[Any]:
         """Iterate over what each row has in an argument; None if that is no row's."""
+        dims = self._token_dims(tensor) if cuts_padding else ()
+        is_whole = self.has_rows(tensor) and not dims and not self._is_flat(tensor)
+        known = key_of(tensor, is_whole)
         if known is not None:
             yield from known
-            return
-        dims = self._token_dims(tensor) if cuts_padding else ()
-        if self._is_flat(tensor):
+        elif self._is_flat(tensor):
             assert self.lengths is not None
             yield from np.split(_values(tensor), np.cumsum(self.lengths)[:-1])
         elif dims:
@@ -248,8 +252,8 @@ class Rows:
             for row, length in enumerate(self.lengths.tolist()):
                 part = values[row if has_rows else 0]
                 yield part[(*[slice(None)] * (dims[0] - 1), *[slice(length)] * len(dims))]
-        elif self.has_rows(tensor):
-            yield from _values(tensor)
+        elif is_whole:
+            yield from digests_of_rows(tensor.detach().cpu())
         else:
             yield from [None] * self.number
 

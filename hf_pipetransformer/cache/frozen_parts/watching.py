@@ -402,7 +402,8 @@ class Watch:
         def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
             if type(tensor) is not Deferred:
                 return None
-            return tensor.call.computed(everything, None, known)[tensor.number]
+            found: torch.Tensor = tensor.call.output_of(tensor.number, everything, None, known)
+            return found
 
         return replaced
 
