@@ -212,7 +212,7 @@ class ComputedOnce(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._parts is not None:
-            self._parts.serving.end_epoch()
+            self._parts.end_epoch(control.should_training_stop)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

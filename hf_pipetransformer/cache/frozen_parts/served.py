@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 
 CHECK_EVERY = 32
-"""Calls with records after which a row of one is computed again; of the first in each state, all rows are."""
+MOST_UNCHECKED = 256
+"""Calls with records after which a row of one is computed again; of the first in each state, all rows are.
+
+Once it has come out right many times, half as many as there were so far, up to `MOST_UNCHECKED`.
+"""
 NUM_COMPARED = 8
 """Rows of an earlier run's records that are compared with what the part gives now before one is used."""
 
@@ -107,6 +111,8 @@ class Records:
     _agreed: set[int] = field(default_factory=set, init=False)
     _num_calls: Counter[bytes] = field(default_factory=Counter, init=False)
     """Calls with records, by the state and the modes of the part."""
+    _num_unchecked: int = field(default=0, init=False)
+    """Calls with records since rows of one were computed again."""
     num_distrusted: int = field(default=0, init=False)
     """How often records were found to hold no more."""
     _seen: set[bytes] | None = field(default=None, init=False)
@@ -184,10 +190,11 @@ class Records:
             return None
         kind = call.state + call.modes.precision
         self._num_calls[kind] += 1
+        self._num_unchecked += 1
         number = self._num_calls[kind]
         # Where records were wrong once, none is used unseen for a while.
         is_whole = number == 1 or (self.num_distrusted > 0 and number < CHECK_EVERY)
-        is_due = is_whole or number % CHECK_EVERY == 1
+        is_due = is_whole or self.is_check_due(CHECK_EVERY)
         records = self.store.read(places[is_hit], self.reading.num_tokens(call))
         if records is None:
             return None
@@ -209,7 +216,7 @@ class Records:
             if not self._holds(call, rows, outputs):
                 self.distrust()
                 return None
-            self._last = call.sample(1)
+            self._last, self._num_unchecked = call.sample(1), 0
         call.counted = int(is_hit.sum()), len(missing)
         self._count(*call.counted)
         return outputs
@@ -319,11 +326,20 @@ class Records:
         """Compute some rows of a call again, and return True if `outputs` of it are the same for them."""
         return self._are_same(call, rows, outputs, call.computed(rows, known={}))
 
+    @property
+    def is_checked(self) -> bool:
+        """True if no record was read since rows were computed again."""
+        return self._num_unchecked == 0
+
+    def is_check_due(self, least: int = 1) -> bool:
+        """Return True if it is time to compute rows again, `least` calls after the last time."""
+        return self._num_unchecked >= max(least, min(self._num_calls.total() // 2, MOST_UNCHECKED))
+
     def is_what_it_was(self) -> bool:
         """Return False if bytes of the weights, or what the part makes of a row that was read, have changed."""
         if self._are_weights_others(thoroughly=True):
             return False
-        call = self._last
+        call, self._num_unchecked = self._last, 0
         if call is None or self.plan.is_of_script or any(map(_is_past, call.chain)):
             return True
         places = self.store.find(call.keys)
@@ -342,6 +358,10 @@ class Records:
         self.say_wrong(self)
         if self.plan.part.records is self:
             self.use_present_weights()
+
+    def have_bytes_changed(self) -> bool:
+        """Return True if some byte of the weights is another one."""
+        return self._are_weights_others(thoroughly=True)
 
     def has_served_since_check(self) -> bool:
         """Return True if records were read since the last call."""

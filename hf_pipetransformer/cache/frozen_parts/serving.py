@@ -114,6 +114,7 @@ class ServingParts:
         self.epoch = -1
         """Epoch of the last batch that was checked."""
         self._checked_at = 0
+        self._was_due = True
         self.has_served = False
         """True once there was a part."""
 
@@ -132,6 +133,7 @@ class ServingParts:
     def begin(self) -> None:
         """Begin a training."""
         self.has_served, self.epoch, self._checked_at = False, self.present_epoch, self.run.state.global_step
+        self._was_due = True
 
     def add(self, records: Records, price: Price) -> None:
         """Read from records from here on."""
@@ -143,10 +145,12 @@ class ServingParts:
         self.has_served = True
 
     def check(self) -> None:
-        """Follow what has changed since the last batch, and look at everything where an epoch begins."""
+        """Follow what has changed since the last batch; where an epoch begins, all bytes of weights that were due."""
         self.notice_changed_weights()
         if self.present_epoch != self.epoch:
-            self.check_thoroughly()
+            for records in self.records if self._was_due else ():
+                if records.have_bytes_changed():
+                    records.distrust()
             self.epoch = self.present_epoch
             for records in self.records:
                 # A process alone knows all records: it has written them itself or found them when it opened the store.
@@ -180,7 +184,7 @@ class ServingParts:
             self._stop(records)
 
     def check_thoroughly(self) -> None:
-        """Check all bytes of the parts' weights, and what they compute: around an epoch, and before a checkpoint."""
+        """Check all bytes of the parts' weights, and what they compute: after an epoch, and before a checkpoint."""
         for records in self.records:
             if not records.is_what_it_was():
                 records.distrust()
@@ -231,9 +235,13 @@ class ServingParts:
         self._close(records, price)
         self._records = [each for each in self._records if each[0] is not records]
 
-    def end_epoch(self) -> None:
-        """Check the parts, and write down for the report what this process has read and computed in the epoch."""
-        self.check_thoroughly()
+    def end_epoch(self, is_last: bool) -> None:
+        """Check parts of which a check is due, and write down what this process has read and computed in the epoch."""
+        self._was_due = is_last or any(records.is_check_due() for records in self.records)
+        if self._was_due:
+            self.check_thoroughly()
+        elif all(records.is_checked for records in self.records):
+            self._checked_at = self.run.state.global_step
         if not self.has_served:
             return
         counts = [records.counts_since_report() for records in self.records]

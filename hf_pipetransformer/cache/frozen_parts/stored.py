@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
@@ -199,9 +199,9 @@ class StoredParts:
         if self._unread is not None:
             self._unread.check()
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, is_last: bool) -> None:
         """Check the parts, and see which samples need not be read in the next epoch."""
-        self.serving.end_epoch()
+        self.serving.end_epoch(is_last)
         if self._unread is not None:
             self._unread.end_pass(bool(self.served))
 
@@ -409,5 +409,5 @@ class _ChecksEpochs(TrainerCallback):
     def __init__(self, parts: StoredParts) -> None:
         self._parts = parts
 
-    def on_epoch_end(self, *_args: Any, **_kwargs: Any) -> None:
-        self._parts.end_epoch()
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._parts.end_epoch(control.should_training_stop)
