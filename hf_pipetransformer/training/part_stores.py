@@ -19,7 +19,7 @@ from hf_pipetransformer.cache.frozen_parts.served import Counts, weights_key
 from hf_pipetransformer.cache.frozen_parts.serving import Price
 from hf_pipetransformer.cache.storage import cache_base, measure_storage
 from hf_pipetransformer.comm.staging import is_apart
-from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decide_cache
+from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decide_cache, epochs_of_a_record
 
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class PartStores:
         saved = (seconds["compute"] - seconds.get("write", math.inf)) * num_rows
         is_used = decision.use and (self.args.activation_cache == "on" or saved >= WORTH_SECONDS)
         reason = decision.reason
-        return Price(num_rows, record_bytes, needed, form.seconds - read, is_used, reason)
+        return Price(num_rows, record_bytes, needed, is_used, reason)
 
     def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int) -> ContentStore | str:
         """Return the node's store, which its first process makes, or why some node has none. Collective.
@@ -148,8 +148,11 @@ class PartStores:
         return max(1, len(self._run.train_loader) // self.args.gradient_accumulation_steps)
 
     def _epochs_left(self) -> float:
-        state = self._run.state
-        return (state.max_steps - state.global_step) / max(1, self._steps_of_pass)
+        state, topology = self._run.state, self._topology
+        epochs = (state.max_steps - state.global_step) / max(1, self._steps_of_pass)
+        # Trainer deals the samples anew to all processes in each epoch, unless it reads them in their order.
+        is_dealt = getattr(self.args, "train_sampling_strategy", None) != "sequential"
+        return epochs_of_a_record(epochs, round(topology.world_size / len(topology.ranks_here)) if is_dealt else 1)
 
     def _key_of_store(self, plan: Plan, content: RecordFormat, settings: str) -> str | None:
         if not self.args.activation_cache_keep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from hf_pipetransformer.planning.storing import (
     Pass,
     StoreContents,
     decide_cache,
+    epochs_of_a_record,
     passes_ahead,
     ways_of_storing,
 )
@@ -329,3 +331,16 @@ def test_bytes_and_share_of_a_store_that_is_used_are_told_once(
     assert [record.levelname for record in found] == ([level] if level else [])
     assert all(told in record.getMessage() for record in found)
     assert ("Raise activation_cache_max_gb" in caplog.text) == (level == "WARNING")
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 5])
+def test_epochs_of_a_record_over_nodes_are_those_of_samples_that_are_dealt(num_nodes: int) -> None:
+    generator = np.random.default_rng(0)
+    epochs, num_samples = 4, 20_000
+    seen, written = np.zeros((num_nodes, num_samples), bool), 0
+    for _ in range(epochs):
+        owners = generator.integers(num_nodes, size=num_samples)
+        written += int((~seen[owners, np.arange(num_samples)]).sum())
+        seen[owners, np.arange(num_samples)] = True
+    assert epochs_of_a_record(epochs, num_nodes) == pytest.approx(epochs * num_samples / written, rel=0.02)
+    assert epochs_of_a_record(0, num_nodes) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +138,21 @@ def test_from_the_third_epoch_on_the_first_batch_is_read_alone(
     ]
     assert min(a >= b for a, b in zip(ours, expected, strict=True))
     assert "Samples whose outputs are stored are not read any more" in caplog.text
+
+
+def test_how_long_steps_took_is_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def slow(row: dict[str, Any], *_: int) -> dict[str, Any]:
+        time.sleep(0.02)
+        return row
+
+    both(tmp_path, change=slow, per_device_train_batch_size=2, num_train_epochs=3)
+    told = re.search(
+        r"Steps took ([\d.]+) ms while outputs were stored, and ([\d.]+) ms once they were read", caplog.text
+    )
+    assert told is not None and float(told[1]) > 40
+    caplog.clear()
+    both(tmp_path / "few", per_device_train_batch_size=4, num_train_epochs=3)
+    assert "outputs were read instead" in caplog.text and "Steps took" not in caplog.text
 
 
 def test_an_encoder_of_sounds_below_a_trained_decoder(tmp_path: Path) -> None:

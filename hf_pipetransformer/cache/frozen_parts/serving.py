@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,7 +12,7 @@ from transformers import TrainerState
 
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart
 from hf_pipetransformer.cache.frozen_parts.served import Counts, Plan, Records
-from hf_pipetransformer.report import announce, printable
+from hf_pipetransformer.report import announce, duration, printable
 
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import Topology
 
 
+LEAST_TIMES, MOST_TIMES = 3, 512
+"""Steps of which a median is told, and that one is taken of."""
 MOST_CHANGES = 3
 """Changes of a part after which nothing of it is stored any more."""
 
@@ -73,19 +77,17 @@ class PartsRun(Protocol):
 
 @dataclass(frozen=True)
 class Price:
-    """Cost and gain of storing a part; seconds are those of a row.
+    """Size of what would be stored of a part, and whether that pays.
 
     Args:
         num_rows: that the run is expected to compute.
         needed_bytes: of all records, `record_bytes` each.
-        hit_seconds: what reading a record saves.
         reason: of the decision; `is_used` is its outcome.
     """
 
     num_rows: int
     record_bytes: float
     needed_bytes: float
-    hit_seconds: float
     is_used: bool
     reason: str
 
@@ -105,22 +107,49 @@ class Stores(Protocol):
     def use(self, plan: Plan, counts: Counts) -> Use: ...
 
 
+class StepTimes:
+    """Seconds of steps while outputs are stored for the first time, and once all of them are read."""
+
+    def __init__(self) -> None:
+        self._stored, self._read = list[float](), list[float]()
+        self._first: int | None = None
+        self._before = (-1, 0.0)
+
+    def begin(self, epoch: int) -> None:
+        """Note the first epoch in which outputs are stored."""
+        self._first = epoch if self._first is None else self._first
+
+    def note(self, epoch: int) -> None:
+        """Note that a step begins."""
+        (last_epoch, last), now = self._before, time.perf_counter()
+        self._before = epoch, now
+        # From the third epoch on, as the second one stores what was watched in the first.
+        if self._first is not None and epoch == last_epoch and epoch != self._first + 1:
+            times = self._stored if epoch == self._first else self._read
+            times.append(now - last)
+            del times[:-MOST_TIMES]
+
+    def in_words(self) -> str | None:
+        """Return both medians; None if steps of one kind are missing."""
+        if min(len(self._stored), len(self._read)) < LEAST_TIMES:
+            return None
+        stored, read = map(statistics.median, (self._stored, self._read))
+        return f"Steps took {duration(stored)} while outputs were stored, and {duration(read)} once they were read."
+
+
 class ServingParts:
     """Parts of a model whose outputs are read in one training."""
 
     def __init__(self, run: PartsRun, stores: Stores) -> None:
         self.run, self._stores = run, stores
-        self._records: list[tuple[Records, Price]] = []
+        self.records: list[Records] = []
         self.epoch = -1
         """Epoch of the last batch that was checked."""
         self._checked_at = 0
         self._was_due = True
+        self.times = StepTimes()
         self.has_served = False
         """True once there was a part."""
-
-    @property
-    def records(self) -> list[Records]:
-        return [records for records, _ in self._records]
 
     @property
     def bytes_taken(self) -> int:
@@ -133,20 +162,22 @@ class ServingParts:
     def begin(self) -> None:
         """Begin a training."""
         self.has_served, self.epoch, self._checked_at = False, self.present_epoch, self.run.state.global_step
-        self._was_due = True
+        self._was_due, self.times = True, StepTimes()
 
-    def add(self, records: Records, price: Price) -> None:
+    def add(self, records: Records) -> None:
         """Read from records from here on."""
         for part in records.plan.parts:
             part.weights_changed = self.notice_change_of
         records.since_epoch, records.num_states = self.present_epoch, _num_states(records)
         records.begin()
-        self._records.append((records, price))
+        self.times.begin(self.present_epoch)
+        self.records.append(records)
         self.has_served = True
 
     def check(self) -> None:
         """Follow what has changed since the last batch; where an epoch begins, all bytes of weights that were due."""
         self.notice_changed_weights()
+        self.times.note(self.present_epoch)
         if self.present_epoch != self.epoch:
             for records in self.records if self._was_due else ():
                 if records.have_bytes_changed():
@@ -160,7 +191,6 @@ class ServingParts:
 
     def notice_changed_weights(self) -> None:
         for records in self.records:
-            # `_stop` takes parts out of `_records`, not out of the list that this loop goes through.
             if records.is_trained:
                 self.say(f"{records.plan.name} is not frozen any more: it is computed as in Trainer from here on.")
                 self._stop(records)
@@ -231,9 +261,8 @@ class ServingParts:
         self._stop(records)
 
     def _stop(self, records: Records) -> None:
-        price = next(price for each, price in self._records if each is records)
-        self._close(records, price)
-        self._records = [each for each in self._records if each[0] is not records]
+        self._close(records)
+        self.records = [each for each in self.records if each is not records]
 
     def end_epoch(self, is_last: bool) -> None:
         """Check parts of which a check is due, and write down what this process has read and computed in the epoch."""
@@ -251,11 +280,14 @@ class ServingParts:
 
     def end(self) -> None:
         """Give the stores back, and say what was saved."""
-        for records, price in self._records:
-            self._close(records, price)
-        self._records.clear()
+        is_used = bool(self.records)
+        for records in self.records:
+            self._close(records)
+        self.records = []
+        if is_used and (text := self.times.in_words()) is not None:
+            self.say(text)
 
-    def _close(self, records: Records, price: Price) -> None:
+    def _close(self, records: Records) -> None:
         counts = records.counts
         records.end(self._stores.use(records.plan, counts))
         looked_up = counts.hits + counts.misses
@@ -263,7 +295,7 @@ class ServingParts:
             where = " by this process" if self.run.topology.is_distributed else ""
             self.say(
                 f"{records.plan.name}: {counts.hits} of {looked_up} outputs were read instead of computed{where} "
-                f"({counts.hits / looked_up:.0%}), which saved about {round(counts.hits * price.hit_seconds):,} s."
+                f"({counts.hits / looked_up:.0%})."
             )
 
     def say(self, text: str) -> None:

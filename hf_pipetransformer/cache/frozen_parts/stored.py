@@ -347,7 +347,7 @@ class StoredParts:
         if isinstance(store, str):
             self._say_computed(plan.name, store)
             return
-        self.serving.add(Records(plan, store, settings, precision_of(self.args), self.serving.say_wrong), price)
+        self.serving.add(Records(plan, store, settings, precision_of(self.args), self.serving.say_wrong))
         # Before another process of the node adds records, which would be taken for those of an earlier run.
         num_found = max(topology.gather(len(store)))
         self.run.note(what="part", part=plan.name, **vars(price))
