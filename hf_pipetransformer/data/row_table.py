@@ -102,12 +102,15 @@ class RowTable:
     """Rows of a data set as a loader collates them, in memory that processes forked from this one share.
 
     A pass reads each row once, so each is written by one process at a time.
+
+    Raises:
+        OSError: the system gives no such memory.
     """
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         # Of memory that nobody writes to, none is taken.
-        self._memory = mmap.mmap(-1, _HEADER.itemsize + num_rows * (MANY_BYTES + 1))
+        self._memory = mmap.mmap(-1, _HEADER.itemsize + num_rows + min(num_rows * MANY_BYTES, MOST_BYTES))
         self._header = np.frombuffer(self._memory, _HEADER, 1)
         self._lock = multiprocessing.get_context("fork").Lock()
         self._fields: tuple[Field, ...] = ()
@@ -310,7 +313,10 @@ def table_reads(loader: Any, complete: Callable[[TableReads, Any], Any]) -> RowT
         return None
     if inside.num_workers and method != "fork":
         return None
-    table = RowTable(len(inside.dataset))
+    try:
+        table = RowTable(len(inside.dataset))
+    except OSError:
+        return None
     reads = TableReads(inside.dataset, inside.collate_fn, table)
     if inside is not loader:
         # Whoever asks a loader for its data set gets the script's.

@@ -291,7 +291,7 @@ def epochs_of_a_record(epochs: float, num_nodes: int) -> float:
     """Return for how many epochs a record counts if each epoch deals the samples anew to nodes with own stores.
 
     A node has seen a sample before with probability `1 - (1 - 1/n)^e` after `e` epochs, and computes and stores it
-    otherwise. For each time that a record is written, `E / (n (1 - (1 - 1/n)^E))` samples are dealt: `E` with one node.
+    otherwise. For each time that a record is written, `E / (n (1 - (1 - 1/n)^E))` are dealt: `E` with one node.
     """
     return epochs / (num_nodes * (1 - (1 - 1 / num_nodes) ** epochs)) if epochs > 0 else 0.0
 

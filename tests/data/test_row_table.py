@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import numpy as np
@@ -151,3 +152,11 @@ def test_reading_that_draws_random_numbers_switches_the_table_off() -> None:
     table = table_reads(loader, lambda _, batch: batch)
     assert table is not None and len(list(loader)) == 2
     assert "reading them draws random numbers" in str(table.why_off)
+
+
+def test_without_memory_there_is_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> Any:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(mmap, "mmap", none)
+    assert table_reads(DataLoader(Numbers(), batch_size=2), lambda _, batch: batch) is None

@@ -160,7 +160,8 @@ class StoredParts:
             self.loader_draws = inside.collate_fn = NotedDraws(inside.collate_fn)
         is_alone = self.is_training and not self.run.topology.is_distributed and not self.args.plan_only
         is_stored = self.args.activation_cache != "off" and maximal_frozen(bare_model(self.run.model))
-        if may_be_unread and is_alone and is_stored:
+        # Compiled code takes no tensors without values.
+        if may_be_unread and is_alone and is_stored and not self.args.torch_compile:
             self._unread = UnreadSamples(loader, self._say, lambda: self.run.state.global_step)
         return loader
 
@@ -229,8 +230,8 @@ class StoredParts:
         self._step = PresentStep(model, self.args.device)
         self._step.sends_buffers = self.run.sends_buffers
         self._step.defers = not self.args.torch_compile
-        if self._unread is not None:
-            self._step.keys_of_read = self._unread.keys_of
+        # Trainer may make another loader in a training, to try a smaller batch.
+        self._step.keys_of_read = lambda each: None if self._unread is None else self._unread.keys_of(each)
         may_evaluate = self.args.activation_cache == "on"
         self._watch = Watch(
             model, self.run.model, self._step, precision_of(self.args), may_evaluate, self.args.plan_only,
