@@ -235,6 +235,25 @@ def test_what_is_read_beside_a_frozen_part_comes_from_the_samples(
     assert "from here on: they are not used by frozen parts alone" in caplog.text
 
 
+class Shifted(nn.Module):
+    """Pixels are written into before the frozen part gets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = vit_probe()
+        self.config: Any = self.probe.config
+        self.steps = 0
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
+        self.steps += 1
+        pixel_values.add_(0.1 * self.steps)
+        return self.probe(pixel_values, labels=labels)
+
+
+def test_what_is_written_into_a_field_counts(tmp_path: Path) -> None:
+    both(tmp_path, Case(Shifted, images, "probe.vit", stack))
+
+
 def test_changed_weights_are_computed_from_the_samples(tmp_path: Path) -> None:
     class Moved(TrainerCallback):
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -130,7 +130,7 @@ class PresentStep:
             return keys
         if not is_whole:
             return None
-        return tensor.call.keys if type(tensor) is Deferred else self.keys_of_read(tensor)
+        return tensor.call.keys_as_read() if type(tensor) is Deferred else self.keys_of_read(tensor)
 
     def _lengths_of(self, tensor: torch.Tensor) -> Array | None:
         if type(tensor) is Deferred:

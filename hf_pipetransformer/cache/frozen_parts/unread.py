@@ -46,7 +46,8 @@ class FieldRead:
     """
 
     def __init__(self, indices: Array, keys: Array, field: Field, read: Callable[[Array, str], torch.Tensor]) -> None:
-        self.indices, self.keys, self.field = indices, keys, field
+        self.indices, self.field = indices, field
+        self._keys = keys
         self._read = read
         self.rows = Rows(((), {}), (), len(indices))
         self.chain: list[Any] = []
@@ -55,6 +56,10 @@ class FieldRead:
     def deferred(self, device: torch.device) -> Deferred:
         like = torch.empty(0, dtype=self.field.kind, device=device)
         return Deferred(self, 0, [len(self.indices), *self.field.shape], like)
+
+    def keys_as_read(self) -> Array | None:
+        """Return the keys of the rows; None once their values are there, which whoever has them may write into."""
+        return self._keys if self._value is None else None
 
     def note(self, number: int, is_first: bool = False) -> None: ...
 
@@ -71,10 +76,10 @@ class FieldRead:
         def read(indices: Array, name: str) -> torch.Tensor:
             return self._read(indices, name).to(device)
 
-        return FieldRead(self.indices, self.keys, self.field, read).deferred(device)
+        return FieldRead(self.indices, self._keys, self.field, read).deferred(device)
 
     def some(self, chosen: Array) -> FieldRead:
-        return FieldRead(self.indices[chosen], self.keys[chosen], self.field, self._read)
+        return FieldRead(self.indices[chosen], self._keys[chosen], self.field, self._read)
 
 
 class UnreadSamples:
