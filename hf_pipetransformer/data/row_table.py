@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import mmap
 import multiprocessing
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -24,7 +26,6 @@ from hf_pipetransformer.data.rng import States, fetch_samples, generators_kept, 
 
 
 ROWS = "rows_read"
-"""Entry that a batch has for `RowsRead` between a loader and Trainer's loop."""
 MANY_BYTES = 4096
 """Of a row of a field from which on it is left unread; all others together have as many at most."""
 MOST_BYTES = 1 << 31
@@ -83,7 +84,7 @@ class Field:
 
 @dataclass(frozen=True)
 class RowsRead:
-    """Rows of a batch.
+    """Rows of a batch, which has it as an entry `ROWS` until it is complete.
 
     Args:
         indices: of the samples.
@@ -236,6 +237,25 @@ class _Fetched:
     batch: dict[str, Any] | None
 
 
+@dataclass(frozen=True)
+class _Travelling:
+    """A batch on its way from a process that reads, completed where it arrives."""
+
+    number: int
+    batch: dict[str, Any]
+
+    def __reduce__(self) -> Any:
+        return _arrived, (self.number, self.batch)
+
+
+def _arrived(number: int, batch: dict[str, Any]) -> Any:
+    return _READS[number].complete(batch)
+
+
+_READS: WeakValueDictionary[int, TableReads] = WeakValueDictionary()
+_NUMBERS = count()
+
+
 class TableReads:
     """A data set, as a loader reads it, of which rows that are known are left unread.
 
@@ -243,10 +263,19 @@ class TableReads:
 
     Args:
         collate: the script's collator.
+        complete: takes what `RowsRead` tells out of a batch, and gives the batch as the script's collator would.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], table: RowTable) -> None:
-        self._dataset, self._collate, self.table = dataset, collate, table
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        table: RowTable,
+        complete: Callable[[TableReads, dict[str, Any]], Any],
+    ) -> None:
+        self._dataset, self._collate, self.table, self._complete = dataset, collate, table, complete
+        self._number, self._process = next(_NUMBERS), os.getpid()
+        _READS[self._number] = self
         self._pass = -1
         self._before: States | None = None
 
@@ -274,14 +303,21 @@ class TableReads:
             return self._collate(samples)  # Of a loader that was made from the one with the table.
         fetched = samples[0]
         if fetched.batch is not None:
-            return fetched.batch
+            return self._sent(fetched.batch)
         batch = self._collate(fetched.samples)
         if self._before is not None and not same_states(random_state(), self._before):
             self.table.switch_off("reading them draws random numbers")
         if not all(isinstance(each, int) for each in fetched.indices):
             self.table.switch_off("they are not read by number")
         read = self.table.note(np.asarray(fetched.indices, np.int64), batch)
-        return batch if read is None else {**batch, ROWS: read}
+        return batch if read is None else self._sent({**batch, ROWS: read})
+
+    def _sent(self, batch: dict[str, Any]) -> Any:
+        return self.complete(batch) if os.getpid() == self._process else _Travelling(self._number, batch)
+
+    def complete(self, batch: dict[str, Any]) -> Any:
+        """Return a batch as the script's collator would give it, in the process that trains."""
+        return self._complete(self, batch)
 
     def read(self, indices: Array) -> Any:
         """Read samples now, without a trace in random number generators, and see if they are what they were."""
@@ -291,18 +327,10 @@ class TableReads:
         return batch
 
 
-class _CompletingLoader(DataLoader[Any]):
-    complete: Callable[[Any], Any]
-
-    def __iter__(self) -> Any:
-        return map(self.complete, super().__iter__())
-
-
-def table_reads(loader: Any, complete: Callable[[TableReads, Any], Any]) -> RowTable | None:
+def table_reads(loader: Any, complete: Callable[[TableReads, dict[str, Any]], Any]) -> RowTable | None:
     """Put a table between a loader and its data set; None if it does not read rows by number, in forked processes.
 
-    Args:
-        complete: takes what `RowsRead` tells out of a batch, and gives the batch as the script's collator would.
+    `complete` is that of `TableReads`.
     """
     inside = getattr(loader, "base_dataloader", loader)
     if type(inside) is not DataLoader or inside.batch_sampler is None:
@@ -317,11 +345,10 @@ def table_reads(loader: Any, complete: Callable[[TableReads, Any], Any]) -> RowT
         table = RowTable(len(inside.dataset))
     except OSError:
         return None
-    reads = TableReads(inside.dataset, inside.collate_fn, table)
+    reads = TableReads(inside.dataset, inside.collate_fn, table, complete)
     if inside is not loader:
         # Whoever asks a loader for its data set gets the script's.
         vars(loader)["dataset"] = inside.dataset
     # Loaders refuse another data set, whose order might be another one: this one has the same rows.
-    vars(inside).update(dataset=reads, collate_fn=reads.collated, complete=partial(complete, reads))
-    inside.__class__ = _CompletingLoader
+    vars(inside).update(dataset=reads, collate_fn=reads.collated)
     return table

@@ -314,6 +314,8 @@ class Deferred(torch.Tensor):
         if func is torch.Tensor.__getitem__ and type(args[0]) is Deferred and _is_first(args[1], args[0].dim()):
             args[0].call.note(args[0].number, is_first=True)
             return args[0].value(first=True)
+        if func is torch.Tensor.pin_memory:
+            return args[0]
         if func in (torch.Tensor.to, torch.Tensor.type) and type(args[0]) is Deferred:
             converted = _converted(*args, **(kwargs or {}))
             if converted is not None:

@@ -101,11 +101,9 @@ class UnreadSamples:
         self._has_left = False
         self._keys: dict[Any, tuple[weakref.ref[torch.Tensor], int, Array]] = {}
 
-    def _completed(self, reads: TableReads, batch: Any) -> Any:
+    def _completed(self, reads: TableReads, batch: dict[str, Any]) -> Any:
         """Return a batch as the script's collator gives it, fields that were not read deferred."""
         self._notice()
-        if type(batch) is not dict or ROWS not in batch:
-            return batch
         rows: RowsRead = batch.pop(ROWS)
         is_unread = any(isinstance(each, Field) for each in batch.values())
         if is_unread and not self._has_left:
