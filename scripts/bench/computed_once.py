@@ -331,7 +331,7 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
         ),
         "first epoch over a kept store, over a later one": summary(ratios(kept["first"], kept["later"])),
         "seconds of a step of Trainer": summary(trainers),
-        "seconds between the first two epochs": summary(seconds["ours"]["turn"]),
+        "seconds between two epochs": summary(seconds["ours"]["turn"]),
         "seconds between two later epochs": summary(seconds["ours"]["turns"]),
         **more,
         "largest relative difference of the losses": max(
