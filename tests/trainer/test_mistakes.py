@@ -79,15 +79,15 @@ FROZEN = {"freeze_layers": 1}
 MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an option's name": (
         lambda at: train(at, freez_layers=1),
-        "no option 'freez_layers'. Did you mean 'freeze_layers'",
+        "has no option 'freez_layers'. Did you mean 'freeze_layers'",
     ),
     "an option's name in short": (
         lambda at: train(at, pipeline_size=2),
-        "no option 'pipeline_size'. Did you mean 'pipeline_parallel_size'",
+        "has no option 'pipeline_size'. Did you mean 'pipeline_parallel_size'",
     ),
     "an option of another class": (
         lambda at: train(at, predict_with_generate=True),
-        "no option 'predict_with_generate'. It is one of Seq2SeqPipelineArguments",
+        "has no option 'predict_with_generate'. It is one of Seq2SeqPipelineArguments",
     ),
     "a policy's name": (lambda at: train(at, freeze_policy="gradient_nrom"), "Did you mean 'gradient_norm'"),
     "no labels": (
