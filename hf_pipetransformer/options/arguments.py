@@ -88,7 +88,7 @@ class _KnownNames:
     def __new__(cls, *_args: Any, **named: Any) -> Any:
         known = inspect.signature(cls.__init__).parameters
         takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
-        for name in () if takes_all else named.keys() - known.keys():
+        for name in (each for each in named if each not in known and not takes_all):
             owners = (
                 kind.__name__
                 for kind in _with_subclasses(TrainingArguments)
@@ -100,7 +100,7 @@ class _KnownNames:
         return super().__new__(cls)
 
 
-def _with_subclasses(kind: type) -> Iterator[type]:
+def _with_subclasses(kind: Any) -> Iterator[Any]:
     """Iterate over the subclasses of a class, those of this library first, then the class."""
     for each in sorted(kind.__subclasses__(), key=lambda each: not issubclass(each, _KnownNames)):
         yield from _with_subclasses(each)
