@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError
-    from hf_pipetransformer.trainer.mixin import PipeTransformerMixin, PipeTransformerTrainer
+    from hf_pipetransformer.trainer.mixin import (
+        PipeTransformerMixin,
+        PipeTransformerTrainer,
+        Seq2SeqPipelineArguments,
+        Seq2SeqPipelineTrainer,
+    )
     from hf_pipetransformer.training.computed_once import ComputedOnce
 
 
@@ -29,6 +34,8 @@ __all__ = [
     "PipeTransformerMixin",
     "PipeTransformerTrainer",
     "PipelineError",
+    "Seq2SeqPipelineArguments",
+    "Seq2SeqPipelineTrainer",
     "Splitter",
     "UnsupportedModelError",
 ]
@@ -48,6 +55,8 @@ _HOMES = {
     "UnsupportedModelError": "splitters.base",
     "PipeTransformerMixin": "trainer.mixin",
     "PipeTransformerTrainer": "trainer.mixin",
+    "Seq2SeqPipelineArguments": "trainer.mixin",
+    "Seq2SeqPipelineTrainer": "trainer.mixin",
 }
 
 

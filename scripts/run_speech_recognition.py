@@ -30,12 +30,10 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
     AutoProcessor,
     EvalPrediction,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
 )
 from transformers.hf_argparser import HfArg
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
+from hf_pipetransformer import Seq2SeqPipelineArguments, Seq2SeqPipelineTrainer
 
 
 IGNORED = -100
@@ -62,15 +60,6 @@ class SpeechDataArguments(DataArguments):
     text_column_name: str = HfArg(default="text", help="The column of texts.")
     max_duration_in_seconds: float = HfArg(default=30.0, help="Longer recordings are left out.")
     preprocessing_num_workers: int | None = HfArg(default=None, help="Processes that compute spectrograms.")
-
-
-@dataclass
-class SpeechArguments(Seq2SeqTrainingArguments, PipeTransformerArguments):
-    """Options of both."""
-
-
-class SpeechTrainer(PipeTransformerMixin, Seq2SeqTrainer):
-    """Seq2SeqTrainer that computes frozen parts once."""
 
 
 @dataclass
@@ -149,7 +138,7 @@ def word_errors(tokenizer: Any) -> Callable[[EvalPrediction], dict[str, float]]:
 def main(argv: list[str] | None = None) -> None:
     """Run the phases that were asked for."""
     model_args, data_args, args = script_utils.parse_arguments(
-        SpeechModelArguments, SpeechDataArguments, SpeechArguments, argv=argv
+        SpeechModelArguments, SpeechDataArguments, Seq2SeqPipelineArguments, argv=argv
     )
     if args.do_eval and not args.predict_with_generate:
         raise ValueError("--do_eval counts wrong words of generated texts: add --predict_with_generate true.")
@@ -165,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     model.generation_config.update(**named)
     if model_args.freeze_encoder:
         model.get_encoder().requires_grad_(False)
-    trainer = SpeechTrainer(
+    trainer = Seq2SeqPipelineTrainer(
         model=model,
         args=args,
         train_dataset=data.get("train"),

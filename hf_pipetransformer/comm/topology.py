@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -405,9 +406,19 @@ def get_topology(timeout: float, local_world_size: int | None) -> Topology:
     key = (world, timeout, local_world_size)
     if key not in _TOPOLOGIES:
         if world is not None and not _TOPOLOGIES:
-            atexit.register(let_group_threads_finish)
+            atexit.register(_leave_at_exit)
         _TOPOLOGIES[key] = Topology(timeout, local_world_size)
     return _TOPOLOGIES[key]
+
+
+def _leave_at_exit() -> None:
+    """Leave the process group of a script that has not called `trainer.end()`."""
+    if not dist.is_initialized():
+        return
+    let_group_threads_finish()
+    # Python sets it for an error that nobody caught: leaving may wait for peers that are gone.
+    if getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 def check_connected() -> None:
@@ -419,7 +430,7 @@ def check_connected() -> None:
     if any(world is not None for world, *_ in _TOPOLOGIES) and not dist.is_initialized():
         raise ValueError(
             "The processes have parted: an earlier trainer's end() has left the process group, and a new trainer "
-            "needs it. Call end() once, on the last trainer of the script."
+            "needs it. Leave end() out, or call it on the last trainer of the script."
         )
 
 

@@ -348,10 +348,9 @@ def check_policy(policy: FreezePolicy, num_layers: int, max_steps: int, min_acti
     unknown = sorted(set(policy.needs) - set(MEASUREMENTS))
     if unknown:
         raise ValueError(f"{type(policy).__name__}.needs has {', '.join(unknown)}: expected some of {MEASUREMENTS}.")
-    texts = policy.check(num_layers, max_steps)
     if policy.freezes and policy.keeps_minimum and min_active_layers >= num_layers:
-        texts.append(
-            f"freeze_min_active_layers={min_active_layers} of {num_layers} layers: nothing will be frozen. "
-            "Set it lower."
+        raise ValueError(
+            f"freeze_min_active_layers={min_active_layers} of {num_layers} layers: nothing could freeze. Set it "
+            "lower, or leave freezing out."
         )
-    return texts
+    return policy.check(num_layers, max_steps)

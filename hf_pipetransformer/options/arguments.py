@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, get_type_hints
 
@@ -17,6 +19,7 @@ from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.options.reading import (
     Reader,
     choice,
+    closest,
     count_or,
     freeze_table,
     interval,
@@ -76,8 +79,36 @@ class _Listed(tuple[str, ...]):
         return True
 
 
+class _KnownNames:
+    """Refuses a name that is no option, as the constructor would, and says what was meant.
+
+    A base class, so that the signature of arguments is still that of their constructor.
+    """
+
+    def __new__(cls, *_args: Any, **named: Any) -> Any:
+        known = inspect.signature(cls.__init__).parameters
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+        for name in (each for each in named if each not in known and not takes_all):
+            owners = (
+                kind.__name__
+                for kind in _with_subclasses(TrainingArguments)
+                if name in {each.name for each in fields(kind)}
+            )
+            owner = next(owners, None)
+            hint = closest(name, known) if owner is None else f" It is one of {owner}."
+            raise TypeError(f"{cls.__name__} has no option {name!r}.{hint}")
+        return super().__new__(cls)
+
+
+def _with_subclasses(kind: Any) -> Iterator[Any]:
+    """Iterate over the subclasses of a class, those of this library first, then the class."""
+    for each in sorted(kind.__subclasses__(), key=lambda each: not issubclass(each, _KnownNames)):
+        yield from _with_subclasses(each)
+    yield kind
+
+
 @dataclass
-class PipeTransformerArguments(TrainingArguments):
+class PipeTransformerArguments(TrainingArguments, _KnownNames):
     """`transformers.TrainingArguments` with the options of the pipeline.
 
     One optimizer step takes `per_device_train_batch_size * world size * gradient_accumulation_steps` samples,

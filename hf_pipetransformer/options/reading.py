@@ -229,8 +229,16 @@ def _whole(value: Any) -> int | None:
 
 
 def closest(word: Any, known: Iterable[str]) -> str:
-    """Return a sentence that names the most similar of the `known` words, in any case; empty if none is similar."""
-    found = difflib.get_close_matches(word.strip().lower(), list(known), n=1) if isinstance(word, str) else []
+    """Return a sentence that names the most similar of the `known` words, in any case; empty if none is similar.
+
+    Of names in several words, those with all words of the given one come first.
+    """
+    if not isinstance(word, str):
+        return ""
+    given = word.strip().lower()
+    known = list(known)
+    names = [name for name in known if {*given.split("_")} <= {*name.split("_")}]
+    found = difflib.get_close_matches(given, names or known, n=1, cutoff=0.0 if names else 0.6)
     return f" Did you mean {found[0]!r}?" if found else ""
 
 

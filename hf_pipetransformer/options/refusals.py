@@ -269,6 +269,24 @@ def check_launch(args: TrainingArguments) -> None:
         )
 
 
+def check_output_dir(args: TrainingArguments) -> None:
+    """Raise on a rank that saves if the folder of the run can be neither made nor written into.
+
+    Raises:
+        ValueError: names the folder and why.
+    """
+    if not args.should_save:
+        return
+    reason: object = "it may not be written into"
+    try:
+        os.makedirs(args.output_dir, exist_ok=True)
+        is_open = os.access(args.output_dir, os.W_OK)
+    except OSError as error:
+        is_open, reason = False, error.strerror
+    if not is_open:
+        raise ValueError(f"output_dir={args.output_dir!r} cannot be used ({reason}): name a folder of yours.")
+
+
 def _processes_asked_of_accelerate() -> int:
     """Return the processes that the `accelerate launch` which is the parent process was to start; 1 without one."""
     try:

@@ -114,8 +114,8 @@ class GenericSplitter(Splitter):
         num_groups = config_value(model, "num_hidden_groups")
         if num_groups is not None:
             raise UnsupportedModelError(
-                f"{name} runs the same layer weights several times (num_hidden_groups={num_groups}); shared layers "
-                "cannot be put on different stages. Use transformers.Trainer for it."
+                f"{name} runs the same layer weights several times (num_hidden_groups={num_groups}): shared layers "
+                "can neither freeze one by one nor lie on different stages. Use transformers.Trainer for it."
             )
         wanted = " or ".join(f"{key}={number}" for key, number in expected.items()) or "config.num_hidden_layers=None"
         raise UnsupportedModelError(

@@ -170,7 +170,8 @@ def _describe_changes(saved: RunState, present: RunIdentity) -> str | None:
     if not told:
         return None
     kept = [name for name in _KEPT_ARGUMENTS if name in changed]
-    of_checkpoint = f" As with Trainer, {', '.join(kept)} of the checkpoint stay in force." if kept else ""
+    stay = "stays" if len(kept) == 1 else "stay"
+    of_checkpoint = f" As with Trainer, {', '.join(kept)} of the checkpoint {stay} in force." if kept else ""
     return (
         f"The run goes on with other settings than it was saved with: {'; '.join(told)}. It goes on from the same "
         f"weights and optimizer, but its numbers are not those of the run that was saved.{of_checkpoint}"

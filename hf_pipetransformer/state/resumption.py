@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from hf_pipetransformer.report import logger
 from hf_pipetransformer.report.events import read_layouts
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import RunDescription, check_same_run
-from hf_pipetransformer.state.plain_checkpoint import check_trainers, is_plain, read_progress
+from hf_pipetransformer.state.plain_checkpoint import check_trainers, is_plain, read_plain_scheduler, read_progress
 from hf_pipetransformer.state.run_state import Epoch, Progress, Remainder, RunState, find_remainder
 
 
@@ -209,6 +210,44 @@ def find_for_trainer(output_dir: str, needs_weights: bool) -> tuple[str | None, 
     return folder, False
 
 
+@contextmanager
+def resumed_by_trainer(folder: str, args: PipeTransformerArguments, makes_optimizer: bool) -> Iterator[None]:
+    """Wrap a training that Trainer resumes; say on rank 0 which learning rate it goes on with, if that is another one.
+
+    Args:
+        makes_optimizer: the optimizer is Trainer's, with the learning rate of the arguments.
+
+    Raises:
+        ValueError: the run trains other parameters than the one that was saved.
+    """
+    if makes_optimizer and args.process_index == 0 and (text := _other_learning_rate(folder, args)):
+        logger.warning(f"The run goes on with other settings than it was saved with: {text}")
+    try:
+        yield
+    except ValueError as error:
+        # torch's words for an optimizer that another one's state does not fit.
+        if "loaded state dict" not in str(error):
+            raise
+        raise ValueError(
+            f"{folder!r} holds an optimizer of other parameters than this run trains ({error}). Freeze the same ones "
+            f"as in the run that was saved, or start a new run from its weights: `from_pretrained({folder!r})`."
+        ) from error
+
+
+def _other_learning_rate(folder: str, args: PipeTransformerArguments) -> str:
+    """Say which learning rate plain Trainer has saved; empty if it is that of the arguments, or not known."""
+    try:
+        rates = set(read_plain_scheduler(folder)["base_lrs"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+    if len(rates) != 1 or rates == {args.learning_rate}:
+        return ""
+    return (
+        f"learning_rate={args.learning_rate} (was {rates.pop()}). As with Trainer, learning_rate of the checkpoint "
+        "stays in force."
+    )
+
+
 def find_resumption(where: str | bool, topology: Topology, description: RunDescription) -> Resumption:
     """Find the checkpoint to resume from: `where`, or the newest sound one if True. Collective: call on every rank.
 
@@ -251,8 +290,9 @@ def _find(where: str | bool, description: RunDescription) -> list[Any]:
     else:
         warning = (
             f"{folder!r} was saved by plain Trainer: whether its files are whole and its data are the same is not "
-            "known. The run goes on with its weights, optimizer and learning rates."
-        )
+            "known. The run goes on with its weights, optimizer and learning rates. "
+            f"{_other_learning_rate(folder, args)}"
+        ).rstrip()
     if warning is not None:
         logger.warning(warning)
     return [folder, state.as_json()]

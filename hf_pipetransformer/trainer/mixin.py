@@ -1,4 +1,4 @@
-"""`PipeTransformerTrainer`, and the mixin that adds a pipeline to other trainers."""
+"""`PipeTransformerTrainer`, its twin for `Seq2SeqTrainer`, and the mixin that adds a pipeline to other trainers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inspect import Parameter
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
@@ -23,10 +23,14 @@ from hf_pipetransformer.report.console import shorten_console
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog
 from hf_pipetransformer.report.failure import FailureReporter, recorded
 from hf_pipetransformer.runtime.context import PlanPrinted
-from hf_pipetransformer.trainer.accelerator import PipelineAccelerator
-from hf_pipetransformer.trainer.overrides import EvaluationOverrides, SavingOverrides, TrainingOverrides
+from hf_pipetransformer.trainer.overrides import (
+    EvaluationOverrides,
+    PipelineAccelerator,
+    SavingOverrides,
+    TrainingOverrides,
+)
 from hf_pipetransformer.training.builder import PipelineBuilder
-from hf_pipetransformer.training.needs import RunOptions, check_constructor_arguments
+from hf_pipetransformer.training.needs import RunOptions, check_constructor_arguments, explaining_loss
 from hf_pipetransformer.training.session import PipelineSession
 
 
@@ -284,7 +288,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         """
         run = self.pipeline_run
         if run.is_left_to_trainer:
-            with run.stored_parts.step(inputs):
+            with run.stored_parts.step(inputs), explaining_loss(self, inputs):
                 loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         loss = run.training.run_batch(inputs, num_items_in_batch)
@@ -358,6 +362,15 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         """
         return self.pipeline_run.whole_model(torch.device(device))
 
+    # For its docstring: Trainer's own asks for it at the end of each script.
+    def end(self) -> None:
+        """Leave the process group now, after all calls that need the other processes: none can follow.
+
+        A script need not call it, since the group is left at its exit. It is for a script that goes on for long on one
+        process alone: the others may end, and memory and threads of the groups are given back.
+        """
+        super().end()
+
     def generate(
         self, inputs: torch.Tensor | Mapping[str, Any], **generation_kwargs: Any
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
@@ -391,3 +404,12 @@ class PipeTransformerTrainer(PipeTransformerMixin, Trainer):
     Raises:
         ValueError: an option, model or data set does not work with a pipeline; the message says what to change.
     """
+
+
+@dataclass
+class Seq2SeqPipelineArguments(Seq2SeqTrainingArguments, PipeTransformerArguments):
+    """Options of `Seq2SeqTrainingArguments`, such as `predict_with_generate`, and of `PipeTransformerArguments`."""
+
+
+class Seq2SeqPipelineTrainer(PipeTransformerMixin, Seq2SeqTrainer):
+    """`Seq2SeqTrainer` with frozen parts computed once; with a pipeline and freezing, for causal language models."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer
 
-from hf_pipetransformer.comm.errors import ModelSettingError
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.compat.known_losses import KnownLoss, known_loss
@@ -41,10 +41,13 @@ from hf_pipetransformer.training.context import TrainingContext, make_context
 from hf_pipetransformer.training.loaders import Begun, begin_reading, make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
 from hf_pipetransformer.training.needs import (
+    LEFT_TO_TRAINER,
     Need,
     RunOptions,
     check_trained_model,
+    explaining_loss,
     say_left_to_trainer,
+    why_nothing_trains,
     why_whole_head,
 )
 from hf_pipetransformer.training.replica_gather import REMEDY, shape_without_rows
@@ -105,7 +108,7 @@ class PipelineBuilder:
         """Value of `is_left_to_trainer` outside of `train()`."""
         may_do_without = options.is_undivided or options.need(trainer.model) is not Need.REQUIRED
         # With `plan_only` a model that cannot be split is refused with the reason.
-        self._may_do_without = may_do_without and not options.args.plan_only
+        self._may_do_without = may_do_without and not (options.args.plan_only or options.freezes)
         self._overrode_loss_kwargs = False
         self._waiting: Callable[[], None] | None = None
         self._shell: PipelineShell | None = None
@@ -225,11 +228,12 @@ class PipelineBuilder:
         """
         try:
             return self.inspect(given, is_training, ignored_outputs)
-        except (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError) as error:
+        except LEFT_TO_TRAINER as error:
             # Trainer can only resume a run from its own kind of checkpoint.
             may_do_without = self._may_do_without or self.options.does_without(error, self.context.trainer.model)
             if resumes_own or not may_do_without:
-                raise
+                refusal = self.options.refusal(error)
+                raise refusal from (error.__cause__ if refusal is error else error)
             say_left_to_trainer(error)
         # Both were the pipeline's task: to recompute, and to move the model, which Trainer has left where it was.
         self.context.args.leave_recomputing_to_trainer()
@@ -251,6 +255,8 @@ class PipelineBuilder:
         _prepare_model(self.context)
         if isinstance(given, Request):
             _check_data(self.context, given, is_training)
+        if is_training and trainer_compat.has_plain_loss(trainer) and (why := why_nothing_trains(trainer)):
+            raise ValueError(why)
         if self._overrode_loss_kwargs:
             trainer_compat.pass_num_items(trainer, True)  # Undo the override below; the model may be another one now.
             self._overrode_loss_kwargs = False
@@ -294,28 +300,29 @@ class PipelineBuilder:
         has_loss = needs_loss and trainer_compat.has_known_loss(trainer)
         compute = partial(_loss, trainer, shell) if has_loss else partial(_outputs, trainer, shell, ())
         complete = partial(trl_compat.with_reference, trainer, shell)
-        start_up = inspect_model(
-            ProbeTarget(
-                trainer.model,
-                splitter,
-                samples,
-                compute,
-                count,
-                complete=complete,
-                has_reference=trl_compat.reference(trainer, shell) is not None,
-                scope=scope,
-                rule=LossRule.SUM if is_sum else LossRule.MEAN,
-                shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored_outputs),
-                why_whole_head=why_whole,
-                # A loss may make others of the labels than the model takes.
-                without_labels=None if has_loss else partial(_outputs, trainer, shell, trainer.label_names),
-            ),
-            args,
-            topology,
-            is_training,
-            first.read if is_training else None,
-            self.context.journal.log.path if is_training else None,
-        )
+        with explaining_loss(trainer, samples) if is_training else nullcontext():
+            start_up = inspect_model(
+                ProbeTarget(
+                    trainer.model,
+                    splitter,
+                    samples,
+                    compute,
+                    count,
+                    complete=complete,
+                    has_reference=trl_compat.reference(trainer, shell) is not None,
+                    scope=scope,
+                    rule=LossRule.SUM if is_sum else LossRule.MEAN,
+                    shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored_outputs),
+                    why_whole_head=why_whole,
+                    # A loss may make others of the labels than the model takes.
+                    without_labels=None if has_loss else partial(_outputs, trainer, shell, trainer.label_names),
+                ),
+                args,
+                topology,
+                is_training,
+                first.read if is_training else None,
+                self.context.journal.log.path if is_training else None,
+            )
         if not (trainer_compat.has_known_loss(trainer) or self.options.is_undivided):
             _check_hooks(trainer.model, start_up.probe.structure)
         if not trainer_compat.has_known_loss(trainer):

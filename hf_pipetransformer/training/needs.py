@@ -1,9 +1,10 @@
-"""Need of a run for a pipeline, from its options and its model; otherwise it is left to plain Trainer."""
+"""Needs of a run: a pipeline, from its options and its model, or else plain Trainer; and what its loss takes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,12 @@ from hf_pipetransformer.options.refusals import (
     check_dataset,
     check_launch,
     check_model,
+    check_output_dir,
     warn_about_options,
 )
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_unsplittable
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of, main_input_of
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.script_code import hooked_by_script
 from hf_pipetransformer.startup.model import is_causal_lm
@@ -36,14 +38,16 @@ if TYPE_CHECKING:
     from hf_pipetransformer.freeze.policy import FreezePolicy
 
 
+LEFT_TO_TRAINER = (UnsupportedModelError, ModelSettingError, LossDoesNotDecomposeError)
+"""Reasons for which a run without a pipeline of its own is Trainer's."""
+
+
 class Need(Enum):
     """Need of a run for features that Trainer does not have."""
 
     NONE = "none"
     PREFERRED = "wish"
-    """Trainer is an acceptable fallback. It lacks stored activations, the numbers of one process on several replicas
-    and, for adapters that cannot be split, freezing.
-    """
+    """Trainer is an acceptable fallback: it lacks stored activations, and on replicas the numbers of one process."""
     REQUIRED = "must"
 
 
@@ -79,13 +83,13 @@ class RunOptions:
         args = self.args
         if args.plan_only:
             return Need.REQUIRED
-        if _leaves_adapters_to_trainer(model) and not self._ask_for_parts:
-            return Need.PREFERRED if self._freeze or args.activation_cache == "on" else Need.NONE
+        if _leaves_adapters_to_trainer(model) and not (self._ask_for_parts or self.freezes):
+            return Need.PREFERRED if args.activation_cache == "on" else Need.NONE
         # Trainer's own loop looks up what the script froze, see `cache.frozen_parts`.
         if self.only_store:
             return Need.NONE
         is_divided = args.world_size > 1 and args.pipeline_size != 1
-        if is_divided or self._freeze or self._ask_for_parts or args.activation_cache == "on":
+        if is_divided or self.freezes or self._ask_for_parts or args.activation_cache == "on":
             return Need.REQUIRED
         # Trainer's replicas do not give the numbers of one process, but that alone is worth no error.
         if args.world_size > 1 and not has_adapters(model):
@@ -99,19 +103,28 @@ class RunOptions:
         """Return True if `error` may leave the run to Trainer: the user asked for nothing that needs a pipeline.
 
         Frozen parts of a model that Trainer trains may be stored, see `cache.frozen_parts`.
-
-        A model that cannot be split is trained without freezing. If another setting or loss would make it splittable,
-        the run is refused when freezing was requested.
         """
         has_parts = model is not None and bool(maximal_frozen(bare_model(model)))
         asks_for_cache = self.args.activation_cache == "on" and not has_parts
-        if self._ask_for_parts or asks_for_cache:
+        if self._ask_for_parts or self.freezes or asks_for_cache:
             return False
         if self.args.plan_only:
             return has_parts and isinstance(error, UnsupportedModelError)
-        if isinstance(error, (ModelSettingError, LossDoesNotDecomposeError)):
-            return not self._freeze
-        return isinstance(error, UnsupportedModelError)
+        return isinstance(error, LEFT_TO_TRAINER)
+
+    def refusal(self, error: ValueError) -> ValueError:
+        """Return what to raise for a model or loss that no pipeline can run, with the option that asked for one."""
+        if self._ask_for_parts or not self.freezes or not isinstance(error, LEFT_TO_TRAINER):
+            return error
+        args = self.args
+        name = (
+            "policy" if self.policy is not None else "freeze_policy" if args.freeze_layers is None else "freeze_layers"
+        )
+        asked = type(self.policy).__name__ if self.policy is not None else getattr(args, name)
+        return type(error)(
+            f"{name}={asked} can freeze no layer: {error} What the script itself freezes (requires_grad_(False)) is "
+            f"computed once without {name}, too."
+        )
 
     @property
     def may_be_left(self) -> bool:
@@ -121,7 +134,7 @@ class RunOptions:
     @property
     def only_store(self) -> bool:
         """True if a pipeline could do nothing but store what the script froze."""
-        own = self._freeze or self._ask_for_parts or self.args.plan_only
+        own = self.freezes or self._ask_for_parts or self.args.plan_only
         return self.is_undivided and not own and self.args.head_slices is not None
 
     @property
@@ -130,7 +143,8 @@ class RunOptions:
         return self.args.world_size == 1 and self.args.num_microbatches in (None, 1)
 
     @property
-    def _freeze(self) -> bool:
+    def freezes(self) -> bool:
+        """True if layers are to freeze while the run goes on, or before its first step."""
         return self.args.freeze_policy != "none" if self.policy is None else self.policy.freezes
 
     @property
@@ -170,6 +184,7 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
     args = options.args
     # Before anything else: independent trainings would pass every check below.
     check_launch(args)
+    check_output_dir(args)
     need = options.need(model)
     if need is Need.NONE:
         args.leave_recomputing_to_trainer()
@@ -189,7 +204,8 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
     # A run that merely would gain by a pipeline goes on without one; what the user asked for must not be dropped.
     except ValueError as error:
         if need is Need.REQUIRED and not options.does_without(error, model):
-            raise
+            refusal = options.refusal(error)
+            raise refusal from (None if refusal is error else error)
         say_left_to_trainer(error)
         args.leave_recomputing_to_trainer()
         return False
@@ -202,7 +218,7 @@ def say_left_to_trainer(error: ValueError) -> None:
     """Warn why a run goes on without a pipeline."""
     # From the environment: the trainer that knows its rank may not exist yet.
     if int(os.environ.get("RANK", "0")) == 0:
-        logger.warning(f"Training without a pipeline or freezing, as plain Trainer does: {error}")
+        logger.warning(f"Without stages, in the loop of plain Trainer: {error}")
 
 
 def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -> None:
@@ -210,11 +226,66 @@ def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -
     reason = why_unsplittable(model)
     if reason is not None:
         raise UnsupportedModelError(
-            f"{reason}. Use plain LoRA, or ask for no stages, micro-batches or layout_plan: "
+            f"{reason}. Use plain LoRA, or ask for no stages, micro-batches, layout_plan or freezing: "
             "the model is then trained as by Trainer."
         )
     num_stages = 1 if options.args.world_size == 1 else options.args.pipeline_size
     check_model(model, num_stages, options.is_undivided, (users_optimizer, None))
+
+
+@contextmanager
+def explaining_loss(trainer: Trainer, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Wrap a loss of a batch; of what it raises for want of an input, a label or a weight to train, name the cause.
+
+    Raises:
+        ValueError: with the cause, from the error that showed it.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = _why_no_loss(trainer, sorted(inputs), error)
+        if reason is None:
+            raise
+        raise ValueError(reason) from error
+
+
+def _why_no_loss(trainer: Trainer, names: list[str], error: Exception) -> str | None:
+    model: Any = bare_model(trainer.model)
+    kind, main_input, labels, said = type(model).__name__, main_input_of(model), trainer.label_names, str(error)
+    if "does not require grad" in said:
+        return why_nothing_trains(trainer)
+    # A loss of the script's, and what it needs, are not known.
+    if not trainer_compat.has_plain_loss(trainer):
+        return None
+    is_of_call = isinstance(error, (ValueError, TypeError, AttributeError, KeyError))
+    if is_of_call and not {main_input, "inputs_embeds"} & {*names}:
+        return (
+            f"The batches lack {main_input!r}, from which {kind} computes: found {names}. Add it to the data set "
+            "(tokenizer, image processor) or make it in data_collator; Trainer drops columns that no forward takes."
+        )
+    # By what Trainer and Python say, since some models compute a loss of their own from no labels.
+    lacks_loss = "did not return a loss" in said
+    if not labels and (lacks_loss or "unexpected keyword argument" in said):
+        return (
+            f"{kind} computes no loss, since its forward takes no labels: use a class with a head "
+            "(AutoModelForSequenceClassification, ...), or override compute_loss."
+        )
+    if lacks_loss and not {*labels} & {*names}:
+        return (
+            f"The batches have no labels: {kind} computes its loss from {labels}, found {names}. Add them to the data "
+            "set, or make them in data_collator."
+        )
+    return None
+
+
+def why_nothing_trains(trainer: Trainer) -> str | None:
+    """Return why a model with a loss of its own cannot train; None if some of its parameters do."""
+    if any(parameter.requires_grad for parameter in trainer.model.parameters()):
+        return None
+    return (
+        "No parameter of the model requires gradients, so that nothing would train: leave those to be trained, such "
+        "as the head, out of requires_grad_(False)."
+    )
 
 
 def why_whole_head(trainer: Trainer) -> str | None:

@@ -22,7 +22,13 @@ from hf_pipetransformer.runtime.gathering import check_whole
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder, saves_state
 from hf_pipetransformer.state.only_run import only_run
 from hf_pipetransformer.state.restore import ResumedEpoch, restore
-from hf_pipetransformer.state.resumption import Resumption, find_for_trainer, find_resumption, is_of_pipeline
+from hf_pipetransformer.state.resumption import (
+    Resumption,
+    find_for_trainer,
+    find_resumption,
+    is_of_pipeline,
+    resumed_by_trainer,
+)
 from hf_pipetransformer.training.callbacks import SavesOnSignal, running_callbacks
 from hf_pipetransformer.training.context import PartsOfTrainer
 from hf_pipetransformer.training.evaluation import Evaluations
@@ -141,7 +147,7 @@ class PipelineSession:
         self.weights.check_masters(self.builder.is_left_to_trainer)
         if self.builder.is_left_to_trainer:
             self.weights.cast()
-            with self._only_run(trial), self._parts_stored():
+            with self._only_run(trial), self._parts_stored(), self._resumed_by_trainer(where):
                 yield where
             return
         try:
@@ -204,6 +210,11 @@ class PipelineSession:
         args, is_ours = self.context.args, not self.builder.is_left_to_trainer
         writes = is_ours or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
         return only_run(args.output_dir, self.context.topology) if writes and trial is None else nullcontext()
+
+    def _resumed_by_trainer(self, where: str | bool | None) -> AbstractContextManager[None]:
+        trainer = self.context.trainer
+        is_trainers = trainer.optimizer is None and not trainer_compat.is_overridden(trainer, "create_optimizer")
+        return nullcontext() if where in (None, True) else resumed_by_trainer(str(where), trainer.args, is_trainers)
 
     def print_plan(self, loader: Any, values: tuple[Any, ...]) -> None:
         """Print the plan instead of training. Collective: call on every rank.

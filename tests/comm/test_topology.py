@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import timedelta
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,3 +129,27 @@ def test_groups_get_the_timeout_by_the_public_function_where_there_is_one(
     one.limit_waits(5)
     assert told == [(timedelta(seconds=5), "group")]
     one.limit_waits(60)
+
+
+ENDS = """
+import atexit, sys
+import torch.distributed as dist
+from hf_pipetransformer.comm.topology import get_topology
+
+atexit.register(lambda: print("left" if not dist.is_initialized() else "still there"))
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+get_topology(60, 1)
+get_topology(60, None)
+if sys.argv[2] == "fails":
+    raise KeyError("planted")
+"""
+
+
+@pytest.mark.parametrize(("how", "said"), [("ends", "left"), ("fails", "still there")])
+def test_a_script_that_does_not_leave_the_process_group_leaves_it_at_its_exit(
+    how: str, said: str, tmp_path: Path
+) -> None:
+    """Not after an error, where peers may be gone for which leaving would wait."""
+    command = [sys.executable, "-c", ENDS, str(tmp_path / "store"), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.split("\n")[0] == said and ended.returncode == (how == "fails"), ended.stderr

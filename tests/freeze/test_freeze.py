@@ -202,9 +202,8 @@ def test_a_policy_that_remembers_goes_on_from_its_state() -> None:
 
 def test_a_policy_says_before_a_run_what_cannot_be() -> None:
     assert check_policy(Settled(), L, 40, 1) == []
-    assert check_policy(Settled(), 2, 40, 2) == [
-        "freeze_min_active_layers=2 of 2 layers: nothing will be frozen. Set it lower."
-    ]
+    with pytest.raises(ValueError, match="freeze_min_active_layers=2 of 2 layers: nothing could freeze"):
+        check_policy(Settled(), 2, 40, 2)
     fixed = policy_of("fixed", "5:2,40:3")
     assert check_policy(fixed, L, 40, L) == [
         "freeze_at: the run ends after 40 steps, before step 40 freezes or unfreezes anything."

@@ -24,6 +24,7 @@ from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_of
 from hf_pipetransformer.splitters import adapters
+from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.costs import middle_layer
@@ -46,7 +47,7 @@ from tests.support.usages import (
 )
 
 
-SAID = "without a pipeline or freezing"
+SAID = "in the loop of plain Trainer"
 NOTHING = {"freeze_policy": "none", "activation_cache": "auto"}
 
 
@@ -319,11 +320,8 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
 # ---- adapters that no stage would own ----
 
 
-@pytest.mark.parametrize("more", [{"freeze_policy": "gradient_norm"}, {"activation_cache": "on"}])
-def test_what_freezes_and_stores_is_left_out_with_one_sentence(
-    more: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours = outcome(USAGES["prompts"], PipeTransformerTrainer, more, tmp_path / "ours")
+def test_a_store_is_left_out_with_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours = outcome(USAGES["prompts"], PipeTransformerTrainer, {"activation_cache": "on"}, tmp_path / "ours")
     assert len([record for record in caplog.records if SAID in record.message]) == 1
     assert_same(ours, outcome(USAGES["prompts"], Trainer, {}, tmp_path / "plain"))
     assert ours["is_left"]
@@ -334,14 +332,21 @@ def test_nothing_is_said_where_nothing_is_asked_for(tmp_path: Path, caplog: pyte
     assert SAID not in caplog.text
 
 
+def test_freezing_around_prompts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="freeze_layers=2 can freeze no layer: .* Use plain LoRA"):
+        trainer_of(with_prompts(), tmp_path, freeze_layers=2)
+
+
 def test_a_function_that_makes_a_model_with_prompts_is_told_of_in_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = {**BERT["given"](), "model_init": with_prompts}
     usage = Usage(**{**BERT, "model": lambda: None, "given": lambda: given})
-    ours = outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
+    ours = outcome(usage, PipeTransformerTrainer, {"pipeline_head_slices": "auto"}, tmp_path / "ours")
     assert len([record for record in caplog.records if SAID in record.message]) == 1
     assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
+    with pytest.raises(UnsupportedModelError, match="freeze_policy=gradient_norm can freeze no layer"):
+        outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "frozen")
 
 
 @pytest.mark.parametrize("method", list(OUTSIDE))

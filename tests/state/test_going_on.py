@@ -312,3 +312,51 @@ def test_a_resumed_run_saves_the_state_of_one_that_was_never_interrupted(tmp_pat
     for state in (whole, resumed):
         del state["files"], state["checksum"]
     assert resumed == whole
+
+
+# ---- what another training than the saved one is told ----
+
+
+def resumed(folder: Path, frozen: str = "", **options: Any) -> None:
+    """Go on from the first checkpoint of a plain training with `learning_rate=1e-3`, of which nothing was frozen."""
+    trainer_of(build_model("bert_sequence"), folder).train()
+    model = build_model("bert_sequence")
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
+    trainer = trainer_of(model, folder)
+    for name, value in options.items():
+        setattr(trainer.args, name, value)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "goes on with" in record.message]
+
+
+@pytest.mark.parametrize("rate", [1e-3, 5e-3])
+def test_another_learning_rate_is_told_of_where_trainer_resumes(
+    rate: float, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumption.logger, "propagate", True)
+    resumed(tmp_path, learning_rate=rate)
+    same = "learning_rate=0.005 (was 0.001). As with Trainer, learning_rate of the checkpoint stays in force."
+    assert [same in each for each in told(caplog)] == [True] * (rate != 1e-3)
+
+
+def test_a_run_that_freezes_other_parameters_than_the_saved_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="an optimizer of other parameters than this run trains.*Freeze the same ones"
+    ):
+        resumed(tmp_path, frozen="bert.embeddings")
+
+
+def test_another_learning_rate_is_told_of_where_layers_freeze_from_then_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumption.logger, "propagate", True)
+    trainer_of(build_model("bert_sequence"), tmp_path).train()
+    trainer = trainer_of(build_model("bert_sequence"), tmp_path, freeze_layers=1)
+    trainer.args.learning_rate = 2e-3
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    [said] = told(caplog)
+    assert "was saved by plain Trainer" in said and "learning_rate=0.002 (was 0.001)" in said

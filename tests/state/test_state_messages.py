@@ -161,7 +161,7 @@ def test_options_that_the_checkpoint_keeps() -> None:
     present = SimpleNamespace(**{**vars(saved), "arguments": {"weight_decay": 2}})
     found = str(_describe_changes(cast(Any, saved), cast(Any, present)))
     assert "The run goes on with other settings" in found
-    assert "As with Trainer, weight_decay of the checkpoint stay in force" in found
+    assert "As with Trainer, weight_decay of the checkpoint stays in force" in found
 
 
 @pytest.mark.parametrize("value", ["x", True, -1])

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import FreezePolicy, PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.data.sampler import Samples
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from tests.support.adapted import ADDS
+from tests.support.settled_policy import Settled
 from tests.support.usages import USAGES, Line, assert_same, outcome, points
 
 
@@ -32,36 +40,68 @@ def test_one_process_without_freezing_is_trainer(name: str, tmp_path: Path) -> N
     assert ours["is_left"]
 
 
-def test_freezing_is_left_out_where_a_model_has_no_layers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+LEFT_OPEN = {"pipeline_head_slices": "auto"}
+"""Options with which a model is inspected, and may be left to Trainer."""
+
+
+def left(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said of runs that are left to Trainer."""
+    return [record.message for record in caplog.records if "in the loop of plain Trainer" in record.message]
+
+
+def test_what_a_pipeline_cannot_run_is_trainers_where_nothing_needs_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     usage = USAGES["a tuple with the loss first"]
-    ours = outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
+    ours = outcome(usage, PipeTransformerTrainer, LEFT_OPEN, tmp_path / "ours")
     assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
-    said = [record.message for record in caplog.records if "without a pipeline or freezing" in record.message]
-    assert len(said) == 1 and "Line has no config.model_type" in said[0]
+    assert len(left(caplog)) == 1 and "Line has no config.model_type" in left(caplog)[0]
 
 
-def training_without_layers(kind: type[Trainer], folder: Path, **options: Any) -> Trainer:
-    """A trainer of a BERT that is embeddings and a head."""
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"freeze_policy": "gradient_norm"}, "freeze_policy=gradient_norm"),
+        ({"freeze_layers": 1}, "freeze_layers=1"),
+        ({"policy": Settled()}, "policy=Settled"),
+    ],
+)
+def test_freezing_that_a_model_rules_out_is_refused_before_the_first_step(
+    asked: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    policy = asked.pop("policy", None)
+    config = AlbertConfig(
+        vocab_size=20, embedding_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8, num_hidden_layers=4
+    )
+    model = AlbertForSequenceClassification(config)
+    trainer = training_without_layers(PipeTransformerTrainer, tmp_path, model, policy=policy, **asked)
+    with pytest.raises(UnsupportedModelError, match=f"{named} can freeze no layer: Albert.* shared layers"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def training_without_layers(
+    kind: type[Trainer], folder: Path, model: Any = None, policy: FreezePolicy | None = None, **options: Any
+) -> Trainer:
+    """A trainer of a BERT that is embeddings and a head, or of another model."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "hidden_dropout_prob": 0.0}
-    model = BertForSequenceClassification(BertConfig(vocab_size=20, num_hidden_layers=0, **sizes))
+    model = model or BertForSequenceClassification(BertConfig(vocab_size=20, num_hidden_layers=0, **sizes))
     rows = [{"input_ids": torch.tensor([index, 3, 7]), "labels": torch.tensor(index % 2)} for index in range(8)]
     arguments = TrainingArguments if kind is Trainer else PipeTransformerArguments
     options |= {"per_device_train_batch_size": 4, "num_train_epochs": 1, "save_strategy": "no", "report_to": "none"}
-    return kind(model, arguments(output_dir=str(folder), use_cpu=True, **options), train_dataset=rows)
+    own: dict[str, Any] = {} if policy is None else {"policy": policy}
+    return kind(model, arguments(output_dir=str(folder), use_cpu=True, **options), train_dataset=rows, **own)
 
 
-def test_a_model_of_no_layers_is_trainers_where_layers_freeze(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_of_no_layers_is_trainers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = training_without_layers(Trainer, tmp_path)
-    ours = training_without_layers(PipeTransformerTrainer, tmp_path, freeze_policy="gradient_norm")
+    ours = training_without_layers(PipeTransformerTrainer, tmp_path, **LEFT_OPEN)
     for trainer in (plain, ours):
         trainer.train()
     found, expected = ours.model.state_dict(), plain.model.state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    said = [record.message for record in caplog.records if "without a pipeline or freezing" in record.message]
-    assert len(said) == 1 and "BertForSequenceClassification has no layers" in said[0]
+    assert len(left(caplog)) == 1 and "BertForSequenceClassification has no layers" in left(caplog)[0]
 
 
 def test_a_model_of_no_layers_is_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -81,7 +121,7 @@ def test_a_model_of_no_layers_is_not_trained_where_its_plan_was_asked_for(tmp_pa
 def test_what_a_model_raises_when_it_is_inspected_is_a_refusal(
     raises: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the pipeline that was asked for; where freezing alone was, one sentence says that nothing freezes."""
+    """By the pipeline that was asked for; where none was, one sentence says that Trainer trains."""
     usage = USAGES[f"a model that raises when it is inspected, {raises}"]
     options = {"pipeline_parallel_num_microbatches": 2}
     with pytest.raises(
@@ -91,7 +131,7 @@ def test_what_a_model_raises_when_it_is_inspected_is_a_refusal(
     assert isinstance(refused.value.__cause__, KeyError)
     # One batch at a time is not cut.
     if raises == "always":
-        ours = outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
+        ours = outcome(usage, PipeTransformerTrainer, LEFT_OPEN, tmp_path / "ours")
         assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
         assert len([each for each in caplog.records if "planted" in each.message]) == 1
 
@@ -99,7 +139,7 @@ def test_what_a_model_raises_when_it_is_inspected_is_a_refusal(
 def test_what_a_model_changes_in_itself_while_it_is_inspected_is_undone(tmp_path: Path) -> None:
     """Else it would not draw again what it drew then."""
     usage = USAGES["a module made anew in the first forward"]
-    ours = outcome(usage, PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
+    ours = outcome(usage, PipeTransformerTrainer, LEFT_OPEN, tmp_path / "ours")
     assert ours["is_left"]
     assert_same(ours, outcome(usage, Trainer, {}, tmp_path / "plain"))
 
@@ -115,8 +155,8 @@ def test_errors_of_the_data_set_stay_what_they_are(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("name", ["gone on with", "gone on with from the start"])
 def test_what_was_left_to_trainer_is_gone_on_with(name: str, tmp_path: Path) -> None:
-    """Freezing is asked for, so it is looked at anew what the model can."""
-    ours = outcome(USAGES[name], PipeTransformerTrainer, {"freeze_policy": "gradient_norm"}, tmp_path / "ours")
+    """It is looked at anew what the model can."""
+    ours = outcome(USAGES[name], PipeTransformerTrainer, LEFT_OPEN, tmp_path / "ours")
     assert_same(ours, outcome(USAGES[name], Trainer, {}, tmp_path / "plain"))
 
 

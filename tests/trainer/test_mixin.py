@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import gc
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,13 @@ import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, set_seed
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
+from hf_pipetransformer import (
+    PipeTransformerArguments,
+    PipeTransformerMixin,
+    PipeTransformerTrainer,
+    Seq2SeqPipelineArguments,
+    Seq2SeqPipelineTrainer,
+)
 from tests.support.models import build_model, collate, make_dataset
 
 
@@ -26,15 +31,6 @@ SOURCES = [
 ROOMS = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 MOST_ATTRIBUTES = 5
-
-
-@dataclass
-class Seq2SeqPipelineArguments(PipeTransformerArguments, Seq2SeqTrainingArguments):
-    """Options of both."""
-
-
-class Seq2SeqPipelineTrainer(PipeTransformerMixin, Seq2SeqTrainer):
-    """A pipeline for another trainer of transformers."""
 
 
 def train(kind: type[Trainer], options: type[TrainingArguments], folder: Path, **more: Any) -> Any:

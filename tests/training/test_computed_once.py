@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,12 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import IntervalStrategy, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
+from hf_pipetransformer import (
+    PipeTransformerMixin,
+    PipeTransformerTrainer,
+    Seq2SeqPipelineArguments,
+    Seq2SeqPipelineTrainer,
+)
 from hf_pipetransformer.cache.frozen_parts import watching
 from hf_pipetransformer.cache.store import ActivationStore
 from tests.distributed.family_worker import FROZEN, account
@@ -654,9 +659,6 @@ def test_a_prediction_step_of_ones_own_gets_whole_outputs(tmp_path: Path) -> Non
 def test_evaluations_and_generation_read_whole_outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Evaluated rows are among those of training; tokens and losses are Trainer's."""
 
-    class OurSeq2Seq(PipeTransformerMixin, Seq2SeqTrainer):
-        pass
-
     def evaluated(kind: type, folder: Path) -> tuple[list[Any], Any]:
         set_seed(1)
         case, rows = CASES["whisper"], CASES["whisper"].data()
@@ -673,10 +675,8 @@ def test_evaluations_and_generation_read_whole_outputs(tmp_path: Path, caplog: p
             return {"tokens": float(given.predictions.sum())}
 
         args: Any = Seq2SeqTrainingArguments(**options)
-        if kind is OurSeq2Seq:
-            args = dataclass(type("Arguments", (Seq2SeqTrainingArguments, PipeTransformerArguments), {}))(
-                **options, activation_cache="on"
-            )
+        if kind is Seq2SeqPipelineTrainer:
+            args = Seq2SeqPipelineArguments(**options, activation_cache="on")
         trainer = kind(
             case.build(), args, train_dataset=rows, eval_dataset=rows[:6], data_collator=stack, compute_metrics=metrics
         )
@@ -685,7 +685,7 @@ def test_evaluations_and_generation_read_whole_outputs(tmp_path: Path, caplog: p
 
     expected = evaluated(Seq2SeqTrainer, tmp_path / "plain")
     with caplog.at_level(logging.INFO, "hf_pipetransformer"):
-        found = evaluated(OurSeq2Seq, tmp_path / "ours")
+        found = evaluated(Seq2SeqPipelineTrainer, tmp_path / "ours")
     np.testing.assert_allclose(found[0], expected[0], rtol=TOLERANCE)
     assert all(np.array_equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
     hits, looked_up = outputs_read("model.encoder", caplog)

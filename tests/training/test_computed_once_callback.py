@@ -279,7 +279,7 @@ def test_a_part_without_a_name_is_told_by_its_class_and_timed_alone(
     monkeypatch.setattr(watching.Watch, "find", noted)
     with caplog.at_level(logging.INFO, "hf_pipetransformer"):
         both(Case(build, images, "0"), tmp_path)
-    assert "0 (_Slow) (0.0246 million parameters) is frozen: it is computed once" in caplog.text
+    assert "_Slow (0.0246 million parameters) is frozen: it is computed once" in caplog.text
     assert found[0].share > 0.6, "of one step, and without the time of what is noted"
 
 

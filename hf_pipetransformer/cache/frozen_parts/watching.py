@@ -125,6 +125,16 @@ class RootCall:
     seconds: float = 0.0
 
 
+def _known_name(model: nn.Module, path: str) -> str:
+    """Return the path of a module as people know it: of an `nn.Sequential` of parts by their classes, not numbers."""
+    number, *rest = path.split(".")
+    if not number.isdigit():
+        return path
+    kinds = [type(each).__name__ for each in model.children()]
+    kind = type(model.get_submodule(number)).__name__
+    return ".".join([kind if kinds.count(kind) == 1 else f"{number} ({kind})", *rest])
+
+
 class Watch:
     """Watches the calls of the frozen parts of a model until something is known of each.
 
@@ -145,8 +155,7 @@ class Watch:
         self._precision, self._may_evaluate = precision, may_evaluate
         self._reads_loss_alone = reads_loss_alone
         self.parts = [
-            # The number of a module in `nn.Sequential` says nothing.
-            FrozenPart(f"{name} ({type(each).__name__})" if name.isdigit() else name, each, step, self.watched)
+            FrozenPart(_known_name(model, name), each, step, self.watched)
             for name, each in maximal_frozen(model).items()
         ]
         self._seen: dict[str, Watched] = {}

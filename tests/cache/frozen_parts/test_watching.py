@@ -115,6 +115,21 @@ def test_the_largest_modules_without_trained_parameters_are_frozen() -> None:
     assert list(maximal_frozen(model)) == ["tower.0", "tower.1"], "nobody calls a list"
 
 
+def test_modules_that_have_numbers_alone_are_told_by_their_classes() -> None:
+    def names(model: nn.Module) -> list[str]:
+        step = PresentStep(model, torch.device("cpu"))
+        return [each.name for each in Watch(model, model, step, "fp32", may_evaluate=False).parts]
+
+    model = nn.Sequential(Tower(), nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    assert names(model) == []
+    model[2].bias.requires_grad_(True)
+    assert names(nn.Sequential(model[0], model[2])) == ["Tower"]
+    assert names(model) == ["Tower", "1 (Linear)"], "which of two"
+    assert names(Model(model, lambda hidden: hidden)) == ["tower.0", "tower.1"], "a path says enough"
+    within = nn.Sequential(Model(Tower().requires_grad_(False), lambda hidden: hidden))
+    assert names(within) == ["Model.tower"]
+
+
 @pytest.mark.parametrize(
     ("read", "picks"),
     [
