@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import json
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hf_pipetransformer
+from hf_pipetransformer.options.reading import closest
 from hf_pipetransformer.planning.simulator import Timeline, draw, equal_durations, simulate, steady_seconds
 from hf_pipetransformer.report.drawing import Spec, save_chart
 from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule, schedules_that
@@ -57,8 +57,8 @@ _NEEDED = ("stages", "microbatches")
 MOST_MEMORY = 1e5
 """Gigabytes of a device: a larger number was meant in other units."""
 
-_Found = tuple[str, dict[str, Any], Spec, bool]
-"""What a command found, as text, as JSON values and as a chart, and True if it fits."""
+_Told = tuple[str, dict[str, Any], Spec, bool]
+"""What a plan says, as text, as JSON values and as a chart, and True if it fits."""
 
 
 def add_plan(commands: Any) -> None:
@@ -108,7 +108,7 @@ def _plan(options: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def _plan_model(options: argparse.Namespace) -> _Found:
+def _plan_model(options: argparse.Namespace) -> _Told:
     _check_names(options)
     if options.ends_process and options.lora_rank is None and not options.load_in_4bit:
         _leave_out_peft()
@@ -154,15 +154,14 @@ def _check_names(options: argparse.Namespace) -> None:
     fields = {name for file in files for name in re.findall(r"^    (\w+): ", file.read_text("utf-8"), re.MULTILINE)}
     # HfArgumentParser adds --no_NAME for what is true by default.
     known = fields | {f"no_{name}" for name in fields}
-    # Its attributes that are no options come from no command line.
-    own = {*vars(options)} - {"run", "command", "model", "of_run", "ends_process"}
+    # Attributes that are no options come from no command line.
+    of_plan = {*vars(options)} - {"run", "command", "model", "of_run", "ends_process"}
     for word in options.of_run:
         name = word.removeprefix("--").partition("=")[0]
         # argparse takes abbreviations.
-        if word.startswith("--") and not any(each.startswith(name) for each in known):
-            near = difflib.get_close_matches(name, known | own, n=1)
-            hint = f"; the nearest is --{near[0]}." if near else "."
-            raise ValueError(f"--{name} is no option of plan, nor of a run{hint}")
+        if word.startswith("--") and not any(field.startswith(name) for field in known):
+            near = closest(f"--{name}", [f"--{field}" for field in known | of_plan])
+            raise ValueError(f"--{name} is no option of plan, nor of a run.{near}")
 
 
 def _leave_out_peft() -> None:
@@ -258,7 +257,7 @@ def _storage(
 # ---- equal stages ----
 
 
-def _draw_equal_stages(options: argparse.Namespace) -> _Found:
+def _draw_equal_stages(options: argparse.Namespace) -> _Told:
     """Draw a pipeline of equal stages, where a forward through all stages of a rank takes 1.
 
     Raises:
@@ -274,8 +273,8 @@ def _draw_equal_stages(options: argparse.Namespace) -> _Found:
             "plan takes a model, with --processes and --device_memory, or draws a schedule of equal stages, with "
             f"--stages and --microbatches. Missing: {missing[0] if len(missing) == 1 else 'both'}."
         )
-    found = {name: getattr(options, name) for name in _DRAWN}
-    drawn = argparse.Namespace(**{name: _DRAWN[name][1] if value is None else value for name, value in found.items()})
+    given = {name: getattr(options, name) for name in _DRAWN}
+    drawn = argparse.Namespace(**{name: _DRAWN[name][1] if value is None else value for name, value in given.items()})
     schedule, size = find_schedule(drawn.schedule), drawn.stages
     num_chunks = schedule.abilities.on(size).default_chunks if drawn.chunks is None else drawn.chunks
     placement = Placement(size, num_chunks, schedule.placement)
@@ -285,7 +284,7 @@ def _draw_equal_stages(options: argparse.Namespace) -> _Found:
     text = f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble"
     if schedule.abilities.overlaps_steps:
         timeline, text = _window(drawn)
-    elif unknown := [name for name in ("weights", "step_microbatches", "update") if found[name] is not None]:
+    elif unknown := [name for name in ("weights", "step_microbatches", "update") if given[name] is not None]:
         needed = schedules_that(lambda abilities: abilities.overlaps_steps)
         raise ValueError(f"--{unknown[0]} is for {' or '.join(needed)}, found {schedule.name}.")
     chart = chart_of(timeline, f"{schedule.name}, K={size}, M={drawn.microbatches}", "units of time")

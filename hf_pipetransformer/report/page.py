@@ -141,12 +141,12 @@ def _saved(run: RecordedRun) -> str:
 
 def _final(run: RecordedRun, name: str) -> str:
     """Return a metric of the model at the end, and the step of the best one if it is not the last."""
-    found, best = run.final_value(name), run.best
-    if found is None or best is None or (name != best.name and (not best.is_loaded or name == "loss")):
-        return "" if found is None else f"{found:.4g}"
+    value, best = run.final_value(name), run.best
+    if value is None or best is None or (name != best.name and (not best.is_loaded or name == "loss")):
+        return "" if value is None else f"{value:.4g}"
     if not best.is_loaded:
-        return f"{found:.4g} (best: {best.value:.4g}, step {best.step})"
-    return f"{found:.4g} ({'best, ' if name == best.name else ''}step {best.step})"
+        return f"{value:.4g} (best: {best.value:.4g}, step {best.step})"
+    return f"{value:.4g} ({'best, ' if name == best.name else ''}step {best.step})"
 
 
 # ---- what was run ----
@@ -166,17 +166,17 @@ class OriginRow:
 
 def origins(runs: Sequence[RecordedRun]) -> list[OriginRow]:
     """Return model, data, options that are no defaults, revision, machine and versions; empty if none are recorded."""
-    found = [run.origin for run in runs]
-    if not any(found):
+    told = [run.origin for run in runs]
+    if not any(told):
         return []
-    options = dict.fromkeys(name for each in found for name in each.get("options", {}))
+    options = dict.fromkeys(name for origin in told for name in origin.get("options", {}))
     rows = [
-        OriginRow("model", [_model(each.get("model") or {}) for each in found]),
-        OriginRow("data", [_data(each.get("data") or {}) for each in found]),
-        *(OriginRow(name, [_option(each, name) for each in found]) for name in options),
-        OriginRow("commit", [str(each.get("commit") or "") for each in found]),
-        OriginRow("machine", [str(each.get("machine") or "") for each in found]),
-        OriginRow("versions", [_versions(each.get("versions") or {}) for each in found]),
+        OriginRow("model", [_model(origin.get("model") or {}) for origin in told]),
+        OriginRow("data", [_data(origin.get("data") or {}) for origin in told]),
+        *(OriginRow(name, [_option(origin, name) for origin in told]) for name in options),
+        OriginRow("commit", [str(origin.get("commit") or "") for origin in told]),
+        OriginRow("machine", [str(origin.get("machine") or "") for origin in told]),
+        OriginRow("versions", [_versions(origin.get("versions") or {}) for origin in told]),
     ]
     return [row for row in rows if any(row.cells)]
 

@@ -106,14 +106,14 @@ def blocks_in_words(layout: Layout, rank: int) -> str:
 
 def _of_stage(blocks: range, num_blocks: int) -> str:
     words = ["embeddings"] if 0 in blocks else []
-    own = [block for block in blocks if 0 < block < num_blocks - 1]
-    is_cut_below = own and own[0] == mlp_of(block_of(own[0]) - 1)
-    is_cut_above = own and own[-1] == attention_of(block_of(own[-1]) - 1)
-    whole = [block_of(block) for block in own[bool(is_cut_below) : len(own) - bool(is_cut_above)]]
-    words += [f"MLP of layer {block_of(own[0])}"] if is_cut_below else []
+    halves = [block for block in blocks if 0 < block < num_blocks - 1]
+    is_cut_below = halves and halves[0] == mlp_of(block_of(halves[0]) - 1)
+    is_cut_above = halves and halves[-1] == attention_of(block_of(halves[-1]) - 1)
+    whole = [block_of(block) for block in halves[bool(is_cut_below) : len(halves) - bool(is_cut_above)]]
+    words += [f"MLP of layer {block_of(halves[0])}"] if is_cut_below else []
     if whole:
         words.append(f"layer {whole[0]}" if whole[0] == whole[-1] else f"layers {whole[0]}-{whole[-1]}")
-    words += [f"attention of layer {block_of(own[-1])}"] if is_cut_above else []
+    words += [f"attention of layer {block_of(halves[-1])}"] if is_cut_above else []
     return ", ".join([*words, *(["head"] if num_blocks - 1 in blocks else [])])
 
 
@@ -167,8 +167,8 @@ def _sources(plan: RunPlan) -> str:
 
 def verdicts(plan: RunPlan) -> list[str]:
     """Return what to conclude from the plan, a sentence or two each."""
-    found = _whether_it_fits, _which_is_fastest, _whether_launches_decide, _whether_to_freeze
-    return [text for whether in found if (text := whether(plan))]
+    questions = _whether_it_fits, _which_is_fastest, _whether_launches_decide, _whether_to_freeze
+    return [text for answer in questions if (text := answer(plan))]
 
 
 def _whether_it_fits(plan: RunPlan) -> str:
@@ -323,8 +323,8 @@ def chart_of(timeline: Timeline, title: str, unit: str) -> dict[str, Any]:
         }
         for span in timeline.spans
     ]  # fmt: skip
-    found = {bar["pass"] for bar in bars}
-    kinds = [kind for kind in _KINDS.values() if kind in found]
+    drawn = {bar["pass"] for bar in bars}
+    kinds = [kind for kind in _KINDS.values() if kind in drawn]
     # Numbers wider than their bars would run into each other.
     least = _LEAST_WIDTH / _WIDTH * timeline.end
     rank = {"field": "rank", "type": "ordinal", "title": "rank", "scale": {"paddingInner": 0.15}}

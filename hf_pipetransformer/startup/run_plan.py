@@ -177,10 +177,10 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
     head_slices = None
     if args.head_slices is None:
         planner, head_slices = choose_head_slices(planner, lambda other: other.choose(frozen))
-    own = [make_row(planner, planner.plan(k, frozen), machine) for k in sizes]
+    of_run = [make_row(planner, planner.plan(k, frozen), machine) for k in sizes]
     # As a run chooses: the size that is asked for, or the shortest pipeline that fits.
-    asked = [row for row in own if row.layout.pipeline_size == args.pipeline_size]
-    chosen = next((row for row in asked or own if asked or row.fits), own[-1])
+    asked = [row for row in of_run if row.layout.pipeline_size == args.pipeline_size]
+    chosen = next((row for row in asked or of_run if asked or row.fits), of_run[-1])
     others, refused = _other_schedules(model, planner, machine, sizes)
     weights = [num_bytes(parameter) for parameter in model.parameters()]
     caching = _caching(planner, chosen.layout, machine, course)
@@ -188,8 +188,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
     costs = _costs(planner, chosen.layout)
     inputs = replace(planner.inputs(chosen.layout), blocks=costs[0], overheads=costs[1])
     forecast = Forecast(chosen.layout, inputs, course.steps_per_epoch, storing)
-    step = args.train_samples_per_device * chosen.layout.pipeline_size
-    more = step, args.gradient_accumulation_steps
+    step = args.train_samples_per_device * chosen.layout.pipeline_size, args.gradient_accumulation_steps
     # The same step on a device that never waits for Python.
     at_once = replace(costs[0], launch=()), replace(costs[1], per_forward=0.0, per_backward=0.0)
     return RunPlan(
@@ -201,15 +200,15 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         course=course,
         blocks=planner.costs.blocks,
         overheads=planner.costs.overheads,
-        rows=(*_data_parallel(model, planner, machine), *own, *others),
+        rows=(*_data_parallel(model, planner, machine), *of_run, *others),
         chosen=chosen,
         host=_host_memory(chosen, planner, machine, weights),
         refused=refused,
         caching=_decided(caching, forecast, course),
         duration=forecast.duration(course),
-        timeline=predict_timeline(chosen.layout, *costs, *more),
-        computing_seconds=predict_step(chosen.layout, *at_once, *more).seconds,
-        remedy=None if any(row.fits for row in own) else _remedy(model, planner, machine, sizes),
+        timeline=predict_timeline(chosen.layout, *costs, *step),
+        computing_seconds=predict_step(chosen.layout, *at_once, *step).seconds,
+        remedy=None if any(row.fits for row in of_run) else _remedy(model, planner, machine, sizes),
         head_slices=head_slices,
     )
 
@@ -218,18 +217,18 @@ def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[i
     """Try what saves memory and costs least, one after the other and together, on every number of stages."""
     args = planner.args
     sizes = [k for k in sizes if args.pipeline_size in (None, k)]
-    others = [] if has_adapters(model) else ["adapters (PEFT)"]
-    others += [] if "8bit" in planner.memory_rules.optim else ["an 8-bit optimizer"]
-    slices: dict[str, Any] = {}
-    asked = args.head_slices
-    if planner.why_whole_head is None and asked is not None and asked < HEAD_SLICES:
-        slices = {"pipeline_head_slices": HEAD_SLICES}
+    means = {"adapters (PEFT)": has_adapters(model), "an 8-bit optimizer": "8bit" in planner.memory_rules.optim}
+    others = tuple(name for name, is_taken in means.items() if not is_taken)
+    has_fewer_slices = args.head_slices is not None and args.head_slices < HEAD_SLICES
+    slices: dict[str, Any] = (
+        {"pipeline_head_slices": HEAD_SLICES} if planner.why_whole_head is None and has_fewer_slices else {}
+    )
     recomputed = {} if args.pipeline_checkpoint == "layers" else {"pipeline_checkpoint": "layers"}
     # What costs least comes first: slices hardly any time, recomputation a forward, small batches launches.
     tried = [slices, recomputed, slices | recomputed]
     size, number = args.per_device_train_batch_size, args.gradient_accumulation_steps
     # Divisors alone, so that a step keeps its samples.
-    for smaller in (own for own in range(size - 1, 0, -1) if size % own == 0):
+    for smaller in (count for count in range(size - 1, 0, -1) if size % count == 0):
         batch = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": number * (size // smaller)}
         tried.append(slices | recomputed | batch)
     for changes in filter(None, tried):
@@ -238,8 +237,8 @@ def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[i
         for k in sizes if other.args.train_samples_per_device else ():
             row = make_row(other, other.plan(k, planner.num_frozen_by_user), machine)
             if row.fits:
-                return Remedy(changes, row, tuple(others))
-    return Remedy({}, None, tuple(others))
+                return Remedy(changes, row, others)
+    return Remedy({}, None, others)
 
 
 def _costs(planner: RunPlanner, layout: Layout) -> tuple[BlockCosts, Overheads]:
@@ -317,7 +316,7 @@ def _data_parallel(model: Any, planner: RunPlanner, machine: Machine) -> Iterato
     on_one = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
     layout, args, rules = on_one.plan(1, planner.num_frozen_by_user), on_one.args, planner.memory_rules
     yield make_row(on_one, layout, machine, "Trainer", "Trainer" if world_size == 1 else "Trainer, DDP")
-    has_scales = any(num_bytes(each) != each.numel() * each.element_size() for each in model.parameters())
+    has_scales = any(num_bytes(weight) != weight.numel() * weight.element_size() for weight in model.parameters())
     if world_size == 1 or has_scales:
         return
     alone = replace(layout, num_replicas=1)
@@ -348,7 +347,7 @@ def _other_schedules(
     model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[int]
 ) -> tuple[list[Row], dict[str, str]]:
     """Return the layouts of other schedules on several stages, fastest first, and why some are not among them."""
-    found, refused = [], {}
+    rows, refused = [], {}
     frozen = planner.num_frozen_by_user
     for name in SCHEDULE_NAMES:
         if name == planner.args.schedule.name:
@@ -370,8 +369,8 @@ def _other_schedules(
             )
             continue
         longer = [k for k in sizes if k > 1 and other.num_chunks(k)]
-        found += [make_row(other, other.plan(k, frozen), machine, "schedule") for k in longer]
-    return sorted(found, key=lambda row: (not row.fits, row.step_seconds)), refused
+        rows += [make_row(other, other.plan(k, frozen), machine, "schedule") for k in longer]
+    return sorted(rows, key=lambda row: (not row.fits, row.step_seconds)), refused
 
 
 def _host_memory(chosen: Row, planner: RunPlanner, machine: Machine, weights: Sequence[int]) -> dict[str, float]:
@@ -383,7 +382,7 @@ def _host_memory(chosen: Row, planner: RunPlanner, machine: Machine, weights: Se
     blocks, layout = planner.costs.blocks, chosen.layout
     whole, several = sum(weights), layout.pipeline_size > 1
     layers = [blocks.parameters[attention_of(i)] + blocks.parameters[mlp_of(i)] for i in range(layout.num_layers)]
-    own = max(rank.weights for rank in chosen.memory)
+    placed = max(rank.weights for rank in chosen.memory)
     state = chosen.fullest if machine.is_host else 0.0
     # The whole model is put together again unless the run says never.
     gathered = planner.args.pipeline_gather_at_end != "never" and several
@@ -391,7 +390,7 @@ def _host_memory(chosen: Row, planner: RunPlanner, machine: Machine, weights: Se
         "model loaded": whole,
         # 4 bytes each: two layers, and the gradients of two runs that are compared.
         "checks at the start": whole + 8.0 * max(layers) + 8.0 * MOST_GRADIENTS,
-        "weights placed": own + WINDOW_BYTES + max(weights) if several else whole,
+        "weights placed": placed + WINDOW_BYTES + max(weights) if several else whole,
         "training": state,
         "saving": state + (max(WINDOW_BYTES, max(weights)) if several else 0.0),
         "end of train()": state + (whole if gathered else 0.0),

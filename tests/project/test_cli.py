@@ -254,10 +254,10 @@ def test_adapters_train_little_and_images_and_sequences_are_planned_too(
         (["--processes", "2", "--sequence_length", "9000"], "takes up to 8192 tokens"),
         (["--processes", "2", "--pipeline_num_chunks", "2"], "pipeline_num_chunks"),
         ([], "The plan of a model needs --processes"),
-        (["--proceses", "8"], r"--proceses is no option of plan, nor of a run; the nearest is --processes\."),
+        (["--proceses", "8"], r"--proceses is no option of plan, nor of a run\. Did you mean .--processes.\?"),
         (
             ["--processes", "2", "--per_device_batch", "8"],
-            "--per_device_batch is no .* nearest is --per_device_",
+            "--per_device_batch is no .* Did you mean .--per_device_",
         ),
         (["--processes", "2", "--qqq=3"], r"--qqq is no option of plan, nor of a run\."),
         (["--processes", "2", "--device_memory", "80e9"], r"--device_memory 8e\+10: expected gigabytes of one device"),
