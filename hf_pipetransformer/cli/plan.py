@@ -28,6 +28,16 @@ if TYPE_CHECKING:
     from hf_pipetransformer.startup.run_plan import Machine
 
 
+_OF_MODEL: dict[str, tuple[type, float | None, str]] = {
+    "processes": (int, None, "devices of the run, one process each (required)"),
+    "device_memory": (float, None, "memory of a device, in GB of 1e9 bytes (required)"),
+    "processes_per_node": (int, None, "devices of a node; all by default"),
+    "sequence_length": (int, 512, "tokens of a sequence, 512 by default"),
+    "samples": (int, None, "training samples: for epochs, freezing and the cache"),
+    "dtype": (str, None, "dtype of the weights; the config's by default"),
+    "lora_rank": (int, None, "train LoRA adapters of this rank on all linear layers"),
+    "load_in_4bit": (bool, None, "hold the layers below the adapters in 4 bits"),
+}
 _FIGURES: dict[str, tuple[float | None, int, str, str]] = {
     "device_tflops": (100.0, 12, "flops", "TFLOP/s that a device reaches"),
     "memory_bandwidth": (1000.0, 9, "memory_bandwidth", "GB/s of a device's memory"),
@@ -71,14 +81,9 @@ def add_plan(commands: Any) -> None:
     planning.add_argument("--svg", metavar="FILE", help="the same as SVG")
     planning.set_defaults(run=_plan)
     of_model = planning.add_argument_group("of a model")
-    of_model.add_argument("--processes", type=int, help="devices of the run, one process each (required)")
-    of_model.add_argument("--device_memory", type=float, help="memory of a device, in GB of 1e9 bytes (required)")
-    of_model.add_argument("--processes_per_node", type=int, help="devices of a node; all by default")
-    of_model.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence, 512 by default")
-    of_model.add_argument("--samples", type=int, help="training samples: for epochs, freezing and the cache")
-    of_model.add_argument("--dtype", help="dtype of the weights; the config's by default")
-    of_model.add_argument("--lora_rank", type=int, help="train LoRA adapters of this rank on all linear layers")
-    of_model.add_argument("--load_in_4bit", action="store_true", help="hold the layers below the adapters in 4 bits")
+    for name, (kind, default, words) in _OF_MODEL.items():
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "default": default}
+        of_model.add_argument(f"--{name}", help=words, **how)
     for name, (default, *_, words) in _FIGURES.items():
         usual = "the same by default" if default is None else f"{default:g} by default"
         of_model.add_argument(f"--{name}", type=float, default=default, help=f"{words}, {usual}")

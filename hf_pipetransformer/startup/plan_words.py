@@ -293,19 +293,18 @@ def _as_json(row: Row) -> dict[str, Any]:
 
 # ---- timeline ----
 
-_KINDS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward, input",
-    Op.BACKWARD_WEIGHT: "backward, weights",
-    Op.UPDATE: "update",
+_PASSES = {
+    Op.FORWARD: ("forward", "#4c78a8"),
+    Op.BACKWARD: ("backward", "#f58518"),
+    Op.BACKWARD_INPUT: ("backward, input", "#e8a15f"),
+    Op.BACKWARD_WEIGHT: ("backward, weights", "#9d755d"),
+    Op.UPDATE: ("update", "#54a24b"),
 }
+"""Names and colors of passes, one in all pictures."""
 _WIDTH = 860
 """Width of a picture in pixels."""
 _LEAST_WIDTH = 14
 """Least width in pixels of a pass that has its number."""
-
-_COLORS = ("#4c78a8", "#f58518", "#e8a15f", "#9d755d", "#54a24b")
 
 
 def spans_as_json(timeline: Timeline) -> dict[str, Any]:
@@ -318,18 +317,16 @@ def chart_of(timeline: Timeline, title: str, unit: str) -> dict[str, Any]:
     """Return a timeline as a chart of Vega-Lite: a bar for each pass, with the number of its micro-batch."""
     bars = [
         {
-            "rank": span.rank, "start": span.start, "end": span.end, "pass": _KINDS[span.action.op],
+            "rank": span.rank, "start": span.start, "end": span.end, "pass": _PASSES[span.action.op][0],
             "number": span.action.micro_batch, "middle": (span.start + span.end) / 2,
         }
         for span in timeline.spans
     ]  # fmt: skip
+    names, colors = zip(*_PASSES.values(), strict=True)
     drawn = {bar["pass"] for bar in bars}
-    kinds = [kind for kind in _KINDS.values() if kind in drawn]
     # Numbers wider than their bars would run into each other.
     least = _LEAST_WIDTH / _WIDTH * timeline.end
     rank = {"field": "rank", "type": "ordinal", "title": "rank", "scale": {"paddingInner": 0.15}}
-    # Of all kinds, drawn or not, so that a kind has one color in all pictures.
-    colors = {"domain": list(_KINDS.values()), "range": list(_COLORS)}
     passes = {
         "mark": {"type": "bar", "stroke": "white", "strokeWidth": 0.5},
         "encoding": {
@@ -341,8 +338,8 @@ def chart_of(timeline: Timeline, title: str, unit: str) -> dict[str, Any]:
             "x2": {"field": "end"},
             "y": rank,
             "color": {
-                "field": "pass", "type": "nominal", "scale": colors,
-                "legend": {"title": None, "orient": "top", "values": kinds},
+                "field": "pass", "type": "nominal", "scale": {"domain": [*names], "range": [*colors]},
+                "legend": {"title": None, "orient": "top", "values": [name for name in names if name in drawn]},
             },
         },
     }  # fmt: skip

@@ -473,7 +473,7 @@ FAST = ["--bandwidth", "900"]
 def test_the_verdict_names_the_fastest_row_of_its_table(
     name: str, options: list[str], named: str, plan: Planner
 ) -> None:
-    """It said "K=2 is predicted fastest" below rows that were twice as fast."""
+    """Fastest by its samples a second among those that fit and train alike, within what predictions err by."""
     found = plan.json(name, *options)
     speeds = {row["name"]: row["samples_per_second"] for row in found["rows"] if row["fits"]}
     alike = [row["name"] for row in found["rows"] if row["fits"] and (row["trains_alike"] or row["kind"] == "run")]
