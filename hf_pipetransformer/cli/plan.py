@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import difflib
 import importlib.util
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hf_pipetransformer
+from hf_pipetransformer.options.reading import closest
 from hf_pipetransformer.planning.simulator import Timeline, draw, equal_durations, simulate, steady_seconds
+from hf_pipetransformer.report.drawing import Spec, save_chart
 from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule, schedules_that
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import Placement
@@ -28,11 +28,47 @@ if TYPE_CHECKING:
     from hf_pipetransformer.startup.run_plan import Machine
 
 
-_EQUAL_STAGES = ("schedule", "chunks", "backward", "hop", "frozen_stages", "weights", "step_microbatches", "update")
-"""Options that draw a schedule of equal stages, besides the two that are required for it."""
+_OF_MODEL: dict[str, tuple[type, float | None, str]] = {
+    "processes": (int, None, "devices of the run, one process each (required)"),
+    "device_memory": (float, None, "memory of a device, in GB of 1e9 bytes (required)"),
+    "processes_per_node": (int, None, "devices of a node; all by default"),
+    "sequence_length": (int, 512, "tokens of a sequence, 512 by default"),
+    "samples": (int, None, "training samples: for epochs, freezing and the cache"),
+    "dtype": (str, None, "dtype of the weights; the config's by default"),
+    "lora_rank": (int, None, "train LoRA adapters of this rank on all linear layers"),
+    "load_in_4bit": (bool, None, "hold the layers below the adapters in 4 bits"),
+}
+_FIGURES: dict[str, tuple[float | None, int, str, str]] = {
+    "device_tflops": (100.0, 12, "flops", "TFLOP/s that a device reaches"),
+    "memory_bandwidth": (1000.0, 9, "memory_bandwidth", "GB/s of a device's memory"),
+    "bandwidth": (25.0, 9, "bandwidth", "GB/s between two devices of a node"),
+    "node_bandwidth": (None, 9, "node_bandwidth", "GB/s between two devices of different nodes"),
+    "communicator_gb": (0.3, 9, "communicator_bytes", "GB for each communicator"),
+    "reading_ms": (0.0, -3, "reading", "ms to read and collate a sample"),
+    "launch_us": (25.0, -6, "launch", "us to launch an operation"),
+    "disk_bandwidth": (1.0, 9, "", "GB/s of the cache's disk"),
+}
+"""What a plan assumes of the machines: options with defaults, powers of ten and fields of `Machine`, words."""
+_MAY_BE_ZERO = ("communicator_gb", "reading_ms", "launch_us")
+_DRAWN: dict[str, tuple[Any, Any, str]] = {
+    "stages": (int, None, "ranks of the pipeline K (required)"),
+    "microbatches": (int, None, "micro-batches M (required)"),
+    "schedule": (str.lower, "1f1b", "order of the passes"),
+    "chunks": (int, None, "stages on each rank V; the schedule's own number by default"),
+    "backward": (float, 2.0, "time of a backward"),
+    "hop": (float, 0.0, "time of a message between neighboring ranks"),
+    "frozen_stages": (int, 0, "stages at the bottom that run forward only"),
+    "weights": (str, None, "async_1f1b: weights that passes use, as in pipeline_weights"),
+    "step_microbatches": (int, None, "async_1f1b: micro-batches of a step, 1 by default"),
+    "update": (float, None, "async_1f1b: time of a stage's update, 0.5 by default"),
+}
+"""Options that draw a schedule of equal stages: types, defaults and words."""
 _NEEDED = ("stages", "microbatches")
 MOST_MEMORY = 1e5
 """Gigabytes of a device: a larger number was meant in other units."""
+
+_Told = tuple[str, dict[str, Any], Spec, bool]
+"""What a plan says, as text, as JSON values and as a chart, and True if it fits."""
 
 
 def add_plan(commands: Any) -> None:
@@ -45,33 +81,18 @@ def add_plan(commands: Any) -> None:
     planning.add_argument("--svg", metavar="FILE", help="the same as SVG")
     planning.set_defaults(run=_plan)
     of_model = planning.add_argument_group("of a model")
-    of_model.add_argument("--processes", type=int, help="devices of the run, one process each (required)")
-    of_model.add_argument("--device_memory", type=float, help="memory of a device, in GB of 1e9 bytes (required)")
-    of_model.add_argument("--processes_per_node", type=int, help="devices of a node; all by default")
-    of_model.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence, 512 by default")
-    of_model.add_argument("--samples", type=int, help="training samples: for epochs, freezing and the cache")
-    of_model.add_argument("--dtype", help="dtype of the weights; the config's by default")
-    of_model.add_argument("--lora_rank", type=int, help="train LoRA adapters of this rank on all linear layers")
-    of_model.add_argument("--load_in_4bit", action="store_true", help="hold the layers below the adapters in 4 bits")
-    of_model.add_argument("--device_tflops", type=float, default=100.0, help="TFLOP/s that a device reaches, 100")
-    of_model.add_argument("--bandwidth", type=float, default=25.0, help="GB/s between two devices of a node, 25")
-    of_model.add_argument("--node_bandwidth", type=float, help="GB/s between two devices of different nodes; the same")
-    of_model.add_argument("--memory_bandwidth", type=float, default=1000.0, help="GB/s of a device's memory, 1000")
-    of_model.add_argument("--disk_bandwidth", type=float, default=1.0, help="GB/s of the cache's disk, 1")
-    of_model.add_argument("--reading_ms", type=float, default=0.0, help="ms to read and collate a sample, 0")
-    of_model.add_argument("--launch_us", type=float, default=25.0, help="us in which an operation is launched, 25")
-    of_model.add_argument("--communicator_gb", type=float, default=0.3, help="GB that each communicator takes, 0.3")
+    for name, (kind, default, words) in _OF_MODEL.items():
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "default": default}
+        of_model.add_argument(f"--{name}", help=words, **how)
+    for name, (default, *_, words) in _FIGURES.items():
+        usual = "the same by default" if default is None else f"{default:g} by default"
+        of_model.add_argument(f"--{name}", type=float, default=default, help=f"{words}, {usual}")
     drawing = planning.add_argument_group("without a model: equal stages, a forward through all of a rank takes 1")
-    drawing.add_argument("--stages", type=int, help="ranks of the pipeline K (required)")
-    drawing.add_argument("--microbatches", type=int, help="micro-batches M (required)")
-    drawing.add_argument("--schedule", type=str.lower, choices=SCHEDULE_NAMES, help="1f1b by default")
-    drawing.add_argument("--chunks", type=int, help="stages on each rank V; the schedule's own number by default")
-    drawing.add_argument("--backward", type=float, help="time of a backward, 2 by default")
-    drawing.add_argument("--hop", type=float, help="time of a message between neighboring ranks, 0 by default")
-    drawing.add_argument("--frozen_stages", type=int, help="stages at the bottom that run forward only")
-    drawing.add_argument("--weights", help="async_1f1b: weights that passes use, as in pipeline_weights")
-    drawing.add_argument("--step_microbatches", type=int, help="async_1f1b: micro-batches of a step, 1 by default")
-    drawing.add_argument("--update", type=float, help="async_1f1b: time of a stage's update, 0.5 by default")
+    for name, (kind, default, words) in _DRAWN.items():
+        usual = words if default is None else f"{words}, {default} by default"
+        choices = SCHEDULE_NAMES if name == "schedule" else None
+        # None where it is not given, so that it is refused beside a model.
+        drawing.add_argument(f"--{name}", type=kind, choices=choices, help=usual)
     planning.epilog = (
         "Options of a run follow, such as --per_device_train_batch_size 4 --optim adafactor --freeze_policy fixed "
         "--freeze_at 0:6. --plan_only in a script prints the same plan with what is measured at the start."
@@ -80,22 +101,19 @@ def add_plan(commands: Any) -> None:
 
 def _plan(options: argparse.Namespace) -> None:
     """Print a plan, or a schedule's timeline; exit with an error if the run fits on no number of stages."""
-    if options.model is None:
-        _draw_equal_stages(options)
-    elif not _plan_model(options):
+    paths = {f".{ending}": getattr(options, ending) for ending in ("png", "svg") if getattr(options, ending)}
+    for ending, path in paths.items():
+        if not path.endswith(ending):
+            raise ValueError(f"--{ending[1:]} {path}: expected a file that ends in {ending}.")
+    text, values, chart, fits = _draw_equal_stages(options) if options.model is None else _plan_model(options)
+    print(json.dumps(values) if options.json else text)
+    for path in paths.values():
+        save_chart(chart, Path(path))
+    if not fits:
         raise SystemExit(1)
 
 
-def _pictures(options: argparse.Namespace) -> list[str]:
-    for ending in ("png", "svg"):
-        path = getattr(options, ending)
-        if path is not None and not path.endswith(f".{ending}"):
-            raise ValueError(f"--{ending} {path}: expected a file that ends in .{ending}.")
-    return [path for path in (options.png, options.svg) if path is not None]
-
-
-def _plan_model(options: argparse.Namespace) -> bool:
-    """Print the plan of a model; return False if it fits nowhere."""
+def _plan_model(options: argparse.Namespace) -> _Told:
     _check_names(options)
     if options.ends_process and options.lora_rank is None and not options.load_in_4bit:
         _leave_out_peft()
@@ -104,10 +122,10 @@ def _plan_model(options: argparse.Namespace) -> bool:
 
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.startup.estimate import batch_on_meta, build_on_meta, estimate
-    from hf_pipetransformer.startup.plan_words import as_json, in_words, save_pictures
+    from hf_pipetransformer.startup.plan_words import as_json, chart_of, in_words
     from hf_pipetransformer.startup.run_plan import plan_run
 
-    alone = [f"--{name}" for name in (*_NEEDED, *_EQUAL_STAGES) if getattr(options, name) is not None]
+    alone = [f"--{name}" for name in _DRAWN if getattr(options, name) is not None]
     if alone:
         raise ValueError(
             f"{' '.join(alone)}: these draw equal stages without a model. With a model, give the options of the run, "
@@ -122,46 +140,33 @@ def _plan_model(options: argparse.Namespace) -> bool:
         raise ValueError(f"The plan of a model needs {' and '.join(missing)}.")
     if args.activation_checkpointing:
         args.pipeline_checkpoint = "layers"  # As in a run of several processes; these options know of one.
-    machine, paths = _machine(options), _pictures(options)
-    dtype = getattr(torch, options.dtype or "", None)
+    machine, dtype = _machine(options), getattr(torch, options.dtype or "", None)
     if options.dtype and not isinstance(dtype, torch.dtype):
         raise ValueError(f"--dtype {options.dtype}: expected a dtype of torch, such as bfloat16.")
     model = build_on_meta(options.model, dtype, options.lora_rank, options.load_in_4bit)
     planner = estimate(model, batch_on_meta(model, options.sequence_length), args, machine)
     plan = plan_run(model, planner, machine, _course(options, args, planner, machine))
-    print(json.dumps(as_json(plan)) if options.json else in_words(plan))
-    if paths:
-        save_pictures(
-            plan.timeline, f"{plan.model}, {plan.chosen.layout}, {plan.chosen.layout.schedule}", "seconds", paths
-        )
-    return plan.chosen.fits
+    chart = chart_of(plan.timeline, f"{plan.model}, {plan.chosen.name}", "seconds")
+    return in_words(plan), as_json(plan), chart, plan.chosen.fits
 
 
 def _check_names(options: argparse.Namespace) -> None:
     """Raise ValueError for an option that no run has, without the imports of seconds that it takes to read them."""
-    known = {*_fields_in(Path(hf_pipetransformer.__file__).with_name("options") / "arguments.py")}
     package = importlib.util.find_spec("transformers")
     assert package is not None and package.origin is not None
-    known |= {*_fields_in(Path(package.origin).with_name("training_args.py"))}
+    ours = Path(hf_pipetransformer.__file__).with_name("options") / "arguments.py"
+    files = ours, Path(package.origin).with_name("training_args.py")
+    fields = {name for file in files for name in re.findall(r"^    (\w+): ", file.read_text("utf-8"), re.MULTILINE)}
     # HfArgumentParser adds --no_NAME for what is true by default.
-    known |= {f"no_{name}" for name in known}
+    known = fields | {f"no_{name}" for name in fields}
+    # Attributes that are no options come from no command line.
+    of_plan = {*vars(options)} - {"run", "command", "model", "of_run", "ends_process"}
     for word in options.of_run:
         name = word.removeprefix("--").partition("=")[0]
         # argparse takes abbreviations.
-        if word.startswith("--") and not any(each.startswith(name) for each in known):
-            # Its attributes that are no options come from no command line.
-            own = {*vars(options)} - {"run", "command", "model", "of_run", "ends_process"}
-            near = difflib.get_close_matches(name, {*known, *own}, n=1)
-            hint = f"; the nearest is --{near[0]}." if near else "."
-            raise ValueError(f"--{name} is no option of plan, nor of a run{hint}")
-
-
-def _fields_in(path: Path) -> Iterator[str]:
-    """Yield the names of the fields of the classes in a file."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        for line in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                yield line.target.id
+        if word.startswith("--") and not any(field.startswith(name) for field in known):
+            near = closest(f"--{name}", [f"--{field}" for field in known | of_plan])
+            raise ValueError(f"--{name} is no option of plan, nor of a run.{near}")
 
 
 def _leave_out_peft() -> None:
@@ -184,26 +189,18 @@ def _machine(options: argparse.Namespace) -> Machine:
         raise ValueError("--node_bandwidth with all processes on one node: give --processes_per_node too.")
     if options.device_memory > MOST_MEMORY:
         raise ValueError(f"--device_memory {options.device_memory:g}: expected gigabytes of one device, such as 80.")
-    names = ("device_memory", "device_tflops", "bandwidth", "node_bandwidth", "memory_bandwidth", "disk_bandwidth")
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name} {value:g}: expected a positive number.")
-    for name in ("launch_us", "reading_ms", "communicator_gb"):
-        if (value := getattr(options, name)) < 0:
-            raise ValueError(f"--{name} {value:g}: expected 0 or more.")
-    return Machine(
-        options.processes,
-        1e9 * options.device_memory,
-        local,
-        1e12 * options.device_tflops,
-        1e9 * options.bandwidth,
-        1e9 * options.memory_bandwidth,
-        1e9 * options.communicator_gb,
-        options.reading_ms / 1e3,
-        node_bandwidth=1e9 * (options.node_bandwidth or 0.0),
-        launch=options.launch_us / 1e6,
-    )
+    given = {name: getattr(options, name) for name in ("device_memory", *_FIGURES)}
+    for name, value in given.items():
+        if value is not None and (value < 0 or (value == 0 and name not in _MAY_BE_ZERO)):
+            expected = "0 or more" if name in _MAY_BE_ZERO else "a positive number"
+            raise ValueError(f"--{name} {value:g}: expected {expected}.")
+    # Divided by powers of ten, which are whole numbers, while 1e-6 is rounded.
+    figures = {
+        field: given[name] * 10**power if power > 0 else given[name] / 10**-power
+        for name, (_, power, field, _) in _FIGURES.items()
+        if field and given[name] is not None
+    }
+    return Machine(options.processes, 1e9 * options.device_memory, local, **figures)
 
 
 def _course(
@@ -216,32 +213,30 @@ def _course(
     if options.samples is not None and options.samples < 1:
         raise ValueError(f"--samples {options.samples}: expected a number of samples, 1 or more.")
     length = length_of_run(args, machine.num_devices, options.samples)
-    far = "" if options.node_bandwidth is None else f" of a node and {options.node_bandwidth:g} GB/s between nodes"
-    rates: tuple[str, ...] = (
-        f"{options.device_tflops:g} TFLOP/s of a device and {options.memory_bandwidth:g} GB/s of its memory",
-        f"{options.bandwidth:g} GB/s between two{far}, reductions beside the backward of the last micro-batch",
-        f"{options.communicator_gb:g} GB for each communicator",
-        f"{options.reading_ms:g} ms to read a sample, {options.launch_us:g} us to launch an operation",
-    )
+    # What the disk does counts only where something is stored.
+    figures = [(getattr(options, name), words) for name, (*_, field, words) in _FIGURES.items() if field]
+    assumed = [f"{value:g} {words}" for value, words in figures if value is not None]
+    assumed.append("reductions beside the backward of the last micro-batch")
     if args.use_liger_kernel:
-        rates += ("logits of whole sequences, as without Liger's kernels: only --plan_only runs these",)
+        assumed.append("logits of whole sequences, as without Liger's kernels: only --plan_only runs these")
     if not length[0]:
         note = "Without --samples or --max_steps the length of the run is unknown, and what freezing saves."
-        return RunSchedule(*length, note=note, assumed=rates)
+        return RunSchedule(*length, note=note, assumed=tuple(assumed))
     policy = make_policy(args)
     num_layers = planner.probe.structure.num_layers
     # It also rounds shares of the run and of the layers, which the forecast needs as numbers.
     policy.check(num_layers, length[0])
     freezing, note, evidence = freezing_of(policy, args, num_layers, planner.num_frozen_by_user, length)
-    if freezing is None:
-        return RunSchedule(*length, options.samples, note=note, assumed=rates, evidence=evidence)
-    storage, more = _storage(options, args, planner, machine)
-    return RunSchedule(*length, options.samples, freezing, storage, assumed=rates + more, evidence=evidence)
+    storage = None
+    if freezing is not None:
+        storage, more = _storage(options, args, planner, machine)
+        assumed += more
+    return RunSchedule(*length, options.samples, freezing, storage, note, assumed=tuple(assumed), evidence=evidence)
 
 
 def _storage(
     options: argparse.Namespace, args: PipeTransformerArguments, planner: RunPlanner, machine: Machine
-) -> tuple[DiskProfile, tuple[str, ...]]:
+) -> tuple[DiskProfile, list[str]]:
     """Return what a store of the run's samples takes, and what was assumed for it."""
     # Here, as the cache imports datasets, which takes a second that a plan without a store can do without.
     from hf_pipetransformer.cache.folder import safe_max_bytes
@@ -261,14 +256,19 @@ def _storage(
     )
     assumed = [f"{options.disk_bandwidth:g} GB/s of the cache's disk, and samples that are the same in every epoch"]
     assumed += [] if limit is not None else ["half of the free space of this machine's disk for the cache"]
-    return storage, tuple(assumed)
+    return storage, assumed
 
 
 # ---- equal stages ----
 
 
-def _draw_equal_stages(options: argparse.Namespace) -> None:
-    from hf_pipetransformer.startup.plan_words import save_pictures, spans_as_json
+def _draw_equal_stages(options: argparse.Namespace) -> _Told:
+    """Draw a pipeline of equal stages, where a forward through all stages of a rank takes 1.
+
+    Raises:
+        ValueError: the schedule cannot run these stages, or does not know an option.
+    """
+    from hf_pipetransformer.startup.plan_words import chart_of, spans_as_json
 
     if options.of_run:
         raise ValueError(f"Without a model, plan draws equal stages and knows no {' '.join(options.of_run)}.")
@@ -278,85 +278,49 @@ def _draw_equal_stages(options: argparse.Namespace) -> None:
             "plan takes a model, with --processes and --device_memory, or draws a schedule of equal stages, with "
             f"--stages and --microbatches. Missing: {missing[0] if len(missing) == 1 else 'both'}."
         )
-    given = {name: value for name in _EQUAL_STAGES if (value := getattr(options, name)) is not None}
-    stages = EqualStages(stages=options.stages, microbatches=options.microbatches, **{"schedule": "1f1b", **given})
-    timeline, text = stages.simulate()
-    print(json.dumps(spans_as_json(timeline)) if options.json else text)
-    title = f"{stages.schedule}, K={stages.stages}, M={stages.microbatches}"
-    if paths := _pictures(options):
-        save_pictures(timeline, title, "units of time", paths)
+    given = {name: getattr(options, name) for name in _DRAWN}
+    drawn = argparse.Namespace(**{name: _DRAWN[name][1] if value is None else value for name, value in given.items()})
+    schedule, size = find_schedule(drawn.schedule), drawn.stages
+    num_chunks = schedule.abilities.on(size).default_chunks if drawn.chunks is None else drawn.chunks
+    placement = Placement(size, num_chunks, schedule.placement)
+    table = schedule.table(size, drawn.microbatches, num_chunks, drawn.frozen_stages)
+    durations = equal_durations(placement, drawn.backward, drawn.hop)
+    timeline = simulate(table, durations, placement)
+    text = f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble"
+    if schedule.abilities.overlaps_steps:
+        timeline, text = _window(drawn)
+    elif unknown := [name for name in ("weights", "step_microbatches", "update") if given[name] is not None]:
+        needed = schedules_that(lambda abilities: abilities.overlaps_steps)
+        raise ValueError(f"--{unknown[0]} is for {' or '.join(needed)}, found {schedule.name}.")
+    chart = chart_of(timeline, f"{schedule.name}, K={size}, M={drawn.microbatches}", "units of time")
+    return f"{draw(timeline)}\n{text}", spans_as_json(timeline), chart, True
 
 
-@dataclass(frozen=True)
-class EqualStages:
-    """Pipeline of equal stages, where a forward through all stages of a rank takes 1.
-
-    Args:
-        chunks: stages on each rank V; None for the schedule's own number.
-        backward: time of a backward, `hop` of a message between neighboring ranks.
-        frozen_stages: stages at the bottom that run forward only.
-        weights: asynchronous schedules: a value of `pipeline_weights`; `step_microbatches` of an optimizer step;
-            `update` is the time of a stage's update. None for their defaults.
-    """
-
-    schedule: str
-    stages: int
-    microbatches: int
-    chunks: int | None = None
-    backward: float = 2.0
-    hop: float = 0.0
-    frozen_stages: int = 0
-    weights: str | None = None
-    step_microbatches: int | None = None
-    update: float | None = None
-
-    def simulate(self) -> tuple[Timeline, str]:
-        """Return the timeline, and it as text with its length and what it means for memory.
-
-        Raises:
-            ValueError: the schedule cannot run these stages, or does not know an option.
-        """
-        schedule, size = find_schedule(self.schedule), self.stages
-        num_chunks = schedule.abilities.on(size).default_chunks if self.chunks is None else self.chunks
-        placement = Placement(size, num_chunks, schedule.placement)
-        table = schedule.table(size, self.microbatches, num_chunks, self.frozen_stages)
-        timeline = simulate(table, equal_durations(placement, self.backward, self.hop), placement)
-        if schedule.abilities.overlaps_steps:
-            return self._window()
-        for name in ("weights", "step_microbatches", "update"):
-            if getattr(self, name) is not None:
-                needed = schedules_that(lambda abilities: abilities.overlaps_steps)
-                raise ValueError(f"--{name} is for {' or '.join(needed)}, found {schedule.name}.")
-        return timeline, f"{draw(timeline)}\n{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble"
-
-    def _window(self) -> tuple[Timeline, str]:
-        """Simulate an asynchronous schedule from one drain to the next, and say what each rank stores."""
-        kind = find_weights(self.weights or "pipeoptim")
-        placement, frozen = Placement(self.stages), self.frozen_stages
-        step_size = 1 if self.step_microbatches is None else self.step_microbatches
-        if step_size < 1:
-            raise ValueError(f"--step_microbatches must be 1 or more, found {step_size}.")
-        kind.check(self.stages, step_size)
-        # The last step of an epoch may have fewer micro-batches.
-        whole, rest = divmod(self.microbatches, step_size)
-        update = 0.5 if self.update is None else self.update
-        updates = tuple(0.0 if stage < frozen else update for stage in range(self.stages))
-        durations = replace(equal_durations(placement, self.backward, self.hop), update=updates)
-        timeline = simulate(
-            window_table(placement, frozen, (step_size,) * whole + ((rest,) if rest else ())), durations, placement
+def _window(drawn: argparse.Namespace) -> tuple[Timeline, str]:
+    """Simulate an asynchronous schedule from one drain to the next, and say what each rank stores."""
+    kind = find_weights(drawn.weights or "pipeoptim")
+    size, frozen = drawn.stages, drawn.frozen_stages
+    placement, step_size = Placement(size), 1 if drawn.step_microbatches is None else drawn.step_microbatches
+    if step_size < 1:
+        raise ValueError(f"--step_microbatches must be 1 or more, found {step_size}.")
+    kind.check(size, step_size)
+    # The last step of an epoch may have fewer micro-batches.
+    whole, rest = divmod(drawn.microbatches, step_size)
+    update = 0.5 if drawn.update is None else drawn.update
+    updates = tuple(0.0 if stage < frozen else update for stage in range(size))
+    durations = replace(equal_durations(placement, drawn.backward, drawn.hop), update=updates)
+    table = window_table(placement, frozen, (step_size,) * whole + ((rest,) if rest else ()))
+    timeline = simulate(table, durations, placement)
+    steady = steady_seconds(placement, frozen, step_size, durations)
+    lines = [
+        f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble: the window fills and drains once",
+        f"{steady:g} units of time a step in a long window",
+    ]
+    for stage, in_flight in enumerate(find_schedule(drawn.schedule).in_flight(size, 1, first_active_stage=frozen)):
+        copies = kind.copies(stage, size, step_size) if stage >= frozen else 1
+        lines.append(
+            f"rank {stage}: micro-batches in flight {in_flight}, copies of its weights {copies} ({kind.name})"
         )
-        steady = steady_seconds(placement, frozen, step_size, durations)
-        lines = [
-            draw(timeline),
-            f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble: the window fills and drains once",
-            f"{steady:g} units of time a step in a long window",
-        ]
-        held = find_schedule(self.schedule).in_flight(self.stages, 1, first_active_stage=frozen)
-        for stage, in_flight in enumerate(held):
-            copies = kind.copies(stage, self.stages, step_size) if stage >= frozen else 1
-            lines.append(
-                f"rank {stage}: micro-batches in flight {in_flight}, copies of its weights {copies} ({kind.name})"
-            )
-        if kind.direction == "adam":
-            lines.append(f"{kind.name} keeps two moments a weight beside an optimizer that has none of Adam's")
-        return timeline, "\n".join(lines)
+    if kind.direction == "adam":
+        lines.append(f"{kind.name} keeps two moments a weight beside an optimizer that has none of Adam's")
+    return timeline, "\n".join(lines)

@@ -34,21 +34,21 @@ class Chart:
 
     Args:
         name: of its PNG file and its place in the page.
-        text: what to see in it, in a sentence.
         spec: its specification of Vega-Lite; None if no run recorded what it shows.
         missing: what was not recorded, and what records it.
+        text: what neither its title nor its axes say.
     """
 
     name: str
     title: str
-    text: str
     spec: Spec | None
     missing: str
+    text: str = ""
 
 
 def all_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Return every chart of the report, also those without data."""
-    return [make(runs) for make in _CHARTS]
+    """Return every chart of the report, also those without data; one against time only to compare runs."""
+    return [make(runs) for make in _CHARTS if len(runs) > 1 or make is not _metrics_by_time]
 
 
 # ---- what the charts are made of ----
@@ -123,16 +123,20 @@ def _last(runs: Sequence[RecordedRun]) -> int:
     return max(run.num_steps for run in runs)
 
 
-def _progress(run: RecordedRun, value: Callable[[dict[str, Any]], Any]) -> list[Row]:
+def _progress(run: RecordedRun, name: str, factor: float = 1.0) -> list[Row]:
     """Return a figure of each progress event that has it."""
-    rows = [{"run": run.name, "step": event["step"], "value": value(event)} for event in run.of_kind("progress")]
-    return [row for row in rows if is_finite(row["value"])]
+    events = [event for event in run.of_kind("progress") if is_finite(event[name])]
+    return [{"run": run.name, "step": event["step"], "value": factor * event[name]} for event in events]
 
 
-def _over_steps(runs: Sequence[RecordedRun], rows: list[Row], y: alt.Y, height: int = 170) -> Spec | None:
-    """Return one line of each run over its steps; None without any."""
-    line = [_line(rows, _x(last=_last(runs)), y, _by_run(runs))] if rows else []
-    return _stacked([_marked(runs, line, height=height)]) if line else None
+def _over_steps(
+    runs: Sequence[RecordedRun], rows: list[Row], y: alt.Y, height: int = 170, below: Sequence[alt.Chart] = ()
+) -> list[_Panel]:
+    """Return a plot of one line of each run over others; none without any row."""
+    if not rows:
+        return []
+    line = _line(rows, _x(last=_last(runs)), y, _by_run(runs))
+    return [_marked(runs, [*below, line], height=height)]
 
 
 def _steps(run: RecordedRun, points: Iterable[tuple[int, float]]) -> list[Row]:
@@ -170,22 +174,22 @@ def _metrics(runs: Sequence[RecordedRun]) -> Chart:
     return Chart(
         "metrics",
         "Loss and metrics",
-        "What Trainer logged, by optimizer step. Dashed lines mark transitions, a ring the best value.",
         _stacked(panels),
         "no loss or metric was logged: set logging_steps to less than the length of the run",
+        "Dashed lines mark transitions, a ring the best value.",
     )
 
 
 def _metrics_by_time(runs: Sequence[RecordedRun]) -> Chart:
     panels = _metric_panels(runs, "seconds", max(run.seconds or 0.0 for run in runs) or None)
     estimated = [run.name for run in runs if run.estimates_time]
-    more = f" Of {', '.join(estimated)} only train_runtime is known, spread evenly here." if estimated else ""
+    text = f"Of {', '.join(estimated)} only train_runtime is known, spread evenly here." if estimated else ""
     return Chart(
         "metrics_by_time",
         "Loss and metrics against time",
-        f"The same by seconds of training, evaluations and transitions included.{more}",
         _stacked(panels),
         "no log entry has a time: an events file or a train_runtime in the results is needed",
+        text,
     )
 
 
@@ -212,7 +216,6 @@ def _layout(runs: Sequence[RecordedRun]) -> Chart:
     return Chart(
         "layout",
         "Frozen layers and layout",
-        "Layers that are frozen and cached, and the K x R that the run had.",
         _stacked(panels),
         "there is no events file: the runs had no pipeline, and nothing froze",
     )
@@ -221,38 +224,20 @@ def _layout(runs: Sequence[RecordedRun]) -> Chart:
 _ASK = "the run wrote no progress: it was left to Trainer, or by an earlier version, or logged nothing"
 
 
-def _throughput(runs: Sequence[RecordedRun]) -> Chart:
-    rows = [row for run in runs for row in _progress(run, lambda event: event["samples_per_second"])]
-    return Chart(
-        "throughput",
-        "Throughput",
-        "Samples per second of optimizer steps between two log entries, without evaluations and checkpoints.",
-        _over_steps(runs, rows, _y("samples_per_second", zero=True)),
-        _ASK,
-    )
-
-
 def _step_time(runs: Sequence[RecordedRun]) -> Chart:
-    rows = [
-        {**row, "value": 1e3 * row["value"], "kind": "measured"}
-        for run in runs
-        for row in _progress(run, lambda event: event["step_s"])
-    ]
+    measured = [row for run in runs for row in _progress(run, "step_s", 1e3)]
     predicted = [row for run in runs for row in _predicted(run)]
-    spec = None
-    if rows and predicted:
-        x, y = _x(last=_last(runs)), _y("milliseconds per step", zero=True)
-        measured = _line(rows, x, y, _by_run(runs))
-        plan = _line(predicted, x, y, _by_run(runs), interpolate="step-after", strokeWidth=2.2, strokeDash=[4, 2])
+    y, below = _y("milliseconds per step", zero=True), []
+    if predicted:
+        plan = _line(predicted, _x(), y, _by_run(runs), interpolate="step-after", strokeWidth=2.2, strokeDash=[4, 2])
         # A line of its own for each decision: a layout without a prediction must not be bridged by its neighbors'.
-        plan = plan.encode(detail=alt.Detail(field="part", type="nominal"))
-        spec = _stacked([alt.layer(plan, measured).properties(width=WIDTH, height=190)])
+        below = [plan.encode(detail=alt.Detail(field="part", type="nominal"))]
     return Chart(
         "step_time",
-        "Predicted and measured step time",
-        "What the planner predicted at each decision (dashed), beside what the steps took.",
-        spec,
-        "no step time was predicted (the layout was given and nothing froze)" if rows else _ASK,
+        "Time of a step",
+        _stacked(_over_steps(runs, measured, y, 190, below)),
+        _ASK,
+        "Without evaluations and checkpoints; dashed as each decision predicted it." if predicted else "",
     )
 
 
@@ -270,15 +255,14 @@ def _predicted(run: RecordedRun) -> list[Row]:
 
 
 def _bubble(runs: Sequence[RecordedRun]) -> Chart:
-    rows = [row for run in runs for row in _progress(run, lambda event: event["bubble_share"])]
+    rows = [row for run in runs for row in _progress(run, "bubble_share")]
     y = _y("bubble_share", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1]))
     return Chart(
         "bubble",
         "Bubble share",
-        "Share of the devices' time in forwards and backwards during which they wait for each other: the medians of "
-        "the first steps of a layout, after its warm-up.",
-        _over_steps(runs, rows, y, height=130),
-        f"no layout lasted long enough to be measured, or {_ASK}",
+        _stacked(_over_steps(runs, rows, y, 130)),
+        _ASK,
+        "Medians of the first steps of a layout, after its warm-up.",
     )
 
 
@@ -290,18 +274,12 @@ def _cache(runs: Sequence[RecordedRun]) -> Chart:
             if reads:
                 hits.append({"run": run.name, "step": event["step"], "value": event["hits"] / reads})
                 stored.append({"run": run.name, "step": event["step"], "value": event["bytes_stored"] / 1e6})
-    x, color = _x(last=_last(runs)), _by_run(runs)
     share = _y("cache_hit_rate", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1]))
-    panels = [
-        _marked(runs, [_line(rows, x, y, color)], height=110)
-        for rows, y in ((hits, share), (stored, _y("MB stored", zero=True)))
-        if rows
-    ]
+    stores = _y("MB stored", zero=True)
     return Chart(
         "cache",
         "Activation cache",
-        "Share of the samples of an epoch whose activations were read from the cache, and what the cache stores.",
-        _stacked(panels),
+        _stacked([*_over_steps(runs, hits, share, 110), *_over_steps(runs, stored, stores, 110)]),
         "no epoch read the activation cache: nothing froze, the cache was off, or too few epochs were left",
     )
 
@@ -335,9 +313,9 @@ def _gradients(runs: Sequence[RecordedRun]) -> Chart:
     return Chart(
         "gradients",
         "Gradient norms by layer",
-        "L2 norm of the gradients of each layer at the log entries, logarithmic; gray where a layer is frozen.",
         _stacked(panels),
         _ASK,
+        "Gray where a layer is frozen.",
     )
 
 
@@ -387,9 +365,9 @@ def _memory(runs: Sequence[RecordedRun]) -> Chart:
     return Chart(
         "memory",
         "Memory by stage",
-        f"{' or '.join(what[kind] for kind in sorted(kinds)) or 'Memory'}, of every rank; hover for its stage.",
         spec,
         _ASK,
+        f"{' or '.join(what[kind] for kind in sorted(kinds))}; hover for a rank's stage.",
     )
 
 
@@ -420,9 +398,9 @@ def _trace(runs: Sequence[RecordedRun]) -> Chart:
     return Chart(
         "trace",
         "One step",
-        "Computations, transfers and waits of every rank in the traced step; hover for the action.",
         _stacked(panels),
         "no step was traced: set pipeline_trace_step",
+        "Hover for the action.",
     )
 
 
@@ -436,7 +414,6 @@ _CHARTS = (
     _metrics_by_time,
     _layout,
     _step_time,
-    _throughput,
     _bubble,
     _gradients,
     _cache,

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from hf_pipetransformer.report import printable
 from hf_pipetransformer.report.drawing import DARK, LIGHT, converter, readable, save_chart
 from hf_pipetransformer.report.files import create
-from hf_pipetransformer.report.recorded import RecordedRun, is_finite, pipeline_size, read_runs
+from hf_pipetransformer.report.recorded import RecordedRun, is_finite, read_runs
 
 
 if TYPE_CHECKING:
@@ -95,13 +95,12 @@ def time_matched(runs: Sequence[RecordedRun]) -> list[list[str]]:
 
 
 def transitions(runs: Sequence[RecordedRun]) -> list[list[str]]:
-    """Return the rows of the table of transitions: run, step, time, what changed, why, bytes moved, seconds."""
+    """Return the rows of the table of transitions: run, step, time, why, bytes moved, seconds."""
     return [
         [
             run.name,
             str(event["step"]),
             f"{event['at_s']:.1f} s",
-            f"{_layout_in_words(event['from'])} → {_layout_in_words(event['to'])}",
             str(event.get("reason", "")),
             f"{event['bytes_moved'] / 2**20:.2f} MiB",
             f"{event['seconds']:.2f} s",
@@ -111,91 +110,43 @@ def transitions(runs: Sequence[RecordedRun]) -> list[list[str]]:
     ]
 
 
-def _layout_in_words(layout: dict[str, Any]) -> str:
-    cached = f", {layout['cache_level']} cached" if layout.get("cache_level") else ""
-    return f"{pipeline_size(layout)} x {layout['num_replicas']}, {layout['num_frozen_layers']} frozen{cached}"
-
-
 def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
-    """Return the rows of the table of runs: name, steps, time, layouts, each metric of the model at the end."""
-    names = list(dict.fromkeys(name for run in runs for name in run.final_names()))
-    rows = []
-    for run in runs:
-        layouts = [f"{pipeline_size(layout)} x {layout['num_replicas']}" for _, layout in run.layouts()]
-        shapes = " → ".join(shape for at, shape in enumerate(layouts) if at == 0 or shape != layouts[at - 1])
-        seconds = "not recorded" if run.seconds is None else f"{run.seconds:.1f} s"
-        values = [_final(run, name) for name in names]
-        rows.append([run.name, str(run.num_steps), seconds, shapes or "no pipeline", *values])
-    return [["run", "steps", "time", "K x R", *names], *rows]
+    """Return the table of runs: its head, and for each its name, steps, time, savings, and metrics at the end."""
+    names = dict.fromkeys(name for run in runs for name in run.final_names())
+    columns = {
+        "run": [run.name for run in runs],
+        "steps": [str(run.num_steps) for run in runs],
+        "time": [_time(run) for run in runs],
+        "saved by later layouts": [_saved(run) for run in runs],
+        **{name: [_final(run, name) for run in runs] for name in names},
+    }
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
+    return [[*shown], *map(list, zip(*shown.values(), strict=True))]
 
 
-def _final(run: RecordedRun, name: str) -> str:
-    found = run.final_value(name)
-    if found is None:
-        return ""
-    best, note = run.best, ""
-    if best is not None and best.is_loaded and name != "loss":
-        note = f" (best, step {best.step})" if name == best.name else f" (step {best.step})"
-    elif best is not None and name == best.name:
-        note = f" (best: {_number(best.value)}, step {best.step})"
-    return _number(found) + note
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
-
-
-# ---- the headlines ----
-
-
-@dataclass(frozen=True)
-class Headline:
-    """Outcome of a run: a metric of its model, what to know of it, and the time that its layouts saved."""
-
-    name: str
-    metric: str
-    value: str
-    mark: str
-    lines: list[str]
-    verdict: str
-
-
-def headline(run: RecordedRun) -> Headline:
-    """Return the headline of a run: the model that the trainer has at its end, which is the best if it was loaded."""
-    best, names = run.best, run.final_names()
-    # The metric that checkpoints are chosen by says most; without one the first of evaluation.
-    metric = best.name if best is not None else next((name for name in names if name != "loss"), "loss")
-    found, values = run.final_value(metric), run.values_of(metric)
-    lines, mark = [], "last"
-    if best is not None and best.is_loaded:
-        mark = f"best, step {best.step}"
-        lines.append("This model was loaded at the end: it is the one that the trainer saves.")
-        if values and values[-1][0].step != best.step:
-            lines.append(f"The last one, of step {values[-1][0].step}, had {_number(values[-1][1])}.")
-    elif values:
-        mark = f"last, step {values[-1][0].step}"
-        if best is not None and best.step == values[-1][0].step:
-            mark += ", and best"
-        elif best is not None:
-            lines.append(
-                f"The best, {_number(best.value)} of step {best.step}, is in its checkpoint only: "
-                "load_best_model_at_end loads it."
-            )
-    if evaluated := [f"{name} {_number(run.after[name])}" for name in run.final_names() if name in run.after]:
-        lines.append(f"Evaluated after the training: {', '.join(evaluated)}.")
+def _time(run: RecordedRun) -> str:
+    seconds = "not recorded" if run.seconds is None else f"{run.seconds:.1f} s"
     # Runs that were left to Trainer write no end either, and are not taken for stopped ones.
-    if any(run.of_kind("run")) and not run.end:
-        lines.append("No end was recorded: it still runs, or was stopped.")
-    return Headline(run.name, metric, "" if found is None else _number(found), mark, lines, _verdict(run))
+    return f"{seconds}, no end recorded" if any(run.of_kind("run")) and not run.end else seconds
 
 
-def _verdict(run: RecordedRun) -> str:
+def _saved(run: RecordedRun) -> str:
     """Return the seconds that later layouts saved against the first; empty where the layout never changed."""
     saved, taken = (run.end.get(name) for name in ("saved_seconds", "step_seconds"))
     if not is_finite(saved) or not is_finite(taken):
         return ""
-    what = "saved against" if saved >= 0 else "more than with"
-    return f"{abs(saved):.1f} s {what} the first layout: {taken:.1f} s of steps instead of {taken + saved:.1f} s."
+    # Without the sign of a zero.
+    return f"{round(saved, 1) + 0.0:.1f} s of {taken + saved:.1f} s"
+
+
+def _final(run: RecordedRun, name: str) -> str:
+    """Return a metric of the model at the end, and the step of the best one if it is not the last."""
+    value, best = run.final_value(name), run.best
+    if value is None or best is None or (name != best.name and (not best.is_loaded or name == "loss")):
+        return "" if value is None else f"{value:.4g}"
+    if not best.is_loaded:
+        return f"{value:.4g} (best: {best.value:.4g}, step {best.step})"
+    return f"{value:.4g} ({'best, ' if name == best.name else ''}step {best.step})"
 
 
 # ---- what was run ----
@@ -215,17 +166,17 @@ class OriginRow:
 
 def origins(runs: Sequence[RecordedRun]) -> list[OriginRow]:
     """Return model, data, options that are no defaults, revision, machine and versions; empty if none are recorded."""
-    found = [run.origin for run in runs]
-    if not any(found):
+    told = [run.origin for run in runs]
+    if not any(told):
         return []
-    options = dict.fromkeys(name for each in found for name in each.get("options", {}))
+    options = dict.fromkeys(name for origin in told for name in origin.get("options", {}))
     rows = [
-        OriginRow("model", [_model(each.get("model") or {}) for each in found]),
-        OriginRow("data", [_data(each.get("data") or {}) for each in found]),
-        *(OriginRow(name, [_option(each, name) for each in found]) for name in options),
-        OriginRow("commit", [str(each.get("commit") or "") for each in found]),
-        OriginRow("machine", [str(each.get("machine") or "") for each in found]),
-        OriginRow("versions", [_versions(each.get("versions") or {}) for each in found]),
+        OriginRow("model", [_model(origin.get("model") or {}) for origin in told]),
+        OriginRow("data", [_data(origin.get("data") or {}) for origin in told]),
+        *(OriginRow(name, [_option(origin, name) for origin in told]) for name in options),
+        OriginRow("commit", [str(origin.get("commit") or "") for origin in told]),
+        OriginRow("machine", [str(origin.get("machine") or "") for origin in told]),
+        OriginRow("versions", [_versions(origin.get("versions") or {}) for origin in told]),
     ]
     return [row for row in rows if any(row.cells)]
 
@@ -272,14 +223,18 @@ def render(runs: Sequence[RecordedRun], charts: Sequence[Chart]) -> str:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     # The end of the script's element in a string of the library would end it there.
     library = converter().javascript_bundle().replace("</script", "<\\/script")
+    absent: dict[str, list[str]] = {}
+    for chart in charts:
+        if chart.spec is None:
+            absent.setdefault(chart.missing, []).append(chart.title)
     page: str = environment.get_template("page.html.jinja").render(
         title="Training report: " + ", ".join(run.name for run in runs),
-        headlines=[headline(run) for run in runs],
         summary=summary(runs),
         compared=time_matched(runs),
         origins=origins(runs),
         charts=charts,
         transitions=transitions(runs),
+        absent=absent,
         looks={"light": LIGHT, "dark": DARK},
         # Browsers read the text of a script as it is: escaped, it would not run.
         library=Markup(library),

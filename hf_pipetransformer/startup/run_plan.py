@@ -7,7 +7,7 @@ follows from them without a device, a process group or a clock.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,11 @@ class Machine:
     node_bandwidth: float = 0.0
     launch: float = LAUNCH_SECONDS
 
+    @property
+    def budget(self) -> float:
+        """Bytes of a device that layouts may fill."""
+        return self.device_bytes * (1 - MEMORY_RESERVE)
+
     # What a planner asks a run's `Topology` for.
     @property
     def world_size(self) -> int:
@@ -79,13 +84,17 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Option:
-    """One possible layout: the memory of its ranks, the bubble, and a step's seconds.
+class Row:
+    """One way to train the model: its layout, the memory of each rank, and the seconds of an optimizer step.
 
-    `name` is that of its row. The bubble is the share of time in which no pass runs; in a pass a device may still wait
-    for Python.
+    Args:
+        kind: "Trainer" for its own data parallelism, "shards" for the same with FSDP2 or ZeRO-3, "run" for a layout
+            under the options of the run, "schedule" for one under another schedule.
+        name: of the way, as in "K=2 with zb_v".
+        bubble: share of the time in which no pass runs; in a pass a device may still wait for Python.
     """
 
+    kind: str
     name: str
     layout: Layout
     memory: tuple[RankMemory, ...]
@@ -99,32 +108,41 @@ class Option:
         """Bytes of the fullest rank."""
         return max(rank.total for rank in self.memory)
 
+    @property
+    def trains_alike(self) -> bool:
+        """True if the results are those of Trainer."""
+        return not self.layout.abilities.overlaps_steps
+
 
 @dataclass(frozen=True)
 class Remedy:
     """Change that would let a run fit that does not.
 
     Args:
-        changes: options and their values, of the same number of samples a step; None if none was found.
-        option: the layout that fits with them.
+        changes: options and their values, of the same number of samples a step; empty if none was found.
+        row: what fits with them; None if nothing does.
         others: further means that the run has not taken yet, in words.
     """
 
-    changes: dict[str, Any] | None
-    option: Option | None
+    changes: dict[str, Any]
+    row: Row | None
     others: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Possible layouts of a run, shortest pipeline first, and the one that it would begin with.
+    """Rows of the ways to train a model, and what the one means that the run would begin with.
 
-    `blocks` and `overheads` are the costs behind the times. `trainer` is Trainer's own data parallelism beside the
-    options, `sharded` the same with FSDP2 or ZeRO-3, None on one device and for quantized weights. `schedules` are the
-    layouts of the other schedules that the options allow on several stages, fastest first; `refused` says why some are
-    not among them. `host` has the host memory of the fullest rank by phase. `computing_seconds` are those of the
-    chosen step if launching operations took no time. `remedy` says what to change where nothing fits.
-    `head_slices` is the line on `pipeline_head_slices="auto"`.
+    Args:
+        blocks: with `overheads` the costs behind the times.
+        rows: Trainer and its shards, the layouts of the run, shortest pipeline first, and those of other schedules on
+            several stages, fastest first.
+        refused: why schedules are not among the rows, by name.
+        host: bytes of host memory of the fullest rank by phase.
+        timeline: a batch of the chosen row.
+        computing_seconds: those of its step if launching operations took no time.
+        remedy: what to change where nothing fits.
+        head_slices: the line on `pipeline_head_slices="auto"`.
     """
 
     model: str
@@ -135,12 +153,9 @@ class RunPlan:
     course: RunSchedule
     blocks: BlockCosts
     overheads: Overheads
-    options: tuple[Option, ...]
-    trainer: Option
-    sharded: Option | None
-    chosen: Option
+    rows: tuple[Row, ...]
+    chosen: Row
     host: dict[str, float]
-    schedules: tuple[Option, ...]
     refused: dict[str, str]
     caching: Caching | None
     duration: Duration
@@ -148,17 +163,6 @@ class RunPlan:
     computing_seconds: float
     remedy: Remedy | None = None
     head_slices: str | None = None
-
-    @property
-    def budget(self) -> float:
-        """Bytes of a device that layouts may fill."""
-        return self.machine.device_bytes * (1 - MEMORY_RESERVE)
-
-    @property
-    def fastest(self) -> Option:
-        """Option with the shortest step among those that fit, or among all if none does."""
-        fitting = [each for each in self.options if each.fits]
-        return min(fitting or self.options, key=lambda each: each.step_seconds)
 
 
 def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSchedule) -> RunPlan:
@@ -173,21 +177,18 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
     head_slices = None
     if args.head_slices is None:
         planner, head_slices = choose_head_slices(planner, lambda other: other.choose(frozen))
-    options = tuple(make_option(planner, planner.plan(k, frozen), machine) for k in sizes)
-    # As a run chooses: the shortest pipeline that fits.
-    chosen = next((each for each in options if each.fits), options[-1])
-    if args.pipeline_size is not None:
-        chosen = next(each for each in options if each.layout.pipeline_size == args.pipeline_size)
-    trainer, sharded = _data_parallel(model, planner, machine)
-    schedules, refused = _other_schedules(model, planner, machine, sizes)
+    of_run = [make_row(planner, planner.plan(k, frozen), machine) for k in sizes]
+    # As a run chooses: the size that is asked for, or the shortest pipeline that fits.
+    asked = [row for row in of_run if row.layout.pipeline_size == args.pipeline_size]
+    chosen = next((row for row in asked or of_run if asked or row.fits), of_run[-1])
+    others, refused = _other_schedules(model, planner, machine, sizes)
     weights = [num_bytes(parameter) for parameter in model.parameters()]
     caching = _caching(planner, chosen.layout, machine, course)
     storing = _storing(planner, chosen.layout, machine, course, caching)
     costs = _costs(planner, chosen.layout)
     inputs = replace(planner.inputs(chosen.layout), blocks=costs[0], overheads=costs[1])
     forecast = Forecast(chosen.layout, inputs, course.steps_per_epoch, storing)
-    step = args.train_samples_per_device * chosen.layout.pipeline_size
-    more = step, args.gradient_accumulation_steps
+    step = args.train_samples_per_device * chosen.layout.pipeline_size, args.gradient_accumulation_steps
     # The same step on a device that never waits for Python.
     at_once = replace(costs[0], launch=()), replace(costs[1], per_forward=0.0, per_backward=0.0)
     return RunPlan(
@@ -199,18 +200,15 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         course=course,
         blocks=planner.costs.blocks,
         overheads=planner.costs.overheads,
-        options=options,
-        trainer=trainer,
-        sharded=sharded,
+        rows=(*_data_parallel(model, planner, machine), *of_run, *others),
         chosen=chosen,
         host=_host_memory(chosen, planner, machine, weights),
-        schedules=schedules,
         refused=refused,
         caching=_decided(caching, forecast, course),
         duration=forecast.duration(course),
-        timeline=predict_timeline(chosen.layout, *costs, *more),
-        computing_seconds=predict_step(chosen.layout, *at_once, *more).seconds,
-        remedy=None if any(each.fits for each in options) else _remedy(model, planner, machine, sizes),
+        timeline=predict_timeline(chosen.layout, *costs, *step),
+        computing_seconds=predict_step(chosen.layout, *at_once, *step).seconds,
+        remedy=None if any(row.fits for row in of_run) else _remedy(model, planner, machine, sizes),
         head_slices=head_slices,
     )
 
@@ -219,29 +217,28 @@ def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[i
     """Try what saves memory and costs least, one after the other and together, on every number of stages."""
     args = planner.args
     sizes = [k for k in sizes if args.pipeline_size in (None, k)]
-    others = [] if has_adapters(model) else ["adapters (PEFT)"]
-    others += [] if "8bit" in planner.memory_rules.optim else ["an 8-bit optimizer"]
-    slices: dict[str, Any] = {}
-    asked = args.head_slices
-    if planner.why_whole_head is None and asked is not None and asked < HEAD_SLICES:
-        slices = {"pipeline_head_slices": HEAD_SLICES}
+    means = {"adapters (PEFT)": has_adapters(model), "an 8-bit optimizer": "8bit" in planner.memory_rules.optim}
+    others = tuple(name for name, is_taken in means.items() if not is_taken)
+    has_fewer_slices = args.head_slices is not None and args.head_slices < HEAD_SLICES
+    slices: dict[str, Any] = (
+        {"pipeline_head_slices": HEAD_SLICES} if planner.why_whole_head is None and has_fewer_slices else {}
+    )
     recomputed = {} if args.pipeline_checkpoint == "layers" else {"pipeline_checkpoint": "layers"}
     # What costs least comes first: slices hardly any time, recomputation a forward, small batches launches.
     tried = [slices, recomputed, slices | recomputed]
     size, number = args.per_device_train_batch_size, args.gradient_accumulation_steps
     # Divisors alone, so that a step keeps its samples.
-    for smaller in (own for own in range(size - 1, 0, -1) if size % own == 0):
+    for smaller in (count for count in range(size - 1, 0, -1) if size % count == 0):
         batch = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": number * (size // smaller)}
         tried.append(slices | recomputed | batch)
     for changes in filter(None, tried):
         other = _with_options(planner, **changes)
         # With `split_batches` a batch may be too small for all processes.
         for k in sizes if other.args.train_samples_per_device else ():
-            layout = other.plan(k, planner.num_frozen_by_user)
-            option = make_option(other, layout, machine)
-            if option.fits:
-                return Remedy(changes, option, tuple(others))
-    return Remedy(None, None, tuple(others))
+            row = make_row(other, other.plan(k, planner.num_frozen_by_user), machine)
+            if row.fits:
+                return Remedy(changes, row, others)
+    return Remedy({}, None, others)
 
 
 def _costs(planner: RunPlanner, layout: Layout) -> tuple[BlockCosts, Overheads]:
@@ -253,22 +250,37 @@ def _costs(planner: RunPlanner, layout: Layout) -> tuple[BlockCosts, Overheads]:
 # ---- layouts ----
 
 
-def make_option(planner: RunPlanner, layout: Layout, machine: Machine, sums: bool | None = None) -> Option:
-    """Predict the memory and the time of a layout; without `sums` the options decide whether float32 sums are kept."""
-    args = planner.args
+def make_row(planner: RunPlanner, layout: Layout, machine: Machine, kind: str = "run", name: str = "") -> Row:
+    """Predict the memory and the time of a layout; under Trainer no float32 sums of gradients are kept."""
+    args, blocks = planner.args, planner.costs.blocks
     accumulation, samples = args.gradient_accumulation_steps, args.train_samples_per_device * layout.pipeline_size
-    sums = planner.sums_in_float32(layout) if sums is None else sums
-    rules = replace(planner.memory_rules, sums=sums)
-    memory = rank_memory(layout, planner.costs.blocks, samples, accumulation, args.pipeline_weights, rules)
-    shared = [blocks for blocks, _ in planner.costs.blocks.shared]
+    rules = replace(planner.memory_rules, sums=kind != "Trainer" and planner.sums_in_float32(layout))
+    memory = rank_memory(layout, blocks, samples, accumulation, args.pipeline_weights, rules)
+    shared = [used_by for used_by, _ in blocks.shared]
     for rank, count in enumerate(communicators(layout, shared)):
         memory[rank].communicators = count * machine.communicator_bytes
     step = predict_step(layout, *_costs(planner, layout), samples, accumulation)
-    per_second = samples * layout.num_replicas * accumulation / step.seconds if step.seconds else 0.0
-    busy = sum(step.rank_seconds) / layout.pipeline_size
-    bubble = max(0.0, 1 - busy / step.pipeline) if step.pipeline else 0.0
-    fits = max(rank.total for rank in memory) <= machine.device_bytes * (1 - MEMORY_RESERVE)
-    return Option(str(layout.pipeline_size), layout, tuple(memory), bubble, step.seconds, per_second, fits)
+    waiting = 1 - sum(step.rank_seconds) / layout.pipeline_size / step.pipeline if step.pipeline else 0.0
+    schedule = f" with {layout.schedule}" if layout.pipeline_size > 1 else ""
+    name = name or f"K={layout.pipeline_size}{schedule}"
+    return _row(kind, name, layout, memory, waiting, step.seconds, planner, machine)
+
+
+def _row(
+    kind: str,
+    name: str,
+    layout: Layout,
+    memory: Sequence[RankMemory],
+    bubble: float,
+    seconds: float,
+    planner: RunPlanner,
+    machine: Machine,
+) -> Row:
+    args = planner.args
+    samples = args.train_samples_per_device * machine.num_devices * args.gradient_accumulation_steps
+    fits = max(rank.total for rank in memory) <= machine.budget
+    speed = samples / seconds if seconds else 0.0
+    return Row(kind, name, layout, tuple(memory), max(0.0, bubble), seconds, speed, fits)
 
 
 def communicators(layout: Layout, shared: Iterable[Sequence[int]]) -> list[int]:
@@ -295,39 +307,31 @@ def communicators(layout: Layout, shared: Iterable[Sequence[int]]) -> list[int]:
     return counts
 
 
-def _data_parallel(model: Any, planner: RunPlanner, machine: Machine) -> tuple[Option, Option | None]:
-    """Return Trainer's own data parallelism, and the same with shards where there is something to shard, or None.
+def _data_parallel(model: Any, planner: RunPlanner, machine: Machine) -> Iterator[Row]:
+    """Yield Trainer's own data parallelism, and the same with shards where there is something to shard.
 
     Trainer has one stage, and gradients in the precision of the weights.
     """
     world_size, blocks = machine.num_devices, planner.costs.blocks
     on_one = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
     layout, args, rules = on_one.plan(1, planner.num_frozen_by_user), on_one.args, planner.memory_rules
-    name = "Trainer" if world_size == 1 else "Trainer, DDP"
-    whole = replace(make_option(on_one, layout, machine, sums=False), name=name)
-    has_scales = any(num_bytes(each) != each.numel() * each.element_size() for each in model.parameters())
+    yield make_row(on_one, layout, machine, "Trainer", "Trainer" if world_size == 1 else "Trainer, DDP")
+    has_scales = any(num_bytes(weight) != weight.numel() * weight.element_size() for weight in model.parameters())
     if world_size == 1 or has_scales:
-        return whole, None
-    layout = replace(layout, num_replicas=1)
+        return
+    alone = replace(layout, num_replicas=1)
     samples, accumulation = args.train_samples_per_device, args.gradient_accumulation_steps
     # With gradients of an earlier batch at any time, the fullest moment is that of most activations.
-    (alone,) = rank_memory(layout, blocks, samples, max(2, accumulation), memory=rules)
-    memory = shard_memory(alone, blocks, world_size, rules.casts)
+    (whole,) = rank_memory(alone, blocks, samples, max(2, accumulation), memory=rules)
+    memory = shard_memory(whole, blocks, world_size, rules.casts)
     memory.communicators = machine.communicator_bytes
-    costs = _costs(planner, layout)
-    step = predict_step(layout, *costs, samples, accumulation)
+    costs = _costs(planner, alone)
+    step = predict_step(alone, *costs, samples, accumulation)
     seconds = shard_seconds(step, *costs, world_size, accumulation, rules.casts)
-    sharded = Option(
-        # Where batches are accumulated, FSDP2 under Trainer keeps whole gradients, which is not what is counted.
-        name="ZeRO-3" if accumulation > 1 else "FSDP2/ZeRO-3",
-        layout=whole.layout,
-        memory=(memory,),
-        bubble=max(0.0, 1 - step.pipeline / seconds) if seconds else 0.0,
-        step_seconds=seconds,
-        samples_per_second=samples * world_size * accumulation / seconds if seconds else 0.0,
-        fits=memory.total <= machine.device_bytes * (1 - MEMORY_RESERVE),
-    )
-    return whole, sharded
+    # Where batches are accumulated, FSDP2 under Trainer keeps whole gradients, which is not what is counted.
+    name = "ZeRO-3" if accumulation > 1 else "FSDP2/ZeRO-3"
+    bubble = 1 - step.pipeline / seconds if seconds else 0.0
+    yield _row("shards", name, layout, [memory], bubble, seconds, planner, machine)
 
 
 def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
@@ -341,9 +345,9 @@ def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
 
 def _other_schedules(
     model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[int]
-) -> tuple[tuple[Option, ...], dict[str, str]]:
+) -> tuple[list[Row], dict[str, str]]:
     """Return the layouts of other schedules on several stages, fastest first, and why some are not among them."""
-    found, refused = [], {}
+    rows, refused = [], {}
     frozen = planner.num_frozen_by_user
     for name in SCHEDULE_NAMES:
         if name == planner.args.schedule.name:
@@ -365,28 +369,28 @@ def _other_schedules(
             )
             continue
         longer = [k for k in sizes if k > 1 and other.num_chunks(k)]
-        found += [make_option(other, other.plan(k, frozen), machine) for k in longer]
-    return tuple(sorted(found, key=lambda each: (not each.fits, each.step_seconds))), refused
+        rows += [make_row(other, other.plan(k, frozen), machine, "schedule") for k in longer]
+    return sorted(rows, key=lambda row: (not row.fits, row.step_seconds)), refused
 
 
-def _host_memory(option: Option, planner: RunPlanner, machine: Machine, weights: Sequence[int]) -> dict[str, float]:
+def _host_memory(chosen: Row, planner: RunPlanner, machine: Machine, weights: Sequence[int]) -> dict[str, float]:
     """Return bytes of host memory of the fullest rank by phase.
 
     Weights that are mapped from a file are counted as if they were the rank's own. The checks compute in float32 on
     two layers, and take few gradients. Where devices are the host's, the training state is the host's too.
     """
-    blocks, layout = planner.costs.blocks, option.layout
+    blocks, layout = planner.costs.blocks, chosen.layout
     whole, several = sum(weights), layout.pipeline_size > 1
     layers = [blocks.parameters[attention_of(i)] + blocks.parameters[mlp_of(i)] for i in range(layout.num_layers)]
-    own = max(rank.weights for rank in option.memory)
-    state = option.fullest if machine.is_host else 0.0
+    placed = max(rank.weights for rank in chosen.memory)
+    state = chosen.fullest if machine.is_host else 0.0
     # The whole model is put together again unless the run says never.
     gathered = planner.args.pipeline_gather_at_end != "never" and several
     return {
         "model loaded": whole,
         # 4 bytes each: two layers, and the gradients of two runs that are compared.
         "checks at the start": whole + 8.0 * max(layers) + 8.0 * MOST_GRADIENTS,
-        "weights placed": own + WINDOW_BYTES + max(weights) if several else whole,
+        "weights placed": placed + WINDOW_BYTES + max(weights) if several else whole,
         "training": state,
         "saving": state + (max(WINDOW_BYTES, max(weights)) if several else 0.0),
         "end of train()": state + (whole if gathered else 0.0),

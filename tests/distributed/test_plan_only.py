@@ -53,7 +53,7 @@ def test_one_process_prints_the_plan_and_ends(
     assert (found["course"]["num_steps"], found["course"]["steps_per_epoch"]) == (18, 6)
     assert found["course"]["num_samples"] == 24 and found["machine"]["is_host"]
     assert "Measured here: blocks (with 4 samples)" in text and "reading samples" in text and "Assumed" not in text
-    assert [each["pipeline_size"] for each in found["options"]] == [1] and found["schedules"] == []
+    assert [(row["kind"], row["pipeline_size"]) for row in found["rows"]] == [("Trainer", 1), ("run", 1)]
     assert found["chosen"]["step_seconds"] > 0 and ("Activation cache" in text) == bool(options.get("freeze_at"))
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
     assert not (tmp_path / EVENTS_FILE).exists() or read_events(str(tmp_path / EVENTS_FILE)) == []
@@ -77,7 +77,8 @@ def test_every_rank_ends_with_status_0_and_has_left_its_group(options: dict[str,
     for record in run(ends, tmp_path, 2, options, timeout=150):
         assert record == {"code": "None", "step": 0, "in_group": False}
     found = planned(tmp_path / "run")
-    assert [each["pipeline_size"] for each in found["options"]] == [1, 2]
+    kinds = [row["kind"] for row in found["rows"]]
+    assert [row["pipeline_size"] for row in found["rows"] if row["kind"] == "run"] == [1, 2]
     assert found["chosen"]["pipeline_size"] == options["pipeline_parallel_size"]
-    assert "transfers" in found["course"]["measured"] and len(found["schedules"]) == 5
+    assert "transfers" in found["course"]["measured"] and kinds.count("schedule") == 5
     assert found["verdicts"]

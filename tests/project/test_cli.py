@@ -153,14 +153,15 @@ def test_a_plan_says_before_any_weight_is_loaded_whether_a_model_fits(
             main(plan)
         assert ended.value.code == 1
     found = json.loads(capsys.readouterr().out)
-    layouts = [(each["pipeline_size"], each["fullest"], each["fits"]) for each in found["options"]]
+    rows = [row for row in found["rows"] if row["kind"] == "run"]
+    layouts = [(row["pipeline_size"], row["fullest"], row["fits"]) for row in rows]
     assert [size for size, _, _ in layouts] == [1, 2, 4, 8]
     assert found["num_parameters"] == 70_553_706_496
     assert [needed for _, needed, _ in layouts] == sorted((needed for _, needed, _ in layouts), reverse=True)
     assert [is_fit for *_, is_fit in layouts] == [needed <= 0.9e9 * device_memory for _, needed, _ in layouts]
     assert found["chosen"]["fits"] is fits
     # Weights, gradients and two moments in bfloat16; the one backward moves each gradient into the replicas' buffer.
-    (alone,) = found["options"][0]["memory"]
+    (alone,) = rows[0]["memory"]
     sizes = [alone[part] / 70_553_706_496 for part in ("weights", "gradients", "optimizer", "copies")]
     assert sizes == pytest.approx([2, 2, 4, 0]) and alone["activations"] > 0
 
@@ -173,7 +174,7 @@ def test_a_plan_counts_master_weights_in_float32(tmp_path: Path, capsys: pytest.
     main([*plan, "--pipeline_master_dtype", "float32"])
     assert capsys.readouterr().out == expected
     main([*plan, "--pipeline_master_dtype", "float32", "--lora_rank", "16"])
-    (with_adapters,) = json.loads(capsys.readouterr().out)["options"][0]["memory"]
+    (with_adapters,) = json.loads(capsys.readouterr().out)["rows"][0]["memory"]
     assert with_adapters["weights"] < 2.2 * json.loads(expected)["num_parameters"], "the base model stays"
 
 
@@ -253,10 +254,10 @@ def test_adapters_train_little_and_images_and_sequences_are_planned_too(
         (["--processes", "2", "--sequence_length", "9000"], "takes up to 8192 tokens"),
         (["--processes", "2", "--pipeline_num_chunks", "2"], "pipeline_num_chunks"),
         ([], "The plan of a model needs --processes"),
-        (["--proceses", "8"], r"--proceses is no option of plan, nor of a run; the nearest is --processes\."),
+        (["--proceses", "8"], r"--proceses is no option of plan, nor of a run\. Did you mean .--processes.\?"),
         (
             ["--processes", "2", "--per_device_batch", "8"],
-            "--per_device_batch is no .* nearest is --per_device_",
+            "--per_device_batch is no .* Did you mean .--per_device_",
         ),
         (["--processes", "2", "--qqq=3"], r"--qqq is no option of plan, nor of a run\."),
         (["--processes", "2", "--device_memory", "80e9"], r"--device_memory 8e\+10: expected gigabytes of one device"),

@@ -51,7 +51,7 @@ def code_of_cells(folder: Path) -> str:
 
 def check(folder: Path, output: str) -> None:
     """The plan was printed, layers froze and were read from the cache, and every chart of the report has data."""
-    assert "Activation cache:" in output and "Predicted time:" in output
+    assert "Activation cache:" in output and "The run:" in output
     whole, freezing = read_runs([str(folder / "outputs" / name) for name in ("whole", "freezing")])
     assert list(freezing.of_kind("transition")) and not list(whole.of_kind("transition"))
     results = json.loads((folder / "outputs" / "freezing" / "train_results.json").read_text())
