@@ -76,7 +76,7 @@ def _warn_of_untested(package: str, found: str) -> None:
     tested = oldest if first == last else f"{oldest} to {newest}"
     warnings.warn(
         f"{package} {found} is installed, but this release of hf-pipetransformer was tested with {tested} "
-        f"only; others may fail, or give other numbers than Trainer. Install a tested one: "
+        "only; others may fail, or give other numbers than Trainer. Install a tested one: "
         f"pip install '{package}>={oldest},<{last[0]}.{last[1] + 1}'.",
         stacklevel=2,
     )
