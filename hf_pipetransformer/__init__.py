@@ -41,8 +41,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-TESTED_TRANSFORMERS = ((5, 23), (5, 24))
-"""First and last release of transformers that the tests run with, those that pyproject.toml lets pip install."""
+TESTED = {"torch": ((2, 13), (2, 13)), "transformers": ((5, 23), (5, 24))}
+"""First and last release of a package that the tests run with, those that pyproject.toml lets pip install."""
 
 _HOMES = {
     "ComputedOnce": "training.computed_once",
@@ -69,26 +69,28 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def is_tested(found: str) -> bool:
-    """Return True for a release of transformers that the tests run with."""
+def is_tested(package: str, found: str) -> bool:
+    """Return True for a release of a package that the tests run with."""
     numbers = re.match(r"(\d+)\.(\d+)", found)
-    first, last = TESTED_TRANSFORMERS
+    first, last = TESTED[package]
     return numbers is None or first <= (int(numbers[1]), int(numbers[2])) <= last
 
 
-def _warn_of_untested(found: str) -> None:
-    """Warn if this release of transformers was installed by hand: what it has renamed may fail late, or not at all."""
-    if is_tested(found):
+def _warn_of_untested(package: str, found: str) -> None:
+    """Warn if this release was installed by hand: what it has renamed may fail late, or not at all."""
+    if is_tested(package, found):
         return
-    first, last = TESTED_TRANSFORMERS
+    first, last = TESTED[package]
     oldest, newest = f"{first[0]}.{first[1]}", f"{last[0]}.{last[1]}"
+    tested = oldest if first == last else f"{oldest} to {newest}"
     warnings.warn(
-        f"transformers {found} is installed, but this release of hf-pipetransformer was tested with {oldest} to "
-        f"{newest} only; others may fail, or give other numbers than Trainer. Install a tested one: "
-        f"pip install 'transformers>={oldest},<{last[0]}.{last[1] + 1}'.",
+        f"{package} {found} is installed, but this release of hf-pipetransformer was tested with {tested} "
+        "only; others may fail, or give other numbers than Trainer. Install a tested one: "
+        f"pip install '{package}>={oldest},<{last[0]}.{last[1] + 1}'.",
         stacklevel=2,
     )
 
 
-with suppress(PackageNotFoundError):  # Whoever imports it says so.
-    _warn_of_untested(version("transformers"))
+for _package in TESTED:
+    with suppress(PackageNotFoundError):  # Whoever imports it says so.
+        _warn_of_untested(_package, version(_package))

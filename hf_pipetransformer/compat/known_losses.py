@@ -97,7 +97,7 @@ def known_loss_of_model(model: Any, labels: Any = None) -> KnownLoss | None:
     if not type(model).__module__.startswith("transformers.models.") or is_changed:
         return None
     task = None if name in _UNKNOWN else _tasks().get(name)
-    if task is None or not hf_pipetransformer.is_tested(transformers.__version__):
+    if task is None or not hf_pipetransformer.is_tested("transformers", transformers.__version__):
         return None
     if task == _NEXT_WORDS:
         return KnownLoss.MEAN if name in _MEANS_OF_NEXT_WORDS else KnownLoss.DIVIDED

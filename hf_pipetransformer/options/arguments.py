@@ -393,6 +393,9 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
             logger.warning(why)
         # Before Trainer's part, which may start CUDA: later the variable would come too late.
         self._load_kernels_at_once()
+        # TRL's default has the old name, for which Trainer would warn as if the script had set it.
+        if self.activation_checkpointing is None and self.gradient_checkpointing is type(self).gradient_checkpointing:
+            self.activation_checkpointing = self.gradient_checkpointing
         super().__post_init__()  # It connects the processes.
         # Depends on their number, which is known from here on.
         self._recompute_in_pipeline()

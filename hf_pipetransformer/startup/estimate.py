@@ -7,6 +7,7 @@ and the activations that its backward would keep. Times follow from assumed rate
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -89,7 +90,8 @@ def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = 
         if lora_rank is not None:
             from peft import LoraConfig, get_peft_model  # Optional, and needed for adapters alone.
 
-            model = get_peft_model(model, LoraConfig(r=lora_rank, target_modules="all-linear"))
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # PEFT's own, of names it reads.
+                model = get_peft_model(model, LoraConfig(r=lora_rank, target_modules="all-linear"))
     return model
 
 

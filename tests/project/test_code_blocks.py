@@ -51,18 +51,6 @@ SHOWN = {"text", "bibtex"}
 RUN = ("plan", "config")
 """Commands of `hf-pipetransformer` that take a moment; of the others only the options are read."""
 
-NOTEBOOK = """
-import accelerate, inspect
-real, train = accelerate.notebook_launcher, print
-accelerate.notebook_launcher = lambda *args, **options: inspect.signature(real).bind(*args, **options)
-"""
-OF_README = {
-    "from datasets import Dataset": "elsewhere, tests/scripts/test_scripts.py::"
-    "test_the_quick_start_runs_as_the_readme_says",
-    "from accelerate import notebook_launcher": f"setup{NOTEBOOK}",
-}
-"""What the comments of other pages say, by the first line of a block: README has none."""
-
 
 @dataclass
 class Block:
@@ -107,9 +95,6 @@ def blocks_of(page: Path) -> list[Block]:
             assert fence, f"{where}: found {line}, expected a language and perhaps a title"
             close = text.index("\n```\n", position)
             content = INCLUDED.sub(lambda match: (REPOSITORY / match[1]).read_text("utf-8"), text[end : close + 1])
-            if page == README:
-                first = content.partition("\n")[0]
-                waiting = [said for start, said in OF_README.items() if first.startswith(start)]
             found.append(Block(where, fence[1] or _language(page, content), content, fence[2], waiting))
             waiting, end = [], close + len("\n```\n")
         else:
@@ -146,8 +131,8 @@ class Commands:
                 self.of[words[0]](self, words[1:])
 
     def make(self, words: list[str]) -> None:
-        targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text("utf-8"), re.MULTILINE)
-        assert set(words) <= set(targets)
+        known = re.findall(r"^([\w-]+)(?::| \?=)", (REPOSITORY / "Makefile").read_text("utf-8"), re.MULTILINE)
+        assert {word.partition("=")[0] for word in words} <= set(known)
 
     def pip(self, words: list[str]) -> None:
         assert words[0] == "install"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 FILE = re.compile(r"`((?:scripts|tests|docs|benchmarks)/[\w./-]+\.\w+)`")
-MOST_WORDS = 900
+MOST_WORDS = 700
+MOST_WORDS_BEFORE_A_TABLE = 150
 
 
 def missing(page: Path) -> list[str]:
@@ -37,8 +39,29 @@ def test_what_is_missing_is_found(tmp_path: Path) -> None:
 
 
 def test_readme_is_a_first_screen() -> None:
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert len(re.sub(r"<!--.*?-->", "", text).split()) <= MOST_WORDS
+    text = re.sub(r"<!--.*?-->", "", (REPOSITORY / "README.md").read_text(encoding="utf-8"))
+    assert len(text.split()) <= MOST_WORDS
+    before, _, table = text.partition("\n|")
+    assert table and len(before.split()) <= MOST_WORDS_BEFORE_A_TABLE
+
+
+def prose(text: str) -> list[str]:
+    """Paragraphs of sentences: no code, no comments, no table; line breaks are blanks."""
+    text = re.sub(r"<!--.*?-->|^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = [" ".join(each.split()) for each in re.split(r"\n\s*\n|\n- ", text)]
+    return [each for each in found if not each.startswith("|") and len(each.split()) > 12]
+
+
+def test_a_paragraph_stands_on_one_page_once() -> None:
+    counts = Counter(each for page in PAGES for each in prose(page.read_text(encoding="utf-8")))
+    assert [each for each, count in counts.items() if count > 1] == []
+
+
+def test_a_paragraph_that_stands_twice_is_found() -> None:
+    words = "A sentence of as many words as a paragraph needs to be more than a caption."
+    code = f"```text\n{words}\n```"
+    broken = words.replace(" many ", "\nmany ")
+    assert prose(f"{words}\n\n{code}\n\n| {words} |\n\n- short\n- {broken}\n") == [words, words]
 
 
 def test_the_options_are_those_of_the_fields() -> None:

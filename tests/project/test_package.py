@@ -57,9 +57,9 @@ def test_the_table_of_versions_is_that_of_the_bounds() -> None:
     bounds["python"] = PROJECT["project"]["requires-python"].removeprefix(">=")
     names = ("python", "torch", "transformers", "accelerate", "datasets", "peft", "trl", "bitsandbytes")
     assert {name: rows[name][0] for name in names} == {name: bounds[name] for name in names}
-    first, last = hf_pipetransformer.TESTED_TRANSFORMERS
-    assert rows["transformers"][0].startswith("{}.{}.".format(*first))
-    assert rows["transformers"][1] == "{}.{}".format(*last)
+    for name, (first, last) in hf_pipetransformer.TESTED.items():
+        assert rows[name][0].startswith("{}.{}.".format(*first))
+        assert rows[name][1] == "{}.{}".format(*last)
 
 
 def test_the_workflow_publishes_what_make_package_has_tried() -> None:

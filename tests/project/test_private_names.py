@@ -369,22 +369,35 @@ def test_a_release_that_changes_a_name_or_a_default_is_noticed(
 
 
 @pytest.mark.parametrize(
-    ("found", "is_said"),
-    [("5.23.0", False), ("5.24.1", False), ("5.25.0.dev0", True), ("6.0.0", True), ("5.22", True)],
+    ("package", "found", "is_said"),
+    [
+        ("transformers", "5.23.0", False),
+        ("transformers", "5.24.1", False),
+        ("transformers", "5.25.0.dev0", True),
+        ("transformers", "6.0.0", True),
+        ("transformers", "5.22", True),
+        ("torch", "2.13.0+cpu", False),
+        ("torch", "2.14.1", True),
+        ("torch", "2.11.0+cu129", True),
+    ],
 )
-def test_a_transformers_that_was_not_tested_is_said_at_the_import(found: str, is_said: bool):
+def test_a_release_that_was_not_tested_is_said_at_the_import(package: str, found: str, is_said: bool):
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        hf_pipetransformer._warn_of_untested(found)
+        hf_pipetransformer._warn_of_untested(package, found)
     texts = [str(each.message) for each in heard]
-    assert [f"transformers {found} is installed" in text for text in texts] == [True] * is_said
-    words = ("tested with 5.23 to 5.24 only; others may fail", "'transformers>=5.23,<5.25'")
+    assert [f"{package} {found} is installed" in text for text in texts] == [True] * is_said
+    words = {
+        "transformers": ("tested with 5.23 to 5.24 only; others may fail", "'transformers>=5.23,<5.25'"),
+        "torch": ("tested with 2.13 only; others may fail", "'torch>=2.13,<2.14'"),
+    }[package]
     assert all(each in text for text in texts for each in words)
 
 
-def test_pip_may_install_the_releases_that_are_tested():
-    (first, last), text = hf_pipetransformer.TESTED_TRANSFORMERS, (SOURCES.parent / "pyproject.toml").read_text()
-    assert f'"transformers>={first[0]}.{first[1]}.0,<{last[0]}.{last[1] + 1}"' in text
+@pytest.mark.parametrize("package", hf_pipetransformer.TESTED)
+def test_pip_may_install_the_releases_that_are_tested(package: str):
+    (first, last), text = hf_pipetransformer.TESTED[package], (SOURCES.parent / "pyproject.toml").read_text()
+    assert f'"{package}>={first[0]}.{first[1]}.0,<{last[0]}.{last[1] + 1}"' in text
 
 
 @pytest.mark.parametrize("minor", [12, 13])

@@ -34,7 +34,9 @@ def test_another_result_is_found_and_written(elsewhere: Path, monkeypatch: pytes
     results = json.loads(path.read_text())
     results["vit, K=2, mini-batch 8"]["faster than the best synchronous"]["pipeoptim"]["median"] = 1.94
     path.write_text(json.dumps(results))
-    of_sentence = "README.md: it should say 'ran 1.3 to 1.9 times as fast as with the best synchronous schedule'"
+    of_sentence = (
+        "docs/pipeline.md: it should say 'ran 1.3 to 1.9 times as fast as with the best synchronous schedule'"
+    )
     assert tables.faults() == ["docs/benchmarks.md: async.json", of_sentence]
     monkeypatch.setattr("sys.argv", ["tables"])
     with pytest.raises(SystemExit, match=r"1\.3 to 1\.9 times as fast"):

@@ -608,13 +608,8 @@ def test_the_demo_reaches_its_accuracy_with_two_stages(tmp_path: Path) -> None:
         assert actions_of([event for event in events if event["pid"] == rank]) == [str(action) for action in actions]
 
 
-def test_the_quick_start_is_the_one_of_the_readme() -> None:
-    readme = (SCRIPTS.parent / "README.md").read_text(encoding="utf-8")
-    assert f"```python\n{(SCRIPTS / 'quick_start.py').read_text(encoding='utf-8')}```" in readme
-
-
 @pytest.mark.distributed
-def test_the_quick_start_runs_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_start_runs_as_the_pages_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody tells it that there are no GPUs."""
     monkeypatch.chdir(tmp_path)
     result = accelerate_launch(SCRIPTS / "quick_start.py", timeout=200, env={"ACCELERATE_USE_CPU": None})

@@ -194,7 +194,7 @@ def test_whatever_is_not_of_transformers_or_was_changed_sees_the_whole_batch(
         trainer = trainer_of(make_decoder(name), tmp_path)
         trainer.model_accepts_loss_kwargs = False
         assert check(trainer, words()) is expected
-    monkeypatch.setattr(hf_pipetransformer, "is_tested", lambda _release: False)
+    monkeypatch.setattr(hf_pipetransformer, "is_tested", lambda *_release: False)
     assert known_loss(trainer_of(model, tmp_path)) is None
     monkeypatch.undo()
     model.loss_function = ForMaskedLMLoss

@@ -181,6 +181,11 @@ def test_70b_on_8_devices_of_80_gb_fits_with_adapters_only(plan: Planner) -> Non
     assert sum(stage["parameters"] for stage in found["stages"]) == found["num_parameters"]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_a_plan_with_adapters_warns_of_no_option_that_nobody_gave(plan: Planner) -> None:
+    plan.json("minilm", *SMALL, "--lora_rank", "4")
+
+
 @pytest.mark.parametrize(("devices", "gigabytes"), [("2", "16"), ("4", "12")])
 def test_7b_in_4_bits_fits_on_small_devices_with_adapters(plan: Planner, devices: str, gigabytes: str) -> None:
     options = ["--processes", devices, "--device_memory", gigabytes, "--sequence_length", "512", "--lora_rank", "16"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.training.metrics import averages
-from hf_pipetransformer.trl import SFTPipelineConfig, SFTPipelineTrainer
+from hf_pipetransformer.trl import DPOPipelineConfig, RewardPipelineConfig, SFTPipelineConfig, SFTPipelineTrainer
 from tests.support.decoders import make_decoder
 from tests.support.sft import logged, make_sft_trainer, make_texts, make_tokenizer
 
@@ -29,6 +30,17 @@ def test_averages_of_parts_are_those_of_the_batches() -> None:
     assert averages([*extremes, (0, {"min_reward": (2.0, 9), "max_reward": (2.0, 9)})]) == pytest.approx(
         {"min_reward": 1.5, "max_reward": 3.0}
     )
+
+
+@pytest.mark.parametrize("kind", [SFTPipelineConfig, RewardPipelineConfig, DPOPipelineConfig])
+def test_what_trl_recomputes_by_default_is_no_deprecated_option_of_the_script(kind: Any, tmp_path: Path) -> None:
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert kind(**options).activation_checkpointing is True
+        assert kind(**options, activation_checkpointing=False).gradient_checkpointing is False
+    with pytest.warns(FutureWarning, match="`gradient_checkpointing` is deprecated"):
+        assert kind(**options, gradient_checkpointing=False).activation_checkpointing is False
 
 
 def test_metrics_are_of_whole_batches_and_of_steps_alone(tmp_path: Path) -> None:
