@@ -135,7 +135,8 @@ class ComputedOnce(TrainerCallback):
 
     Calls of frozen parts are looked up inside calls of the model itself. `PipeTransformerTrainer`, which needs no
     callback, also does so where a loss or generation calls a part directly, and under `torch_compile`; and it reads
-    records of padded text in a batch of any length, since it knows if the loss alone is read.
+    records of padded text in a batch of any length, since it knows if the loss alone is read. It also leaves
+    samples unread whose outputs are stored, which the callback does not.
 
     Args:
         mode (`str`): `auto` if measured times say that it pays, `on` wherever it is possible, or `off`.
