@@ -65,7 +65,7 @@ RUNS: dict[str, tuple[str, str, int, str]] = {
         f"--model_name_or_path {SMOLLM2} --train_file {PASSAGES}/squad_passages_train.parquet "
         f"--validation_file {PASSAGES}/squad_passages_dev.parquet --max_train_samples 24 --max_eval_samples 8 "
         "--max_length 64 --use_peft true --lora_r 8 --lora_target_modules q_proj v_proj --bf16 false "
-        "--activation_checkpointing false --num_train_epochs 3 --learning_rate 1e-3 --per_device_eval_batch_size 4",
+        "--gradient_checkpointing false --num_train_epochs 3 --learning_rate 1e-3 --per_device_eval_batch_size 4",
         4,
         "--pipeline_parallel_size 2 --freeze_policy fixed --freeze_at 0:20 --activation_cache on",
     ),

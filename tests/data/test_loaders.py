@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.training.metrics import MetricAccumulator
 from hf_pipetransformer.training.synchronous import SynchronousSteps
 from tests.support.comparison import untimed
@@ -450,17 +449,11 @@ STREAMS: dict[str, Any] = {
 }  # fmt: skip
 
 
-WAYS = [("stages", name) for name in STREAMS] + [("left", "resuming"), ("left", "of a generator")]
-WAYS += [("own loader", "resuming"), ("own loader", "iterating")]
+WAYS = [("stages", name) for name in STREAMS] + [("own loader", "resuming"), ("own loader", "iterating")]
 
 
 @pytest.mark.parametrize(("way", "name"), WAYS)
-def test_no_sample_of_a_stream_is_lost(way: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(*_: Any) -> None:
-        raise UnsupportedModelError("cannot be split")
-
-    if way == "left":
-        monkeypatch.setattr("hf_pipetransformer.training.builder.inspect_model", leave)
+def test_no_sample_of_a_stream_is_lost(way: str, name: str, tmp_path: Path) -> None:
     logs = []
     for base in (Trainer, PipeTransformerTrainer):
         stream = STREAMS[name]()
@@ -473,7 +466,6 @@ def test_no_sample_of_a_stream_is_lost(way: str, name: str, tmp_path: Path, monk
             trainer.get_train_dataloader = lambda loader=loader: loader
         trainer.train()
         logs.append(logs_of(trainer))
-    assert way != "left" or trainer.pipeline_run.is_left_to_trainer
     assert len(logs[1]) > 2
     assert close(logs[1], logs[0])
 

@@ -22,7 +22,7 @@ Figures = dict[tuple[str, int], float]
 NUM_STEPS = 12
 DRAWN = {
     *("frozen_layers", "cached_layers", "pipeline_stages", "pipeline_replicas", "cache_hit_rate"),
-    *("samples_per_second", "bubble_share", "memory_gb", "loss", "eval_loss"),
+    *("bubble_share", "memory_gb", "loss", "eval_loss"),
 }
 """Names of what trackers get, which the axes of the report have too."""
 

@@ -15,6 +15,7 @@ CALLED = {
     "os:_exit": "status",
     "sys:_current_frames": "",
     "torch:_C.DisableTorchFunctionSubclass": None,
+    "torch:_C._nn._parse_to": None,
     "torch.nn.modules.module:_global_backward_hooks": None,
     "torch.nn.modules.module:_global_forward_hooks": None,
     "torch.nn.modules.module:_global_forward_pre_hooks": None,
