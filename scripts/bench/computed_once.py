@@ -217,7 +217,7 @@ TASKS = {
 }
 
 
-ROUNDS = {PROBE: 15}
+ROUNDS = {PROBE: 15, FILES: 3}
 
 
 class Given(Trainer):
