@@ -29,4 +29,4 @@ trainer = PipeTransformerTrainer(model, args, train_dataset=digits["train"], eva
 trainer.train()
 print(trainer.evaluate())
 print(trainer.layout)
-trainer.end()  # always last: leaves the process group
+trainer.end()  # leaves the process group

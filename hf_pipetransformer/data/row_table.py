@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from numbers import Integral
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,6 +31,8 @@ MANY_BYTES = 4096
 """Of a row of a field from which on it is left unread; all others together have as many at most."""
 MOST_BYTES = 1 << 31
 """Of a table."""
+READ_EVERY = 64
+"""Batches of a pass that a process fetches, of which the first is read although its rows are known, and compared."""
 _ENOUGH = 2
 """Passes in which a row has to come out alike."""
 
@@ -139,7 +142,8 @@ class RowTable:
     @property
     def why_off(self) -> str | None:
         """Why rows cannot be known, or None."""
-        return self._header["why_off"][0].decode() or None
+        # A name of the script's may have been cut.
+        return self._header["why_off"][0].decode(errors="replace") or None
 
     def switch_off(self, reason: str) -> None:
         """Read all rows from here on; the first reason counts."""
@@ -149,12 +153,17 @@ class RowTable:
 
     # ---- rows ----
 
+    def has(self, indices: Sequence[Any]) -> bool:
+        """Return True if all indices are numbers of rows."""
+        return all(isinstance(each, Integral) and 0 <= int(each) < self._num_rows for each in indices)
+
     def _form(self, fields: tuple[Field, ...] = ()) -> tuple[Field, ...]:
         """Return the form of the rows, which the first process decides that has fields; none without."""
         if not self._fields:
             with self._lock:
-                if fields and not self._header["form"][0]:
-                    self._header["form"] = json.dumps([vars(each) for each in fields]).encode()
+                form = json.dumps([vars(each) for each in fields]).encode()
+                if fields and not self._header["form"][0] and len(form) <= _HEADER["form"].itemsize:
+                    self._header["form"] = form
                 found = json.loads(self._header["form"][0] or b"[]")
             self._fields = tuple(Field(each["name"], tuple(each["shape"]), each["dtype"]) for each in found)
         return self._fields
@@ -194,9 +203,13 @@ class RowTable:
             return None
         rows[indices, 1:] = found
         rows[indices, 0] = np.minimum(counts + 1, _ENOUGH)
+        kept_batch = self.known(indices)
+        if kept_batch is not None and not _is_same(kept_batch, RowsRead(indices, digests), batch):
+            self.switch_off("what was kept of them is not what they are")
+            return None
         return RowsRead(indices, digests)
 
-    def known(self, indices: Sequence[int]) -> dict[str, Any] | None:
+    def known(self, indices: Array | Sequence[int]) -> dict[str, Any] | None:
         """Return the batch of rows that are all known, without its fields of many bytes; None if one is not."""
         if not self.serves or not (fields := self._form()):
             return None
@@ -228,6 +241,21 @@ def _why_not(batch: Any, num_rows: int) -> str | None:
     return None
 
 
+def _is_same(kept: dict[str, Any], rows: RowsRead, batch: dict[str, Any]) -> bool:
+    """Return True if a batch as it would be left unread is what was read."""
+    own = kept.pop(ROWS)
+    return (
+        np.array_equal(own.indices, rows.indices)
+        and list(kept) == list(batch)
+        and all(
+            np.array_equal(own.digests[name], rows.digests[name])
+            if isinstance(each, Field)
+            else each.dtype == batch[name].dtype and torch.equal(each, batch[name])
+            for name, each in kept.items()
+        )
+    )
+
+
 @dataclass(frozen=True)
 class _Fetched:
     """Samples of a batch on their way to the collator; or the batch itself, of rows that are known."""
@@ -242,13 +270,13 @@ class _Travelling:
     """A batch on its way from a process that reads, completed where it arrives."""
 
     number: int
-    batch: dict[str, Any]
+    batch: Any
 
     def __reduce__(self) -> Any:
         return _arrived, (self.number, self.batch)
 
 
-def _arrived(number: int, batch: dict[str, Any]) -> Any:
+def _arrived(number: int, batch: Any) -> Any:
     return _READS[number].complete(batch)
 
 
@@ -259,24 +287,28 @@ _NUMBERS = count()
 class TableReads:
     """A data set, as a loader reads it, of which rows that are known are left unread.
 
-    The first batch of each pass that a process reads is read all the same, and compared.
+    Nothing is read for it that the loader would not have read then and there.
 
     Args:
-        collate: the script's collator.
+        loader: reads in the same way what was left unread and is needed after all.
         complete: takes what `RowsRead` tells out of a batch, and gives the batch as the script's collator would.
     """
 
     def __init__(
         self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any],
+        loader: DataLoader[Any],
         table: RowTable,
-        complete: Callable[[TableReads, dict[str, Any]], Any],
+        complete: Callable[[TableReads, Any], Any],
     ) -> None:
-        self._dataset, self._collate, self.table, self._complete = dataset, collate, table, complete
+        self._dataset: Any = loader.dataset
+        self._collate, self.table, self._complete = loader.collate_fn, table, complete
+        self._workers: dict[str, Any] = {
+            "num_workers": min(1, loader.num_workers),
+            "worker_init_fn": loader.worker_init_fn,
+        }
         self._number, self._process = next(_NUMBERS), os.getpid()
         _READS[self._number] = self
-        self._pass = -1
+        self._pass, self._num_fetched = -1, 0
         self._before: States | None = None
 
     def __len__(self) -> int:
@@ -291,8 +323,11 @@ class TableReads:
         return getattr(self._dataset, name)
 
     def __getitems__(self, indices: Sequence[int]) -> list[_Fetched]:
-        is_first, self._pass = self.table.passes != self._pass, self.table.passes
-        batch = None if is_first else self.table.known(indices)
+        if self.table.passes != self._pass:
+            self._pass, self._num_fetched = self.table.passes, 0
+        is_read = self._num_fetched % READ_EVERY == 0
+        self._num_fetched += 1
+        batch = None if is_read or not self.table.has(indices) else self.table.known(indices)
         self._before = random_state() if batch is None else None
         samples = fetch_samples(self._dataset, indices) if batch is None else None
         return [_Fetched(indices, samples, batch)]
@@ -307,27 +342,31 @@ class TableReads:
         batch = self._collate(fetched.samples)
         if self._before is not None and not same_states(random_state(), self._before):
             self.table.switch_off("reading them draws random numbers")
-        if not all(isinstance(each, int) for each in fetched.indices):
+        if not self.table.has(fetched.indices):
             self.table.switch_off("they are not read by number")
+            return self._sent(batch)
         read = self.table.note(np.asarray(fetched.indices, np.int64), batch)
-        return batch if read is None else self._sent({**batch, ROWS: read})
+        return self._sent(batch if read is None else {**batch, ROWS: read})
 
-    def _sent(self, batch: dict[str, Any]) -> Any:
+    def _sent(self, batch: Any) -> Any:
         return self.complete(batch) if os.getpid() == self._process else _Travelling(self._number, batch)
 
-    def complete(self, batch: dict[str, Any]) -> Any:
+    def complete(self, batch: Any) -> Any:
         """Return a batch as the script's collator would give it, in the process that trains."""
         return self._complete(self, batch)
 
     def read(self, indices: Array) -> Any:
-        """Read samples now, without a trace in random number generators, and see if they are what they were."""
+        """Read samples now, where the loader would, without a trace in generators; see if they are what they were."""
         with generators_kept():
-            batch = self._collate(fetch_samples(self._dataset, indices.tolist()))
+            loader = DataLoader(
+                self._dataset, batch_sampler=[indices.tolist()], collate_fn=self._collate, **self._workers
+            )
+            (batch,) = loader
         self.table.note(indices, batch)
         return batch
 
 
-def table_reads(loader: Any, complete: Callable[[TableReads, dict[str, Any]], Any]) -> RowTable | None:
+def table_reads(loader: Any, complete: Callable[[TableReads, Any], Any]) -> RowTable | None:
     """Put a table between a loader and its data set; None if it does not read rows by number, in forked processes.
 
     `complete` is that of `TableReads`.
@@ -345,7 +384,7 @@ def table_reads(loader: Any, complete: Callable[[TableReads, dict[str, Any]], An
         table = RowTable(len(inside.dataset))
     except OSError:
         return None
-    reads = TableReads(inside.dataset, inside.collate_fn, table, complete)
+    reads = TableReads(inside, table, complete)
     if inside is not loader:
         # Whoever asks a loader for its data set gets the script's.
         vars(loader)["dataset"] = inside.dataset

@@ -314,7 +314,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         # No checkpoint without a look at what its steps have read.
-        self.pipeline_run.stored_parts.before_checkpoint()
+        self.pipeline_run.stored_parts.serving.check_thoroughly()
         with self.pipeline_run.saving.checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 

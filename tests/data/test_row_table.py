@@ -160,3 +160,24 @@ def test_without_memory_there_is_no_table(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(mmap, "mmap", none)
     assert table_reads(DataLoader(Numbers(), batch_size=2), lambda _, batch: batch) is None
+
+
+@pytest.mark.parametrize("indices", [["a", "b"], [(0, 1)], [0, 6], [-1, 2]], ids=str)
+def test_samples_that_are_not_read_by_number(indices: list[Any]) -> None:
+    class Named(Numbers):
+        def __getitem__(self, index: Any) -> dict[str, Any]:
+            return super().__getitem__(1)
+
+    loader: Any = DataLoader(Named(), batch_sampler=[indices] * 2)
+    table = table_reads(loader, lambda _, batch: batch)
+    assert table is not None and len(list(loader)) == 2
+    assert "they are not read by number" in str(table.why_off)
+
+
+def test_long_names_of_fields() -> None:
+    table = RowTable(6)
+    name = "\N{SNOWMAN}" * 30_000
+    assert known_after(2, table, lambda indices: {name: batch_of(indices)["pixels"]}) is None
+    table = RowTable(6)
+    assert known_after(2, table, lambda indices: {**batch_of(indices), name: 1}) is None
+    assert table.why_off is not None and "has no row" not in table.why_off

@@ -637,7 +637,7 @@ def name_of_the_check(frame: Any) -> str:
     name = frame.f_code.co_name
     if name == "found":
         return FIRST if frame.f_locals["number"] == 1 else LATER
-    while name in ("check_thoroughly", "before_checkpoint"):
+    while name == "check_thoroughly":
         frame = frame.f_back
         name = frame.f_code.co_name
     return {"keep": AGAIN, "end_epoch": EPOCH, "_save_checkpoint": CHECKPOINT}.get(name, name)

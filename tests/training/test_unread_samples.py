@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache.frozen_parts import unread, watching
+from hf_pipetransformer.cache.frozen_parts import stored, unread, watching
 from hf_pipetransformer.data.row_table import ROWS, RowTable
 from tests.support.frozen_models import (
     Case,
@@ -114,13 +115,13 @@ def both(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, [12, 12, 8, 4, 4]),
-        ({"gradient_accumulation_steps": 3}, [12, 12, 8, 4, 4]),
-        ({"dataloader_num_workers": 2}, [12, 12, 12, 8, 8]),
-        ({"dataloader_num_workers": 1, "dataloader_persistent_workers": True}, [12, 12, 8, 4, 4]),
-        ({"bf16": True}, [12, 12, 8, 4, 4]),
-        ({"train_sampling_strategy": "sequential"}, [12, 12, 8, 4, 4]),
-        ({"per_device_train_batch_size": 5}, [12, 12, 10, 5, 5]),
+        ({}, [12, 12, 4, 4, 4]),
+        ({"gradient_accumulation_steps": 3}, [12, 12, 4, 4, 4]),
+        ({"dataloader_num_workers": 2}, [12, 12, 8, 8, 8]),
+        ({"dataloader_num_workers": 1, "dataloader_persistent_workers": True}, [12, 12, 4, 4, 4]),
+        ({"bf16": True}, [12, 12, 4, 4, 4]),
+        ({"train_sampling_strategy": "sequential"}, [12, 12, 4, 4, 4]),
+        ({"per_device_train_batch_size": 5}, [12, 12, 5, 5, 5]),
     ],
     ids=["plain", "accumulation", "workers", "persistent", "bf16", "in order", "uneven"],
 )
@@ -128,15 +129,7 @@ def test_from_the_third_epoch_on_the_first_batch_is_read_alone(
     options: dict[str, Any], expected: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, ours, _ = both(tmp_path, **options)
-    # A row that is compared is read as well.
-    assert plain == [12] * 5 and [max(0, one - most) for one, most in zip(ours, expected, strict=True)] <= [
-        0,
-        0,
-        1,
-        1,
-        1,
-    ]
-    assert min(a >= b for a, b in zip(ours, expected, strict=True))
+    assert plain == [12] * 5 and ours == expected
     assert "Samples whose outputs are stored are not read any more" in caplog.text
 
 
@@ -182,7 +175,7 @@ def test_samples_that_are_others_from_an_epoch_on_are_seen_at_its_first_batch(
     _, ours, _ = both(tmp_path, callback=Later)
     assert ours[2] < NUM_SAMPLES and ours[3:] == [12, 12]
     assert "Samples are read in every pass from here on: they are not the same" in caplog.text
-    assert "may have used what they were before" not in caplog.text
+    assert "Steps 7 to 9 may have used what they were before" in caplog.text, "the last that was read was step 7's"
 
 
 def test_samples_that_change_within_an_epoch_are_told_with_the_steps(
@@ -213,6 +206,12 @@ def test_batches_that_the_script_sees_are_read(method: str, tmp_path: Path) -> N
     assert ours == [12] * 5
 
 
+@pytest.fixture
+def taken_for_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave samples unread although code of these tests sees their fields, as code of a package might."""
+    monkeypatch.setattr(stored, "is_script_free", lambda _: True)
+
+
 class Mean(nn.Module):
     """Pixels are read beside the frozen part, too."""
 
@@ -226,6 +225,7 @@ class Mean(nn.Module):
         return {"loss": output.loss + self.own(pixel_values.mean().reshape(1)).square().mean()}
 
 
+@pytest.mark.usefixtures("taken_for_installed")
 def test_what_is_read_beside_a_frozen_part_comes_from_the_samples(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +250,7 @@ class Shifted(nn.Module):
         return self.probe(pixel_values, labels=labels)
 
 
+@pytest.mark.usefixtures("taken_for_installed")
 def test_what_is_written_into_a_field_counts(tmp_path: Path) -> None:
     both(tmp_path, Case(Shifted, images, "probe.vit", stack))
 
@@ -300,7 +301,7 @@ def test_a_table_that_is_wrong_is_seen_at_its_first_batch(
 
     monkeypatch.setattr(RowTable, "known", of_others)
     _, ours, _ = both(tmp_path)
-    assert ours[3:] == [12, 12]
+    assert ours == [12] * 5
     assert "not read any more" not in caplog.text, "none was left unread"
 
 
@@ -324,3 +325,58 @@ def test_a_loader_outside_of_a_training_is_trainers(tmp_path: Path) -> None:
     trainer = trainer_of(PipeTransformerTrainer, PROBE, tmp_path, Read(images()))
     for batch in trainer.get_train_dataloader():
         assert list(batch) == ["pixel_values", "labels"]
+
+
+@pytest.mark.usefixtures("taken_for_installed")
+def test_a_process_that_trains_reads_no_sample_where_workers_do(tmp_path: Path) -> None:
+    main = os.getpid()
+
+    def in_a_worker(row: dict[str, Any], *_: int) -> dict[str, Any]:
+        assert os.getpid() != main
+        return row
+
+    options = {"dataloader_num_workers": 1, "save_strategy": "epoch", "num_train_epochs": 8}
+    _, ours, _ = both(tmp_path, change=in_a_worker, **options)
+    assert ours[2] < NUM_SAMPLES
+    both(tmp_path / "mean", Case(Mean, images, "probe.vit", stack), change=in_a_worker, **options)
+
+
+class Formed(nn.Module):
+    """Asks pixels for what needs none of them, and converts them in ways that do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = vit_probe()
+        self.config: Any = self.probe.config
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
+        assert pixel_values.type() == "torch.FloatTensor"
+        pixels = pixel_values.to("cpu").type(torch.float32).to(torch.device("cpu"), torch.float32)
+        for changed in (
+            pixels.type("torch.DoubleTensor"),
+            pixels.to(torch.zeros(1).double()),
+            pixels.to(torch.float64),
+        ):
+            assert changed.dtype == torch.float64
+        assert pixels.to(torch.float32, False, True).data_ptr() != pixels.data_ptr()
+        return self.probe(pixels, labels=labels)
+
+
+@pytest.mark.usefixtures("taken_for_installed")
+def test_conversions_of_a_field_are_torchs(tmp_path: Path) -> None:
+    both(tmp_path, Case(Formed, images, "probe.vit", stack))
+
+
+def test_a_field_that_a_hook_of_the_script_sees_is_read(tmp_path: Path) -> None:
+    def seen(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        assert type(kwargs["pixel_values"]) is torch.Tensor
+
+    def hooked() -> nn.Module:
+        model = vit_probe()
+        model.register_forward_pre_hook(seen, with_kwargs=True)
+        return model
+
+    _, ours, _ = both(tmp_path, Case(hooked, images, "vit", stack))
+    assert ours == [12] * 5
+    _, ours, _ = both(tmp_path / "model", Case(Shifted, images, "probe.vit", stack))
+    assert ours == [12] * 5

@@ -80,6 +80,11 @@ class PartCall:
         return [each for each in self.rows.tensors if type(each) is Deferred]
 
     @property
+    def is_given(self) -> bool:
+        """False if it was called with a field of samples that are left unread."""
+        return all(each.call.is_given for each in self.inputs)
+
+    @property
     def has_written_inputs(self) -> bool:
         """True if an argument was written into since the call."""
         return [_version(each) for each in self.rows.tensors] != self._versions
@@ -317,7 +322,7 @@ class Deferred(torch.Tensor):
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func in (torch.Tensor.to, torch.Tensor.type) and type(args[0]) is Deferred:
-            converted = _converted(*args, **(kwargs or {}))
+            converted = _converted(func is torch.Tensor.to, *args, **(kwargs or {}))
             if converted is not None:
                 return converted
         return _used(func, args, kwargs)
@@ -338,9 +343,11 @@ def _used(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _converted(tensor: Deferred, *args: Any, **kwargs: Any) -> Deferred | None:
-    """Return a tensor that is deferred as well for `to` or `type`; None if its values would be others."""
-    if kwargs.pop("copy", False) or isinstance(kwargs.get("dtype", (*args, None)[0]), str) and kwargs:
+def _converted(is_to: bool, tensor: Deferred, *args: Any, **kwargs: Any) -> Deferred | None:
+    """Return a tensor that is deferred as well for `to`, or else `type`; None if that takes values."""
+    is_like = any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values()))
+    copies = kwargs.pop("copy", False) or sum(isinstance(each, bool) for each in args) > 1
+    if copies or is_like or not (is_to or [type(each) for each in args] == [torch.dtype]):
         return None
     device, dtype, _, form = torch._C._nn._parse_to(*args, **kwargs)
     if dtype not in (None, tensor.dtype) or form is not None:

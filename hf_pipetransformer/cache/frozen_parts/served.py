@@ -189,12 +189,15 @@ class Records:
         if not is_hit.any() or any(each in self._unproven and each not in self._agreed for each in places.tolist()):
             return None
         kind = call.state + call.modes.precision
-        self._num_calls[kind] += 1
-        self._num_unchecked += 1
-        number = self._num_calls[kind]
+        number = self._num_calls[kind] + 1
         # Where records were wrong once, none is used unseen for a while.
         is_whole = number == 1 or (self.num_distrusted > 0 and number < CHECK_EVERY)
-        is_due = is_whole or self.is_check_due(CHECK_EVERY)
+        # A check reads no sample that the loader has left unread.
+        if is_whole and not call.is_given:
+            return None
+        self._num_calls[kind] = number
+        self._num_unchecked += 1
+        is_due = is_whole or (call.is_given and self.is_check_due(CHECK_EVERY))
         records = self.store.read(places[is_hit], self.reading.num_tokens(call))
         if records is None:
             return None
@@ -337,7 +340,7 @@ class Records:
 
     def is_what_it_was(self) -> bool:
         """Return False if bytes of the weights, or what the part makes of a row that was read, have changed."""
-        if self._are_weights_others(thoroughly=True):
+        if self.have_bytes_changed():
             return False
         call, self._num_unchecked = self._last, 0
         if call is None or self.plan.is_of_script or any(map(_is_past, call.chain)):
@@ -352,7 +355,7 @@ class Records:
     def distrust(self) -> None:
         """Use no record from before this call, and say so."""
         self.num_distrusted += 1
-        self.are_weights_others = self._are_weights_others(thoroughly=True)
+        self.are_weights_others = self.have_bytes_changed()
         self._last = None
         self._agreed.clear()
         self.say_wrong(self)

@@ -21,6 +21,7 @@ from hf_pipetransformer.cache.frozen_parts.contents import record_format
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, maximal_frozen
 from hf_pipetransformer.cache.frozen_parts.served import Plan, Records
 from hf_pipetransformer.cache.frozen_parts.serving import PartsRun, Price, ServingParts, Stores
+from hf_pipetransformer.cache.frozen_parts.state import is_script_free
 from hf_pipetransformer.cache.frozen_parts.unread import UnreadSamples
 from hf_pipetransformer.cache.frozen_parts.watching import Form, Found, Watch
 from hf_pipetransformer.cache.storage import stored_dtype
@@ -194,17 +195,11 @@ class StoredParts:
                 "that no record has them: they are computed where they are read."
             )
 
-    def before_checkpoint(self) -> None:
-        """Check the parts, and samples that were left unread."""
-        self.serving.check_thoroughly()
-        if self._unread is not None:
-            self._unread.check()
-
     def end_epoch(self, is_last: bool) -> None:
         """Check the parts, and see which samples need not be read in the next epoch."""
         self.serving.end_epoch(is_last)
         if self._unread is not None:
-            self._unread.end_pass(bool(self.served))
+            self._unread.end_pass(bool(self.served) and is_script_free(self.run.model))
 
     def end(self) -> None:
         """Give the stores back, and say what was saved."""

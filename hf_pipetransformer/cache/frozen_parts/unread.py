@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from hf_pipetransformer.cache.frozen_parts.call import Deferred
@@ -19,7 +18,6 @@ from hf_pipetransformer.data.row_table import (
     RowsRead,
     RowTable,
     TableReads,
-    digests_of_rows,
     table_reads,
 )
 
@@ -57,6 +55,10 @@ class FieldRead:
         like = torch.empty(0, dtype=self.field.kind, device=device)
         return Deferred(self, 0, [len(self.indices), *self.field.shape], like)
 
+    @property
+    def is_given(self) -> bool:
+        return self._value is not None
+
     def keys_as_read(self) -> Array | None:
         """Return the keys of the rows; None once their values are there, which whoever has them may write into."""
         return self._keys if self._value is None else None
@@ -93,25 +95,22 @@ class UnreadSamples:
     def __init__(self, loader: Any, say: Callable[[str], None], step: Callable[[], int]) -> None:
         self._say, self._step = say, step
         self._checked_at = 0
-        """Number of the last step at whose end samples were what they had been."""
-        self._last: tuple[TableReads, Array] | None = None
+        """Number of the last step before which a batch was read, and was what it had been."""
         self._table: RowTable | None = table_reads(loader, self._completed)
         self._unread = self._read = self._num_pauses = 0
         """Rows left unread in this pass, and those of them that had to be read after all."""
         self._has_left = False
         self._keys: dict[Any, tuple[weakref.ref[torch.Tensor], int, Array]] = {}
 
-    def _completed(self, reads: TableReads, batch: dict[str, Any]) -> Any:
+    def _completed(self, reads: TableReads, batch: Any) -> Any:
         """Return a batch as the script's collator gives it, fields that were not read deferred."""
         self._notice()
+        if type(batch) is not dict or ROWS not in batch:
+            return batch
         rows: RowsRead = batch.pop(ROWS)
         is_unread = any(isinstance(each, Field) for each in batch.values())
-        if is_unread and not self._has_left:
-            # The first one is compared as a whole.
-            fresh = reads.read(rows.indices)
-            if not _is_same(batch, rows, fresh):
-                reads.table.switch_off("what was kept of them is not what they are")
-                return fresh
+        if is_unread and self._table is None:
+            return reads.read(rows.indices)  # It was on its way when others were found to have changed.
         for name, keys in rows.digests.items():
             field = batch[name]
             if isinstance(field, Field):
@@ -120,13 +119,14 @@ class UnreadSamples:
                 self._keys[_place_of(field)] = weakref.ref(field), field._version, keys
         if is_unread:
             self._unread += len(rows.indices)
-            self._last = reads, rows.indices[:1]
             if not self._has_left:
                 self._has_left = True
                 self._say(
                     "Samples whose outputs are stored are not read any more, nor decoded: they came out alike in two "
-                    "passes. Of each further pass, the first batch and some rows are read and compared."
+                    "passes. Of each further pass, the first batch and every 64th are read, and compared."
                 )
+        else:
+            self._checked_at = self._step()
         if len(self._keys) > MOST_KEYS:
             self._keys = {place: each for place, each in self._keys.items() if each[0]() is not None}
         return batch
@@ -145,27 +145,23 @@ class UnreadSamples:
         is_there = known is not None and known() is not None
         return keys if is_there and not tensor.is_inference() and tensor._version == version else None
 
-    def end_pass(self, is_stored: bool) -> None:
-        """Leave samples unread from here on if outputs of frozen parts are stored, and if little had to be read."""
-        self.check()
+    def end_pass(self, may_leave: bool) -> None:
+        """Leave samples unread from here on if that may be, and if little of what was had to be read after all.
+
+        Args:
+            may_leave: True if outputs are stored, and no code of the script's in the model would see the fields.
+        """
+        self._notice()
         if self._table is None:
             return
         self._num_pauses += self._read > SHARE_TOLERATED * self._unread + ROWS_TOLERATED
         self._unread = self._read = 0
-        if not is_stored:
-            self._table.switch_off("no outputs are stored any more")
+        if not may_leave:
+            self._table.switch_off("nothing is stored any more, or code of the script's sees them")
         if self._num_pauses >= MOST_PAUSES:
             self._table.switch_off("they are not used by frozen parts alone")
         self._table.end_pass(serves=True)
         self._notice()
-
-    def check(self) -> None:
-        """Read a sample that was left unread, and compare it: after an epoch, and before a checkpoint."""
-        if self._table is not None and self._last is not None:
-            reads, indices = self._last
-            reads.read(indices)
-            self._notice()
-        self._checked_at, self._last = self._step(), None
 
     def _notice(self) -> None:
         """Say why the table was switched off, if it was, here or in a process that reads."""
@@ -173,19 +169,10 @@ class UnreadSamples:
             return
         self._table = None
         if self._has_left:
-            first, last = self._checked_at + 1, self._step()
+            # The loader is a batch ahead, which may be one that was left unread.
+            first, last = self._checked_at + 1, self._step() + (self._unread > 0)
             text = f" Steps {first} to {last} may have used what they were before." if last >= first else ""
             self._say(f"Samples are read in every pass from here on: {reason}.{text}")
-
-
-def _is_same(batch: dict[str, Any], rows: RowsRead, fresh: Any) -> bool:
-    """Return True if a batch that was left unread is what it is when it is read."""
-    return list(batch) == list(fresh) and all(
-        np.array_equal(digests_of_rows(fresh[name]), rows.digests[name])
-        if isinstance(each, Field)
-        else each.dtype == fresh[name].dtype and torch.equal(each, fresh[name])
-        for name, each in batch.items()
-    )
 
 
 def _place_of(tensor: torch.Tensor) -> Any:
