@@ -24,6 +24,10 @@ class ModelSettingError(ValueError):
     """Error for a model setting or layer type that pipeline stages do not support; the message names it."""
 
 
+class LossDoesNotDecomposeError(ValueError):
+    """The loss of a batch is neither the weighted mean nor the sum of the losses of its parts."""
+
+
 class PeerLostError(PipelineError):
     """Error for a rank that does not answer because it died or is doing something else."""
 

@@ -43,10 +43,6 @@ class LossScope(Enum):
     """Those of all replicas, as on one process."""
 
 
-class LossDoesNotDecomposeError(ValueError):
-    """The loss of a batch is neither the weighted mean nor the sum of the losses of its parts."""
-
-
 def agree_on_overflow(
     scaler: Any, optimizer: torch.optim.Optimizer, device: torch.device, largest: Callable[[torch.Tensor], None]
 ) -> None:

@@ -354,13 +354,12 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
 
     # Without annotations these are no dataclass fields, hence no options. They record that a trainer of this library
     # uses the arguments, that it recomputes in place of activation_checkpointing, that it places the model, that the
-    # script gave plain TrainingArguments, and the schedule and chunks in place of which all forwards run first.
+    # script gave plain TrainingArguments, and that all forwards run first, whatever schedule was asked for.
     is_taken = False
     recomputes_for_trainer = False
     places_model = False
     was_plain = False
-    asked_schedule = ""
-    asked_chunks = 0
+    runs_forwards_first = False
 
     @failure.recorded()
     def __post_init__(self) -> None:
@@ -450,19 +449,6 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
             self.pipeline_checkpoint, self.activation_checkpointing = "never", True
             self.recomputes_for_trainer = False
 
-    def run_forwards_first(self) -> None:
-        """Replace the schedule for a loss of whole batches; `run_asked_schedule` takes it back."""
-        if self.schedule.abilities.runs_steps_whole and self.pipeline_schedule != forwards_first(self.schedule).name:
-            self.asked_schedule, self.asked_chunks = self.pipeline_schedule, self.pipeline_chunks or 0
-            # The chunks too: only the schedule that was asked for may have several stages on a rank.
-            self.pipeline_schedule, self.pipeline_chunks = forwards_first(self.schedule).name, None
-
-    def run_asked_schedule(self) -> None:
-        """Set the schedule that the user asked for again."""
-        if self.asked_schedule:
-            self.pipeline_schedule, self.pipeline_chunks = self.asked_schedule, self.asked_chunks or None
-            self.asked_schedule = ""
-
     @property
     def place_model_on_device(self) -> bool | None:
         """False if the pipeline moves stages to their devices, None for Trainer's default.
@@ -495,11 +481,20 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
     @property
     def num_chunks(self) -> int:
         """Number of stages on each rank V, if the pipeline has several ranks."""
-        return self.pipeline_chunks or self.schedule.abilities.default_chunks
+        # Only the schedule that was asked for may have the chunks that were asked for.
+        asked = None if self.replaces_schedule else self.pipeline_chunks
+        return asked or self.schedule.abilities.default_chunks
 
     @property
     def schedule(self) -> Schedule:
-        return find_schedule(self.pipeline_schedule)
+        """Schedule that runs: for a loss of whole batches all forwards come first."""
+        asked = find_schedule(self.pipeline_schedule)
+        return forwards_first(asked) if self.runs_forwards_first and asked.abilities.runs_steps_whole else asked
+
+    @property
+    def replaces_schedule(self) -> bool:
+        """True if another schedule runs than the option names."""
+        return self.schedule.name != self.pipeline_schedule
 
     @property
     def token_slices(self) -> Plans | None:

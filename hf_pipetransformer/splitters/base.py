@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from hf_pipetransformer.splitters.adapters import base_parameters
+from hf_pipetransformer.splitters.adapters import bare_model, base_parameters
 
 
 _CACHE_NAMES = {"cache", "past_key_values"}
@@ -27,6 +27,12 @@ class UnsupportedModelError(ValueError):
 
 def config_value(model: nn.Module, name: str, default: Any = None) -> Any:
     return getattr(getattr(model, "config", None), name, default)
+
+
+def is_causal_lm(model: nn.Module) -> bool:
+    """Return True for a causal language model of transformers."""
+    config = getattr(model, "config", None)
+    return isinstance(bare_model(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ()))
 
 
 def layers_of(splitter: Splitter, model: nn.Module) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.splitters.adapters import bare_model
-from hf_pipetransformer.splitters.base import layers_of
+from hf_pipetransformer.splitters.base import is_causal_lm, layers_of
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.splitters.quantized import plan_in_4_bits
@@ -36,7 +36,6 @@ from hf_pipetransformer.startup.model import (
     ProbeTarget,
     dropout_from,
     has_dropout,
-    is_causal_lm,
     num_frozen_by_user,
 )
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner, samples_per_microbatch

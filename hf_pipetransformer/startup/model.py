@@ -15,12 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.options.refusals import keeps_statistics
 from hf_pipetransformer.schedules.placement import block_of
-from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
 from hf_pipetransformer.splitters.masters import HALVES, master_names
 from hf_pipetransformer.splitters.quantized import float32_products, is_packed, put_in_evaluation_mode
@@ -131,12 +129,6 @@ def run_stage(
         # It holds the frames of the forward, and with them their tensors.
         stage_exit.__traceback__ = None
         return stage_exit.hidden
-
-
-def is_causal_lm(model: nn.Module) -> bool:
-    """Return True for a causal language model of transformers."""
-    config = getattr(model, "config", None)
-    return isinstance(bare_model(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ()))
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -66,7 +66,7 @@ def memory_conditions(
     return {
         **{name: str(getattr(args, name)) for name in names},
         "num_microbatches": args.num_microbatches,
-        "schedule": args.pipeline_schedule,
+        "schedule": args.schedule.name,
         "num_chunks": args.num_chunks,
         # Left out where they change nothing: conditions of runs without the option stay equal.
         **({"head_slices": head_slices} if head_slices > 1 else {}),
@@ -265,12 +265,12 @@ class RunPlanner:
     def num_chunks(self, size: int) -> int:
         """Return the stages per rank V of a pipeline of `size` ranks; 0 if the model is too short for it."""
         most = len(self.probe.structure.cut_positions()) - 1
-        return choose_num_chunks(self.args.pipeline_schedule, self.args.num_chunks, size, most)
+        return choose_num_chunks(self.args.schedule.name, self.args.num_chunks, size, most)
 
     def plan(self, size: int, num_frozen: int) -> Layout:
         """Return the first layout with `size` stages. Pure."""
         replicas, chunks = self.topology.world_size // size, self.num_chunks(size)
-        shape = PipelineShape(size, replicas, 0, self.args.pipeline_schedule, chunks)
+        shape = PipelineShape(size, replicas, 0, self.args.schedule.name, chunks)
         return self.inputs().lay_out(shape, num_frozen)
 
     def describe(self, layout: Layout, policy: str, freezes: bool, trainer_adds_up: bool = False) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from hf_pipetransformer.data.batches import (
     take_samples,
 )
 from hf_pipetransformer.data.flattened import CUMULATIVE, MARKS, Sequences, first_tokens, sequences_of, take_sequences
-from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, is_causal_lm, run_stage
+from hf_pipetransformer.splitters.base import is_causal_lm
+from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
 
 
 if TYPE_CHECKING:

@@ -21,8 +21,9 @@ from hf_pipetransformer.planning.storing import CacheCosts, Caching, StoreConten
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
+from hf_pipetransformer.splitters.base import is_causal_lm
 from hf_pipetransformer.splitters.quantized import num_bytes
-from hf_pipetransformer.startup.model import MOST_GRADIENTS, is_causal_lm
+from hf_pipetransformer.startup.model import MOST_GRADIENTS
 from hf_pipetransformer.startup.slices import choose_head_slices
 
 
@@ -337,6 +338,7 @@ def _data_parallel(model: Any, planner: RunPlanner, machine: Machine) -> Iterato
 def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
     # A copy without `__post_init__`, which has read the options already.
     args = copy.copy(planner.args)
+    args.runs_forwards_first &= "pipeline_schedule" not in changes
     for name, value in changes.items():
         setattr(args, name, value)
     # What the run chose by itself gives way to what is changed.

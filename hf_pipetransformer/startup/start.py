@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import nn
 
-from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError, PipelineError
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.data.batches import CommonLength, batch_size
+from hf_pipetransformer.data.effects import buffers_kept
 from hf_pipetransformer.data.flattened import sequences_of
-from hf_pipetransformer.engine.effects import buffers_kept
 from hf_pipetransformer.engine.head import HeadSlices
-from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossScope
+from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.token_slices import TokenCosts
 from hf_pipetransformer.report import progress_bar

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.data.batches import pad_batch
+from hf_pipetransformer.data.effects import Alone, buffers_kept, effects_of
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.rng import random_state, same_states, set_random_state
-from hf_pipetransformer.engine.effects import Alone, buffers_kept, effects_of
 from hf_pipetransformer.schedules.placement import first_above
 from hf_pipetransformer.splitters.base import config_value
 from hf_pipetransformer.startup.check import Result

@@ -339,18 +339,19 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
             )
         if layout.pipeline_size > topology.local_world_size:
             layouts[step] = replace(layout, cache_level=0)  # No store serves several nodes.
-        if layout.schedule == args.asked_schedule and layout.num_chunks == 1:
-            layouts[step] = replace(layouts[step], schedule=args.pipeline_schedule)
-        elif layout.schedule != args.pipeline_schedule:
+        runs, is_replaced = args.schedule.name, args.replaces_schedule and layout.schedule == args.pipeline_schedule
+        if is_replaced and layout.num_chunks == 1:
+            layouts[step] = replace(layouts[step], schedule=runs)
+        elif layout.schedule != runs:
             remedy = f"set pipeline_schedule={layout.schedule!r}."
-            if layout.schedule == args.asked_schedule:
+            if is_replaced:
                 remedy = (
                     f"all forwards of {layout.num_chunks} stages a rank cannot come first, which the loss of the "
                     "whole batch takes. Set pipeline_loss='parts'."
                 )
             raise ValueError(
                 f"layout_plan={path!r} holds at step {step} a layout under {layout.schedule!r}, but "
-                f"pipeline_schedule={args.pipeline_schedule!r}: {remedy}"
+                f"pipeline_schedule={runs!r}: {remedy}"
             )
     if min(layouts) != 0:
         raise ValueError(f"layout_plan={path!r} begins at step {min(layouts)}: expected a plan from step 0 on.")

@@ -18,7 +18,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
-from hf_pipetransformer.report.card import write_card
 from hf_pipetransformer.report.console import shorten_console
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog
 from hf_pipetransformer.report.failure import FailureReporter, recorded
@@ -29,9 +28,8 @@ from hf_pipetransformer.trainer.overrides import (
     SavingOverrides,
     TrainingOverrides,
 )
-from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.needs import RunOptions, check_constructor_arguments, explaining_loss
-from hf_pipetransformer.training.session import PipelineSession
+from hf_pipetransformer.training.session import Session
 
 
 if TYPE_CHECKING:
@@ -200,7 +198,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         super().__init__(*given.positional, **given.named)
         # After the constructor, since only now it shows which arguments it gave to Trainer's.
         check_handed_on(self)
-        self.pipeline_run = self.accelerator.session = PipelineSession(PipelineBuilder(self, options, needs_pipeline))
+        self.pipeline_run = self.accelerator.session = Session(self, options, needs_pipeline)
         shorten_console(self.callback_handler)
         if args.places_model and not args.plan_only:
             trl_compat.precompute_reference(self)
@@ -259,7 +257,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             timeouts,
             timeouts.find_checkpoint,
             # Waits of a run that is left to Trainer are not watched, so the main thread may never get to a handler.
-            handles_sigterm=self.args.world_size == 1 or self.pipeline_run.builder.needs_pipeline,
+            handles_sigterm=self.args.world_size == 1 or self.pipeline_run.needs_pipeline,
         )
         try:
             with (
@@ -291,7 +289,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
             with run.stored_parts.step(inputs), explaining_loss(self, inputs):
                 loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
-        loss = run.training.run_batch(inputs, num_items_in_batch)
+        loss = run.pipelined.training.run_batch(inputs, num_items_in_batch)
         if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
             return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
@@ -313,9 +311,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
     # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        # No checkpoint without a look at what its steps have read.
-        self.pipeline_run.stored_parts.serving.check_thoroughly()
-        with self.pipeline_run.saving.checkpoint(os.path.join(self._get_output_dir(trial), name)):
+        with self.pipeline_run.checkpoint(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 
     # The card is written from what the run recorded, and pushed by Trainer right after it.
@@ -336,6 +332,8 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         Raises:
             ValueError: `comparison` has no results.
         """
+        from hf_pipetransformer.report.card import write_card
+
         super().create_model_card(*positional, **named)
         if self.is_world_process_zero():
             write_card(self, data, comparison)
@@ -387,7 +385,7 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         Raises:
             ValueError: ranks have different inputs; or the model, with several stages, cannot generate so.
         """
-        return self.pipeline_run.evaluations.generate(inputs, generation_kwargs)
+        return self.pipeline_run.pipelined.evaluations.generate(inputs, generation_kwargs)
 
 
 class PipeTransformerTrainer(PipeTransformerMixin, Trainer):

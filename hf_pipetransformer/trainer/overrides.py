@@ -20,13 +20,12 @@ from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.report.origin import outcome_of
-from hf_pipetransformer.training.evaluation import UsersEvaluation
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.runtime.pipeline import PipelineShell
-    from hf_pipetransformer.training.session import PipelineSession
+    from hf_pipetransformer.training.session import Session
 
 
 def left_to_trainer(overrides: type) -> type:
@@ -59,7 +58,7 @@ _Trainer: Any = object
 class TrainingOverrides(_Trainer):
     """Methods of Trainer's training."""
 
-    pipeline_run: PipelineSession
+    pipeline_run: Session
     args: PipeTransformerArguments
 
     # Refused at once: backends swallow what a trial raises, and the flag that Trainer sets for them outlives an error.
@@ -71,12 +70,12 @@ class TrainingOverrides(_Trainer):
 
     # Not `prepare` of the accelerator: evaluations in a training ask for the bare model, and prepare nothing.
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> PipelineShell:
-        return self.pipeline_run.shell
+        return self.pipeline_run.pipelined.shell
 
     # The one place where the loop takes another loader, and where a checkpoint can be kept from Trainer, which would
     # unpickle it.
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        run = self.pipeline_run
+        run = self.pipeline_run.pipelined
         # The optimizer must include parameters that are frozen now but may unfreeze.
         with nullcontext() if run.is_waiting else run.pipeline.stage.store.all_active():
             # Without a checkpoint: `prepare` restores it, once parameters and their groups are known by name.
@@ -91,7 +90,7 @@ class TrainingOverrides(_Trainer):
 
         They differ from Trainer's when a run resumes with batches of another size.
         """
-        run = self.pipeline_run
+        run = self.pipeline_run.pipelined
         if self.args.plan_only:
             values = super().set_initial_training_values(args, dataloader)
             run.print_plan(dataloader, values)
@@ -103,7 +102,7 @@ class TrainingOverrides(_Trainer):
     # Trainer finds the place in the data from the number of steps alone, which batches of another size make wrong.
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
-        resumption = self.pipeline_run.resumption
+        resumption = self.pipeline_run.pipelined.resumption
         rest = None if resumption is None else resumption.remainder
         return place if rest is None else (rest.epoch, 0)
 
@@ -111,7 +110,7 @@ class TrainingOverrides(_Trainer):
     def _run_epoch(self, **kwargs: Any) -> None:
         # Without a checkpoint: Trainer would skip batches in a loader of accelerate's, and set RNG states too late.
         kwargs["resume_from_checkpoint"] = None
-        with self.pipeline_run.epoch(kwargs) as goes_on:
+        with self.pipeline_run.pipelined.epoch(kwargs) as goes_on:
             if goes_on:
                 super()._run_epoch(**kwargs)
 
@@ -121,10 +120,10 @@ class TrainingOverrides(_Trainer):
 
         The first time, the pipeline is started with the first batch.
         """
-        self.pipeline_run.builder.start_training()
+        self.pipeline_run.pipelined.builder.start_training()
         if self.pipeline_run.is_left_to_trainer:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        return self.pipeline_run.training.begin_step(epoch_iterator, num_batches)
+        return self.pipeline_run.pipelined.training.begin_step(epoch_iterator, num_batches)
 
     # `compute_loss` multiplies by it, in user code too: a division around it would not undo that to the bit.
     def get_tp_size(self) -> int:
@@ -139,7 +138,7 @@ class TrainingOverrides(_Trainer):
     # Later stages are given copies of the batch, and the sum over ranks would count each of them.
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate on one rank per pipeline, and 0 on the others."""
-        run = self.pipeline_run
+        run = self.pipeline_run.pipelined
         if not run.counts_inputs:
             return 0
         known, count = run.operations, super().floating_point_ops
@@ -153,7 +152,7 @@ class TrainingOverrides(_Trainer):
 
     # Trainer gathers over all ranks, of which those without samples do not come by, and others have copies.
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        with self.pipeline_run.counting_tokens() as counts_here:
+        with self.pipeline_run.pipelined.counting_tokens() as counts_here:
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
 
@@ -163,7 +162,7 @@ class TrainingOverrides(_Trainer):
         if self.pipeline_run.is_inside_stage:
             self.pipeline_run.context.gains.note_log(logs)
             return
-        self.pipeline_run.add_scalars(logs)
+        self.pipeline_run.pipelined.add_scalars(logs)
         super().log(logs, start_time)
 
     # Nothing public is called between the last step and the final log, which needs the mean loss of all ranks.
@@ -171,7 +170,7 @@ class TrainingOverrides(_Trainer):
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
         # Times 0, so that device and dtype stay those of Trainer's tensor.
         self._tr_loss = self._tr_loss * 0 + sum(losses) / len(losses)
-        self.pipeline_run.finish()
+        self.pipeline_run.pipelined.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
         outcome = outcome_of(self, self.pipeline_run.results)
         self.pipeline_run.context.journal.write(
@@ -184,7 +183,7 @@ class TrainingOverrides(_Trainer):
 class EvaluationOverrides(_Trainer):
     """Methods that make loaders, evaluate and predict."""
 
-    pipeline_run: PipelineSession
+    pipeline_run: Session
     args: PipeTransformerArguments
 
     # The accelerator, which prepares every loader, is not told what it is for.
@@ -203,13 +202,13 @@ class EvaluationOverrides(_Trainer):
     # Only here it is known that predictions are dropped once the metrics are computed.
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does, through the pipeline; every rank gets the same metrics."""
-        with self.pipeline_run.evaluations.call(eval_dataset, "get_eval_dataloader", is_metrics_only=True):
+        with self.pipeline_run.pipelined.evaluations.call(eval_dataset, "get_eval_dataloader", is_metrics_only=True):
             return super().evaluate(eval_dataset, *args, **kwargs)
 
     # The pipeline starts before Trainer measures the time, and callbacks may read the whole model until the end.
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> PredictionOutput:
         """Predict as `Trainer.predict` does, through the pipeline; every rank gets all predictions in order."""
-        with self.pipeline_run.evaluations.call(test_dataset, "get_test_dataloader"):
+        with self.pipeline_run.pipelined.evaluations.call(test_dataset, "get_test_dataloader"):
             return super().predict(test_dataset, *args, **kwargs)
 
     # The only method that is given the loader to read.
@@ -222,7 +221,7 @@ class EvaluationOverrides(_Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run Trainer's loop; with more than one stage, refuse a loader that this trainer did not make."""
-        with self.pipeline_run.evaluations.loop(dataloader) as evaluation:
+        with self.pipeline_run.pipelined.evaluations.loop(dataloader) as evaluation:
             output = super().evaluation_loop(
                 evaluation.loader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
@@ -233,7 +232,7 @@ class EvaluationOverrides(_Trainer):
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Run one evaluation batch; returns the global batch's loss, repeated for each of this replica's samples."""
-        evaluation, given = self.pipeline_run.evaluations.present, dict(inputs)
+        evaluation, given = self.pipeline_run.pipelined.evaluations.present, dict(inputs)
         method = getattr(super().prediction_step, "__func__", None)
         may_generate = method is Seq2SeqTrainer.prediction_step
         reads_loss_only = prediction_loss_only or (may_generate and trainer_compat.generates(self))
@@ -252,16 +251,16 @@ class EvaluationOverrides(_Trainer):
         run = vars(self).get("pipeline_run")
         if run is None and self.args.places_model:
             return dataset
-        found = None if run is None else run.evaluations.reference_of(dataset, batch_size)
+        found = None if run is None else run.pipelined.evaluations.reference_of(dataset, batch_size)
         return super()._precompute_ref_logps(dataset, name, batch_size) if found is None else found
 
     # Trainer's `prediction_step` calls this and would gather over all ranks, stages included; training counts over
     # all replicas in `get_batch_samples`.
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
-        evaluation = self.pipeline_run.evaluations.present
+        evaluation = self.pipeline_run.pipelined.evaluations.present
         # Whether the loss is divided by all items or is its own mean decides how replicas average it.
         evaluation.told_num_items = True
-        if isinstance(evaluation, UsersEvaluation):
+        if evaluation.is_users:
             return super()._get_num_items_in_batch(batch_samples, device)
         if not any("labels" in batch for batch in batch_samples) or not trainer_compat.takes_num_items(self):
             return None
@@ -273,18 +272,18 @@ class EvaluationOverrides(_Trainer):
 class SavingOverrides(_Trainer):
     """Methods that save and load models and checkpoints."""
 
-    pipeline_run: PipelineSession
+    pipeline_run: Session
     args: PipeTransformerArguments
 
     # Callable at any time, also without a checkpoint, while each rank has one stage.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model for `from_pretrained`, on rank 0. Collective: call on every rank."""
-        with self.pipeline_run.saving.model() as lends:
+        with self.pipeline_run.pipelined.saving.model() as lends:
             if not lends:
                 super().save_model(output_dir, _internal_call)
                 return
             # Trainer's method takes no state to write, of which rank 0 fetches the values as it writes.
-            with self.pipeline_run.saving.lent_state() as state:
+            with self.pipeline_run.pipelined.saving.lent_state() as state:
                 self._save(output_dir, state)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -292,19 +291,19 @@ class SavingOverrides(_Trainer):
     # From the first file of a checkpoint to the last the folder is marked incomplete: `on_save` comes after.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.pipeline_run.training.checkpoints.saving(os.path.join(self._get_output_dir(trial), name)):
+        with self.pipeline_run.pipelined.training.checkpoints.saving(os.path.join(self._get_output_dir(trial), name)):
             super()._save_checkpoint(model, trial)
 
     # Each stage writes its part; Trainer's files only where plain Trainer could resume with them.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        checkpoints = self.pipeline_run.training.checkpoints
+        checkpoints = self.pipeline_run.pipelined.training.checkpoints
         checkpoints.save_optimizer(output_dir)
         if checkpoints.are_trainers_too:
             super()._save_optimizer_and_scheduler(output_dir)
 
     # The last call on all ranks before rank 0 completes the checkpoint.
     def _save_rng_state(self, output_dir: str) -> None:
-        checkpoints = self.pipeline_run.training.checkpoints
+        checkpoints = self.pipeline_run.pipelined.training.checkpoints
         if checkpoints.are_trainers_too and self.args.world_size == 1:
             super()._save_rng_state(output_dir)  # With several processes, RNG states differ from Trainer's.
         checkpoints.save_rank_state(output_dir)
@@ -312,12 +311,12 @@ class SavingOverrides(_Trainer):
     # Trainer would load the whole model on every rank.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Check that the weights fit, of which Trainer's own only warns; each rank reads those of its stage later."""
-        self.pipeline_run.weights.expect(resume_from_checkpoint)
+        self.pipeline_run.pipelined.weights.expect(resume_from_checkpoint)
 
     # The stages stay until here, so that each reads its own weights.
     def _load_best_model(self) -> None:
         """Load the best weights; Trainer's own skips models that are saved under other parameter names (ViT)."""
-        run = self.pipeline_run
+        run = self.pipeline_run.pipelined
         if not run.weights.load_best(run.pipeline.stage):
             super()._load_best_model()
         run.ending.give_back()
@@ -332,16 +331,15 @@ class PipelineAccelerator(Accelerator):
     def __init__(self, own: Accelerator) -> None:
         # Not Accelerator's constructor: its settings are made from options that only Trainer reads.
         self.__dict__.update(vars(own))
-        self.session: PipelineSession | None = None
+        self.session: Session | None = None
         """What the pipeline adds to the trainer; None in the trainer's constructor."""
         self._gathers_nothing = False
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip by the norm of the whole model's gradients, which is returned. Collective: call on every rank."""
-        training = None if self.session is None else self.session.present
-        if training is None:
+        if self.session is None or not self.session.is_training_in_pipeline:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        return training.clip_gradients(max_norm)
+        return self.session.pipelined.training.clip_gradients(max_norm)
 
     def gather(self, tensor: Any) -> Any:
         """Gather from all ranks; inside `gathering_nothing`, return what is given."""

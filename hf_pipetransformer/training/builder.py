@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer
 
+from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.compat.known_losses import KnownLoss, known_loss
 from hf_pipetransformer.data.batches import batch_size, for_model, note_samples
 from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.head import HeadSlices
-from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError, LossRule, LossScope
+from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.options.refusals import check_communication_hook, check_dataset
 from hf_pipetransformer.report import announce, logger
@@ -37,13 +38,10 @@ from hf_pipetransformer.startup.rows import FirstBatch, most_samples, probe_samp
 from hf_pipetransformer.startup.slices import why_whole_by_options
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
-from hf_pipetransformer.training.context import TrainingContext, make_context
 from hf_pipetransformer.training.loaders import Begun, begin_reading, make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
 from hf_pipetransformer.training.needs import (
     LEFT_TO_TRAINER,
-    Need,
-    RunOptions,
     check_trained_model,
     explaining_loss,
     say_left_to_trainer,
@@ -59,6 +57,8 @@ if TYPE_CHECKING:
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.splitters.structure import Structure
     from hf_pipetransformer.startup.planner import StartUp
+    from hf_pipetransformer.training.context import TrainingContext
+    from hf_pipetransformer.training.session import Session
 
 
 @dataclass(frozen=True)
@@ -86,29 +86,16 @@ class PipelineBuilder:
     """Moves a trainer's model onto stages, unless the run is left to Trainer.
 
     Lives as long as the trainer; each `train()` starts a new `Pipeline`, and so does an evaluation before any.
-    `policy` is the one in use. Without `needs_pipeline`, Trainer's own methods train and evaluate.
-
-    Collective: construct on every rank.
-
-    Raises:
-        ValueError: the ranks were started with different options, or two policies are asked for.
     """
 
-    def __init__(self, trainer: Trainer, options: RunOptions, needs_pipeline: bool) -> None:
-        self.context = make_context(trainer)
-        self.options = options
-        self.policy = options.make_policy(warns=self.context.topology.rank == 0)
-        self.needs_pipeline = needs_pipeline
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.context = session.context
+        self.options = session.options
+        self.policy = session.policy
         self.in_force: Pipeline | None = None
         self.cache: TrainingCache | None = None
         """Activation cache of the training in progress."""
-        self.is_left_to_trainer = not needs_pipeline or options.is_undivided
-        """True while Trainer's own methods run instead of the overrides."""
-        self.evaluates_alone = self.is_left_to_trainer
-        """Value of `is_left_to_trainer` outside of `train()`."""
-        may_do_without = options.is_undivided or options.need(trainer.model) is not Need.REQUIRED
-        # With `plan_only` a model that cannot be split is refused with the reason.
-        self._may_do_without = may_do_without and not (options.args.plan_only or options.freezes)
         self._overrode_loss_kwargs = False
         self._waiting: Callable[[], None] | None = None
         self._shell: PipelineShell | None = None
@@ -124,7 +111,7 @@ class PipelineBuilder:
     @property
     def may_be_left(self) -> bool:
         """True if a run may be left to Trainer once the model has been inspected."""
-        return self._may_do_without or self.options.may_be_left
+        return self.options.may_do_without(self.context.trainer.model) or self.options.may_be_left
 
     @property
     def is_waiting(self) -> bool:
@@ -230,15 +217,16 @@ class PipelineBuilder:
             return self.inspect(given, is_training, ignored_outputs)
         except LEFT_TO_TRAINER as error:
             # Trainer can only resume a run from its own kind of checkpoint.
-            may_do_without = self._may_do_without or self.options.does_without(error, self.context.trainer.model)
-            if resumes_own or not may_do_without:
+            model = self.context.trainer.model
+            may_be_left = self.options.may_do_without(model) or self.options.does_without(error, model)
+            if resumes_own or not may_be_left:
                 refusal = self.options.refusal(error)
                 raise refusal from (error.__cause__ if refusal is error else error)
             say_left_to_trainer(error)
         # Both were the pipeline's task: to recompute, and to move the model, which Trainer has left where it was.
         self.context.args.leave_recomputing_to_trainer()
         trainer_compat.place_model(self.context.trainer)
-        self.is_left_to_trainer = self.evaluates_alone = True
+        self.session.leave_to_trainer()
         return None
 
     def inspect(
@@ -342,7 +330,7 @@ class PipelineBuilder:
             LossDoesNotDecomposeError: the loss sees whole batches, and the schedule never has one at once.
         """
         args, asked = self.context.args, self.context.args.pipeline_loss
-        args.run_asked_schedule()
+        args.runs_forwards_first = False
         # A loss that is not known may compare samples with each other, which a sum over micro-batches loses.
         if asked == "auto":
             asked = "batch" if known_loss(self.context.trainer) is None else "parts"
@@ -361,11 +349,11 @@ class PipelineBuilder:
                 "nothing checks that it is a mean over samples or label tokens, or divided by num_items_in_batch."
             )
         if scope is not LossScope.PARTS and not self.options.is_undivided:
-            args.run_forwards_first()
-            if args.asked_schedule and self.context.topology.rank == 0:
+            args.runs_forwards_first = True
+            if args.replaces_schedule and self.context.topology.rank == 0:
                 announce(
                     f"One call of the loss sees the samples of the whole {scope.value} (pipeline_loss): all forwards "
-                    f"run before the first backward, as in gpipe, not {args.asked_schedule}."
+                    f"run before the first backward, as in gpipe, not {args.pipeline_schedule}."
                 )
         return scope
 

@@ -54,6 +54,8 @@ class Evaluation:
     With `is_for_first_rank`, rank 0 alone keeps predictions, labels and inputs, and computes the metrics.
     """
 
+    is_users = False
+
     def __init__(
         self, context: TrainingContext, pipeline: Pipeline, loader: PipelineLoader, is_for_first_rank: bool = False
     ) -> None:
@@ -213,6 +215,8 @@ class Evaluation:
 class UsersEvaluation:
     """Pass over a user's own loader with the whole model on each rank, with the same meaning as for plain Trainer."""
 
+    is_users = True
+
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.told_num_items = False
@@ -280,7 +284,7 @@ class Evaluations:
 
     def generate(self, inputs: Any, options: dict[str, Any]) -> Any:
         """See `PipeTransformerMixin.generate`."""
-        context, left = self.builder.context, self.builder.is_left_to_trainer
+        context, left = self.builder.context, self.builder.session.is_left_to_trainer
         topology, model, device = context.topology, context.trainer.model, context.args.device
         given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
         # A mask may be a keyword argument: what has a row for each prompt is cut with them.
@@ -382,7 +386,7 @@ class Evaluations:
         is_users = request is None and not isinstance(given, PipelineLoader)
         if is_users:
             check_undivided(given, "get_eval_dataloader or get_test_dataloader", builder.num_stages)
-        outer, left = self._present, builder.is_left_to_trainer
+        outer, left = self._present, builder.session.is_left_to_trainer
         is_for_first_rank = self._take_first_rank_only()
         try:
             # Entered here as well: a user's own `evaluate` may call the loop directly.
@@ -390,7 +394,7 @@ class Evaluations:
                 if is_users or not is_up:
                     shared = builder.pipeline.shared_rng if is_up else None
                     self._present = UsersEvaluation(with_shared_rng(given, shared))
-                    builder.is_left_to_trainer = left or not is_up
+                    builder.session.is_left_to_trainer = left or not is_up
                     yield self._present
                     return
                 loader = given if request is None else builder.loader(request)
@@ -401,4 +405,4 @@ class Evaluations:
         finally:
             self._present = outer
             if is_users:
-                builder.is_left_to_trainer = left
+                builder.session.is_left_to_trainer = left

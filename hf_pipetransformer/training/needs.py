@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer
 
 from hf_pipetransformer.cache.frozen_parts.part import maximal_frozen
-from hf_pipetransformer.comm.errors import ModelSettingError
+from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError, ModelSettingError
 from hf_pipetransformer.compat import trainer_compat, trl_compat
-from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.freeze.policies import make_policy
 from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
 from hf_pipetransformer.options.combinations import unused_by_trainer, unused_freeze_options
@@ -28,10 +27,9 @@ from hf_pipetransformer.options.refusals import (
 )
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_unsplittable
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of, main_input_of
+from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, is_causal_lm, layers_of, main_input_of
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.script_code import hooked_by_script
-from hf_pipetransformer.startup.model import is_causal_lm
 
 
 if TYPE_CHECKING:
@@ -125,6 +123,13 @@ class RunOptions:
             f"{name}={asked} can freeze no layer: {error} What the script itself freezes (requires_grad_(False)) is "
             f"computed once without {name}, too."
         )
+
+    def may_do_without(self, model: Any) -> bool:
+        """Return True if a run of this model goes on without a pipeline, for whatever reason it has none."""
+        if self.args.plan_only or self.freezes:
+            # With `plan_only` a model that cannot be split is refused with the reason.
+            return False
+        return self.is_undivided or self.need(model) is not Need.REQUIRED
 
     @property
     def may_be_left(self) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError
 from hf_pipetransformer.comm.transfers import all_gather_trees
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.compat.known_losses import known_loss
@@ -24,7 +25,6 @@ from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.engine.losses import (
     PARTS_TOLERANCE,
     SMALLEST_SCALE,
-    LossDoesNotDecomposeError,
     LossScope,
     agree_on_overflow,
 )

@@ -22,9 +22,7 @@ from hf_pipetransformer.runtime.gathering import (
 )
 from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.adapters import has_adapters
-from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
-from hf_pipetransformer.state.saving import check_unlinked, clear, rotating_by_step
 from hf_pipetransformer.state.weights import find_weights, has_weights, is_of_adapters, load_weights
 
 
@@ -32,14 +30,15 @@ if TYPE_CHECKING:
     from hf_pipetransformer.runtime.optimizer_state import OptimizerState
     from hf_pipetransformer.runtime.stage import Stage
     from hf_pipetransformer.training.builder import PipelineBuilder
-    from hf_pipetransformer.training.context import TrainingContext
+    from hf_pipetransformer.training.session import Session
 
 
 class WeightLoading:
     """Reads saved weights rank by rank. Trainer resumes before the model is split, when no rank knows its stage."""
 
-    def __init__(self, context: TrainingContext) -> None:
-        self.context = context
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.context = session.context
         self._expected: str | None = None
 
     def expect(self, folder: str) -> None:
@@ -53,7 +52,7 @@ class WeightLoading:
         model, topology = self.context.trainer.model, self.context.topology
         if topology.together(lambda: is_of_adapters(folder)):
             # Before the adapters are read into the weights, whose half precision would round them.
-            self.cast()
+            self.session.cast_to_masters()
             topology.together(lambda: load_weights(model, folder))
             return
         self._expected = folder
@@ -62,30 +61,6 @@ class WeightLoading:
                 f"transformers makes tensors of {type(model).__name__} from several in {folder!r}: every rank reads "
                 "all of them and keeps those of its stage."
             )
-
-    def check_masters(self, is_left_to_trainer: bool) -> None:
-        """Raise ValueError if `pipeline_master_dtype` cannot cast the weights of this training."""
-        trainer, args = self.context.trainer, self.context.args
-        if not args.pipeline_master_dtype:
-            return
-        if is_left_to_trainer and trainer.model_init is not None:
-            raise ValueError(
-                "pipeline_master_dtype with model_init: Trainer trains this run, and makes the model after train() "
-                "begins. Load it in float32 in model_init, and leave pipeline_master_dtype out."
-            )
-        names = master_names(trainer.model) if has_adapters(trainer.model) else set()
-        if names and not trainer.accelerator.native_amp:
-            raise ValueError(
-                f"pipeline_master_dtype={args.pipeline_master_dtype!r} without bf16: {min(names)} (one of "
-                f"{len(names)}) would be float32, the base model that it works on is not. Set bf16=True, or load the "
-                "model in float32."
-            )
-
-    def cast(self) -> None:
-        """Cast the weights of a whole model to `pipeline_master_dtype`, if it is set."""
-        context = self.context
-        if context.args.pipeline_master_dtype:
-            cast_masters(context.trainer.model, master_names(context.trainer.model))
 
     def load_expected(self, stage: Stage | None) -> None:
         """Load what a stage uses of the weights to resume from, if any; all of them if there is no stage.
@@ -252,21 +227,3 @@ class ModelSaving:
                 return
             with trainer_compat.writing_tensors_with(partial(write_tensors, fetch=fetch)):
                 yield deferred_state(self.context.trainer.model)
-
-    @contextmanager
-    def checkpoint(self, folder: str) -> Iterator[None]:
-        """Wrap `Trainer._save_checkpoint` into `folder`, including the deletion of old checkpoints.
-
-        Raises:
-            ValueError: something in the folder is a symbolic link.
-        """
-        trainer, topology = self.context.trainer, self.context.topology
-        if not self.builder.is_left_to_trainer:
-            topology.decide(lambda: check_unlinked(folder))
-        else:
-            # Not collective: one of Trainer's own callbacks may save on one process only, and each writes its RNG.
-            check_unlinked(folder)
-            if trainer.args.should_save:
-                clear(folder, num_ranks=topology.world_size if topology.world_size > 1 else 0)
-        with rotating_by_step(trainer.state.global_step):
-            yield

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
+from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError
 from hf_pipetransformer.options.refusals import warn_about_options
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from tests.support.tiny_bert import make_bert

@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, Trainer
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError
 from hf_pipetransformer.compat.known_losses import KnownLoss
 from hf_pipetransformer.data.loader import Request
-from hf_pipetransformer.engine.losses import LossDoesNotDecomposeError
 from hf_pipetransformer.runtime import joining
 from hf_pipetransformer.startup.planner import RunPlanner
 from hf_pipetransformer.training import builder, synchronous

@@ -14,8 +14,8 @@ from torch import nn
 from hf_pipetransformer.cache.frozen_parts.call import Deferred, Modes, PartCall, Template, undeferred
 from hf_pipetransformer.cache.frozen_parts.state import ModuleState
 from hf_pipetransformer.cache.frozen_parts.values import MASKS, NotStorableError, Rows, lengths_of_mask, rebuilt
+from hf_pipetransformer.data.effects import Draws, draw
 from hf_pipetransformer.data.rng import random_state, same_states
-from hf_pipetransformer.engine.effects import Draws, draw
 
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, 
 from hf_pipetransformer.cache.frozen_parts.served import Plan
 from hf_pipetransformer.cache.frozen_parts.state import is_script_free
 from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each, tensors_of
+from hf_pipetransformer.data.effects import buffers_kept, effects_of
 from hf_pipetransformer.data.rng import generators_kept, random_state, same_states
-from hf_pipetransformer.engine.effects import buffers_kept, effects_of
 
 
 WORTH = 0.03

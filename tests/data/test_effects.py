@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_pipetransformer.engine.effects import Alone, Effects, buffers_kept, effects_of
+from hf_pipetransformer.data.effects import Alone, Effects, buffers_kept, effects_of
 
 
 class Tracks(nn.Module):
