@@ -35,7 +35,7 @@ CHECKED := hf_pipetransformer scripts tests examples
 PACKAGE := build/package
 
 .PHONY: help demo docs package tables cards test test-all test-changed test-nightly test-liger test-lowest test-latest
-.PHONY: golden test-faults families gpu-check gpu-bench quality style benchmark benchmark-quick pipe-suites clean
+.PHONY: golden mutations test-faults families gpu-check gpu-bench quality style benchmark benchmark-quick pipe-suites clean
 
 help:
 	@echo "make demo       train a small ViT on handwritten digits: two stages, then two replicas"
@@ -45,6 +45,7 @@ help:
 	@echo "make test-changed  the test files nearest to what differs from SINCE=main, nightly tests too"
 	@echo "make test-lowest  make test with the oldest dependencies that pyproject.toml allows; test-latest: the newest"
 	@echo "make golden     trainings whose numbers, stored records and forwards are recorded, compared; three minutes"
+	@echo "make mutations  change one operator of the code, 40 times, and see whether the nearest tests fail; an hour"
 	@echo "make test-faults  kill trainings at random moments and resume them (KILLS=200)"
 	@echo "make cards      the runs of the cards in model_cards/, beside plain Trainer, half an hour"
 	@echo "make families   every class of transformers for text, images or sound beside Trainer: on two stages, and with a"
@@ -125,6 +126,10 @@ test-latest:
 # What is meant to change is recorded anew with `python -m tests.golden.cases --write`.
 golden: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu" tests/golden
+
+# An hour. It prints the changes that no test near to them catches.
+mutations: $(INSTALLED)
+	$(BIN)/python -m tests.mutations --count 40 --output runs/mutations.json
 
 # Half an hour or more; it goes on where it stopped. For other code or settings remove the folder.
 test-faults: $(INSTALLED)

@@ -1,0 +1,95 @@
+"""What a run on one process takes of the package, and how large each room may be."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+
+SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
+
+BUDGETS: dict[str, int] = {}
+"""Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
+
+BESIDE = {"cli", "elastic", "engine", "pipe", "startup"}
+"""Rooms of which a run on one process that stores what its script froze takes nothing."""
+LITTLE = {
+    "planning": {"course", "storing"},
+    "report": {"console", "events", "failure", "files", "origin"},
+    "runtime": {"context", "optimizer_state"},
+}
+"""Modules that it takes of rooms which are for pipelines otherwise."""
+RUN = """
+import json, sys, tempfile
+import torch
+from transformers import ViTConfig, ViTForImageClassification
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+
+sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, num_labels=2, **sizes))
+model.vit.requires_grad_(False)
+rows = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 2} for i in range(8)]
+with tempfile.TemporaryDirectory() as folder:
+    args = PipeTransformerArguments(folder, num_train_epochs=2, use_cpu=True, report_to="none", activation_cache="on")
+    trainer = PipeTransformerTrainer(model, args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.pipeline_run.stored_parts.served
+print(json.dumps([name for name in sys.modules if name.startswith("hf_pipetransformer.")]))
+"""
+
+
+def num_statements(path: Path) -> int:
+    """Count the statements of a module without docstrings: joined lines and dropped comments gain nothing."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    texts = [each for each in statements if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)]
+    return len(statements) - len([each for each in texts if isinstance(each.value.value, str)])
+
+
+def statements_by_room() -> Counter[str]:
+    found = Counter[str]()
+    for path in SOURCES.rglob("*.py"):
+        room, *rest = path.relative_to(SOURCES).parts
+        found[room if rest else "the package itself"] += num_statements(path)
+    return found
+
+
+def test_rooms_keep_to_their_budgets() -> None:
+    found = statements_by_room()
+    assert found.keys() == BUDGETS.keys()
+    above = {room: f"{count}, at most {BUDGETS[room]}" for room, count in found.items() if count > BUDGETS[room]}
+    assert above == {}, "take something out of these rooms, or raise their budgets and say why"
+
+
+def test_no_budget_is_far_from_what_is_there() -> None:
+    """A room that became smaller gives its budget back."""
+    found = statements_by_room()
+    assert {room: found[room] for room, most in BUDGETS.items() if most - found[room] > 25} == {}
+
+
+@pytest.fixture(scope="module")
+def imported() -> set[str]:
+    """Modules of the package, without its name, that a run imports which stores a frozen tower on one process."""
+    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name.partition(".")[2] for name in json.loads(done.stdout.splitlines()[-1])}
+
+
+@pytest.mark.timeout(150)
+def test_a_run_on_one_process_takes_nothing_of_a_pipeline(imported: set[str]) -> None:
+    rooms = {name.partition(".")[0] for name in imported}
+    assert {"cache", "training", "trainer"} <= rooms
+    assert rooms & BESIDE == set()
+
+
+@pytest.mark.parametrize("room", LITTLE)
+def test_it_takes_little_of_other_rooms(room: str, imported: set[str]) -> None:
+    modules = {name.partition(".")[2] for name in imported if name.startswith(f"{room}.")}
+    assert modules <= LITTLE[room]
