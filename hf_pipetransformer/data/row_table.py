@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from numbers import Integral
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -35,6 +36,8 @@ READ_EVERY = 64
 """Batches of a pass that a process fetches, of which the first is read although its rows are known, and compared."""
 _ENOUGH = 2
 """Passes in which a row has to come out alike."""
+_MOST_INSIDE, _MOST_DEPTH = 64, 5
+"""Entries of a container up to which each is looked at, and how deep."""
 
 Array = NDArray[Any]
 
@@ -98,7 +101,7 @@ class RowsRead:
     digests: Mapping[str, Array]
 
 
-_HEADER = np.dtype([("passes", "u1"), ("serves", "u1"), ("why_off", "S512"), ("form", f"S{1 << 16}")])
+_HEADER = np.dtype([("passes", "u1"), ("serves", "u1"), ("state", "i8"), ("why_off", "S512"), ("form", f"S{1 << 16}")])
 """Facts of a table that its processes share; `form` is that of its fields, as JSON."""
 
 
@@ -129,6 +132,13 @@ class RowTable:
     def end_pass(self, serves: bool) -> None:
         """Note that a pass has ended; from here on rows that are known are left unread, or all are read."""
         self._header["passes"], self._header["serves"] = (self.passes + 1) % 256, serves
+
+    def begin_pass(self, state: int) -> None:
+        """Read all rows of this pass if the data set is in another state than in the pass before."""
+        with self._lock:
+            if self._header["state"][0] != state:
+                self._header["state"] = state
+                self.read_all()
 
     def read_all(self) -> None:
         """Read all rows until the end of the pass."""
@@ -230,6 +240,31 @@ class RowTable:
         return {**batch, ROWS: RowsRead(chosen, digests)}
 
 
+def state_of(*holders: Any) -> int:
+    """Return a hash of what objects and those inside them hold, such as the number of an epoch that they were told.
+
+    Numbers and texts count by value, other objects and long containers as the same object or another.
+    """
+    found, seen = list[Any](), set[int]()
+
+    def look(value: Any, depth: int) -> None:
+        value = getattr(value, "__self__", value)  # Of a method, its object.
+        is_plain = value is None or isinstance(value, (bool, int, float, complex, str))
+        found.append(value if is_plain else id(value))
+        if is_plain or id(value) in seen or depth > _MOST_DEPTH or isinstance(value, (type, ModuleType, FunctionType)):
+            return
+        seen.add(id(value))
+        inside = value if isinstance(value, (dict, list, tuple)) else getattr(value, "__dict__", ())
+        found.append(len(inside))
+        if len(inside) <= _MOST_INSIDE:
+            for each in [*inside, *inside.values()] if isinstance(inside, dict) else inside:
+                look(each, depth + 1)
+
+    for each in holders:
+        look(each, 0)
+    return hash(tuple(found))
+
+
 def _why_not(batch: Any, num_rows: int) -> str | None:
     """Return why the rows of a batch cannot be told apart, or None."""
     if type(batch) is not dict:
@@ -325,6 +360,7 @@ class TableReads:
     def __getitems__(self, indices: Sequence[int]) -> list[_Fetched]:
         if self.table.passes != self._pass:
             self._pass, self._num_fetched = self.table.passes, 0
+            self.table.begin_pass(state_of(self._dataset, self._collate))
         is_read = self._num_fetched % READ_EVERY == 0
         self._num_fetched += 1
         batch = None if is_read or not self.table.has(indices) else self.table.known(indices)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hf_pipetransformer.data.row_table import MANY_BYTES, ROWS, Field, RowTable, digests_of_rows, table_reads
+from hf_pipetransformer.data.row_table import MANY_BYTES, ROWS, Field, RowTable, digests_of_rows, state_of, table_reads
 
 
 def batch_of(indices: np.ndarray, **fields: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -181,3 +181,42 @@ def test_long_names_of_fields() -> None:
     table = RowTable(6)
     assert known_after(2, table, lambda indices: {**batch_of(indices), name: 1}) is None
     assert table.why_off is not None and "has no row" not in table.why_off
+
+
+class Holds(Dataset[Any]):
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+    def method(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("change", "is_seen"),
+    [
+        (lambda data: setattr(data, "epoch", 2), True),
+        (lambda data: setattr(data, "epoch", 1), False),
+        (lambda data: setattr(data, "name", "other"), True),
+        (lambda data: setattr(data.inner, "epoch", 5), True),
+        (lambda data: data.short.append(3), True),
+        (lambda data: data.short.__setitem__(0, 7), True),
+        (lambda data: data.table.update(a=1), True),
+        (lambda data: data.long.append(3), True),
+        (lambda data: setattr(data, "long", list(data.long)), True),
+        (lambda data: data.__getattribute__("epoch"), False),
+    ],
+)
+def test_a_data_set_in_another_state_is_seen(change: Any, is_seen: bool) -> None:
+    data = Holds(epoch=1, name="x", inner=Holds(epoch=1), short=[1, 2], long=list(range(1000)), table={"a": 0})
+    data.itself = data
+    before = state_of(data), state_of(data.method)
+    change(data)
+    after = state_of(data), state_of(data.method)
+    assert [one != other for one, other in zip(before, after, strict=True)] == [is_seen] * 2
+
+
+def test_a_data_set_in_another_state_is_read_for_a_pass() -> None:
+    table = RowTable(6)
+    for state, serves in ((1, False), (1, True), (1, True), (2, False), (2, True)):
+        table.begin_pass(state)
+        assert table.serves == serves
+        table.end_pass(serves=True)

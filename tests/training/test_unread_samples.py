@@ -178,6 +178,34 @@ def test_samples_that_are_others_from_an_epoch_on_are_seen_at_its_first_batch(
     assert "Steps 7 to 9 may have used what they were before" in caplog.text, "the last that was read was step 7's"
 
 
+class InEpochs(Read):
+    """Samples of which some are others from the fourth epoch on, as in a curriculum; Trainer tells it the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = int(epoch >= 3)
+
+    def __getitem__(self, index: int) -> Any:
+        row = super().__getitem__(index)
+        return {**row, "labels": (row["labels"] + 1) % 3} if self.epoch and index == 5 else row
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_some_samples_that_are_others_are_seen_by_the_state_of_their_data_set(workers: int, tmp_path: Path) -> None:
+    found, counts = [], []
+    for kind in (Trainer, PipeTransformerTrainer):
+        data = InEpochs(PROBE.data())
+        options = {"num_train_epochs": 6, "dataloader_num_workers": workers, "train_sampling_strategy": "sequential"}
+        trainer = trainer_of(kind, PROBE, tmp_path / kind.__name__, data, **options)
+        counts.append(Counts(data))
+        trainer.add_callback(counts[-1])
+        found.append(logged(trainer))
+    np.testing.assert_allclose(found[1], found[0], rtol=TOLERANCE)
+    assert counts[1].found[2] < NUM_SAMPLES, "nothing has changed"
+    assert counts[1].found[3] == NUM_SAMPLES, "the data set was told another epoch"
+
+
 def test_samples_that_change_within_an_epoch_are_told_with_the_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
