@@ -159,7 +159,7 @@ class Generators:
     """
 
     def __init__(self, holders: Sequence[Any]) -> None:
-        attributes = [(owner, name, value) for owner in _objects_in(holders) for name, value in vars(owner).items()]
+        attributes = [(owner, name, value) for owner in objects_in(holders) for name, value in vars(owner).items()]
         self._slots = [slot for slot in attributes if slot[2] is None or is_generator(slot[2])]
         self.found = list({id(value): value for _, _, value in self._slots if value is not None}.values())
 
@@ -229,7 +229,7 @@ class NotedDraws:
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
+        self.collate = collate
         self._flag = torch.zeros(1, dtype=torch.uint8).share_memory_()
         self._after: States | None = None
 
@@ -240,7 +240,7 @@ class NotedDraws:
     def __call__(self, samples: list[Any]) -> Any:
         """Collate samples, which were read after the call before, in the same process."""
         before = random_state()
-        batch = self._collate(samples)
+        batch = self.collate(samples)
         after = random_state()
         if not same_states(after, before) or not (self._after is None or same_states(before, self._after)):
             self._flag.fill_(1)
@@ -254,7 +254,7 @@ def fetch_samples(dataset: Any, indices: Sequence[int]) -> Any:
     return [dataset[index] for index in indices] if fetch is None else fetch(indices)
 
 
-def _objects_in(holders: Sequence[Any]) -> list[Any]:
+def objects_in(holders: Sequence[Any]) -> list[Any]:
     """Return the objects with attributes that are reachable from `holders`, each once."""
     found: dict[int, Any] = {}
     level = list(holders)

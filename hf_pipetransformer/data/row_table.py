@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from numbers import Integral
-from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,7 +23,15 @@ import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_pipetransformer.data.rng import States, fetch_samples, generators_kept, random_state, same_states
+from hf_pipetransformer.data.rng import (
+    NotedDraws,
+    States,
+    fetch_samples,
+    generators_kept,
+    objects_in,
+    random_state,
+    same_states,
+)
 
 
 ROWS = "rows_read"
@@ -36,8 +43,8 @@ READ_EVERY = 64
 """Batches of a pass that a process fetches, of which the first is read although its rows are known, and compared."""
 _ENOUGH = 2
 """Passes in which a row has to come out alike."""
-_MOST_INSIDE, _MOST_DEPTH = 64, 5
-"""Entries of a container up to which each is looked at, and how deep."""
+_MOST_INSIDE = 64
+"""Entries of a container up to which each is looked at."""
 
 Array = NDArray[Any]
 
@@ -240,28 +247,18 @@ class RowTable:
         return {**batch, ROWS: RowsRead(chosen, digests)}
 
 
-def state_of(*holders: Any) -> int:
+def condition_of(*holders: Any) -> int:
     """Return a hash of what objects and those inside them hold, such as the number of an epoch that they were told.
 
     Numbers and texts count by value, other objects and long containers as the same object or another.
     """
-    found, seen = list[Any](), set[int]()
-
-    def look(value: Any, depth: int) -> None:
-        value = getattr(value, "__self__", value)  # Of a method, its object.
-        is_plain = value is None or isinstance(value, (bool, int, float, complex, str))
-        found.append(value if is_plain else id(value))
-        if is_plain or id(value) in seen or depth > _MOST_DEPTH or isinstance(value, (type, ModuleType, FunctionType)):
-            return
-        seen.add(id(value))
-        inside = value if isinstance(value, (dict, list, tuple)) else getattr(value, "__dict__", ())
-        found.append(len(inside))
-        if len(inside) <= _MOST_INSIDE:
-            for each in [*inside, *inside.values()] if isinstance(inside, dict) else inside:
-                look(each, depth + 1)
-
-    for each in holders:
-        look(each, 0)
+    found = list[Any]()
+    for value in (value for each in objects_in(holders) for value in vars(each).values()):
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        is_short = isinstance(inside, (list, tuple)) and len(inside) <= _MOST_INSIDE
+        for entry in [value, *inside] if is_short else [value]:
+            is_plain = entry is None or isinstance(entry, (bool, int, float, complex, str))
+            found.append(entry if is_plain else (id(entry), len(entry) if isinstance(entry, (dict, list, set)) else 0))
     return hash(tuple(found))
 
 
@@ -360,7 +357,8 @@ class TableReads:
     def __getitems__(self, indices: Sequence[int]) -> list[_Fetched]:
         if self.table.passes != self._pass:
             self._pass, self._num_fetched = self.table.passes, 0
-            self.table.begin_pass(state_of(self._dataset, self._collate))
+            collate = self._collate.collate if isinstance(self._collate, NotedDraws) else self._collate
+            self.table.begin_pass(condition_of(self._dataset, collate))
         is_read = self._num_fetched % READ_EVERY == 0
         self._num_fetched += 1
         batch = None if is_read or not self.table.has(indices) else self.table.known(indices)

@@ -257,10 +257,12 @@ class EvaluationOverrides(_Trainer):
     # Trainer's `prediction_step` calls this and would gather over all ranks, stages included; training counts over
     # all replicas in `get_batch_samples`.
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
+        from hf_pipetransformer.training.evaluation import UsersEvaluation
+
         evaluation = self.pipeline_run.pipelined.evaluations.present
         # Whether the loss is divided by all items or is its own mean decides how replicas average it.
         evaluation.told_num_items = True
-        if evaluation.is_users:
+        if isinstance(evaluation, UsersEvaluation):
             return super()._get_num_items_in_batch(batch_samples, device)
         if not any("labels" in batch for batch in batch_samples) or not trainer_compat.takes_num_items(self):
             return None

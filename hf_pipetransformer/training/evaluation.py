@@ -54,8 +54,6 @@ class Evaluation:
     With `is_for_first_rank`, rank 0 alone keeps predictions, labels and inputs, and computes the metrics.
     """
 
-    is_users = False
-
     def __init__(
         self, context: TrainingContext, pipeline: Pipeline, loader: PipelineLoader, is_for_first_rank: bool = False
     ) -> None:
@@ -214,8 +212,6 @@ class Evaluation:
 
 class UsersEvaluation:
     """Pass over a user's own loader with the whole model on each rank, with the same meaning as for plain Trainer."""
-
-    is_users = True
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

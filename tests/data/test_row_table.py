@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hf_pipetransformer.data.row_table import MANY_BYTES, ROWS, Field, RowTable, digests_of_rows, state_of, table_reads
+from hf_pipetransformer.data.row_table import (
+    MANY_BYTES,
+    ROWS,
+    Field,
+    RowTable,
+    condition_of,
+    digests_of_rows,
+    table_reads,
+)
 
 
 def batch_of(indices: np.ndarray, **fields: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -208,9 +216,9 @@ class Holds(Dataset[Any]):
 def test_a_data_set_in_another_state_is_seen(change: Any, is_seen: bool) -> None:
     data = Holds(epoch=1, name="x", inner=Holds(epoch=1), short=[1, 2], long=list(range(1000)), table={"a": 0})
     data.itself = data
-    before = state_of(data), state_of(data.method)
+    before = condition_of(data), condition_of(data.method)
     change(data)
-    after = state_of(data), state_of(data.method)
+    after = condition_of(data), condition_of(data.method)
     assert [one != other for one, other in zip(before, after, strict=True)] == [is_seen] * 2
 
 
