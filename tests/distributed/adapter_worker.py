@@ -93,11 +93,11 @@ class Holdings(TrainerCallback):
         self.found: dict[str, Any] = {}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        store = self.trainer.pipeline_run.pipeline.stage.store
+        store = self.trainer.pipeline_run.pipelined.pipeline.stage.store
         self.found["gradients"] = sum(p.grad.numel() for p in store.held().values() if p.grad is not None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        pipeline = self.trainer.pipeline_run.pipeline
+        pipeline = self.trainer.pipeline_run.pipelined.pipeline
         stage, costs = pipeline.stage, pipeline.start_up.plans.costs.blocks
         states = optimizer.optimizer.state.values()
         self.found |= {

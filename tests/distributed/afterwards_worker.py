@@ -254,7 +254,7 @@ def end(folder: Path, gather: str, free: int | None = None) -> dict[str, Any]:
     trainer, lifted = make(**steps, **best), Lifted()
     trainer.add_callback(lifted)
     trainer.train()
-    stage = trainer.pipeline_run.pipeline.stage
+    stage = trainer.pipeline_run.pipelined.pipeline.stage
     found: dict[str, Any] = {
         "best": trainer.state.best_global_step,
         "read": len(lifted.keys),

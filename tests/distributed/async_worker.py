@@ -259,7 +259,7 @@ class NotesOwners(TrainerCallback):
         self.trainer, self.owners = trainer, owners
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        stage = self.trainer.pipeline_run.pipeline.stage
+        stage = self.trainer.pipeline_run.pipelined.pipeline.stage
         found: list[list[str]] = [[] for _ in range(stage.layout.pipeline_size)]
         for name, positions in stage.owners.items():
             if stage.store.is_active(name):

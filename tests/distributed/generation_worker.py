@@ -93,7 +93,7 @@ class Held(LogitsProcessor):
         self.layers: set[int] = set()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for program in self.trainer.pipeline_run.pipeline.stage.engine.programs:
+        for program in self.trainer.pipeline_run.pipelined.pipeline.stage.engine.programs:
             for context in in_slices(program).contexts._contexts.values():
                 self.layers |= {layer for layer, (keys, _) in enumerate(context.layers) if keys._all is not None}
         return scores
@@ -124,7 +124,7 @@ def generate_all(folder: Path, names: list[str], num_stages: int) -> dict[str, A
         held = Held(trainer)
         trainer.generate(make_prompts(), **GREEDY, logits_processor=[held])
         found["held"] = sorted(held.layers), trainer.layout.as_event()
-        programs = trainer.pipeline_run.evaluations.builder.pipeline.stage.engine.programs if num_stages > 1 else []
+        programs = trainer.pipeline_run.pipelined.evaluations.builder.pipeline.stage.engine.programs if num_stages > 1 else []
         found["kept"] = [len(in_slices(program).contexts._contexts) for program in programs]
         found |= sample(trainer, model) | (refused(trainer) if num_stages > 1 else {})
     return found
@@ -191,7 +191,7 @@ def in_evaluation(trainer: Any) -> Any:
     """The model's own method, as a script's `prediction_step` calls it."""
 
     def call(prompts: torch.Tensor, **options: Any) -> Any:
-        with trainer.pipeline_run.evaluations._up(None):
+        with trainer.pipeline_run.pipelined.evaluations._up(None):
             return trainer.model.generate(prompts, **options)
 
     return call

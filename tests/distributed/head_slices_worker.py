@@ -52,7 +52,7 @@ def train(folder: Path) -> dict[str, Any]:
     for name in ("roomy", "tight"):
         start.smallest_device_bytes = lambda *_: device_bytes  # noqa: B023  # Called within the loop.
         trainer = trainer_of(PipeTransformerTrainer, folder / name, **options, pipeline_parallel_size=WORLD_SIZE)
-        logged, pipeline = history(trainer), trainer.pipeline_run.pipeline
+        logged, pipeline = history(trainer), trainer.pipeline_run.pipelined.pipeline
         found[name] = {"logged": logged, "slices": pipeline.settings.head_slices.number}
         device_bytes = between(pipeline.start_up.plans, 2, 1)
     return found

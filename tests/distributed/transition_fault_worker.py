@@ -51,8 +51,8 @@ def nothing(trainer: Any) -> None:
 
 
 def tamper_with_the_layout(trainer: Any) -> None:
-    trainer.pipeline_run.pipeline.stage.layout = replace(
-        trainer.pipeline_run.pipeline.stage.layout, num_microbatches=3
+    trainer.pipeline_run.pipelined.pipeline.stage.layout = replace(
+        trainer.pipeline_run.pipelined.pipeline.stage.layout, num_microbatches=3
     )
 
 
@@ -67,7 +67,7 @@ def flip_a_weight(trainer: Any) -> None:
 
 def flip_a_moment(trainer: Any) -> None:
     parameter = dict(trainer.model.named_parameters())[TAMPERED]
-    flip(trainer.pipeline_run.training.optimizer.optimizer.state[parameter]["exp_avg_sq"])
+    flip(trainer.pipeline_run.pipelined.training.optimizer.optimizer.state[parameter]["exp_avg_sq"])
 
 
 def die_in_the_exchange(trainer: Any) -> None:

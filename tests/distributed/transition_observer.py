@@ -150,7 +150,7 @@ class Observer(TrainerCallback):
         frozen = frozen_names(trainer.model, layout.num_frozen_layers)
         named = dict(trainer.model.named_parameters())
         held = {name: parameter for name, parameter in named.items() if not parameter.is_meta}
-        optimizer = trainer.pipeline_run.training.optimizer.optimizer
+        optimizer = trainer.pipeline_run.pipelined.training.optimizer.optimizer
         name_of = {id(parameter): name for name, parameter in named.items()}
         grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.record.steps.append(
@@ -158,7 +158,7 @@ class Observer(TrainerCallback):
                 "step": state.global_step - 1,
                 "num_frozen": layout.num_frozen_layers,
                 "places": list(layout.places),
-                "position": trainer.pipeline_run.pipeline.stage.groups.position,
+                "position": trainer.pipeline_run.pipelined.pipeline.stage.groups.position,
                 "cache_level": layout.cache_level,
                 "boundaries": list(layout.boundaries),
                 "num_microbatches": layout.num_microbatches,
@@ -177,7 +177,7 @@ class Observer(TrainerCallback):
         task = MODELS[self.case.model].task
         num_samples = len(inputs.get("pixel_values" if task == "image" else "input_ids", []))
         self._num_samples += num_samples
-        if self.trainer.pipeline_run.pipeline.stage.groups.is_first:
+        if self.trainer.pipeline_run.pipelined.pipeline.stage.groups.is_first:
             step = self.trainer.state.global_step
             self.record.samples.append((step, self._samples_of(inputs, num_samples, task)))
 
@@ -193,14 +193,14 @@ class Observer(TrainerCallback):
     def snapshot(self) -> dict[str, Any]:
         """The bits of all that this rank trains."""
         trainer = self.trainer
-        stage, model = trainer.pipeline_run.pipeline.stage, trainer.model
+        stage, model = trainer.pipeline_run.pipelined.pipeline.stage, trainer.model
         blocks = {block for part in stage.layout.blocks_of_rank(stage.groups.position) for block in part}
         named = dict(model.named_parameters())
         name_of = {id(parameter): name for name, parameter in named.items()}
         users = stage.view.structure.blocks_of_buffer
         state = {
             f"{name_of.get(id(parameter), 'unknown')}/{key}": bits(value)
-            for parameter, entries in trainer.pipeline_run.training.optimizer.optimizer.state.items()
+            for parameter, entries in trainer.pipeline_run.pipelined.training.optimizer.optimizer.state.items()
             for key, value in entries.items()
         }
         return {
@@ -262,9 +262,9 @@ def observe(base: type, observer: Observer) -> type:
 
         def get_batch_samples(self, *args: Any) -> Any:
             # With the first batch, which is asked for here.
-            self.pipeline_run.builder.start_training()
-            if self.pipeline_run.training is not self.observed:
-                self.observed = self.pipeline_run.training
+            self.pipeline_run.pipelined.builder.start_training()
+            if self.pipeline_run.pipelined.training is not self.observed:
+                self.observed = self.pipeline_run.pipelined.training
                 self.observe(self.observed.transitions)
             return super().get_batch_samples(*args)
 
@@ -275,7 +275,7 @@ def observe(base: type, observer: Observer) -> type:
                 entry = {"step": self.state.global_step, "from": self.layout.as_event(), "before": observer.snapshot()}
                 move(change)
                 entry |= {"to": self.layout.as_event(), "after": observer.snapshot()}
-                entry["stage"] = self.pipeline_run.pipeline.stage.groups.position
+                entry["stage"] = self.pipeline_run.pipelined.pipeline.stage.groups.position
                 observer.record.transitions.append(entry)
 
             transitions.move = observed

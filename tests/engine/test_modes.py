@@ -168,7 +168,7 @@ def test_weights_loaded_in_bfloat16_train_in_float32_as_if_loaded_so(tmp_path: P
         for one, other in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
             assert one.dtype is torch.float32 and torch.equal(one, other)
     if options:
-        known = [each.pipeline_run.pipeline.start_up for each in (ours, expected)]
+        known = [each.pipeline_run.pipelined.pipeline.start_up for each in (ours, expected)]
         assert known[0].probe.boundary_dtypes == known[1].probe.boundary_dtypes
         assert known[0].plans.costs.blocks.trained_bytes == known[1].plans.costs.blocks.trained_bytes
 

@@ -313,7 +313,7 @@ def test_slices_of_a_run_on_one_process_give_the_losses_of_whole_sequences(tmp_p
 
 def test_slices_are_planned_from_measured_times(tmp_path: Path) -> None:
     trainer = trained(make_decoder("gpt2"), tmp_path, freeze_policy="schedule")
-    costs = trainer.pipeline_run.pipeline.start_up.plans.costs.blocks.slices
+    costs = trainer.pipeline_run.pipelined.pipeline.start_up.plans.costs.blocks.slices
     assert costs is not None and costs.length >= 8
     # Measured: how much they are, nobody can know.
     assert costs.seconds(1, 0, costs.length) > 0

@@ -270,7 +270,7 @@ def test_a_resumed_run_adds_gradients_in_the_precision_of_the_saved_one(
         freezing = {"freeze_policy": "fixed", "freeze_at": "3:2", "activation_cache": "off"}
         trainer = trainer_of(build_model("bert_sequence").bfloat16(), tmp_path, **freezing, **options)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if resumes else None)
-        return trainer.pipeline_run.pipeline.settings.sums_in_float32
+        return trainer.pipeline_run.pipelined.pipeline.settings.sums_in_float32
 
     assert added_in_float32(1e12, resumes=False)
     assert read_state(str(tmp_path / "checkpoint-4")).sums_in_float32

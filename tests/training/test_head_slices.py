@@ -61,7 +61,7 @@ def test_numbers_with_kernels_of_liger(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(logged(ours), plain, rtol=1e-5)
     # Its loss is known, so that parts of a batch may run one after the other.
     assert vars(ours.model)["forward"].__module__.startswith("liger_kernel.")
-    assert ours.pipeline_run.pipeline.start_up.scope is LossScope.PARTS
+    assert ours.pipeline_run.pipelined.pipeline.start_up.scope is LossScope.PARTS
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def slices_of(trainer: Any) -> int:
-    return int(trainer.pipeline_run.pipeline.settings.head_slices.number)
+    return int(trainer.pipeline_run.pipelined.pipeline.settings.head_slices.number)
 
 
 def test_slices_that_the_run_chooses_are_saved_and_compared_by_the_next(
@@ -191,7 +191,7 @@ def test_a_loss_of_the_users_keeps_the_head_whole(
         trainer.train()
     assert slices_of(trainer) == 1
     # Its loss is tried on as many samples as in any run.
-    assert len(trainer.pipeline_run.pipeline.start_up.samples["input_ids"]) == 4
+    assert len(trainer.pipeline_run.pipelined.pipeline.start_up.samples["input_ids"]) == 4
     assert "GB, but the loss of Doubled is more than that of a causal language model of transformers" in caplog.text
 
 
