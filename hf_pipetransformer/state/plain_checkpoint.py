@@ -20,19 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_pipetransformer.schedules.json_values import entry
+from hf_pipetransformer.data.sampler import Position
+from hf_pipetransformer.schedules.json_values import Count, entry, read_as
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.checkpoint import TRAINER_STATE
-from hf_pipetransformer.state.run_state import (
-    Count,
-    DataPosition,
-    Epochs,
-    Progress,
-    RunState,
-    is_split_by_node,
-    read_as,
-    read_json_file,
-)
+from hf_pipetransformer.state.run_state import Epochs, RunState, read_json_file
 from hf_pipetransformer.state.weights import check_weights, has_weights
 
 
@@ -76,8 +68,13 @@ def is_plain(folder: str) -> bool:
     )
 
 
-def read_progress(folder: str, num_samples: int | None, args: PipeTransformerArguments) -> Progress:
-    """Read how far plain Trainer's run was, over an epoch of `num_samples`; raises ValueError for a damaged file."""
+def read_progress(
+    folder: str, num_samples: int | None, args: PipeTransformerArguments
+) -> tuple[int, float | None, Position | None]:
+    """Read the step, the epoch and the position of plain Trainer's run, over epochs of `num_samples`.
+
+    Raises ValueError for a damaged file.
+    """
     step, epoch, batch = _read_counts(folder)
     check_trainers(folder)
     # For their errors alone: damage is to be found before a training has begun.
@@ -86,22 +83,14 @@ def read_progress(folder: str, num_samples: int | None, args: PipeTransformerArg
     names = os.listdir(folder)
     # Each process has a file of RNG states, which tells how many there were.
     world_size = sum(_RANDOM_OF_RANK.fullmatch(name) is not None for name in names) or int(_RANDOM in names)
-    place: DataPosition | None = None
-    if num_samples and batch and world_size and epoch is not None:
-        # With `split_batches`, the batch size that Trainer recorded covers all processes together.
-        size = batch if args.splits_batches else batch * world_size
-        in_epoch = num_samples // size if args.dataloader_drop_last else math.ceil(num_samples / size)
-        # Trainer saves a fraction of the epoch's batches, with the rounding of a float.
-        done = round((epoch - int(epoch)) * in_epoch) * size
-        place = {
-            "epoch": int(epoch),
-            "samples": min(done, num_samples),
-            "global_batch": size,
-            "num_samples": num_samples,
-            "group_size": None,
-            "nodes": None,
-        }
-    return Progress(step=step, epoch=epoch, place=place)
+    if not (num_samples and batch and world_size and epoch is not None):
+        return step, epoch, None
+    # With `split_batches`, the batch size that Trainer recorded covers all processes together.
+    size = batch if args.splits_batches else batch * world_size
+    in_epoch = num_samples // size if args.dataloader_drop_last else math.ceil(num_samples / size)
+    # Trainer saves a fraction of the epoch's batches, with the rounding of a float.
+    done = round((epoch - int(epoch)) * in_epoch) * size
+    return step, epoch, Position(int(epoch), min(done, num_samples), size, num_samples, None, None)
 
 
 def _read_counts(folder: str) -> tuple[int, float | None, int | None]:
@@ -296,7 +285,7 @@ def _differences(state: RunState) -> Iterator[str]:
             f"{state.layout.num_frozen_layers} layers were frozen by the run; plain Trainer trains them again, from "
             "fresh optimizer state, unless the script freezes them."
         )
-    if is_split_by_node(state.place):
+    if state.place is not None and state.place.is_split_by_node:
         yield (
             "The epoch under way was split by node; plain Trainer draws the rest of it in an order of its own, so "
             "that some of its samples come twice and others not at all. Export a checkpoint from the end of an epoch "

@@ -39,10 +39,9 @@ def names_of_weights(folder: str) -> list[str]:
 
 def hash_of_weights(folder: str) -> str | None:
     """Hash names, shapes, dtypes and bytes of all tensors, regardless of sharding; None if there are none to read."""
-    names, hashes = names_of_weights(folder), {}
+    pairs = (pair for name in names_of_weights(folder) for pair in _tensors_of(folder, name))
     try:
-        for key, tensor in (pair for name in names for pair in _tensors_of(folder, name)):
-            hashes[key] = digest_of(tensor)
+        hashes = {key: digest_of(tensor) for key, tensor in pairs}
     # Not readable as safetensors: the hashes of the files alone tell of a change.
     except ValueError:
         return None

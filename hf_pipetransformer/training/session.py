@@ -21,7 +21,6 @@ from hf_pipetransformer.report import announce
 from hf_pipetransformer.runtime.gathering import check_whole
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder, saves_state
 from hf_pipetransformer.state.only_run import only_run
-from hf_pipetransformer.state.restore import ResumedEpoch, restore
 from hf_pipetransformer.state.resumption import (
     Resumption,
     find_for_trainer,
@@ -366,8 +365,8 @@ class PipelineSession:
         if training.cache is not None:
             training.cache.follow()
         if self.resumption is not None:
-            numbers = restore(self.resumption, training.checkpoints)
-            training.resumed_epoch = ResumedEpoch(training.checkpoints, self.resumption, numbers)
+            training.checkpoints.restore(self.resumption)
+            training.resumption = self.resumption
         if saves_state(self.context.args):
             # Fail now instead of at the first checkpoint.
             topology.together(training.checkpoints.check_savable)
@@ -418,10 +417,10 @@ class PipelineSession:
         pipeline = builder.in_force
         if training is not None:
             self.ending.begin(training.optimizer if self._keeps_optimizer else None)
-        self.weights.forget()
         self._forget_training()
         builder.forget()
-        self.resumption, builder.is_left_to_trainer = None, builder.evaluates_alone
+        self.resumption = self.weights.expected = None
+        builder.is_left_to_trainer = builder.evaluates_alone
         if training is not None:
             training.end()
         if pipeline is not None:
@@ -439,7 +438,8 @@ class PipelineSession:
 
     def before_callbacks(self) -> None:
         """Correct the epoch that Trainer counts, see `StepEnds`."""
-        self.training.correct_epoch()
+        if self.training.resumption is not None:
+            self.training.resumption.correct_epoch()
 
     def after_callbacks(self, control: TrainerControl) -> None:
         """Finish a step, see `StepEnds`. Collective: call on every rank."""

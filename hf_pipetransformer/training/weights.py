@@ -24,7 +24,6 @@ from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.state.deferred import deferred_state, why_not_deferred, write_tensors
-from hf_pipetransformer.state.saving import check_unlinked, clear, rotating_by_step
 from hf_pipetransformer.state.weights import find_weights, has_weights, is_of_adapters, load_weights
 
 
@@ -40,10 +39,11 @@ class WeightLoading:
 
     def __init__(self, context: TrainingContext) -> None:
         self.context = context
-        self._expected: str | None = None
+        self.expected: str | None = None
+        """Folder of weights that `load_expected` loads."""
 
     def expect(self, folder: str) -> None:
-        """Check that saved weights fit, and note them for `load_expected`. Collective: call on every rank.
+        """Check that saved weights fit, and expect them. Collective: call on every rank.
 
         Adapters are loaded at once.
 
@@ -56,7 +56,7 @@ class WeightLoading:
             self.cast()
             topology.together(lambda: load_weights(model, folder))
             return
-        self._expected = folder
+        self.expected = folder
         if topology.together(lambda: find_weights(model, folder)) is None and topology.rank == 0:
             announce(
                 f"transformers makes tensors of {type(model).__name__} from several in {folder!r}: every rank reads "
@@ -92,13 +92,9 @@ class WeightLoading:
 
         Collective: call on every rank.
         """
-        folder, self._expected = self._expected, None
+        folder, self.expected = self.expected, None
         if folder is not None:
             self._load(folder, stage)
-
-    def forget(self) -> None:
-        """Expect no weights any more: the training has ended."""
-        self._expected = None
 
     def load_best(self, stage: Stage) -> bool:
         """Load what a rank holds of the best model; False if it was not saved. Collective: call on every rank.
@@ -252,21 +248,3 @@ class ModelSaving:
                 return
             with trainer_compat.writing_tensors_with(partial(write_tensors, fetch=fetch)):
                 yield deferred_state(self.context.trainer.model)
-
-    @contextmanager
-    def checkpoint(self, folder: str) -> Iterator[None]:
-        """Wrap `Trainer._save_checkpoint` into `folder`, including the deletion of old checkpoints.
-
-        Raises:
-            ValueError: something in the folder is a symbolic link.
-        """
-        trainer, topology = self.context.trainer, self.context.topology
-        if not self.builder.is_left_to_trainer:
-            topology.decide(lambda: check_unlinked(folder))
-        else:
-            # Not collective: one of Trainer's own callbacks may save on one process only, and each writes its RNG.
-            check_unlinked(folder)
-            if trainer.args.should_save:
-                clear(folder, num_ranks=topology.world_size if topology.world_size > 1 else 0)
-        with rotating_by_step(trainer.state.global_step):
-            yield

@@ -82,7 +82,7 @@ def test_every_file_of_the_checkpoint_is_read_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(resumption, "is_plain", lambda folder: False)
     monkeypatch.setattr(resumption, "check_same_run", lambda *_: None)
     trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)))
-    description: Any = SimpleNamespace(run=trainer, identity=None, data=dict)
+    description: Any = SimpleNamespace(run=trainer, identity=None, data={})
     topology: Any = SimpleNamespace(decide=lambda call: call())
     found = find_resumption(where if where is True else newest, topology, description)
     assert (found.folder, found.state.step) == (newest, 4)
@@ -117,7 +117,7 @@ def gone_on_with(policy: Any, plan: dict[int, Layout] | None, saved_size: int) -
     topology = SimpleNamespace(local_world_size=2, pipeline_sizes=[1, 2])
     plans = SimpleNamespace(layout=planned, probe=SimpleNamespace(structure=structure), unfit=0, topology=topology)
     start_up: Any = SimpleNamespace(plans=plans, probe=plans.probe)
-    resumption = Resumption("checkpoint-5", state, description)
+    resumption = Resumption("checkpoint-5", description, state.step, state.epoch, state.place, state)
     return resumption, resumption.choose_layout(start_up, plan, 2, policy)
 
 
