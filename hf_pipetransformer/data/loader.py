@@ -113,8 +113,8 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         """Batches that later stages may not have received yet when stage 0 reads the next one."""
         self.num_ahead = 0
         """Batches that were yielded but not trained on yet."""
-        self._begun: Position | None = None
-        """Where an earlier run has left this epoch."""
+        self._offset = 0
+        """Samples that an earlier run did of this epoch beyond those of the batches before the next one."""
         self._start: Position | None = None
         """Where an earlier run has left the next epoch; None if it has not begun it."""
         self._next = 0
@@ -125,9 +125,10 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
     def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
         self.begin()
         # Where an earlier run had stopped is for one epoch; those after it begin at their first batch.
-        self._begun, self._start = self._start, None
-        self._last = self.reading.begin_epoch(self._begun)
-        self._next = 0 if self._begun is None else self._begun.first
+        start, self._start = self._start, None
+        self._last = self.reading.begin_epoch(start)
+        self._next, done = (0, 0) if start is None else (start.first, start.samples)
+        self._offset = done - self._next * self.total_batch_size
         self.size = self.num_seen = 0
         try:
             while not self.is_at_end:
@@ -193,10 +194,8 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
 
     def position(self, epoch: int) -> Position:
         """Return the position of a run in this epoch, without what was read ahead; call between two batches."""
-        order, start, is_known = self.order, self._begun, has_length(self)
-        first, before = (0, 0) if start is None else (start.first, start.samples)
-        num_batches = self._next - self.num_ahead
-        samples = before + (num_batches - first) * self.total_batch_size
+        order, is_known, num_batches = self.order, has_length(self), self._next - self.num_ahead
+        samples = num_batches * self.total_batch_size + self._offset
         length = 0 if order is None else len(order.sampler)
         # The end of an epoch is the beginning of the next one, but not while batches that were read ahead are not
         # trained.

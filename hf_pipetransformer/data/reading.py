@@ -371,9 +371,7 @@ class DispatchedReading(Reading):
 
         Collective: call on every rank. `holders` may have generators of their own, see `Generators`.
         """
-        self._draw_order(None)
-        if self._reads:
-            self._open(None, holders)
+        self._open(None, holders)
         self.has_first = True
         return dict(self._ahead[0] or {}) if self._ahead else {}
 
@@ -416,17 +414,17 @@ class DispatchedReading(Reading):
         # The first epoch of the run has begun with its first batch.
         if has_first and start is None:
             return None
-        self._draw_order(start)
-        if self._reads:
-            self._open(start)
+        self._open(start)
         # Each batch tells if it is the last one: of a stream, only reading on shows that.
         return None
 
-    def _draw_order(self, start: Position | None) -> None:
-        super().begin_epoch(start)
-
     def _open(self, start: Position | None, holders: Sequence[Any] = ()) -> None:
-        """Begin to read; skipping to the position of a resumed run leaves the RNG states as they were."""
+        """Draw the order and begin to read; skipping to where a resumed run was leaves the RNG states as they were."""
+        # Of a stream, rank 0 alone draws what torch's loader draws.
+        if self.order is not None:
+            super().begin_epoch(start)
+        if not self._reads:
+            return
         first, ahead = (start.first, start.ahead) if start is not None else (0, None)
         saved, count = ahead or (None, 1)
         self._states_before.clear()
@@ -513,10 +511,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 class StreamReading(DispatchedReading):
-    """Reading of a stream: rank 0 alone draws what torch's loader draws."""
-
-    def _draw_order(self, start: Position | None) -> None:
-        pass
+    """Reading of a stream."""
 
     def _at(self, index: int) -> Iterator[Any]:
         # A stream may keep its place: what was read of its first batch is not read again.

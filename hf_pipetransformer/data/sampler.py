@@ -163,8 +163,7 @@ class EpochOrder:
     @property
     def group_size(self) -> int | None:
         """Batch size of the sampler that this epoch's order depends on, if it depends on any."""
-        begun_with = None if self._begun is None else self._begun.group_size
-        return begun_with or getattr(self.sampler, "batch_size", None)
+        return (self._begun and self._begun.group_size) or getattr(self.sampler, "batch_size", None)
 
     @property
     def epochs_nodes(self) -> NodeOrder | None:

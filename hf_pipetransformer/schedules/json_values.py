@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 
 MOST_STEPS = 10**9
@@ -20,17 +20,11 @@ MOST_SAMPLES = 10**15
 """Upper bound on the samples that a run reads."""
 
 
-class Within(NamedTuple):
-    """Smallest and largest value of an annotated number."""
-
-    least: float
-    most: float
-
-
-Count = Annotated[int, Within(0, MOST_STEPS)]
-Positive = Annotated[int, Within(1, MOST_STEPS)]
-NumSamples = Annotated[int, Within(0, MOST_SAMPLES)]
-Seed = Annotated[int, Within(-(2**63), 2**64)]
+# After the type, an annotated number has its smallest and its largest value.
+Count = Annotated[int, 0, MOST_STEPS]
+Positive = Annotated[int, 1, MOST_STEPS]
+NumSamples = Annotated[int, 0, MOST_SAMPLES]
+Seed = Annotated[int, -(2**63), 2**64]
 Scalar = bool | int | float | str | None
 
 
@@ -112,7 +106,7 @@ def read_as(kind: Any, value: Any, name: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         read: Callable[..., Any] = whole_number if inner[0] is int else number
-        return read(value, name, *inner[1])
+        return read(value, name, *inner[1:])
     if origin in (Union, UnionType):
         # Other unions than `X | None` have a reader of their own above.
         return None if value is None else read_as(inner[0], value, name)

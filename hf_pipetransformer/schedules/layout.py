@@ -9,15 +9,15 @@ from typing import Annotated, Any
 
 from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules import placement as blocks
-from hf_pipetransformer.schedules.json_values import Positive, Within, as_json, entries, fields_as
+from hf_pipetransformer.schedules.json_values import Positive, as_json, entries, fields_as
 from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement
 
 
 MOST_MICROBATCHES = 2**20
 """Upper bound on micro-batches, layers, stages and replicas in a layout read from a file."""
 
-_Positive = Annotated[int, Within(1, MOST_MICROBATCHES)]
-_Count = Annotated[int, Within(0, MOST_MICROBATCHES)]
+_Positive = Annotated[int, 1, MOST_MICROBATCHES]
+_Count = Annotated[int, 0, MOST_MICROBATCHES]
 
 # What checkpoints, plans and events files of earlier releases also say of a layout.
 _GONE = frozenset({"fresh_share", "refresh_fraction"})
@@ -55,7 +55,7 @@ class Layout:
     num_stages: _Positive
     num_replicas: _Positive
     # There are two blocks for each layer, and two more.
-    boundaries: tuple[Annotated[int, Within(0, 4 * MOST_MICROBATCHES)], ...]
+    boundaries: tuple[Annotated[int, 0, 4 * MOST_MICROBATCHES], ...]
     num_microbatches: _Positive
     schedule: str
     cache_level: _Count = 0

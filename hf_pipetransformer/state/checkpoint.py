@@ -87,13 +87,10 @@ def write_part(
     folder: str, name: str, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]
 ) -> dict[str, FileEntry]:
     """Write tensors and a JSON header to a synced file; returns its entry for `write_state`, by relative path."""
-    own: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for key, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous()
-        # Optimizers may share one tensor between parameters; safetensors refuses shared memory.
-        own[key] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
+    values = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    # Optimizers may share one tensor between parameters; safetensors refuses shared memory.
+    first = {value.data_ptr(): key for key, value in reversed(values.items())}
+    own = {key: value if first[value.data_ptr()] == key else value.clone() for key, value in values.items()}
     os.makedirs(os.path.join(folder, STATE_FOLDER), exist_ok=True)
     path = os.path.join(folder, STATE_FOLDER, name)
     save_file(own, path, metadata={_HEADER: json.dumps(dict(header))})
@@ -120,17 +117,23 @@ def read_part(
 
 
 def read_optimizer(
-    folder: str, stage: int, is_wanted: Callable[[str], bool] = lambda name: True
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Read a stage's optimizer state by parameter name, of parameters that `is_wanted`; returns the header too."""
-    tensors, header = read_part(folder, optimizer_file(stage), lambda key: is_wanted(key.rpartition("|")[0]))
+    folder: str, num_stages: int, is_wanted: Callable[[str], bool] = lambda name: True
+) -> tuple[dict[str, dict[str, Any]], list[str], list[dict[str, Any]]]:
+    """Read the optimizer state of all stages by parameter name, of parameters that `is_wanted`.
+
+    Returns also the names of all parameters that have one, and the options of the groups.
+    """
     states: dict[str, dict[str, Any]] = {}
-    for joined, value in {**tensors, **header["values"]}.items():
-        # From the right: a name may have a "|" in it, the key of an optimizer has none.
-        name, _, key = joined.rpartition("|")
-        if is_wanted(name):
-            states.setdefault(name, {})[key] = value
-    return states, header
+    names: list[str] = []
+    for stage in range(num_stages):
+        tensors, header = read_part(folder, optimizer_file(stage), lambda key: is_wanted(key.rpartition("|")[0]))
+        names += header["names"]
+        for joined, value in {**tensors, **header["values"]}.items():
+            # From the right: a name may have a "|" in it, the key of an optimizer has none.
+            name, _, key = joined.rpartition("|")
+            if is_wanted(name):
+                states.setdefault(name, {})[key] = value
+    return states, names, header["groups"]
 
 
 def write_rank_state(folder: str, rank: int, state: RankState) -> dict[str, FileEntry]:

@@ -143,8 +143,7 @@ def _describe_changes(saved: RunState, present: RunIdentity) -> str | None:
     old_arguments, arguments = saved.arguments, present.arguments
     changed = [name for name in old_arguments if name in arguments and arguments[name] != old_arguments[name]]
     # Chosen later in the start, and compared there.
-    if arguments.get("pipeline_head_slices") == "auto" and "pipeline_head_slices" in changed:
-        changed.remove("pipeline_head_slices")
+    changed = [name for name in changed if (name, arguments[name]) != ("pipeline_head_slices", "auto")]
     told = [f"{name}={arguments[name]} (was {old_arguments[name]})" for name in changed]
     for found, old, what in (
         (present.policy_class, saved.policy_class, "as class of the freeze policy, which begins anew"),
@@ -217,8 +216,7 @@ class RunDescription:
 
 def saves_state(args: PipeTransformerArguments) -> bool:
     """Return True if the run's checkpoints hold more than the model."""
-    saves = args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
-    return saves and not args.save_only_model
+    return not args.save_only_model and (args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint)
 
 
 def check_shared_folder(args: PipeTransformerArguments, topology: Topology) -> None:

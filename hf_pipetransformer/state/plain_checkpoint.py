@@ -75,8 +75,7 @@ def read_progress(
 
     Raises ValueError for a damaged file.
     """
-    step, epoch, batch = _read_counts(folder)
-    check_trainers(folder)
+    step, epoch, batch = check_trainers(folder)
     # For their errors alone: damage is to be found before a training has begun.
     _load(folder, _OPTIMIZER)
     read_plain_scheduler(folder)
@@ -93,8 +92,19 @@ def read_progress(
     return step, epoch, Position(int(epoch), min(done, num_samples), size, num_samples, None, None)
 
 
-def _read_counts(folder: str) -> tuple[int, float | None, int | None]:
-    """Return step, epoch and batch size as `trainer_state.json` has them."""
+_PICKLED = re.compile(r"pytorch_model.*\.bin|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
+"""Files of `torch.save` that Trainer reads; a callback of the user's may add others."""
+
+
+def check_trainers(folder: str, needs_weights: bool = True) -> tuple[int, float | None, int | None]:
+    """Refuse a checkpoint that Trainer would fail to resume from, or restore only in part.
+
+    Without a manifest, only names and formats can be checked: Trainer's state, its last file, exists; weights are in
+    known files if `needs_weights`, and not truncated; optimizer and scheduler exist unless only the model was saved,
+    and neither is truncated or changed. Nothing is unpickled.
+
+    Returns step, epoch and batch size as `trainer_state.json` has them.
+    """
     if not os.path.isfile(os.path.join(folder, TRAINER_STATE)):
         raise ValueError(f"{folder!r} is incomplete: saving it was interrupted ({TRAINER_STATE} is missing).")
     content = read_json_file(os.path.join(folder, TRAINER_STATE), folder)
@@ -104,21 +114,6 @@ def _read_counts(folder: str) -> tuple[int, float | None, int | None]:
         batch: int | None = read_as(Count | None, content.get("train_batch_size"), "train_batch_size")
     except ValueError as error:
         raise ValueError(f"{folder!r} is damaged: {TRAINER_STATE}: {error}.") from error
-    return step, epoch, batch
-
-
-_PICKLED = re.compile(r"pytorch_model.*\.bin|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
-"""Files of `torch.save` that Trainer reads; a callback of the user's may add others."""
-
-
-def check_trainers(folder: str, needs_weights: bool = True) -> None:
-    """Refuse a checkpoint that Trainer would fail to resume from, or restore only in part.
-
-    Without a manifest, only names and formats can be checked: Trainer's state, its last file, exists; weights are in
-    known files if `needs_weights`, and not truncated; optimizer and scheduler exist unless only the model was saved,
-    and neither is truncated or changed. Nothing is unpickled.
-    """
-    _read_counts(folder)
     names = sorted(os.listdir(folder))
     if has_weights(folder):
         check_weights(folder)
@@ -130,6 +125,7 @@ def check_trainers(folder: str, needs_weights: bool = True) -> None:
                 raise ValueError(f"{folder!r} is damaged: {name} is missing.")
     for name in filter(_PICKLED.fullmatch, names):
         _check_archive(folder, name)
+    return step, epoch, batch
 
 
 def _check_archive(folder: str, name: str) -> None:
@@ -226,13 +222,10 @@ def export_checkpoint(folder: str, output: str) -> list[str]:
         raise ValueError(f"{output!r} is not empty: name a folder that does not exist yet.")
     trained = [name for name, described in state.parameters.items() if not described.endswith(" frozen")]
     groups = trainers_groups(trained, state.decaying)
-    states: dict[str, Any] = {}
-    for position in range(state.layout.pipeline_size):
-        found, header = checkpoint.read_optimizer(folder, position)
-        states |= found
-    if len(header["groups"]) != len(groups):
+    states, _names, options = checkpoint.read_optimizer(folder, state.layout.pipeline_size)
+    if len(options) != len(groups):
         raise ValueError(
-            f"{folder!r} holds an optimizer with {len(header['groups'])} parameter groups, expected {len(groups)}: "
+            f"{folder!r} holds an optimizer with {len(options)} parameter groups, expected {len(groups)}: "
             "plain Trainer knows only those that it makes itself."
         )
     position_of = {name: position for position, name in enumerate(name for group in groups for name in group)}
@@ -242,7 +235,7 @@ def export_checkpoint(folder: str, output: str) -> list[str]:
             # JSON has no tuples, and Adam's betas are one.
             {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
             | {"params": [position_of[name] for name in names]}
-            for own, names in zip(header["groups"], groups, strict=True)
+            for own, names in zip(options, groups, strict=True)
         ],
     }
     # Without the pipeline's own state, which a run would prefer to Trainer's files.

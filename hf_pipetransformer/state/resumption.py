@@ -105,8 +105,7 @@ class Resumption:
         # A checkpoint comes before the change that is due at its step, so the layout is that of the steps before.
         planned = layout if plan is None else plan[max(start for start in plan if start < step)]
         # A plan may be replayed without the activation cache it was recorded with.
-        with_cache = replace(planned, cache_level=layout.cache_level)
-        is_as_planned = with_cache == layout
+        is_as_planned = replace(planned, cache_level=layout.cache_level) == layout
         if planned.num_frozen_layers != layout.num_frozen_layers or not (is_as_planned or self.is_elsewhere):
             raise ValueError(
                 f"layout_plan={self.args.layout_plan!r} has before step {step}: {planned}; boundaries "
@@ -232,11 +231,10 @@ class Resumption:
         elif first:
             arguments["train_dataloader"] = skip_first_batches(arguments["train_dataloader"], first)
         if first:
-            num_batches = arguments["steps_in_epoch"]
-            self._skipped = first, num_batches
-            arguments["steps_in_epoch"] = num_batches - first
-            left = math.ceil((num_batches - first) / run.args.gradient_accumulation_steps)
-            arguments["num_update_steps_per_epoch"] = left
+            self._skipped = first, arguments["steps_in_epoch"]
+            left = arguments["steps_in_epoch"] - first
+            updates = math.ceil(left / run.args.gradient_accumulation_steps)
+            arguments |= {"steps_in_epoch": left, "num_update_steps_per_epoch": updates}
         # Within an epoch, what its beginning draws was drawn before the checkpoint.
         if not (first and self.is_counted):
             self.set_random_numbers()
@@ -244,16 +242,15 @@ class Resumption:
 
     def _start_of(self, loader: PipelineLoader, num_done: int) -> Position:
         """Return where the loader begins; `num_done` batches are done as Trainer counts."""
-        numbers, start, place, size = self.numbers, self.start, self.place, loader.total_batch_size
-        if start is None or place is None:
+        numbers, start, size = self.numbers, self.start, loader.total_batch_size
+        if start is None:
             # Without a known epoch length, Trainer counts from the first step of the run; the saved position is right.
             first = numbers.position if num_done and numbers.position is not None else num_done
-            ahead = numbers.ahead if num_done else None
-            return Position(0, first * size, size, None, None, None, first, numbers.order, ahead)
-        is_same = self.is_counted or (start.epoch, start.samples) == (place.epoch, place.samples)
+            start = Position(0, first * size, size, None, None, None, first)
+        order_state = numbers.order if self.is_counted or start == self.place else None
         # What was read ahead were batches of the same size.
         ahead = numbers.ahead if self.is_counted and start.samples else None
-        return replace(start, order_state=numbers.order if is_same else None, ahead=ahead)
+        return replace(start, order_state=order_state, ahead=ahead)
 
     def set_random_numbers(self) -> None:
         """Restore this rank's RNG state, once."""
@@ -349,8 +346,8 @@ def find_resumption(where: str | bool, topology: Topology, description: RunDescr
     """
     # Rank 0 alone reads and hashes the files: the others get what it found as JSON.
     folder, step, epoch, place, state = topology.decide(lambda: _find(where, description))
-    saved = None if state is None else RunState.from_json(state)
-    return Resumption(folder, description, step, epoch, read_as(Position | None, place, "place"), saved)
+    state = None if state is None else RunState.from_json(state)
+    return Resumption(folder, description, step, epoch, read_as(Position | None, place, "place"), state)
 
 
 def _find(where: str | bool, description: RunDescription) -> list[Any]:

@@ -24,23 +24,22 @@ from hf_pipetransformer.schedules.json_values import (
     NumSamples,
     Positive,
     Scalar,
-    Within,
     read_as,
     whole_number,
 )
 from hf_pipetransformer.schedules.layout import MOST_MICROBATCHES, Layout
 
 
-Microbatches = Annotated[int, Within(1, MOST_MICROBATCHES)]
-Epochs = Annotated[float, Within(0, MOST_STEPS)]
+Microbatches = Annotated[int, 1, MOST_MICROBATCHES]
+Epochs = Annotated[float, 0, MOST_STEPS]
 # Far beyond any learning rate, so that a damaged number is refused.
-Finite = Annotated[float, Within(-1e30, 1e30)]
+Finite = Annotated[float, -1e30, 1e30]
 
 
 class FileEntry(TypedDict):
     """Size and hash, in hexadecimal, of a checkpoint's file."""
 
-    bytes: Annotated[int, Within(0, 2**62)]
+    bytes: Annotated[int, 0, 2**62]
     xxh3_128: str
 
 
@@ -72,8 +71,8 @@ class DecisionState(TypedDict):
 class SchedulerState(TypedDict, total=False):
     """Entries that torch's schedulers have in their state; a user's own may have others."""
 
-    last_epoch: Annotated[int, Within(-1, MOST_STEPS)]
-    _step_count: Annotated[int, Within(-1, MOST_STEPS)]
+    last_epoch: Annotated[int, -1, MOST_STEPS]
+    _step_count: Annotated[int, -1, MOST_STEPS]
     base_lrs: list[Finite]
     _last_lr: list[Finite]
 

@@ -249,21 +249,19 @@ class Checkpoints:
 
     def _restore_optimizer(self, resumption: Resumption) -> None:
         """Read the optimizer state; what this rank trains may be in any stage's file."""
-        folder, own, store = resumption.folder, self.optimizer_state, self.pipeline.stage.store
-        trained = self.pipeline.stage.trained_here()
-        states: dict[str, dict[str, Any]] = {}
+        folder, own, stage = resumption.folder, self.optimizer_state, self.pipeline.stage
+        trained = stage.trained_here()
         # The stages of the saved layout, which need not be those of this run.
-        for position in range(resumption.state.layout.pipeline_size):
-            found, header = checkpoint.read_optimizer(folder, position, trained.__contains__)
-            strangers = [name for name in header["names"] if not store.is_active(name)]
-            if strangers:
-                raise ValueError(
-                    f"{folder!r} has optimizer state for {strangers[0]} (one of {len(strangers)}), which this run "
-                    "does not train: resume with the optimizer of the run that was saved."
-                )
-            states |= found
+        num_stages = resumption.state.layout.pipeline_size
+        states, names, groups = checkpoint.read_optimizer(folder, num_stages, trained.__contains__)
+        strangers = [name for name in names if not stage.store.is_active(name)]
+        if strangers:
+            raise ValueError(
+                f"{folder!r} has optimizer state for {strangers[0]} (one of {len(strangers)}), which this run does "
+                "not train: resume with the optimizer of the run that was saved."
+            )
         own.hold(trained, states)
-        own.set_options(header["groups"])
+        own.set_options(groups)
 
     def _read_rank_state(self, resumption: Resumption) -> RankState:
         """Read this rank's state; under another K or R, seed new RNG states, except those that data are read with."""

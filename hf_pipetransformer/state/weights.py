@@ -135,11 +135,9 @@ def _candidates(model: nn.Module, folder: str, state: Mapping[str, Any]) -> tupl
 
 
 def _read(folder: str, places: Places) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in sorted({file for file, _ in places.values()}):
-        name_of = {key: name for name, (where, key) in places.items() if where == file}
-        found.update({name_of[key]: tensor for key, tensor in _tensors_of(folder, file, name_of)})
-    return found
+    name_of = {place: name for name, place in places.items()}
+    keys = {file: {key for where, key in name_of if where == file} for file in sorted({file for file, _ in name_of})}
+    return {name_of[file, key]: each for file in keys for key, each in _tensors_of(folder, file, keys[file])}
 
 
 def _converted(model: Any, folder: str) -> dict[str, torch.Tensor]:

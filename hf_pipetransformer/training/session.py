@@ -233,7 +233,7 @@ class PipelineSession:
         Collective: call on every rank. Returns the loader to read instead of the given one.
         """
         trainer = self.context.trainer
-        self.ending.begin(None)
+        self.ending.users_optimizer = None
         self.operations.clear()  # The model may be another one now.
         # Forget an earlier training's policy state; on a resume, `prepare` restores the checkpoint's.
         # A copy again, as the policy may go on to change what it is given.
@@ -388,8 +388,8 @@ class PipelineSession:
         if self.is_left_to_trainer:
             return
         pipeline, training, trainer = self.builder.pipeline, self.training, self.context.trainer
-        self.ending.begin(training.optimizer if self._keeps_optimizer else None)
-        self._forget_training()
+        self.ending.users_optimizer = training.optimizer if self._keeps_optimizer else None
+        self.present = self.builder.cache = None
         pipeline.steps = None
         training.metrics.publish("train", pipeline.stage.groups)  # Trainer logs once more after the loop.
         self.signals.give_back()  # Before Trainer's callback restores the signal handlers.
@@ -416,8 +416,8 @@ class PipelineSession:
         builder, training = self.builder, self.present
         pipeline = builder.in_force
         if training is not None:
-            self.ending.begin(training.optimizer if self._keeps_optimizer else None)
-        self._forget_training()
+            self.ending.users_optimizer = training.optimizer if self._keeps_optimizer else None
+        self.present = self.builder.cache = None
         builder.forget()
         self.resumption = self.weights.expected = None
         builder.is_left_to_trainer = builder.evaluates_alone
@@ -432,9 +432,6 @@ class PipelineSession:
             pipeline.stage.reducer.remove()
         else:
             self.ending.give_back()
-
-    def _forget_training(self) -> None:
-        self.present = self.builder.cache = None
 
     def before_callbacks(self) -> None:
         """Correct the epoch that Trainer counts, see `StepEnds`."""

@@ -120,13 +120,10 @@ class Ending:
 
     def __init__(self, builder: PipelineBuilder) -> None:
         self.builder = builder
-        self._users_optimizer: OptimizerState | None = None
+        self.users_optimizer: OptimizerState | None = None
+        """Optimizer of the training that ends, if it is the user's: it goes back with the model."""
         self._refusal: Any = None
         """Handle of the hook that refuses to run a model that is split."""
-
-    def begin(self, users_optimizer: OptimizerState | None) -> None:
-        """Note the optimizer of the training that ends, if it is the user's: it goes back with the model."""
-        self._users_optimizer = users_optimizer
 
     def give_back(self) -> None:
         """Give the user the model after a training, once. Collective: call on every rank."""
@@ -192,9 +189,9 @@ class Ending:
         self._refusal = view.model.register_forward_pre_hook(refuse)
 
     def _give_optimizer_back(self, stage: Stage) -> None:
-        if self._users_optimizer is not None:
+        if self.users_optimizer is not None:
             held = stage.store.held()
-            self._users_optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
+            self.users_optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
 
 
 class ModelSaving:

@@ -54,7 +54,7 @@ def test_a_state_with_other_content(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is damaged: .*: it has other content than was written"):
         read_state(str(tmp_path))
     with pytest.raises(ValueError, match="expected a file of a checkpoint that every process can see"):
-        read_optimizer(str(tmp_path), 0)
+        read_optimizer(str(tmp_path), 1)
 
 
 def test_weights_that_no_file_holds() -> None:
@@ -74,7 +74,7 @@ def test_an_optimizer_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(ValueError, match="The checkpoint's optimizer has 2 parameter groups: expected 1"):
         OptimizerState(optimizer, {}, cast(Any, None), False, {}).set_options([{}, {}])
-    monkeypatch.setattr(checkpoint, "read_optimizer", lambda *_: ({}, {"names": ["head.weight"], "groups": []}))
+    monkeypatch.setattr(checkpoint, "read_optimizer", lambda *_: ({}, ["head.weight"], []))
     resumption = SimpleNamespace(folder="saved", state=SimpleNamespace(layout=SimpleNamespace(pipeline_size=1)))
     stage = SimpleNamespace(store=SimpleNamespace(is_active=lambda _: False), trained_here=dict)
     parts = SimpleNamespace(optimizer_state=None, pipeline=SimpleNamespace(stage=stage))
@@ -105,7 +105,7 @@ def test_an_optimizer_that_plain_trainer_does_not_know(tmp_path: Path, monkeypat
     state = SimpleNamespace(parameters={}, decaying=[], layout=SimpleNamespace(pipeline_size=1))
     monkeypatch.setattr(plain_checkpoint, "_check_is_checkpoint", lambda _: None)
     monkeypatch.setattr(checkpoint, "read_state", lambda _: state)
-    monkeypatch.setattr(checkpoint, "read_optimizer", lambda *_: ({}, {"groups": [{}, {}, {}]}))
+    monkeypatch.setattr(checkpoint, "read_optimizer", lambda *_: ({}, [], [{}, {}, {}]))
     with pytest.raises(ValueError, match="parameter groups, expected .*: plain Trainer knows only those"):
         plain_checkpoint.export_checkpoint("saved", str(tmp_path / "exported"))
 
