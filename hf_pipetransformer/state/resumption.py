@@ -352,14 +352,15 @@ def find_resumption(where: str | bool, topology: Topology, description: RunDescr
 
 def _find(where: str | bool, description: RunDescription) -> list[Any]:
     """Return the folder, and what a `Resumption` knows of the run, as JSON values."""
-    args, read = description.run.args, {}
+    args = description.run.args
+    read: dict[str, tuple[Any, ...]] = {}
 
     def read_folder(folder: str) -> None:
         if is_plain(folder):
-            read[folder] = (*read_progress(folder, description.data["num_samples"], args), None)
+            read[folder] = *read_progress(folder, description.data["num_samples"], args), None
         else:
             state = checkpoint.read_state(folder)
-            read[folder] = (state.step, state.epoch, state.place, state)
+            read[folder] = state.step, state.epoch, state.place, state
 
     if where is True:
         found, reasons = checkpoint.newest_verified(args.output_dir, read_folder)
