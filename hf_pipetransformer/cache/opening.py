@@ -33,6 +33,7 @@ from hf_pipetransformer.data.node_shares import NodeOrder
 from hf_pipetransformer.data.reading import DispatchedReading
 from hf_pipetransformer.data.sampler import draws_each_once
 from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.schedules.json_values import as_json
 
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def keep_on_nodes(context: Context, loader: PipelineLoader) -> None:
     nodes = NodeOrder(seed, tuple(map(len, topology.nodes)), loader.total_batch_size)
     loader.keep_on(nodes)
     counts = nodes.counts(len(loader.dataset))
-    context.journal.write("cache", what="nodes", samples=counts, **nodes.as_json())
+    context.journal.write("cache", what="nodes", samples=counts, **as_json(nodes))
     if topology.rank == 0:
         announce(
             f"The run spans nodes of {', '.join(map(str, nodes.devices))} processes: each keeps its own part of the "

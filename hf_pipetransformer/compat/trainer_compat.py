@@ -19,10 +19,9 @@ modules of other libraries is here:
 - `Trainer.callback_handler`, `JITCheckpointCallback.jit_manager` (`training/callbacks.py`): callbacks get the whole
   model, and a step ends after the last of them; ranks agree before they save on a signal. Way out: events that all
   ranks reach together.
-- `TrainerState.save_to_json` (`state/saving.py`): write the state before Trainer deletes old checkpoints. Way out: a
-  method between saving and rotation.
-- `transformers.trainer.rotate_checkpoints` (`rotating_with`): delete old checkpoints by their step. Way out: the
-  option to sort by step in Trainer.
+- `transformers.trainer.rotate_checkpoints`, `Trainer._push_from_checkpoint` (`ending_checkpoints_with`): complete a
+  checkpoint before it is pushed, and before old ones are deleted, by their step. Way out: a method between saving and
+  rotation, and the option to sort by step in Trainer.
 - `transformers.modeling_utils.safe_save_file`, `safetensors.torch.save_file` (`writing_tensors_with`): fetch weights
   from other stages while a file is written. Way out: `save_pretrained` taking tensors that are loaded as it writes.
 - `TrainingArguments.__class__` (`options/arguments.py`): plain arguments get the pipeline's options. Way out: pass
@@ -362,27 +361,37 @@ def restore_loss(
 def writing_tensors_with(write: Callable[..., None]) -> Iterator[None]:
     """Make `save_pretrained` and Trainer write their safetensors files with another function."""
     # One function, two names: `save_pretrained` has imported it, and Trainer calls it for other models.
-    places: list[tuple[Any, str]] = [(modeling_utils, "safe_save_file"), (safetensors.torch, "save_file")]
-    originals = [getattr(module, name) for module, name in places]
-    for module, name in places:
-        setattr(module, name, write)
-    try:
+    with (
+        with_attributes(modeling_utils, {"safe_save_file": write}),
+        with_attributes(safetensors.torch, {"save_file": write}),
+    ):
         yield
-    finally:
-        for (module, name), original in zip(places, originals, strict=True):
-            setattr(module, name, original)
 
 
 @contextmanager
-def rotating_with(rotate: Callable[..., None]) -> Iterator[None]:
-    """Make Trainer delete old checkpoints with another function, which takes the arguments of its own."""
-    original = stock.rotate_checkpoints
+def ending_checkpoints_with(
+    trainer: Trainer, complete: Callable[[], None], rotate: Callable[[str, int | None, str | None], None]
+) -> Iterator[None]:
+    """Have Trainer call `complete` once it has written a checkpoint's files, on the processes that save.
+
+    The checkpoint is pushed after that, and `rotate` deletes old ones: in `output_dir`, beyond a limit, but the best.
+    """
+    push, pushed = trainer._push_from_checkpoint, list[str]()
+
+    def end(
+        output_dir: str, save_total_limit: int | None = None, best_model_checkpoint: str | None = None, **_: Any
+    ) -> None:
+        complete()
+        for folder in pushed:
+            push(folder)
+        rotate(output_dir, save_total_limit, best_model_checkpoint)
+
     # In the module of Trainer, which has imported the function by name.
-    stock.rotate_checkpoints = rotate
-    try:
+    with (
+        with_attributes(stock, {"rotate_checkpoints": end}),
+        with_attributes(trainer, {"_push_from_checkpoint": pushed.append}),
+    ):
         yield
-    finally:
-        stock.rotate_checkpoints = original
 
 
 def alone_reads_outputs(trainer: Trainer) -> bool:
@@ -392,9 +401,9 @@ def alone_reads_outputs(trainer: Trainer) -> bool:
 
 
 @contextmanager
-def with_attributes(trainer: Trainer, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of a trainer inside. A method among them hides that of the class."""
-    own = vars(trainer)
+def with_attributes(holder: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Set attributes of a trainer or a module inside. A method among them hides that of the class."""
+    own = vars(holder)
     # Only what the instance itself has: what the class has shows again as soon as ours is deleted.
     before = {name: own[name] for name in values if name in own}
     own.update(values)

@@ -10,20 +10,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from torch.utils.data import DataLoader
+from transformers.trainer_utils import has_length
 
 from hf_pipetransformer.comm.staging import pinned
-from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
+from hf_pipetransformer.data.node_shares import NodeOrder, replica_slice
 from hf_pipetransformer.data.reading import Part, Reading, RecordSource, ReplicaReading
-from hf_pipetransformer.data.sampler import FROM_FIRST, EpochStart
+from hf_pipetransformer.data.sampler import Position
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import PipelineGroups
-    from hf_pipetransformer.data.rng import States
 
 
 @dataclass
@@ -67,39 +66,6 @@ def request_of(loader: Any) -> Request | None:
     return request
 
 
-@dataclass
-class Progress:
-    """Position inside an epoch.
-
-    Args:
-        next: index of the next global batch.
-        last: index of the epoch's last one; None if not known yet.
-        size: samples of the current one, over all replicas.
-        num_seen: samples of all replicas since the epoch began.
-    """
-
-    start: EpochStart = FROM_FIRST
-    next: int = 0
-    last: int | None = None
-    size: int = 0
-    num_seen: int = 0
-
-    @property
-    def is_at_end(self) -> bool:
-        return self.last is not None and self.next > self.last
-
-    def add(self, part: Part) -> None:
-        self.size = part.size
-        self.num_seen += part.size
-        # The epoch had ended before this batch, such as one that is resumed at its end.
-        if part.is_none:
-            self.last = self.next - 1
-            return
-        if part.is_last:
-            self.last = self.next
-        self.next += 1
-
-
 _SLOW_WORKER = (
     "(A worker of the data loader hangs, or takes longer for a batch. Look at what the data set and the collator wait "
     "for, or raise pipeline_timeout, for an evaluation ddp_timeout.)"
@@ -139,25 +105,43 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         self.pins_memory = pins_memory
         # accelerate's `begin` and `end` enter this loader there and take it out again.
         self.gradient_state = GradientState()
-        self.progress = Progress()
+        self.size = 0
+        """Samples of the current batch, over all replicas."""
+        self.num_seen = 0
+        """Samples of all replicas since the epoch began."""
         self.num_under_way = 0
         """Batches that later stages may not have received yet when stage 0 reads the next one."""
         self.num_ahead = 0
         """Batches that were yielded but not trained on yet."""
-        self._start = FROM_FIRST
+        self._offset = 0
+        """Samples that an earlier run did of this epoch beyond those of the batches before the next one."""
+        self._start: Position | None = None
+        """Where an earlier run has left the next epoch; None if it has not begun it."""
+        self._next = 0
+        """Index of the next global batch."""
+        self._last: int | None = None
+        """Index of the epoch's last one; None if not known yet."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
         self.begin()
         # Where an earlier run had stopped is for one epoch; those after it begin at their first batch.
-        start, self._start = self._start, FROM_FIRST
-        last = self.reading.begin_epoch(start)
-        self.progress = progress = Progress(start, start.first, last)
+        start, self._start = self._start, None
+        self._last = self.reading.begin_epoch(start)
+        self._next, done = (0, 0) if start is None else (start.first, start.samples)
+        self._offset = done - self._next * self.total_batch_size
+        self.size = self.num_seen = 0
         try:
-            while not progress.is_at_end:
+            while not self.is_at_end:
                 part = self._next_part()
-                progress.add(part)
+                self.size = part.size
+                self.num_seen += part.size
+                if part.is_last:
+                    self._last = self._next
+                # The epoch had ended before this batch, such as one that is resumed at its end.
                 if part.is_none:
+                    self._last = self._next - 1
                     break
+                self._next += 1
                 # Set before the batch is handed out: accelerate asks for it while the batch is trained on.
                 self.end_of_dataloader = part.is_last
                 yield pinned(part.batch) if self.pins_memory else part.batch
@@ -172,7 +156,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
     def _next_part(self) -> Part:
         if self.link.groups.is_first:
             try:
-                part = self.reading.next(self.progress.next, self.num_under_way)
+                part = self.reading.next(self._next, self.num_under_way)
             except RuntimeError as error:
                 # torch raises a plain RuntimeError, of which only the text tells.
                 if str(error).startswith("DataLoader timed out"):
@@ -194,7 +178,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
 
     def samples_of_replicas(self) -> list[int]:
         """Return how many samples of the current global batch count for each replica; see `repeat_small`."""
-        num_replicas, size = self.link.groups.num_replicas, self.progress.size
+        num_replicas, size = self.link.groups.num_replicas, self.size
         # In an evaluation every replica has all of so small a batch, and one copy counts.
         if size < num_replicas:
             return [size] + [0] * (num_replicas - 1)
@@ -206,44 +190,33 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
     @property
     def is_at_end(self) -> bool:
         """True if this epoch has no more batches."""
-        return self.progress.is_at_end
+        return self._last is not None and self._next > self._last
 
-    @property
-    def position(self) -> int:
-        """Global batches of this epoch that were trained on."""
-        return self.progress.next - self.num_ahead
+    def position(self, epoch: int) -> Position:
+        """Return the position of a run in this epoch, without what was read ahead; call between two batches."""
+        order, is_known, num_batches = self.order, has_length(self), self._next - self.num_ahead
+        samples = num_batches * self.total_batch_size + self._offset
+        length = 0 if order is None else len(order.sampler)
+        # The end of an epoch is the beginning of the next one, but not while batches that were read ahead are not
+        # trained.
+        is_over = not self.num_ahead and (self.is_at_end or (is_known and num_batches >= len(self)))
+        return Position(
+            epoch=epoch + is_over,
+            # The last batch may be smaller than the others.
+            samples=0 if is_over else min(samples, length or samples),
+            global_batch=self.total_batch_size,
+            num_samples=length if is_known else None,
+            group_size=None if order is None else order.group_size,
+            nodes=None if order is None else order.epochs_nodes,
+            first=num_batches,
+            order_state=None if order is None else order.rng_state(0 < num_batches < len(self)),
+            ahead=self.reading.ahead(self.num_ahead),
+        )
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of an epoch, over all replicas; 0 for a stream, where the number is unknown."""
-        return 0 if self.order is None else len(self.order.sampler)
-
-    @property
-    def num_done(self) -> int:
-        """Samples of this epoch that were trained on, over all replicas."""
-        start, size = self.progress.start, self.total_batch_size
-        before = start.first * size if start.num_done is None else start.num_done
-        num_done = before + (self.position - start.first) * size
-        # The last batch may be smaller than the others.
-        return num_done if self.order is None else min(num_done, self.num_samples)
-
-    @property
-    def arrangement(self) -> Arrangement:
-        return Arrangement() if self.order is None else self.order.arrangement
-
-    def order_state(self) -> torch.Tensor | None:
-        """Return the RNG state that `starting_at` needs besides the position; call between two batches."""
-        return None if self.order is None else self.order.rng_state(0 < self.position < len(self))
-
-    def ahead(self) -> tuple[States, int] | None:
-        """Return the RNG states of the batches read ahead, and their number, for `starting_at`; None without any."""
-        return self.reading.ahead(self.num_ahead)
-
-    def starting_at(self, start: EpochStart) -> PipelineLoader:
+    def starting_at(self, start: Position) -> PipelineLoader:
         """Begin the next epoch where an earlier run had left it."""
         self._start = start
-        if start.is_resumed:
-            self.reading.resume(start)
+        self.reading.resume(start)
         return self
 
     def follow(self, groups: PipelineGroups) -> None:
@@ -252,7 +225,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         self.link.flush()
         self.reading.flush()
         old, self.link.groups = self.link.groups, groups
-        self.reading.follow(old, self.progress.next)
+        self.reading.follow(old, self._next)
 
     # ---- the activation cache ----
 

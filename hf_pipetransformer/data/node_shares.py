@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
+
+from hf_pipetransformer.schedules.json_values import Positive, Seed
 
 
 _SEED_OF_OWNERS = 1_000_003
@@ -39,9 +40,9 @@ class NodeOrder:
         batch_size: samples of a full global batch, a multiple of the number of devices.
     """
 
-    seed: int
-    devices: tuple[int, ...]
-    batch_size: int
+    seed: Seed
+    devices: tuple[Positive, ...]
+    batch_size: Positive
 
     def __post_init__(self) -> None:
         num_devices = sum(self.devices)
@@ -104,35 +105,6 @@ class NodeOrder:
         arranged: list[int] = torch.cat([torch.cat(full, dim=1).flatten(), *last]).tolist()
         return arranged
 
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "devices": list(self.devices)}
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> NodeOrder:
-        return cls(saved["seed"], tuple(saved["devices"]), saved["batch_size"])
-
 
 def _widths(bounds: Sequence[int]) -> list[int]:
     return [stop - start for start, stop in pairwise(bounds)]
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """Settings that the order of an epoch depends on, besides the random numbers drawn for it.
-
-    Args:
-        group_size: batch size of the underlying sampler, if its order depends on that (sorting by length).
-        nodes: assigns the samples to nodes; None keeps the sampler's order.
-    """
-
-    group_size: int | None = None
-    nodes: NodeOrder | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        return {"group_size": self.group_size, "nodes": None if self.nodes is None else self.nodes.as_json()}
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> Arrangement:
-        """Invert `as_json`; a checkpoint of an earlier release or of Trainer has no nodes."""
-        nodes = saved.get("nodes")
-        return cls(saved.get("group_size"), None if nodes is None else NodeOrder.from_json(nodes))

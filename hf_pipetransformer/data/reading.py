@@ -38,12 +38,11 @@ from hf_pipetransformer.data.rng import (
     random_state,
     set_random_state,
 )
-from hf_pipetransformer.data.sampler import FROM_FIRST
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import PipelineGroups
-    from hf_pipetransformer.data.sampler import EpochOrder, EpochStart, ReplicaBatch, ReplicaBatchSampler
+    from hf_pipetransformer.data.sampler import EpochOrder, Position, ReplicaBatch, ReplicaBatchSampler
 
 
 class RecordSource(Protocol):
@@ -164,23 +163,24 @@ class Reading:
         """Order of the epoch; None for a stream."""
         return getattr(self.reader.batch_sampler, "order", None)
 
-    def begin_epoch(self, start: EpochStart) -> int | None:
+    def begin_epoch(self, start: Position | None) -> int | None:
         """Draw what torch's loader and sampler draw in one process, identically on all ranks.
 
-        Return the index of the epoch's last batch; None if only reading shows which is the last.
+        Return the index of the epoch's last batch; None if only reading shows which is the last. `start` is where an
+        earlier run has left the epoch.
         """
         begun, self.begun = self.begun, None
-        if begun is not None and not start.is_resumed:
+        if begun is not None and start is None:
             # The order is drawn already, and the seed.
             self.begun, self._seed_state, self._has_begun = begun, begun._seed_state, True
             self._was_seeded = self.shared is None
             return len(self.sampler.order) - 1
         self._seed_state = None
         # Persistent workers drew their seed in the first epoch.
-        has_workers = self.reader.persistent_workers and (self._has_begun or start.is_resumed)
+        has_workers = self.reader.persistent_workers and (self._has_begun or start is not None)
         self._has_begun = True
         with drawing_from(self.shared):
-            if self.shared is not None and not start.first and not has_workers:
+            if self.shared is not None and not (start and start.first) and not has_workers:
                 # The seed that torch's loader draws for its workers.
                 self._seed_state = torch.get_rng_state()
                 torch.empty((), dtype=torch.int64).random_()
@@ -198,7 +198,7 @@ class Reading:
         """
         raise NotImplementedError
 
-    def resume(self, _start: EpochStart) -> None:
+    def resume(self, _start: Position) -> None:
         """Note that the next epoch goes on from a checkpoint; call under the layout that it was saved under.
 
         The layout may change before the first batch is read, and so before `begin_epoch`.
@@ -232,7 +232,7 @@ class ReplicaReading(Reading):
     _batches: Iterator[Any] | None = field(default=None, init=False)
     _num_stale: int = field(default=0, init=False)
 
-    def resume(self, start: EpochStart) -> None:
+    def resume(self, start: Position) -> None:
         # The earlier run has drawn the seed of these workers already, and its states were saved after that.
         self._was_seeded = self.link.groups.is_first and (start.first > 0 or self.reader.persistent_workers)
 
@@ -371,9 +371,7 @@ class DispatchedReading(Reading):
 
         Collective: call on every rank. `holders` may have generators of their own, see `Generators`.
         """
-        self._draw_order(FROM_FIRST)
-        if self._reads:
-            self._open(FROM_FIRST, holders)
+        self._open(None, holders)
         self.has_first = True
         return dict(self._ahead[0] or {}) if self._ahead else {}
 
@@ -388,42 +386,51 @@ class DispatchedReading(Reading):
         """Return this replica's part of the first batch, which rank 0 has read. Call on stage 0 of each replica."""
         self.has_first = False
         if groups.replica:
-            return recv_object(0, groups.replica_control, "receiving this replica's part of the first batch")
-        batch, num_replicas = self._ahead.popleft(), groups.num_replicas
+            return self._received(groups).batch
+        batch = self._ahead.popleft()
         self.close()
-        if num_replicas == 1:
+        if groups.num_replicas == 1:
             return batch
-        whole = Part(dict(batch), batch_size(batch), False)
-        repeats = not self.is_training and whole.size < num_replicas
-        parts = [
-            (whole if repeats else _part_of(whole, replica, num_replicas)).batch for replica in range(num_replicas)
-        ]
-        for part, rank in zip(parts[1:], groups.replica_ranks[1:], strict=True):
-            self._to_replicas.isend(part, [rank], groups.replica_control)
+        own = self._dealt(Part(dict(batch), batch_size(batch), False), groups)
         self._to_replicas.flush()
+        return own.batch
+
+    def _received(self, groups: PipelineGroups) -> Part:
+        return Part(**recv_object(0, groups.replica_control, "receiving this replica's part of a batch from rank 0"))
+
+    def _dealt(self, whole: Part, groups: PipelineGroups) -> Part:
+        """Return the first replica's part of a batch, and start to send the others theirs."""
+        num_replicas = groups.num_replicas
+        repeats = not self.is_training and whole.size < num_replicas
+        parts = [whole if repeats else _part_of(whole, replica, num_replicas) for replica in range(num_replicas)]
+        # Waits for the parts of the batch before, so that one batch at most is in transit.
+        self._to_replicas.flush()
+        for part, rank in zip(parts[1:], groups.replica_ranks[1:], strict=True):
+            self._to_replicas.isend(vars(part), [rank], groups.replica_control)
         return parts[0]
 
-    def begin_epoch(self, start: EpochStart) -> int | None:
+    def begin_epoch(self, start: Position | None) -> int | None:
         has_first, self.has_first = self.has_first, False
         # The first epoch of the run has begun with its first batch.
-        if has_first and not start.is_resumed:
+        if has_first and start is None:
             return None
-        self._draw_order(start)
-        if self._reads:
-            self._open(start)
+        self._open(start)
         # Each batch tells if it is the last one: of a stream, only reading on shows that.
         return None
 
-    def _draw_order(self, start: EpochStart) -> None:
-        super().begin_epoch(start)
-
-    def _open(self, start: EpochStart, holders: Sequence[Any] = ()) -> None:
-        """Begin to read; skipping to the position of a resumed run leaves the RNG states as they were."""
-        saved, count = start.ahead or (None, 1)
+    def _open(self, start: Position | None, holders: Sequence[Any] = ()) -> None:
+        """Draw the order and begin to read; skipping to where a resumed run was leaves the RNG states as they were."""
+        # Of a stream, rank 0 alone draws what torch's loader draws.
+        if self.order is not None:
+            super().begin_epoch(start)
+        if not self._reads:
+            return
+        first, ahead = (start.first, start.ahead) if start is not None else (0, None)
+        saved, count = ahead or (None, 1)
         self._states_before.clear()
         with drawing_from(self.shared):
             present = random_state()
-            self._coming = self._at(start.first)
+            self._coming = self._at(first)
             if self.order is not None:
                 self.order.batches()  # Before the states are noted from which a batch is drawn again.
             if saved is not None:
@@ -432,7 +439,7 @@ class DispatchedReading(Reading):
             for _ in range(count):
                 self._fetch()
             self.draws = has_drawn()
-            if start.first:
+            if first:
                 set_random_state(*present)
 
     def _at(self, index: int) -> Iterator[Any]:
@@ -455,19 +462,9 @@ class DispatchedReading(Reading):
     def next(self, _index: int, num_under_way: int) -> Part:
         groups = self.link.groups
         if not self._reads:
-            return Part(
-                **recv_object(0, groups.replica_control, "receiving this replica's part of a batch from rank 0")
-            )
-        whole, num_replicas = self._global_batch(num_under_way), groups.num_replicas
-        if num_replicas == 1:
-            return whole
-        repeats = not self.is_training and whole.size < num_replicas
-        parts = [whole if repeats else _part_of(whole, replica, num_replicas) for replica in range(num_replicas)]
-        # Waits for the parts of the batch before, so that one batch at most is in transit.
-        self._to_replicas.flush()
-        for part, rank in zip(parts[1:], groups.replica_ranks[1:], strict=True):
-            self._to_replicas.isend(vars(part), [rank], groups.replica_control)
-        return parts[0]
+            return self._received(groups)
+        whole = self._global_batch(num_under_way)
+        return whole if groups.num_replicas == 1 else self._dealt(whole, groups)
 
     def _global_batch(self, num_under_way: int) -> Part:
         batch = self._ahead.popleft()
@@ -514,10 +511,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 class StreamReading(DispatchedReading):
-    """Reading of a stream: rank 0 alone draws what torch's loader draws."""
-
-    def _draw_order(self, start: EpochStart) -> None:
-        pass
+    """Reading of a stream."""
 
     def _at(self, index: int) -> Iterator[Any]:
         # A stream may keep its place: what was read of its first batch is not read again.

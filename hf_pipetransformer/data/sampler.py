@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Sequen
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_pipetransformer.data.batches import note_samples
-from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
+from hf_pipetransformer.data.node_shares import NodeOrder, replica_slice
 from hf_pipetransformer.data.rng import SharedRngState, States, fetch_samples
+from hf_pipetransformer.schedules.json_values import Count, NumSamples, Positive
 
 
 if TYPE_CHECKING:
@@ -23,28 +24,54 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EpochStart:
-    """Position at which an epoch begins: its first batch, unless an earlier run had begun the epoch.
+class Position:
+    """Position of a run in its data, between two batches; a checkpoint has what comes before `first`.
 
     Args:
-        first: global batches that the earlier run had consumed.
-        num_done: samples that it was trained on, if its batch size differed: the remaining ones are redistributed over
-            the epoch's last batches, and the batches before are empty.
-        order_state: its `EpochOrder.rng_state`; None draws a new order.
-        arrangement: its arrangement; None for an epoch that this run begins.
-        ahead: RNG states before the batches that it had read ahead, and their number.
+        epoch: epochs that are done.
+        samples: samples of the present one that are done, over all replicas.
+        global_batch: samples of a batch over all replicas.
+        num_samples: length of an epoch, which a user's sampler may make longer than the data set; None for a stream.
+        group_size: batch size of the underlying sampler, if the epoch's order depends on that (sorting by length).
+        nodes: assigns the epoch's samples to nodes; None keeps the sampler's order.
+        first: index of the next batch. Those before it are done, or empty.
+        order_state: this rank's `EpochOrder.rng_state`; None draws a new order.
+        ahead: this rank's RNG states before the batches that were read ahead, and their number.
     """
 
-    first: int = 0
-    num_done: int | None = None
-    order_state: torch.Tensor | None = None
-    arrangement: Arrangement | None = None
-    ahead: tuple[States, int] | None = None
-    is_resumed: bool = True
+    epoch: Count
+    samples: NumSamples
+    global_batch: Positive
+    num_samples: NumSamples | None
+    group_size: Positive | None
+    nodes: NodeOrder | None
+    first: int = field(default=0, compare=False)
+    order_state: torch.Tensor | None = field(default=None, compare=False)
+    ahead: tuple[States, int] | None = field(default=None, compare=False)
 
+    @property
+    def is_split_by_node(self) -> bool:
+        """True inside an epoch split by node, which Trainer would read in another order."""
+        return self.nodes is not None and self.samples > 0
 
-FROM_FIRST = EpochStart(is_resumed=False)
-"""Beginning of an epoch that no earlier run had begun."""
+    def going_on(self, order: EpochOrder, skips: bool = True) -> Position:
+        """Return where a run goes on from here in the batches of `order`.
+
+        What is left of the epoch is cut into its last batches; if it makes none, the next epoch begins. Without
+        `skips` the epoch starts over.
+        """
+        samples = self.samples if skips else 0
+        left = order.batches_in(len(order.sampler) - samples)
+        if not left:
+            return replace(self, epoch=self.epoch + 1, samples=0, first=0)
+        return replace(self, samples=samples, first=len(order) - left)
+
+    def is_counted(self, step: int, order: EpochOrder, accumulation: int, skips: bool = True) -> bool:
+        """Return True if Trainer's own arithmetic on the number of steps leads here."""
+        # By division, as if all epochs had been of this length.
+        epoch, updates = divmod(step, max(1, -(-len(order) // accumulation)))
+        samples = updates * accumulation * order.global_batches.batch_size if skips else 0
+        return not len(order) or (epoch, samples) == (self.epoch, self.samples)
 
 
 class EpochOrder:
@@ -63,24 +90,26 @@ class EpochOrder:
         self.is_single = True
         """True if no sample comes twice in this epoch."""
         self._batches: list[list[int]] | None = None
-        self._num_done = 0
-        """Samples that an earlier run did with another batch size; the others are cut into new batches."""
-        self._begun_as: Arrangement | None = None
+        self._begun: Position | None = None
+        """Where an earlier run has left this epoch; None if it had not begun it."""
         self._rng_state: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.global_batches)
 
-    def begin_epoch(self, start: EpochStart) -> None:
+    def batches_in(self, num_samples: int) -> int:
+        """Return the number of batches that the last `num_samples` of an epoch make."""
+        size = self.global_batches.batch_size
+        return int(num_samples // size if self.global_batches.drop_last else -(-num_samples // size))
+
+    def begin_epoch(self, start: Position | None = None) -> None:
         """Discard the last epoch's order; the next one is drawn when first needed, or at once from an earlier state.
 
-        A generator that the run itself saves is restored after drawing from an earlier state.
+        A generator that the run itself saves is restored after drawing from an earlier state. `start` is where an
+        earlier run was.
         """
-        self._batches, self._begun_as = None, start.arrangement
-        in_whole_batches = start.first * getattr(self.global_batches, "batch_size", 0)
-        # If it was a whole number of batches of this size, the batches are where they would be anyway.
-        self._num_done = 0 if start.num_done in (None, in_whole_batches) else start.num_done
-        if start.order_state is None:
+        self._batches, self._begun = None, start if start is not None and start.samples else None
+        if start is None or start.order_state is None:
             return
         generator = self._generator()
         before = generator.get_state()
@@ -94,7 +123,7 @@ class EpochOrder:
         if self._batches is None:
             # Kept from before the drawing, so that a checkpoint within the epoch can draw the same order again.
             self._rng_state = self._generator().get_state()
-            own, wanted = self._group_size(), self.arrangement.group_size
+            own, wanted = getattr(self.sampler, "batch_size", None), self.group_size
             is_regrouped = own is not None and own != wanted
             # An epoch that began with groups of another size goes on in these, or its rest would be other samples.
             if is_regrouped:
@@ -109,13 +138,14 @@ class EpochOrder:
         return self._batches
 
     def _drawn(self) -> list[list[int]]:
-        nodes = self.arrangement.nodes
-        if not self._num_done and nodes is None:
+        nodes = self.epochs_nodes
+        if self._begun is None and nodes is None:
             return list(self.global_batches)
         # The sampler draws here what it would draw for the global batches, so the random numbers stay the same.
         size, order = self.global_batches.batch_size, list(self.sampler)
-        rest = (order if nodes is None else nodes.arranged(order))[self._num_done :]
-        num_batches = len(rest) // size if self.global_batches.drop_last else -(-len(rest) // size)
+        done = 0 if self._begun is None else self._begun.samples
+        rest = (order if nodes is None else nodes.arranged(order))[done:]
+        num_batches = self.batches_in(len(rest))
         cut = [rest[index * size : (index + 1) * size] for index in range(num_batches)]
         # Empty batches come first, so that the others keep their numbers in the epoch.
         return [[]] * (len(self) - num_batches) + cut
@@ -131,15 +161,14 @@ class EpochOrder:
         return None if generator is torch.default_generator else generator.get_state()
 
     @property
-    def arrangement(self) -> Arrangement:
-        """Settings that the order of this epoch depends on, besides the random numbers."""
-        own = Arrangement(self._group_size(), self.nodes)
-        if self._begun_as is None:
-            return own
-        return replace(self._begun_as, group_size=self._begun_as.group_size or own.group_size)
+    def group_size(self) -> int | None:
+        """Batch size of the sampler that this epoch's order depends on, if it depends on any."""
+        return (self._begun and self._begun.group_size) or getattr(self.sampler, "batch_size", None)
 
-    def _group_size(self) -> int | None:
-        return getattr(self.sampler, "batch_size", None)
+    @property
+    def epochs_nodes(self) -> NodeOrder | None:
+        """Assignment of samples to nodes in this epoch."""
+        return self.nodes if self._begun is None else self._begun.nodes
 
     def _generator(self) -> torch.Generator:
         own: torch.Generator | None = getattr(self.sampler, "generator", None)

@@ -77,12 +77,6 @@ class RunView(Protocol):
     def hides_batches_of(self, dataset: Any) -> bool:
         """Return True for an evaluation set of the trainer's own if no code of the user's sees its batches."""
 
-    def unlogged_loss(self) -> dict[str, Any]:
-        """Return this rank's `unlogged_loss` and `last_logged_step`."""
-
-    def restore_loss(self, topology: Topology, unlogged_loss: float, last_logged_step: int) -> None:
-        """Restore them for the next log entry. Collective: call on every rank."""
-
 
 @dataclass
 class Journal:

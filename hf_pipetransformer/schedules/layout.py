@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
-from typing import Any
+from typing import Annotated, Any
 
 from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules import placement as blocks
-from hf_pipetransformer.schedules.json_values import entries, items, text, whole_number
-from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement, Plans
+from hf_pipetransformer.schedules.json_values import Positive, as_json, entries, fields_as
+from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement
 
 
 MOST_MICROBATCHES = 2**20
 """Upper bound on micro-batches, layers, stages and replicas in a layout read from a file."""
 
-# What `from_event` checks as whole numbers; dataclasses take any type.
-_COUNTS = frozenset(
-    {"num_layers", "num_frozen_layers", "num_stages", "num_replicas", "num_microbatches", "num_chunks", "cache_level"}
-)
+_Positive = Annotated[int, 1, MOST_MICROBATCHES]
+_Count = Annotated[int, 0, MOST_MICROBATCHES]
 
 # What checkpoints, plans and events files of earlier releases also say of a layout.
 _GONE = frozenset({"fresh_share", "refresh_fraction"})
@@ -52,17 +50,18 @@ class Layout:
             range.
     """
 
-    num_layers: int
-    num_frozen_layers: int
-    num_stages: int
-    num_replicas: int
-    boundaries: tuple[int, ...]
-    num_microbatches: int
+    num_layers: _Positive
+    num_frozen_layers: _Count
+    num_stages: _Positive
+    num_replicas: _Positive
+    # There are two blocks for each layer, and two more.
+    boundaries: tuple[Annotated[int, 0, 4 * MOST_MICROBATCHES], ...]
+    num_microbatches: _Positive
     schedule: str
-    cache_level: int = 0
-    num_chunks: int = 1
+    cache_level: _Count = 0
+    num_chunks: _Positive = 1
     placement: str = "loop"
-    token_slices: Plans = ()
+    token_slices: tuple[tuple[Positive, ...], ...] = ()
 
     def __post_init__(self) -> None:
         expected_ends = (0, self.num_blocks)
@@ -151,8 +150,8 @@ class Layout:
     def as_event(self) -> dict[str, Any]:
         """Return the layout as plain JSON values, for the events file and for the agreement check."""
         # Lists, as JSON has no tuples: what ranks compare and what a file gives back are the same values.
-        plans = [list(plan) for plan in self.token_slices]
-        return {**asdict(self), "boundaries": list(self.boundaries), "token_slices": plans}
+        values: dict[str, Any] = as_json(self)
+        return values
 
     @classmethod
     def from_event(cls, fields: dict[str, Any]) -> Layout:
@@ -161,32 +160,12 @@ class Layout:
         Raises:
             ValueError: these are not the values of a layout.
         """
-        found = dict(entries(fields, "layout"))
-        for gone in _GONE & found.keys():
-            del found[gone]
-        for own in dataclass_fields(cls):
-            if own.name not in found and own.default is MISSING:
-                raise ValueError(f"found no {own.name!r} of a layout")
-        # Found here, since `cls(**found)` would raise a TypeError, where callers expect a ValueError of a bad file.
-        strangers = set(found) - {own.name for own in dataclass_fields(cls)}
+        layout: Layout = fields_as(cls, entries(fields, "layout"), " of a layout")
+        strangers = set(fields) - _GONE - {own.name for own in dataclass_fields(cls)}
         if strangers:
             raise ValueError(f"found {min(strangers)!r} in a layout, which has no such entry")
-        least = {"num_frozen_layers": 0, "cache_level": 0}
-        for name in _COUNTS & found.keys():
-            whole_number(found[name], name, least.get(name, 1), MOST_MICROBATCHES)
-        found["boundaries"] = tuple(
-            # There are two blocks for each layer, and two more.
-            whole_number(block, "boundaries", most=4 * MOST_MICROBATCHES)
-            for block in items(found["boundaries"], "boundaries")
-        )
-        found["token_slices"] = tuple(
-            tuple(whole_number(length, "token_slices", 1) for length in items(plan, "token_slices"))
-            for plan in items(found.get("token_slices", []), "token_slices")
-        )
-        find_schedule(text(found["schedule"], "schedule"))
-        # Its type alone: the constructor knows which names there are.
-        text(found.get("placement", ""), "placement")
-        return cls(**found)
+        find_schedule(layout.schedule)
+        return layout
 
     def as_scalars(self) -> dict[str, float]:
         """Return the metrics for trackers; empty for a layout that plain Trainer has too (K = 1, nothing frozen)."""

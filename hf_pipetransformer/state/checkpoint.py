@@ -17,6 +17,7 @@ entry, JSON.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -28,9 +29,11 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.utils._pytree import tree_map_only
 
 from hf_pipetransformer.comm.transfers import pack, unpack
 from hf_pipetransformer.report import logger
+from hf_pipetransformer.schedules.json_values import as_json, read_as
 from hf_pipetransformer.splitters.adapters import adapter_files
 from hf_pipetransformer.state.run_state import (
     FileEntry,
@@ -38,7 +41,6 @@ from hf_pipetransformer.state.run_state import (
     RankState,
     RunState,
     checksum_of,
-    read_as,
     read_json_file,
 )
 from hf_pipetransformer.state.weights import (
@@ -60,8 +62,6 @@ VERSION = 6
 _FOLDER_NAME = re.compile(r"checkpoint-(\d+)")
 # Names in files on disk.
 _HEADER, _PACKED = "json", "packed"
-# A file may be larger than the memory, so that it is hashed piece by piece.
-_CHUNK_BYTES = 2**22
 # Reading and hashing release the GIL; more than a few readers only compete for one disk.
 _NUM_READERS = 4
 
@@ -78,17 +78,19 @@ def has_state(folder: str) -> bool:
     return os.path.isdir(os.path.join(folder, STATE_FOLDER))
 
 
+def is_complete(folder: str) -> bool:
+    """Return True if `write_state` has completed the checkpoint."""
+    return os.path.isfile(os.path.join(folder, STATE_FOLDER, STATE_FILE))
+
+
 def write_part(
     folder: str, name: str, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]
 ) -> dict[str, FileEntry]:
     """Write tensors and a JSON header to a synced file; returns its entry for `write_state`, by relative path."""
-    own: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for key, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous()
-        # Optimizers may share one tensor between parameters; safetensors refuses shared memory.
-        own[key] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
+    values = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    # Optimizers may share one tensor between parameters; safetensors refuses shared memory.
+    first = {value.data_ptr(): key for key, value in reversed(values.items())}
+    own = {key: value if first[value.data_ptr()] == key else value.clone() for key, value in values.items()}
     os.makedirs(os.path.join(folder, STATE_FOLDER), exist_ok=True)
     path = os.path.join(folder, STATE_FOLDER, name)
     save_file(own, path, metadata={_HEADER: json.dumps(dict(header))})
@@ -115,17 +117,23 @@ def read_part(
 
 
 def read_optimizer(
-    folder: str, stage: int, is_wanted: Callable[[str], bool] = lambda name: True
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Read a stage's optimizer state by parameter name, of parameters that `is_wanted`; returns the header too."""
-    tensors, header = read_part(folder, optimizer_file(stage), lambda key: is_wanted(key.rpartition("|")[0]))
+    folder: str, num_stages: int, is_wanted: Callable[[str], bool] = lambda name: True
+) -> tuple[dict[str, dict[str, Any]], list[str], list[dict[str, Any]]]:
+    """Read the optimizer state of all stages by parameter name, of parameters that `is_wanted`.
+
+    Returns also the names of all parameters that have one, and the options of the groups.
+    """
     states: dict[str, dict[str, Any]] = {}
-    for joined, value in {**tensors, **header["values"]}.items():
-        # From the right: a name may have a "|" in it, the key of an optimizer has none.
-        name, _, key = joined.rpartition("|")
-        if is_wanted(name):
-            states.setdefault(name, {})[key] = value
-    return states, header
+    names: list[str] = []
+    for stage in range(num_stages):
+        tensors, header = read_part(folder, optimizer_file(stage), lambda key: is_wanted(key.rpartition("|")[0]))
+        names += header["names"]
+        for joined, value in {**tensors, **header["values"]}.items():
+            # From the right: a name may have a "|" in it, the key of an optimizer has none.
+            name, _, key = joined.rpartition("|")
+            if is_wanted(name):
+                states.setdefault(name, {})[key] = value
+    return states, names, header["groups"]
 
 
 def write_rank_state(folder: str, rank: int, state: RankState) -> dict[str, FileEntry]:
@@ -133,16 +141,9 @@ def write_rank_state(folder: str, rank: int, state: RankState) -> dict[str, File
 
 
 def read_rank_state(folder: str, rank: int) -> RankState:
-    return RankState(**_copied(unpack(read_part(folder, random_file(rank))[0][_PACKED])))
-
-
-def _copied(tree: Any) -> Any:
-    """Copy the tensors in a tree: torch's generators crash when they are given views as states."""
-    if isinstance(tree, dict):
-        return {key: _copied(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(_copied, tree))
-    return tree.clone() if isinstance(tree, torch.Tensor) else tree
+    values = unpack(read_part(folder, random_file(rank))[0][_PACKED])
+    # Copies, as torch's generators crash when they are given views as states.
+    return RankState(**tree_map_only(torch.Tensor, torch.Tensor.clone, values))
 
 
 # ---- the state, and the manifest that makes a checkpoint whole ----
@@ -162,7 +163,7 @@ def write_state(folder: str, state: RunState, parts: Mapping[str, FileEntry]) ->
         entries = pool.map(lambda name: _entry_of(os.path.join(folder, name), sync=True), others)
         files = {**parts, **dict(zip(others, entries, strict=True))}
     # The tensors have a hash of their own, as a user may put them into other files.
-    content = {"version": VERSION, **state.as_json(), "weights": hash_of_weights(folder), "files": files}
+    content = {"version": VERSION, **as_json(state), "weights": hash_of_weights(folder), "files": files}
     # First, as the state says that all of this is on disk.
     _sync_folders({folder, *(os.path.join(folder, os.path.dirname(name)) for name in files)})
     with open(f"{path}.unfinished", "w", encoding="utf-8") as file:
@@ -176,14 +177,12 @@ def write_state(folder: str, state: RunState, parts: Mapping[str, FileEntry]) ->
 
 def _entry_of(path: str, sync: bool = False) -> FileEntry:
     """Return size and hash of a file, after an fsync if `sync`."""
-    hasher, size = xxhash.xxh3_128(), 0
     with open(path, "rb") as file:
         if sync:
             os.fsync(file.fileno())
-        while chunk := file.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-            size += len(chunk)
-    return {"bytes": size, "xxh3_128": hasher.hexdigest()}
+        # Piece by piece, as a file may be larger than the memory.
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return {"bytes": file.tell(), "xxh3_128": digest.hexdigest()}
 
 
 def _sync_folders(folders: Iterable[str]) -> None:
@@ -250,7 +249,7 @@ def _check_complete(folder: str) -> None:
             f"{folder!r} {what}: expected a folder {STATE_FOLDER!r} with the state of the pipeline. Start a new run "
             f"from its weights: from_pretrained({folder!r})."
         )
-    if not os.path.isfile(os.path.join(folder, STATE_FOLDER, STATE_FILE)):
+    if not is_complete(folder):
         raise ValueError(f"{folder!r} is incomplete: saving it was interrupted ({STATE_FILE} is missing).")
 
 
@@ -343,12 +342,10 @@ def newest_verified(output_dir: str, read: Callable[[str], Any] = read_state) ->
     """
     reasons = []
     for _step, folder in reversed(numbered_checkpoints(output_dir)):
-        try:
-            check_readable(folder)
-            read(folder)
         # Not passed over: the newest checkpoint may be sound, and an older one would lose its steps in silence.
-        except UnreadableError:
-            raise
+        check_readable(folder)
+        try:
+            read(folder)
         except ValueError as error:
             reasons.append(str(error))
         else:

@@ -11,8 +11,8 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from os import PathLike
 from typing import Any, BinaryIO
 
@@ -35,38 +35,19 @@ Fetch = Callable[[Sequence[str]], dict[str, torch.Tensor]]
 """Returns the values of the named parameters, on the CPU."""
 
 
-# By identity: steps are keys of dictionaries, and two that look alike may have different values.
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One value: of the parameter `name`, or what `compute` makes of the values of `inputs`."""
-
-    compute: Callable[[list[Any]], Any] | None = None
-    inputs: tuple[Step, ...] = ()
-    name: str = ""
-    num_bytes: int = 0
-
-    def with_inputs(self) -> Iterator[Step]:
-        yield self
-        for step in self.inputs:
-            yield from step.with_inputs()
-
-    def value(self, known: dict[Step, Any]) -> Any:
-        """Return the value, and note it and all on the way in `known`, which has the parameters' values."""
-        if self.compute is not None and self not in known:
-            known[self] = self.compute([step.value(known) for step in self.inputs])
-        return known[self]
-
-
 class Deferred(torch.Tensor):
     """Meta tensor that knows how its value is computed. Functions of it are deferred too."""
 
-    step: Step
+    needs: dict[str, int]
+    """Parameters that it is computed of, with their bytes."""
+    compute: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+    """Function that returns its value for those of the parameters."""
 
     @staticmethod
-    def of(like: torch.Tensor, step: Step) -> Deferred:
+    def of(like: torch.Tensor, needs: dict[str, int], compute: Callable[..., torch.Tensor]) -> Deferred:
         """Return a tensor with the shape and dtype of `like`; it has a storage of its own, as in a file."""
         deferred = torch.empty(like.shape, dtype=like.dtype, device="meta").as_subclass(Deferred)
-        deferred.step = step
+        deferred.needs, deferred.compute = needs, compute
         return deferred
 
     @classmethod
@@ -83,19 +64,20 @@ class Deferred(torch.Tensor):
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(found)):
             return found
 
-        def compute(values: list[Any]) -> Any:
-            left = iter(values)
-            arguments, options = tree_map_only(Deferred, lambda _: next(left), given)
-            return function(*arguments, **options)
+        def compute(values: Mapping[str, torch.Tensor], part: int | None = None) -> Any:
+            arguments, options = tree_map_only(Deferred, lambda each: each.compute(values), given)
+            result = function(*arguments, **options)
+            return result if part is None else result[part]
 
-        step = Step(compute, tuple(leaf.step for leaf in tree_leaves(given) if isinstance(leaf, Deferred)))
+        needs = {
+            name: size
+            for leaf in tree_leaves(given)
+            if isinstance(leaf, Deferred)
+            for name, size in leaf.needs.items()
+        }
         if isinstance(found, torch.Tensor):
-            return cls.of(found, step)
-        return type(found)(cls.of(part, Step(partial(_part, index), (step,))) for index, part in enumerate(found))
-
-
-def _part(index: int, values: list[Any]) -> Any:
-    return values[0][index]
+            return cls.of(found, needs, compute)
+        return type(found)(cls.of(each, needs, partial(compute, part=index)) for index, each in enumerate(found))
 
 
 def why_not_deferred(model: nn.Module) -> str | None:
@@ -114,9 +96,8 @@ def why_not_deferred(model: nn.Module) -> str | None:
 
 def deferred_state(model: nn.Module) -> dict[str, Any]:
     """Return a model's state dict with a `Deferred` for each parameter, held or not; buffers are as they are."""
-    steps = {id(p): Step(name=name, num_bytes=p.nbytes) for name, p in model.named_parameters()}
-    state = model.state_dict(keep_vars=True)
-    return {key: Deferred.of(each, steps[id(each)]) if id(each) in steps else each for key, each in state.items()}
+    own = {id(p): Deferred.of(p, {name: p.nbytes}, itemgetter(name)) for name, p in model.named_parameters()}
+    return {key: own.get(id(each), each) for key, each in model.state_dict(keep_vars=True).items()}
 
 
 def write_tensors(
@@ -132,25 +113,24 @@ def write_tensors(
     tensors need is kept until the last of them is written.
     """
     header, names = _header_of(tensors, metadata)
-    needed = [list(_steps_of(tensors[name])) for name in names]
-    last_use = {step: index for index, steps in enumerate(needed) for step in steps}
+    needed: list[dict[str, int]] = [getattr(tensors[name], "needs", {}) for name in names]
+    last_use = {name: index for index, needs in enumerate(needed) for name in needs}
     # Backwards, so that the first use is the one that stays in the dictionary.
-    first_use = {step: index for index, steps in reversed(list(enumerate(needed))) for step in steps}
-    new = [[s for s in dict.fromkeys(steps) if s.name and first_use[s] == i] for i, steps in enumerate(needed)]
-    known: dict[Step, Any] = {}
+    first_use = {name: index for index, needs in reversed(list(enumerate(needed))) for name in needs}
+    new = [[name for name in needs if first_use[name] == index] for index, needs in enumerate(needed)]
+    known: dict[str, torch.Tensor] = {}
     # Like safetensors, replace a file of this name only at the end: this process may have mapped its weights from it.
     with _replacing(path) as file:
         file.write(header)
-        for indices in in_rounds([sum(step.num_bytes for step in steps) for steps in new], FETCHED_BYTES):
-            arriving = [step for index in indices for step in new[index]]
-            found = fetch([step.name for step in arriving])
-            # Popped, so that `known` alone holds the values, and frees each after its last use.
-            known.update({step: found.pop(step.name) for step in arriving})
+        sizes = [sum(needed[index][name] for name in arriving) for index, arriving in enumerate(new)]
+        for indices in in_rounds(sizes, FETCHED_BYTES):
+            # `known` alone holds the values, and frees each after its last use.
+            known |= fetch([name for index in indices for name in new[index]])
             for index in indices:
                 file.write(_bytes_of(tensors[names[index]], known))
-                for step in needed[index]:
-                    if last_use[step] == index:
-                        known.pop(step, None)
+                for name in needed[index]:
+                    if last_use[name] == index:
+                        del known[name]
 
 
 @contextmanager
@@ -166,12 +146,8 @@ def _replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
             os.remove(unfinished)
 
 
-def _steps_of(tensor: torch.Tensor) -> Iterator[Step]:
-    return tensor.step.with_inputs() if isinstance(tensor, Deferred) else iter(())
-
-
-def _bytes_of(tensor: torch.Tensor, known: dict[Step, Any]) -> memoryview:
-    value = tensor.step.value(known) if isinstance(tensor, Deferred) else tensor
+def _bytes_of(tensor: torch.Tensor, known: Mapping[str, torch.Tensor]) -> memoryview:
+    value = tensor.compute(known) if isinstance(tensor, Deferred) else tensor
     # The header is written: other bytes than it promises would shift all tensors that follow.
     assert (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
     data: memoryview = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

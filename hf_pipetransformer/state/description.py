@@ -7,7 +7,8 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -69,43 +70,30 @@ def _hash_of_samples(dataset: Any) -> str | None:
     count = len(dataset)
     # From the first to the last sample, so that other data at either end are found.
     spread = sorted({index * (count - 1) // (NUM_SAMPLES - 1) for index in range(NUM_SAMPLES)}) if count else []
-    found = set()
     # Twice: samples that are drawn at random differ, and tell nothing of the data.
-    for _ in range(2):
-        hasher = xxhash.xxh3_128()
-        for index in spread:
-            for part in _parts(dataset[index]):
-                hasher.update(part)
-        found.add(hasher.hexdigest())
+    found = {xxhash.xxh3_128_hexdigest(b"".join(_content(dataset[index]) for index in spread)) for _ in range(2)}
     return found.pop() if len(found) == 1 else None
 
 
-def _parts(value: Any) -> Iterator[bytes]:
-    """Yield the content of a sample as bytes, for any nesting of common types."""
+def _content(value: Any) -> bytes:
+    """Return the content of a sample as bytes, for any nesting of common types."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         # With dtype and shape, as other data may have the same bytes.
-        yield f"{value.dtype}{tuple(value.shape)}".encode()
-        yield flat.numpy().tobytes()
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        yield f"{value.dtype}{value.shape}".encode()
-        yield value.tobytes()
-    elif isinstance(value, Mapping):
-        for key in value:
-            yield str(key).encode()
-            yield from _parts(value[key])
-    elif isinstance(value, (list, tuple)):
-        yield f"{len(value)} items".encode()
-        for item in value:
-            yield from _parts(item)
+        return f"{value.dtype}{tuple(value.shape)}".encode() + flat.numpy().tobytes()
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"{value.dtype}{value.shape}".encode() + value.tobytes()
+    if isinstance(value, Mapping):
+        return b"".join(str(key).encode() + _content(value[key]) for key in value)
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} items".encode() + b"".join(map(_content, value))
     # Images of PIL, for instance.
-    elif callable(getattr(value, "tobytes", None)):
-        yield value.tobytes()
-    elif value is None or isinstance(value, (str, bytes, int, float, np.generic)):
-        yield repr(value).encode()
-    else:
-        # Not its repr, which may show an address and so differ in every process.
-        yield type(value).__name__.encode()
+    if callable(getattr(value, "tobytes", None)):
+        return bytes(value.tobytes())
+    if value is None or isinstance(value, (str, bytes, int, float, np.generic)):
+        return repr(value).encode()
+    # Not its repr, which may show an address and so differ in every process.
+    return type(value).__name__.encode()
 
 
 TOLD_ARGUMENTS = (
@@ -155,8 +143,7 @@ def _describe_changes(saved: RunState, present: RunIdentity) -> str | None:
     old_arguments, arguments = saved.arguments, present.arguments
     changed = [name for name in old_arguments if name in arguments and arguments[name] != old_arguments[name]]
     # Chosen later in the start, and compared there.
-    if arguments.get("pipeline_head_slices") == "auto" and "pipeline_head_slices" in changed:
-        changed.remove("pipeline_head_slices")
+    changed = [name for name in changed if (name, arguments[name]) != ("pipeline_head_slices", "auto")]
     told = [f"{name}={arguments[name]} (was {old_arguments[name]})" for name in changed]
     for found, old, what in (
         (present.policy_class, saved.policy_class, "as class of the freeze policy, which begins anew"),
@@ -198,7 +185,6 @@ class RunDescription:
     def __init__(self, run: RunView, topology: Topology, policy: FreezePolicy) -> None:
         self.run = run
         self.identity = RunIdentity(**topology.decide(lambda: vars(self._own_identity(topology, policy))))
-        self._data: DataDescription | None = None
 
     def _own_identity(self, topology: Topology, policy: FreezePolicy) -> RunIdentity:
         model, args = self.run.model, self.run.args
@@ -221,45 +207,40 @@ class RunDescription:
             },
         )
 
+    @cached_property
     def data(self) -> DataDescription:
-        """Return `describe_data` of the training data, computed on first use without changing the run's RNG state."""
-        if self._data is None:
-            with generators_kept(self.run.train_dataset):
-                self._data = describe_data(self.run.train_dataset)
-        return self._data
+        """`describe_data` of the training data, computed without changing the run's RNG state."""
+        with generators_kept(self.run.train_dataset):
+            return describe_data(self.run.train_dataset)
 
 
 def saves_state(args: PipeTransformerArguments) -> bool:
     """Return True if the run's checkpoints hold more than the model."""
-    saves = args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
-    return saves and not args.save_only_model
+    return not args.save_only_model and (args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint)
 
 
 def check_shared_folder(args: PipeTransformerArguments, topology: Topology) -> None:
     """Check that all nodes share one output folder, since each rank writes a part. Collective: call on every rank.
 
-    Rank 0 leaves a file there, for which the others look; the ValueError names the first rank that does not see it.
+    Rank 0 leaves a folder there, for which the others look; the ValueError names the first rank that does not see it.
     """
     if not saves_state(args) or topology.local_world_size >= topology.world_size:
         return
 
     def leave_token() -> str:
         os.makedirs(args.output_dir, exist_ok=True)
-        # A new name each time: the file of another run would be taken for this one's.
-        descriptor, path = tempfile.mkstemp(prefix=".pipetransformer-", dir=args.output_dir)
-        os.close(descriptor)
-        return os.path.basename(path)
+        # A new name each time: that of another run would be taken for this one's.
+        made = tempfile.TemporaryDirectory(prefix=".pipetransformer-", dir=args.output_dir, ignore_cleanup_errors=True)
+        return os.path.basename(stack.enter_context(made))
 
-    token = os.path.join(args.output_dir, topology.decide(leave_token))
-    deadline = time.monotonic() + _TOKEN_SECONDS
-    while not (sees := os.path.exists(token)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    own = {"sees": sees, "host": socket.gethostname(), "output_dir": os.path.abspath(args.output_dir)}
-    # After the gather all ranks have looked, and the file may go.
-    answers = topology.gather(own)
-    if topology.rank == 0:
-        with contextlib.suppress(OSError):
-            os.remove(token)
+    with contextlib.ExitStack() as stack:
+        token = os.path.join(args.output_dir, topology.decide(leave_token))
+        deadline = time.monotonic() + _TOKEN_SECONDS
+        while not (sees := os.path.exists(token)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        own = {"sees": sees, "host": socket.gethostname(), "output_dir": os.path.abspath(args.output_dir)}
+        # After the gather all ranks have looked, and it goes.
+        answers = topology.gather(own)
     for rank, answer in enumerate(answers):
         if not answer["sees"]:
             raise ValueError(

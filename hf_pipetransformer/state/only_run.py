@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from hf_pipetransformer.comm.topology import Topology, host_name
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.report.files import open_regular
-from hf_pipetransformer.state.run_state import Positive, read_as
+from hf_pipetransformer.schedules.json_values import Positive, read_as
 
 
 LOCK_FILE = "_pipetransformer_run.json"

@@ -20,19 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_pipetransformer.schedules.json_values import entry
+from hf_pipetransformer.data.sampler import Position
+from hf_pipetransformer.schedules.json_values import Count, entry, read_as
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.checkpoint import TRAINER_STATE
-from hf_pipetransformer.state.run_state import (
-    Count,
-    DataPosition,
-    Epochs,
-    Progress,
-    RunState,
-    is_split_by_node,
-    read_as,
-    read_json_file,
-)
+from hf_pipetransformer.state.run_state import Epochs, RunState, read_json_file
 from hf_pipetransformer.state.weights import check_weights, has_weights
 
 
@@ -76,36 +68,43 @@ def is_plain(folder: str) -> bool:
     )
 
 
-def read_progress(folder: str, num_samples: int | None, args: PipeTransformerArguments) -> Progress:
-    """Read how far plain Trainer's run was, over an epoch of `num_samples`; raises ValueError for a damaged file."""
-    step, epoch, batch = _read_counts(folder)
-    check_trainers(folder)
+def read_progress(
+    folder: str, num_samples: int | None, args: PipeTransformerArguments
+) -> tuple[int, float | None, Position | None]:
+    """Read the step, the epoch and the position of plain Trainer's run, over epochs of `num_samples`.
+
+    Raises ValueError for a damaged file.
+    """
+    step, epoch, batch = check_trainers(folder)
     # For their errors alone: damage is to be found before a training has begun.
     _load(folder, _OPTIMIZER)
     read_plain_scheduler(folder)
     names = os.listdir(folder)
     # Each process has a file of RNG states, which tells how many there were.
     world_size = sum(_RANDOM_OF_RANK.fullmatch(name) is not None for name in names) or int(_RANDOM in names)
-    place: DataPosition | None = None
-    if num_samples and batch and world_size and epoch is not None:
-        # With `split_batches`, the batch size that Trainer recorded covers all processes together.
-        size = batch if args.splits_batches else batch * world_size
-        in_epoch = num_samples // size if args.dataloader_drop_last else math.ceil(num_samples / size)
-        # Trainer saves a fraction of the epoch's batches, with the rounding of a float.
-        done = round((epoch - int(epoch)) * in_epoch) * size
-        place = {
-            "epoch": int(epoch),
-            "samples": min(done, num_samples),
-            "global_batch": size,
-            "num_samples": num_samples,
-            "group_size": None,
-            "nodes": None,
-        }
-    return Progress(step=step, epoch=epoch, place=place)
+    if not (num_samples and batch and world_size and epoch is not None):
+        return step, epoch, None
+    # With `split_batches`, the batch size that Trainer recorded covers all processes together.
+    size = batch if args.splits_batches else batch * world_size
+    in_epoch = num_samples // size if args.dataloader_drop_last else math.ceil(num_samples / size)
+    # Trainer saves a fraction of the epoch's batches, with the rounding of a float.
+    done = round((epoch - int(epoch)) * in_epoch) * size
+    return step, epoch, Position(int(epoch), min(done, num_samples), size, num_samples, None, None)
 
 
-def _read_counts(folder: str) -> tuple[int, float | None, int | None]:
-    """Return step, epoch and batch size as `trainer_state.json` has them."""
+_PICKLED = re.compile(r"pytorch_model.*\.bin|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
+"""Files of `torch.save` that Trainer reads; a callback of the user's may add others."""
+
+
+def check_trainers(folder: str, needs_weights: bool = True) -> tuple[int, float | None, int | None]:
+    """Refuse a checkpoint that Trainer would fail to resume from, or restore only in part.
+
+    Without a manifest, only names and formats can be checked: Trainer's state, its last file, exists; weights are in
+    known files if `needs_weights`, and not truncated; optimizer and scheduler exist unless only the model was saved,
+    and neither is truncated or changed. Nothing is unpickled.
+
+    Returns step, epoch and batch size as `trainer_state.json` has them.
+    """
     if not os.path.isfile(os.path.join(folder, TRAINER_STATE)):
         raise ValueError(f"{folder!r} is incomplete: saving it was interrupted ({TRAINER_STATE} is missing).")
     content = read_json_file(os.path.join(folder, TRAINER_STATE), folder)
@@ -115,21 +114,6 @@ def _read_counts(folder: str) -> tuple[int, float | None, int | None]:
         batch: int | None = read_as(Count | None, content.get("train_batch_size"), "train_batch_size")
     except ValueError as error:
         raise ValueError(f"{folder!r} is damaged: {TRAINER_STATE}: {error}.") from error
-    return step, epoch, batch
-
-
-_PICKLED = re.compile(r"pytorch_model.*\.bin|(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
-"""Files of `torch.save` that Trainer reads; a callback of the user's may add others."""
-
-
-def check_trainers(folder: str, needs_weights: bool = True) -> None:
-    """Refuse a checkpoint that Trainer would fail to resume from, or restore only in part.
-
-    Without a manifest, only names and formats can be checked: Trainer's state, its last file, exists; weights are in
-    known files if `needs_weights`, and not truncated; optimizer and scheduler exist unless only the model was saved,
-    and neither is truncated or changed. Nothing is unpickled.
-    """
-    _read_counts(folder)
     names = sorted(os.listdir(folder))
     if has_weights(folder):
         check_weights(folder)
@@ -141,6 +125,7 @@ def check_trainers(folder: str, needs_weights: bool = True) -> None:
                 raise ValueError(f"{folder!r} is damaged: {name} is missing.")
     for name in filter(_PICKLED.fullmatch, names):
         _check_archive(folder, name)
+    return step, epoch, batch
 
 
 def _check_archive(folder: str, name: str) -> None:
@@ -237,13 +222,10 @@ def export_checkpoint(folder: str, output: str) -> list[str]:
         raise ValueError(f"{output!r} is not empty: name a folder that does not exist yet.")
     trained = [name for name, described in state.parameters.items() if not described.endswith(" frozen")]
     groups = trainers_groups(trained, state.decaying)
-    states: dict[str, Any] = {}
-    for position in range(state.layout.pipeline_size):
-        found, header = checkpoint.read_optimizer(folder, position)
-        states |= found
-    if len(header["groups"]) != len(groups):
+    states, _names, options = checkpoint.read_optimizer(folder, state.layout.pipeline_size)
+    if len(options) != len(groups):
         raise ValueError(
-            f"{folder!r} holds an optimizer with {len(header['groups'])} parameter groups, expected {len(groups)}: "
+            f"{folder!r} holds an optimizer with {len(options)} parameter groups, expected {len(groups)}: "
             "plain Trainer knows only those that it makes itself."
         )
     position_of = {name: position for position, name in enumerate(name for group in groups for name in group)}
@@ -253,7 +235,7 @@ def export_checkpoint(folder: str, output: str) -> list[str]:
             # JSON has no tuples, and Adam's betas are one.
             {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
             | {"params": [position_of[name] for name in names]}
-            for own, names in zip(header["groups"], groups, strict=True)
+            for own, names in zip(options, groups, strict=True)
         ],
     }
     # Without the pipeline's own state, which a run would prefer to Trainer's files.
@@ -296,7 +278,7 @@ def _differences(state: RunState) -> Iterator[str]:
             f"{state.layout.num_frozen_layers} layers were frozen by the run; plain Trainer trains them again, from "
             "fresh optimizer state, unless the script freezes them."
         )
-    if is_split_by_node(state.place):
+    if state.place is not None and state.place.is_split_by_node:
         yield (
             "The epoch under way was split by node; plain Trainer draws the rest of it in an order of its own, so "
             "that some of its samples come twice and others not at all. Export a checkpoint from the end of an epoch "

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from accelerate import skip_first_batches
+
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.data.rng import set_random_state
+from hf_pipetransformer.data.sampler import Position
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.report.events import read_layouts
+from hf_pipetransformer.schedules.json_values import as_json, read_as
 from hf_pipetransformer.state import checkpoint
 from hf_pipetransformer.state.description import RunDescription, check_same_run
 from hf_pipetransformer.state.plain_checkpoint import check_trainers, is_plain, read_plain_scheduler, read_progress
-from hf_pipetransformer.state.run_state import Epoch, Progress, Remainder, RunState, find_remainder
+from hf_pipetransformer.state.run_state import RankState, RunState
 
 
 if TYPE_CHECKING:
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.splitters.structure import Structure
     from hf_pipetransformer.startup.planner import RunPlanner, StartUp
+    from hf_pipetransformer.state.saving import Checkpoints
 
 
 _LAYOUT_ARGUMENTS = (
@@ -32,26 +39,51 @@ _LAYOUT_ARGUMENTS = (
 
 
 class Resumption:
-    """Run that continues from a checkpoint: bit-identical under the same layout, otherwise under a new one."""
+    """Run that continues from a checkpoint: bit-identical under the same layout, otherwise under a new one.
 
-    def __init__(self, folder: str, progress: Progress, description: RunDescription) -> None:
+    Args:
+        step, epoch, place: how far it was; all that is known if plain Trainer saved the checkpoint.
+        saved: its state, if a pipeline did.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        description: RunDescription,
+        step: int,
+        epoch: float | None,
+        place: Position | None,
+        saved: RunState | None,
+    ) -> None:
         self.folder = folder
-        self.progress = progress
         self.description = description
         self.args = description.run.args
-        self.is_plain = not isinstance(progress, RunState)
+        self.step = step
+        self.epoch = epoch
+        self.place = place
+        self.saved = saved
+        self.is_plain = saved is None
         """True if plain Trainer saved the checkpoint."""
         self.is_elsewhere = self.is_plain
         """True if the layout differs from the saved one; final after `choose_layout`."""
-        self.remainder: Remainder | None = None
-        """Rest of the current epoch; None if Trainer's own step arithmetic finds the position."""
+        self.start: Position | None = None
+        """Where the data go on; None if only Trainer's own arithmetic on the number of steps tells."""
+        self.is_counted = True
+        """True if Trainer's arithmetic finds the same position."""
+        self.parts: Checkpoints
+        """Parts of the training that goes on."""
+        self.numbers: RankState
+        """State of this rank alone that was saved."""
+        self._are_set = False
+        self._skipped: tuple[int, int] | None = None
+        """Batches of the epoch that are left out, and all of its batches; None at its beginning."""
         self._replanned: Layout | None = None
 
     @property
     def state(self) -> RunState:
         """State that a pipeline saved; there is none if plain Trainer saved the checkpoint."""
-        assert isinstance(self.progress, RunState)
-        return self.progress
+        assert self.saved is not None
+        return self.saved
 
     def choose_layout(
         self, start_up: StartUp, plan: Mapping[int, Layout] | None, world_size: int, policy: FreezePolicy
@@ -73,8 +105,7 @@ class Resumption:
         # A checkpoint comes before the change that is due at its step, so the layout is that of the steps before.
         planned = layout if plan is None else plan[max(start for start in plan if start < step)]
         # A plan may be replayed without the activation cache it was recorded with.
-        with_cache = replace(planned, cache_level=layout.cache_level)
-        is_as_planned = with_cache == layout
+        is_as_planned = replace(planned, cache_level=layout.cache_level) == layout
         if planned.num_frozen_layers != layout.num_frozen_layers or not (is_as_planned or self.is_elsewhere):
             raise ValueError(
                 f"layout_plan={self.args.layout_plan!r} has before step {step}: {planned}; boundaries "
@@ -157,12 +188,13 @@ class Resumption:
 
     def counts(self, values: tuple[Any, ...], loader: Any, num_train_epochs: float | Fraction) -> tuple[Any, ...]:
         """Adjust the result of `Trainer.set_initial_training_values` for batches of another size."""
-        args, step, place = self.args, self.progress.step, self.progress.place
+        args, step, place = self.args, self.step, self.place
         # Of a loader of the user the position is not known: Trainer counts its batches.
         if place is None or not isinstance(loader, PipelineLoader):
             return values
-        if loader.is_stream:
-            before, now = place["global_batch"], loader.total_batch_size
+        order, accumulation = loader.order, args.gradient_accumulation_steps
+        if order is None:
+            before, now = place.global_batch, loader.total_batch_size
             if before != now:
                 raise ValueError(
                     f"{self.folder!r} was saved with {before} samples a batch over all replicas, expected {now}: a "
@@ -170,14 +202,73 @@ class Resumption:
                     "so that its product with the number of processes stays the same."
                 )
             return values
-        num_epochs, updates, num_examples, num_samples, total, steps_in_epoch, max_steps = values
-        rest = self.remainder = find_remainder(place, step, Epoch.of(loader, args), skips=not args.ignore_data_skip)
+        skips, (num_epochs, updates, *others, max_steps) = not args.ignore_data_skip, values
+        start = self.start = place.going_on(order, skips)
+        self.is_counted = start.is_counted(step, order, accumulation, skips)
+        if self.is_counted:
+            return values
+        in_epoch = math.ceil((len(order) - start.first) / accumulation)
         # max_steps is fixed, and the epochs follow from it; otherwise the steps follow from the epochs.
-        if rest is not None and args.max_steps > 0:
-            num_epochs = rest.num_epochs(step, max_steps, updates)
-        elif rest is not None:
-            max_steps = rest.last_step(step, num_train_epochs, updates)
-        return num_epochs, updates, num_examples, num_samples, total, steps_in_epoch, max_steps
+        if args.max_steps > 0:
+            num_epochs = start.epoch + 1 + math.ceil(max(0, max_steps - step - in_epoch) / updates)
+        else:
+            after = math.ceil(num_train_epochs * updates) - (start.epoch + 1) * updates
+            max_steps = step + max(0, in_epoch + after)
+        return num_epochs, updates, *others, max_steps
+
+    # ---- the epoch that the run goes on in ----
+
+    def begin_epoch(self, arguments: dict[str, Any]) -> bool:
+        """Adapt the `arguments` of Trainer's loop over the epoch to what is left of it; return False if nothing is."""
+        run, loader, first = self.description.run, self.parts.loader, arguments["steps_trained_in_current_epoch"]
+        if run.state.global_step >= run.state.max_steps:
+            # Trainer's loop checks for the end only after a step, so it would run one too many.
+            self.set_random_numbers()
+            run.control.should_training_stop = True
+            return False
+        if loader is not None:
+            loader.starting_at(self._start_of(loader, first))
+        elif first:
+            arguments["train_dataloader"] = skip_first_batches(arguments["train_dataloader"], first)
+        if first:
+            self._skipped = first, arguments["steps_in_epoch"]
+            left = arguments["steps_in_epoch"] - first
+            updates = math.ceil(left / run.args.gradient_accumulation_steps)
+            arguments |= {"steps_in_epoch": left, "num_update_steps_per_epoch": updates}
+        # Within an epoch, what its beginning draws was drawn before the checkpoint.
+        if not (first and self.is_counted):
+            self.set_random_numbers()
+        return True
+
+    def _start_of(self, loader: PipelineLoader, num_done: int) -> Position:
+        """Return where the loader begins; `num_done` batches are done as Trainer counts."""
+        numbers, start, size = self.numbers, self.start, loader.total_batch_size
+        if start is None:
+            # Without a known epoch length, Trainer counts from the first step of the run; the saved position is right.
+            first = numbers.position if num_done and numbers.position is not None else num_done
+            start = Position(0, first * size, size, None, None, None, first)
+        order_state = numbers.order if self.is_counted or start == self.place else None
+        # What was read ahead were batches of the same size.
+        ahead = numbers.ahead if self.is_counted and start.samples else None
+        return replace(start, order_state=order_state, ahead=ahead)
+
+    def set_random_numbers(self) -> None:
+        """Restore this rank's RNG state, once."""
+        if self._are_set:
+            return
+        self._are_set = True
+        set_random_state(*self.numbers.own, self.args.device)
+        # Only where several ranks emulate one process; one process has just got these states as its own.
+        shared = self.parts.pipeline.shared_rng
+        if shared is not None and self.numbers.shared is not None:
+            shared.states = self.numbers.shared
+
+    def correct_epoch(self) -> None:
+        """Correct Trainer's epoch fraction after a step: it counts the batches that are left as a whole epoch."""
+        if self._skipped is not None:
+            state, epoch, (first, num_batches) = self.description.run.state, self.parts.epoch, self._skipped
+            num_done = first + round((state.epoch - epoch) * (num_batches - first))
+            state.epoch = epoch + num_done / num_batches
 
 
 # ---- finding a checkpoint ----
@@ -185,10 +276,10 @@ class Resumption:
 
 def is_of_pipeline(where: str | bool | None, output_dir: str) -> bool:
     """Return True if a pipeline saved the checkpoint `where`, or the newest one if `where` is True."""
+    folders = [where] if where else []
     if where is True:
-        found = checkpoint.numbered_checkpoints(output_dir)
-        where = found[-1][1] if found else None
-    return bool(where) and checkpoint.has_state(str(where))
+        folders = [folder for _step, folder in checkpoint.numbered_checkpoints(output_dir)[-1:]]
+    return any(checkpoint.has_state(str(folder)) for folder in folders)
 
 
 def find_for_trainer(output_dir: str, needs_weights: bool) -> tuple[str | None, bool]:
@@ -203,11 +294,10 @@ def find_for_trainer(output_dir: str, needs_weights: bool) -> tuple[str | None, 
             check_trainers(folder, needs_weights)
 
     folder, reasons = checkpoint.newest_verified(output_dir, read)
-    if folder is not None and checkpoint.has_state(folder):
-        return folder, True
-    if folder is not None or reasons:
+    is_pipelines = folder is not None and checkpoint.has_state(folder)
+    if reasons and not is_pipelines:
         _report_unsound(output_dir, folder, reasons)
-    return folder, False
+    return folder, is_pipelines
 
 
 @contextmanager
@@ -255,21 +345,22 @@ def find_resumption(where: str | bool, topology: Topology, description: RunDescr
         ValueError: on every rank, if there is no such checkpoint, it is incomplete, or it is of another run.
     """
     # Rank 0 alone reads and hashes the files: the others get what it found as JSON.
-    folder, values = topology.decide(lambda: _find(where, description))
-    kind = RunState if "layout" in values else Progress
-    return Resumption(folder, kind.from_json(values), description)
+    folder, step, epoch, place, state = topology.decide(lambda: _find(where, description))
+    state = None if state is None else RunState.from_json(state)
+    return Resumption(folder, description, step, epoch, read_as(Position | None, place, "place"), state)
 
 
 def _find(where: str | bool, description: RunDescription) -> list[Any]:
-    """Return the folder, and its `Progress` or `RunState` as JSON."""
-    args, read = description.run.args, {}
+    """Return the folder, and what a `Resumption` knows of the run, as JSON values."""
+    args = description.run.args
+    read: dict[str, tuple[Any, ...]] = {}
 
     def read_folder(folder: str) -> None:
-        read[folder] = (
-            read_progress(folder, description.data()["num_samples"], args)
-            if is_plain(folder)
-            else checkpoint.read_state(folder)
-        )
+        if is_plain(folder):
+            read[folder] = *read_progress(folder, description.data["num_samples"], args), None
+        else:
+            state = checkpoint.read_state(folder)
+            read[folder] = state.step, state.epoch, state.place, state
 
     if where is True:
         found, reasons = checkpoint.newest_verified(args.output_dir, read_folder)
@@ -284,9 +375,9 @@ def _find(where: str | bool, description: RunDescription) -> list[Any]:
             raise ValueError(
                 f"{error} Name another checkpoint in resume_from_checkpoint, or take the newest whole one with True."
             ) from error
-    state: Progress = read[folder]
-    if isinstance(state, RunState):
-        warning = check_same_run(folder, state, description.identity, description.data())
+    state = read[folder][-1]
+    if state is not None:
+        warning = check_same_run(folder, state, description.identity, description.data)
     else:
         warning = (
             f"{folder!r} was saved by plain Trainer: whether its files are whole and its data are the same is not "
@@ -295,7 +386,7 @@ def _find(where: str | bool, description: RunDescription) -> list[Any]:
         ).rstrip()
     if warning is not None:
         logger.warning(warning)
-    return [folder, state.as_json()]
+    return [folder, *map(as_json, read[folder])]
 
 
 def _report_unsound(output_dir: str, found: str | None, reasons: list[str]) -> str:

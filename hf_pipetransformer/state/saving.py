@@ -1,42 +1,54 @@
-"""Saving the training state in checkpoints next to the model, in folders that hold nothing of an earlier save."""
+"""Saving and restoring the state of a training next to its model, in folders that hold nothing of an earlier save.
+
+In this order, of which the first and the last mark a checkpoint as incomplete and as whole:
+
+    writing             rank 0 removes what an earlier save left, and makes the folder `pipetransformer`
+    Trainer             the model (`training/weights.py`), and its own files where it could go on from them
+    Checkpoints.save    every rank its part, of which rank 0 gets the hashes
+    Trainer             `trainer_state.json`
+    complete            rank 0 `state.json`, with the list of all files; after that old checkpoints go
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from transformers.trainer_utils import has_length
 
 from hf_pipetransformer.comm.transfers import plain
-from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.compat.trainer_compat import TRAINER_STATE_NAME
 from hf_pipetransformer.data.rng import random_state
+from hf_pipetransformer.report import announce
 from hf_pipetransformer.runtime.optimizer_state import OptimizerState, check_replicas_agree
 from hf_pipetransformer.state import checkpoint
-from hf_pipetransformer.state.run_state import (
-    DataPosition,
-    Epoch,
-    FileEntry,
-    RankState,
-    RunState,
-    find_remainder,
-    is_split_by_node,
+from hf_pipetransformer.state.description import check_same_kinds
+from hf_pipetransformer.state.plain_checkpoint import (
+    read_plain_optimizer,
+    read_plain_scheduler,
+    set_plain_random_state,
+    trainers_groups,
 )
+from hf_pipetransformer.state.run_state import FileEntry, RankState, RunState
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.data.loader import PipelineLoader
+    from hf_pipetransformer.data.sampler import Position
     from hf_pipetransformer.runtime.context import Context
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.state.description import RunDescription
+    from hf_pipetransformer.state.resumption import Resumption
 
 
 class SavedDecisions(Protocol):
@@ -51,7 +63,7 @@ class SavedDecisions(Protocol):
 
 @dataclass
 class Checkpoints:
-    """Saves all stateful parts of a training; each rank writes its own.
+    """Saves and restores all stateful parts of a training; each rank its own.
 
     `loader` is None for a loader of the user's own; `first_layout` is the layout that the run began under.
     """
@@ -67,93 +79,63 @@ class Checkpoints:
     _written: dict[str, FileEntry] = field(default_factory=dict, init=False)
     _unlogged_loss: float = field(default=0.0, init=False)
 
-    @contextmanager
-    def saving(self, folder: str) -> Iterator[None]:
-        """Wrap Trainer's saving of a checkpoint, and complete it on disk.
-
-        `state.json` must follow Trainer's last file, `trainer_state.json`, but Trainer deletes old checkpoints and
-        pushes to the hub right after that. There is no method to override in between, so `save_to_json` of the
-        trainer's state is replaced for the one call.
-        """
-        only_model, state = self.context.args.save_only_model, self.context.run.state
-        if self.context.topology.rank == 0:
-            # Before the model is saved: `save_model` ends at a barrier, after which the other ranks write their parts.
-            (clear if only_model else begin)(folder)
-        # Entries of an earlier checkpoint would be taken for files of this one.
-        self._written = {}
-
-        def save(path: str) -> None:
-            type(state).save_to_json(state, path)
-            # A callback may save the trainer's state elsewhere, which ends no checkpoint.
-            if path == os.path.join(folder, TRAINER_STATE_NAME) and self.context.topology.rank == 0:
-                checkpoint.write_state(folder, self._state(), self._written)
-
-        if not only_model:
-            state.save_to_json = save
-        try:
-            yield
-        finally:
-            # The attribute of the object goes, and the method of its class is seen again.
-            vars(state).pop("save_to_json", None)
-        self.context.journal.write("checkpoint", content="model" if only_model else "full")
+    # ---- saving ----
 
     @property
     def are_trainers_too(self) -> bool:
         """True if plain Trainer could resume too: the optimizer is whole, and it finds the position in the data."""
-        stage = self.pipeline.stage
-        if stage.layout.pipeline_size > 1 or not stage.store.trains_all:
-            return False
-        place = self._place()
-        return self._is_counted(place) and not is_split_by_node(place)
+        stage, place = self.pipeline.stage, self._place()
+        is_whole = stage.layout.pipeline_size == 1 and stage.store.trains_all
+        return is_whole and self._is_counted(place) and (place is None or not place.is_split_by_node)
 
-    def save_optimizer(self, folder: str) -> None:
-        """Write the optimizer state of this stage, from the first replica after checking that all replicas agree."""
-        stage, own = self.pipeline.stage, self.optimizer_state
-        check_replicas_agree(stage, own)
+    def save(self, folder: str, unlogged: Mapping[str, Any]) -> None:
+        """Write this rank's files, and wait for all ranks'; the last call before `trainer_state.json`.
+
+        `unlogged` has `unlogged_loss` and `last_logged_step` of this rank.
+        """
+        context, place, stage = self.context, self._place(), self.pipeline.stage
+        check_replicas_agree(stage, self.optimizer_state)
         # Replicas have the same bits, as has just been checked: one of them writes.
-        if stage.groups.replica != 0:
-            return
-        states = {name: own.state_of(parameter) for name, parameter in stage.trained_here().items()}
-        tensors, values = {}, {}
-        for name, state in states.items():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{name}|{key}"] = value
-                else:
-                    values[f"{name}|{key}"] = plain(value, f"The optimizer's state {key!r} of {name}")
-        names = [name for name, state in states.items() if state]
-        header = {"names": names, "values": values, "groups": own.options()}
-        position = stage.groups.position
-        self._written |= checkpoint.write_part(folder, checkpoint.optimizer_file(position), tensors, header)
-
-    def save_rank_state(self, folder: str) -> None:
-        """Write this rank's `RankState`, and wait for all ranks' files; the last call before `trainer_state.json`."""
-        context, loader = self.context, self.loader
+        written = self._write_optimizer(folder) if stage.groups.replica == 0 else {}
         state = RankState(
             own=random_state(context.args.device),
-            **context.run.unlogged_loss(),
-            order=None if loader is None else loader.order_state(),
+            **unlogged,
+            order=None if place is None else place.order_state,
             shared=None if self.pipeline.shared_rng is None else self.pipeline.shared_rng.states,
-            ahead=None if loader is None else loader.ahead(),
-            position=None if loader is None or has_length(loader) else loader.position,
+            ahead=None if place is None else place.ahead,
+            position=None if place is None or has_length(self.loader) else place.first,
         )
-        self._written |= checkpoint.write_rank_state(folder, context.topology.rank, state)
+        written |= checkpoint.write_rank_state(folder, context.topology.rank, state)
         # Every rank's files are on disk before its answer, so that the gather is what rank 0 waits for.
-        answers = context.topology.gather((self._written, state.unlogged_loss))
-        for written, _loss in answers:
-            self._written |= written
-        self._unlogged_loss = sum(loss for _written, loss in answers) / context.topology.world_size
+        answers = context.topology.gather((written, state.unlogged_loss))
+        self._written = {name: entry for entries, _loss in answers for name, entry in entries.items()}
+        self._unlogged_loss = sum(loss for _entries, loss in answers) / context.topology.world_size
 
-    def _state(self) -> RunState:
+    def _write_optimizer(self, folder: str) -> dict[str, FileEntry]:
+        stage, own = self.pipeline.stage, self.optimizer_state
+        states = {name: own.state_of(parameter) for name, parameter in stage.trained_here().items()}
+        pairs = {(name, key): value for name, state in states.items() for key, value in state.items()}
+        tensors = {f"{name}|{key}": each for (name, key), each in pairs.items() if isinstance(each, torch.Tensor)}
+        values = {
+            f"{name}|{key}": plain(each, f"The optimizer's state {key!r} of {name}")
+            for (name, key), each in pairs.items()
+            if not isinstance(each, torch.Tensor)
+        }
+        names = [name for name, state in states.items() if state]
+        header = {"names": names, "values": values, "groups": own.options()}
+        return checkpoint.write_part(folder, checkpoint.optimizer_file(stage.groups.position), tensors, header)
+
+    def complete(self, folder: str) -> None:
+        """Write the state and the list of all files. Call on rank 0, after `save` and all of Trainer's files."""
         progress, seeds, place = self.context.run.state, self.context.seeds, self._place()
+        settings = self.pipeline.settings
         values: dict[str, Any] = {
             **vars(self.description.identity),
             # What is in force, where the options leave it open.
-            "arguments": self.description.identity.arguments
-            | {"pipeline_head_slices": self.pipeline.settings.head_slices.number},
+            "arguments": self.description.identity.arguments | {"pipeline_head_slices": settings.head_slices.number},
             **self.kinds(),
             **self._schedules(),
-            "data": self.description.data(),
+            "data": self.description.data,
             "step": progress.global_step,
             "epoch": progress.epoch,
             "place": place,
@@ -161,41 +143,27 @@ class Checkpoints:
             "unlogged_loss": self._unlogged_loss,
             "layout": self.pipeline.layout,
             "first_layout": self.first_layout,
-            "sums_in_float32": self.pipeline.settings.sums_in_float32,
+            "sums_in_float32": settings.sums_in_float32,
             "num_starts": seeds.num_starts,
             "num_transitions": seeds.num_transitions,
             "decisions": self.controller.state(),
         }
-        return RunState(**values)
+        checkpoint.write_state(folder, RunState(**values), self._written)
 
-    def _place(self) -> DataPosition | None:
+    def _place(self) -> Position | None:
         """Return the position in the data; None if the loader is the user's own."""
-        loader = self.loader
-        if loader is None:
-            return None
-        # The end of an epoch is the beginning of the next one, but not while batches that were read ahead are not
-        # trained.
-        is_at_end = not loader.num_ahead and (
-            loader.is_at_end or (has_length(loader) and loader.position >= len(loader))
-        )
-        place = {
-            "epoch": self.epoch + is_at_end,
-            "samples": 0 if is_at_end else loader.num_done,
-            "global_batch": loader.total_batch_size,
-            "num_samples": loader.num_samples if has_length(loader) else None,
-            **loader.arrangement.as_json(),
-        }
-        return cast(DataPosition, place)
+        return None if self.loader is None else self.loader.position(self.epoch)
 
-    def _is_counted(self, place: DataPosition | None) -> bool:
+    def _is_counted(self, place: Position | None) -> bool:
         """Return True if the position in the data follows from the number of steps, as Trainer assumes.
 
         False after a resume with batches of another size, or one that did not skip the samples that were done.
         """
-        if place is None or self.loader is None:
+        order = None if self.loader is None else self.loader.order
+        if place is None or order is None:
             return True
-        epoch = Epoch.of(self.loader, self.context.args)
-        return find_remainder(place, self.context.run.state.global_step, epoch, skips=True) is None
+        step, accumulation = self.context.run.state.global_step, self.context.args.gradient_accumulation_steps
+        return place.going_on(order).is_counted(step, order, accumulation)
 
     def check_savable(self) -> None:
         """Raise ValueError for an optimizer or scheduler that a checkpoint cannot hold."""
@@ -225,6 +193,142 @@ class Checkpoints:
             "optimizer_class": type(self.optimizer_state.optimizer).__name__,
             "scheduler_class": type(self.context.run.lr_scheduler).__name__,
         }
+
+    # ---- restoring ----
+
+    def restore(self, resumption: Resumption) -> None:
+        """Restore optimizer, schedulers, decisions and counts; model and layout are restored already.
+
+        Collective: call on every rank.
+
+        Raises:
+            ValueError: on every rank, if a part of this run is of another class.
+        """
+        resumption.parts = self
+        resumption.numbers = (self._restore_plain if resumption.is_plain else self._restore_own)(resumption)
+        if self.context.topology.rank == 0:
+            folder = f"plain Trainer's {resumption.folder}" if resumption.is_plain else resumption.folder
+            announce(f"Resumed from {folder} at step {resumption.step}: {self.pipeline.layout}.")
+
+    def _restore_own(self, resumption: Resumption) -> RankState:
+        state, together, run = resumption.state, self.context.topology.together, self.context.run
+        # Each part on all ranks together: where one rank refuses, none waits for it in the next collective.
+        together(lambda: check_same_kinds(resumption.folder, state, self.kinds()))
+        together(lambda: self._restore_optimizer(resumption))
+        self.context.seeds.num_starts, self.context.seeds.num_transitions = state.num_starts, state.num_transitions
+        numbers = together(lambda: self._read_rank_state(resumption))
+        with _restoring("learning-rate schedule", resumption):
+            run.lr_scheduler.load_state_dict(state.scheduler)
+        # A run that was saved without fp16 has none: the scaler then begins as in a new run.
+        if run.scaler is not None and state.scaler is not None:
+            with _restoring("grad scaler", resumption):
+                run.scaler.load_state_dict(state.scaler)
+        has_same_policy = state.policy_class == self.description.identity.policy_class
+        with _restoring("freeze policy", resumption):
+            self.controller.load_state(state.decisions, resumption.is_elsewhere, has_same_policy)
+        return numbers
+
+    def _restore_plain(self, resumption: Resumption) -> RankState:
+        """Restore plain Trainer's optimizer, scheduler and, if one process trained, RNG states."""
+        folder, context, own, stage = resumption.folder, self.context, self.optimizer_state, self.pipeline.stage
+        together, trained, store = context.topology.together, stage.trained_here(), stage.store
+        active = [name for name in store.named() if store.is_active(name)]
+        groups = trainers_groups(active, self.description.identity.decaying)
+        shapes = {name: tuple(parameter.shape) for name, parameter in store.named().items()}
+        states, options = together(lambda: read_plain_optimizer(folder, groups, shapes, own.options()))
+        own.hold(trained, {name: state for name, state in states.items() if name in trained})
+        own.set_options(options)
+        context.run.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
+        shared = self.pipeline.shared_rng
+        with nullcontext() if shared is None else shared.drawing():
+            are_set = together(lambda: set_plain_random_state(folder))
+        # The states of the single process go on in what reads data; ranks draw dropout from states of their own.
+        if shared is not None or not are_set:
+            context.seeds.part(stage.groups)
+        return RankState(random_state(context.args.device), 0.0, resumption.step)
+
+    def _restore_optimizer(self, resumption: Resumption) -> None:
+        """Read the optimizer state; what this rank trains may be in any stage's file."""
+        folder, own, stage = resumption.folder, self.optimizer_state, self.pipeline.stage
+        trained = stage.trained_here()
+        # The stages of the saved layout, which need not be those of this run.
+        num_stages = resumption.state.layout.pipeline_size
+        states, names, groups = checkpoint.read_optimizer(folder, num_stages, trained.__contains__)
+        strangers = [name for name in names if not stage.store.is_active(name)]
+        if strangers:
+            raise ValueError(
+                f"{folder!r} has optimizer state for {strangers[0]} (one of {len(strangers)}), which this run does "
+                "not train: resume with the optimizer of the run that was saved."
+            )
+        own.hold(trained, states)
+        own.set_options(groups)
+
+    def _read_rank_state(self, resumption: Resumption) -> RankState:
+        """Read this rank's state; under another K or R, seed new RNG states, except those that data are read with."""
+        layout, there, topology = self.pipeline.layout, resumption.state.layout, self.context.topology
+        if (layout.pipeline_size, layout.num_replicas) == (there.pipeline_size, there.num_replicas):
+            return checkpoint.read_rank_state(resumption.folder, topology.rank)
+        first = checkpoint.read_rank_state(resumption.folder, 0)
+        # With the step, so that a run which resumes twice does not draw the same again.
+        seed = self.context.args.seed + 1_000_003 * (1 + topology.rank) + 7_919 * (1 + resumption.step)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        own = random_state(self.context.args.device)
+        # States that one process has only once: for sample orders, and for data that draw random numbers.
+        tensors, values = first.shared or first.own
+        common = ({name: tensors[name] for name in ("torch", "numpy")}, values)
+        return replace(
+            first,
+            own=({**own[0], **common[0]}, common[1]) if topology.world_size == 1 else own,
+            shared=None if topology.world_size == 1 else common,
+            unlogged_loss=resumption.state.unlogged_loss,
+        )
+
+
+@contextmanager
+def _restoring(what: str, resumption: Resumption) -> Iterator[None]:
+    """Wrap errors of `load_state_dict` and the like: the object may be the user's, with any format."""
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{resumption.folder!r}: the state of the {what} in {checkpoint.STATE_FILE} cannot be restored "
+            f"({type(error).__name__}: {error}). Resume from another checkpoint."
+        ) from error
+
+
+@contextmanager
+def writing(folder: str, context: Context, own: Checkpoints | None) -> Iterator[Callable[[], None]]:
+    """Wrap Trainer's saving of a checkpoint; yields what completes it, to be called after Trainer's last file.
+
+    Args:
+        own: what a pipeline saves of its training; None in a run that is left to Trainer.
+
+    Raises:
+        ValueError: something in the folder is a symbolic link.
+    """
+    topology, args = context.topology, context.args
+    if own is None:
+        # Not collective: one of Trainer's own callbacks may save on one process only, and each writes its RNG.
+        check_unlinked(folder)
+        if args.should_save:
+            clear(folder, num_ranks=topology.world_size if topology.world_size > 1 else 0)
+        yield lambda: None
+        return
+    topology.decide(lambda: check_unlinked(folder))
+    if topology.rank == 0:
+        # Before the model is saved: `save_model` ends at a barrier, after which the other ranks write their parts.
+        (clear if args.save_only_model else begin)(folder)
+
+    def complete() -> None:
+        # A script's own method of saving may not come by the place where Trainer calls this.
+        if topology.rank == 0 and not args.save_only_model and not checkpoint.is_complete(folder):
+            own.complete(folder)
+
+    yield complete
+    complete()
+    context.journal.write("checkpoint", content="model" if args.save_only_model else "full")
 
 
 # ---- folders ----
@@ -266,7 +370,7 @@ def check_unlinked(folder: str) -> None:
             )
 
 
-def rotate(output_dir: str, limit: int | None, step: int, best: str | None) -> None:
+def rotate(output_dir: str, limit: int | None, best: str | None, step: int) -> None:
     """Delete the oldest checkpoints beyond `limit`, ordered by step.
 
     A copy, a backup or `touch` changes modification times, so they do not count. Checkpoints above `step`, the one
@@ -284,16 +388,3 @@ def rotate(output_dir: str, limit: int | None, step: int, best: str | None) -> N
         with contextlib.suppress(OSError):
             os.remove(os.path.join(folder, TRAINER_STATE_NAME))
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def rotating_by_step(step: int) -> Iterator[None]:
-    """Make Trainer delete old checkpoints by step instead of by modification time."""
-
-    def by_step(
-        output_dir: str, save_total_limit: int | None = None, best_model_checkpoint: str | None = None, **_: Any
-    ) -> None:
-        rotate(output_dir, save_total_limit, step, best_model_checkpoint)
-
-    with trainer_compat.rotating_with(by_step):
-        yield

@@ -39,10 +39,9 @@ def names_of_weights(folder: str) -> list[str]:
 
 def hash_of_weights(folder: str) -> str | None:
     """Hash names, shapes, dtypes and bytes of all tensors, regardless of sharding; None if there are none to read."""
-    names, hashes = names_of_weights(folder), {}
+    pairs = (pair for name in names_of_weights(folder) for pair in _tensors_of(folder, name))
     try:
-        for key, tensor in (pair for name in names for pair in _tensors_of(folder, name)):
-            hashes[key] = digest_of(tensor)
+        hashes = {key: digest_of(tensor) for key, tensor in pairs}
     # Not readable as safetensors: the hashes of the files alone tell of a change.
     except ValueError:
         return None
@@ -136,11 +135,9 @@ def _candidates(model: nn.Module, folder: str, state: Mapping[str, Any]) -> tupl
 
 
 def _read(folder: str, places: Places) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in sorted({file for file, _ in places.values()}):
-        name_of = {key: name for name, (where, key) in places.items() if where == file}
-        found.update({name_of[key]: tensor for key, tensor in _tensors_of(folder, file, name_of)})
-    return found
+    name_of = {place: name for name, place in places.items()}
+    keys = {file: {key for where, key in name_of if where == file} for file in sorted({file for file, _ in name_of})}
+    return {name_of[file, key]: each for file in keys for key, each in _tensors_of(folder, file, keys[file])}
 
 
 def _converted(model: Any, folder: str) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from hf_pipetransformer.report.console import shorten_console
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog
 from hf_pipetransformer.report.failure import FailureReporter, recorded
 from hf_pipetransformer.runtime.context import PlanPrinted
+from hf_pipetransformer.state.saving import rotate, writing
 from hf_pipetransformer.trainer.overrides import (
     EvaluationOverrides,
     PipelineAccelerator,
@@ -310,8 +311,15 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
 
     # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.pipeline_run.checkpoint(os.path.join(self._get_output_dir(trial), name)):
+        run, step = self.pipeline_run, self.state.global_step
+        # No checkpoint without a look at what its steps have read.
+        run.stored_parts.serving.check_thoroughly()
+        folder = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        own = None if run.is_left_to_trainer else run.pipelined.training.checkpoints
+        with (
+            writing(folder, run.context, own) as complete,
+            trainer_compat.ending_checkpoints_with(self, complete, partial(rotate, step=step)),
+        ):
             super()._save_checkpoint(model, trial)
 
     # The card is written from what the run recorded, and pushed by Trainer right after it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_pipetransformer.comm.groups import let_group_threads_finish
 from hf_pipetransformer.compat import trainer_compat
@@ -103,8 +102,8 @@ class TrainingOverrides(_Trainer):
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         place: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         resumption = self.pipeline_run.pipelined.resumption
-        rest = None if resumption is None else resumption.remainder
-        return place if rest is None else (rest.epoch, 0)
+        start = None if resumption is None else resumption.start
+        return place if start is None else (start.epoch, start.first)
 
     # A resumed epoch is shorter, and one may have nothing left: callbacks can change neither.
     def _run_epoch(self, **kwargs: Any) -> None:
@@ -290,17 +289,9 @@ class SavingOverrides(_Trainer):
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    # From the first file of a checkpoint to the last the folder is marked incomplete: `on_save` comes after.
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.pipeline_run.pipelined.training.checkpoints.saving(os.path.join(self._get_output_dir(trial), name)):
-            super()._save_checkpoint(model, trial)
-
-    # Each stage writes its part; Trainer's files only where plain Trainer could resume with them.
+    # Trainer's files only where plain Trainer could resume with them.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        checkpoints = self.pipeline_run.pipelined.training.checkpoints
-        checkpoints.save_optimizer(output_dir)
-        if checkpoints.are_trainers_too:
+        if self.pipeline_run.pipelined.training.checkpoints.are_trainers_too:
             super()._save_optimizer_and_scheduler(output_dir)
 
     # The last call on all ranks before rank 0 completes the checkpoint.
@@ -308,7 +299,7 @@ class SavingOverrides(_Trainer):
         checkpoints = self.pipeline_run.pipelined.training.checkpoints
         if checkpoints.are_trainers_too and self.args.world_size == 1:
             super()._save_rng_state(output_dir)  # With several processes, RNG states differ from Trainer's.
-        checkpoints.save_rank_state(output_dir)
+        checkpoints.save(output_dir, trainer_compat.unlogged_loss(self))
 
     # Trainer would load the whole model on every rank.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -89,12 +89,6 @@ class TrainerView:
         is_plain &= not trainer_compat.is_overridden(trainer, "prediction_step")
         return is_plain and any(each is dataset for each in sets)
 
-    def unlogged_loss(self) -> dict[str, Any]:
-        return trainer_compat.unlogged_loss(self.trainer)
-
-    def restore_loss(self, topology: Topology, unlogged_loss: float, last_logged_step: int) -> None:
-        trainer_compat.restore_loss(self.trainer, topology, unlogged_loss, last_logged_step)
-
 
 @dataclass(frozen=True)
 class TrainingContext(Context):

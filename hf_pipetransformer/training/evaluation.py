@@ -107,7 +107,7 @@ class Evaluation:
         num_tokens = sequence_length(inputs, main_input_of(trainer.model))
         self.gather.begin_batch(batch_size(inputs), rows_per_sample(inputs), num_tokens)
         # Every replica has all of a smaller batch.
-        is_cut = self.loader.progress.size >= self.pipeline.layout.num_replicas
+        is_cut = self.loader.size >= self.pipeline.layout.num_replicas
         prediction = replace(
             shell.prediction,
             marks=marks,
@@ -193,7 +193,7 @@ class Evaluation:
         metrics = dict(output.metrics or {})
         if self.gather.losses:
             metrics[f"{metric_key_prefix}_loss"] = self._loss_of_stream(self.loader)
-        return output._replace(num_samples=self.loader.progress.num_seen, metrics=metrics)
+        return output._replace(num_samples=self.loader.num_seen, metrics=metrics)
 
     def _loss_of_stream(self, loader: PipelineLoader) -> float:
         """Average the batches' losses as Trainer does in one process.

@@ -17,7 +17,6 @@ from hf_pipetransformer.data.rng import Generators, set_random_state
 from hf_pipetransformer.report import announce
 from hf_pipetransformer.runtime.gathering import check_whole
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder, saves_state
-from hf_pipetransformer.state.restore import ResumedEpoch, restore
 from hf_pipetransformer.state.resumption import Resumption, find_resumption
 from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import SavesOnSignal, running_callbacks
@@ -128,7 +127,7 @@ class PipelineSession:
         Collective: call on every rank. Returns the loader to read instead of the given one.
         """
         trainer = self.context.trainer
-        self.ending.begin(None)
+        self.ending.users_optimizer = None
         self.operations.clear()  # The model may be another one now.
         # Forget an earlier training's policy state; on a resume, `prepare` restores the checkpoint's.
         # A copy again, as the policy may go on to change what it is given.
@@ -260,8 +259,8 @@ class PipelineSession:
         if training.cache is not None:
             training.cache.follow()
         if self.resumption is not None:
-            numbers = restore(self.resumption, training.checkpoints)
-            training.resumed_epoch = ResumedEpoch(training.checkpoints, self.resumption, numbers)
+            training.checkpoints.restore(self.resumption)
+            training.resumption = self.resumption
         if saves_state(self.context.args):
             # Fail now instead of at the first checkpoint.
             topology.together(training.checkpoints.check_savable)
@@ -283,8 +282,8 @@ class PipelineSession:
         if self.session.is_left_to_trainer:
             return
         pipeline, training, trainer = self.builder.pipeline, self.training, self.context.trainer
-        self.ending.begin(training.optimizer if self._keeps_optimizer else None)
-        self._forget_training()
+        self.ending.users_optimizer = training.optimizer if self._keeps_optimizer else None
+        self.present = self.builder.cache = None
         pipeline.steps = None
         training.metrics.publish("train", pipeline.stage.groups)  # Trainer logs once more after the loop.
         self.signals.give_back()  # Before Trainer's callback restores the signal handlers.
@@ -313,11 +312,10 @@ class PipelineSession:
         builder, training = self.builder, self.present
         pipeline = builder.in_force
         if training is not None:
-            self.ending.begin(training.optimizer if self._keeps_optimizer else None)
-        self.weights.forget()
-        self._forget_training()
+            self.ending.users_optimizer = training.optimizer if self._keeps_optimizer else None
+        self.present = self.builder.cache = None
         builder.forget()
-        self.resumption = None
+        self.resumption = self.weights.expected = None
         if training is not None:
             training.end()
         if pipeline is not None:
@@ -330,12 +328,10 @@ class PipelineSession:
         else:
             self.ending.give_back()
 
-    def _forget_training(self) -> None:
-        self.present = self.builder.cache = None
-
     def before_callbacks(self) -> None:
         """Correct the epoch that Trainer counts, see `StepEnds`."""
-        self.training.correct_epoch()
+        if self.training.resumption is not None:
+            self.training.resumption.correct_epoch()
 
     def after_callbacks(self, control: TrainerControl) -> None:
         """Finish a step, see `StepEnds`. Collective: call on every rank."""

@@ -166,7 +166,7 @@ class ReplicaGather:
     def _check_rows(self, tensor: torch.Tensor) -> None:
         """Check that a tensor has a row for each sample of this replica, as nobody knows how to join others."""
         # A replica without samples of its own runs the whole batch, as a batch smaller than the replicas does.
-        own = self.loader.samples_of_replicas()[self.groups.replica] or self.loader.progress.size
+        own = self.loader.samples_of_replicas()[self.groups.replica] or self.loader.size
         is_elsewhere = self.is_for_first_rank and not self.groups.is_first
         is_one_row = self.is_flattened and tensor.dim() > 1
         if is_elsewhere or is_one_row or has_rows(tensor, own):

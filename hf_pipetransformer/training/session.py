@@ -19,7 +19,6 @@ from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.state.only_run import only_run
 from hf_pipetransformer.state.resumption import find_for_trainer, is_of_pipeline, resumed_by_trainer
-from hf_pipetransformer.state.saving import check_unlinked, clear, rotating_by_step
 from hf_pipetransformer.training.context import PartsOfTrainer, make_context
 from hf_pipetransformer.training.needs import RunOptions
 from hf_pipetransformer.training.part_stores import PartStores
@@ -198,27 +197,7 @@ class Session:
         if self.context.args.pipeline_master_dtype:
             cast_masters(model, master_names(model))
 
-    # ---- checkpoints and logs ----
-
-    @contextmanager
-    def checkpoint(self, folder: str) -> Iterator[None]:
-        """Wrap `Trainer._save_checkpoint` into `folder`, including the deletion of old checkpoints.
-
-        Raises:
-            ValueError: something in the folder is a symbolic link.
-        """
-        trainer, topology = self.context.trainer, self.context.topology
-        # No checkpoint without a look at what its steps have read.
-        self.stored_parts.serving.check_thoroughly()
-        if not self.is_left_to_trainer:
-            topology.decide(lambda: check_unlinked(folder))
-        else:
-            # Not collective: one of Trainer's own callbacks may save on one process only, and each writes its RNG.
-            check_unlinked(folder)
-            if trainer.args.should_save:
-                clear(folder, num_ranks=topology.world_size if topology.world_size > 1 else 0)
-        with rotating_by_step(trainer.state.global_step):
-            yield
+    # ---- logs ----
 
     def note_log(self, logs: dict[str, float]) -> None:
         """Write a log entry of a training, or of an evaluation after it, to the events file, with its time."""

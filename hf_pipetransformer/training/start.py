@@ -76,7 +76,7 @@ class TrainingSetup:
         if saved is not None:
             fields["resumed_from"] = saved.folder
         fields["origin"] = origin_of(self.context.trainer) if self.context.topology.rank == 0 else None
-        step, epoch = (0, 0.0) if saved is None else (saved.progress.step, saved.progress.epoch)
+        step, epoch = (0, 0.0) if saved is None else (saved.step, saved.epoch)
         # With step and epoch, which Trainer has not set yet.
         self.context.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
         if self.context.topology.rank == 0:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
+from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.engine.reduction import share_values
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.training.metrics import MetricAccumulator, Summary
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from hf_pipetransformer.runtime.optimizer_state import OptimizerState
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.schedules.layout import Layout
-    from hf_pipetransformer.state.restore import ResumedEpoch
+    from hf_pipetransformer.state.resumption import Resumption
     from hf_pipetransformer.state.saving import Checkpoints
     from hf_pipetransformer.training.context import TrainingContext
     from hf_pipetransformer.training.steps import Steps
@@ -52,7 +53,8 @@ class Training:
     metrics: MetricAccumulator
     make_steps: Callable[[], Steps]
     steps: Steps = field(init=False)
-    resumed_epoch: ResumedEpoch | None = field(default=None, init=False)
+    resumption: Resumption | None = field(default=None, init=False)
+    """Run that goes on, until the end of the epoch in which it does."""
     summary: Summary = field(default_factory=Summary, init=False)
     progress: Progress = field(init=False)
     tracer: Tracer = field(init=False)
@@ -83,9 +85,11 @@ class Training:
     def epoch(self, arguments: dict[str, Any]) -> Iterator[bool]:
         """Wrap Trainer's loop over one epoch, if True is yielded; `arguments` are that loop's."""
         self.checkpoints.epoch = arguments["epoch"]
-        if self.resumed_epoch is not None and not self.resumed_epoch.begin(arguments):
-            yield False
-            return
+        if self.resumption is not None:
+            trainer_compat.restore_loss(self.context.trainer, self.context.topology, **vars(self.resumption.numbers))
+            if not self.resumption.begin_epoch(arguments):
+                yield False
+                return
         self.context.timeouts.rest()
         self._has_looked = False
         if self.cache is not None:
@@ -100,25 +104,15 @@ class Training:
         self.context.timeouts.rest()
         if self.cache is not None:
             self.summary.add_reads(*self.cache.report())
-        self.resumed_epoch = None
-
-    def correct_epoch(self) -> None:
-        """Correct the epoch that Trainer counts in the rest of an epoch."""
-        if self.resumed_epoch is not None:
-            self.resumed_epoch.correct_epoch()
-
-    def set_random_numbers(self) -> None:
-        """Restore the checkpoint's RNG states, once."""
-        if self.resumed_epoch is not None:
-            self.resumed_epoch.set_random_numbers()
+        self.resumption = None
 
     def begin_step(self, epoch_iterator: Any, num_batches: int) -> tuple[list[Any], torch.Tensor | None]:
         """Change the layout if it is due, then fetch the batches of an optimizer step and count their items."""
         if self.steps.are_over(epoch_iterator):
             return [], None
-        if self.loader is not None:
+        if self.resumption is not None and self.loader is not None:
             # Before the first batches, so that what collators draw and a transition seeds is not undone.
-            self.set_random_numbers()
+            self.resumption.set_random_numbers()
         moved = self.transitions.before_step()
         if moved is not None:
             # New steps begin with an empty queue, and batches read under the old layout are cut for its replicas.
@@ -132,8 +126,9 @@ class Training:
         self.progress.begin_step()
         self.tracer.begin_step(self.pipeline.stage)
         batches = self.steps.begin(epoch_iterator, num_batches)
-        if self.loader is None:
-            self.set_random_numbers()  # Reading a user's own loader up to here drew what the checkpoint has drawn.
+        if self.resumption is not None:
+            # Reading a user's own loader up to here drew what the checkpoint has drawn.
+            self.resumption.set_random_numbers()
         self._check_left_out()
         # Behind the reading of batches, which may take longer than any step.
         self.context.timeouts.enter_step()

@@ -39,10 +39,11 @@ class WeightLoading:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.context = session.context
-        self._expected: str | None = None
+        self.expected: str | None = None
+        """Folder of weights that `load_expected` loads."""
 
     def expect(self, folder: str) -> None:
-        """Check that saved weights fit, and note them for `load_expected`. Collective: call on every rank.
+        """Check that saved weights fit, and expect them. Collective: call on every rank.
 
         Adapters are loaded at once.
 
@@ -55,7 +56,7 @@ class WeightLoading:
             self.session.cast_to_masters()
             topology.together(lambda: load_weights(model, folder))
             return
-        self._expected = folder
+        self.expected = folder
         if topology.together(lambda: find_weights(model, folder)) is None and topology.rank == 0:
             announce(
                 f"transformers makes tensors of {type(model).__name__} from several in {folder!r}: every rank reads "
@@ -67,13 +68,9 @@ class WeightLoading:
 
         Collective: call on every rank.
         """
-        folder, self._expected = self._expected, None
+        folder, self.expected = self.expected, None
         if folder is not None:
             self._load(folder, stage)
-
-    def forget(self) -> None:
-        """Expect no weights any more: the training has ended."""
-        self._expected = None
 
     def load_best(self, stage: Stage) -> bool:
         """Load what a rank holds of the best model; False if it was not saved. Collective: call on every rank.
@@ -99,13 +96,10 @@ class Ending:
 
     def __init__(self, builder: PipelineBuilder) -> None:
         self.builder = builder
-        self._users_optimizer: OptimizerState | None = None
+        self.users_optimizer: OptimizerState | None = None
+        """Optimizer of the training that ends, if it is the user's: it goes back with the model."""
         self._refusal: Any = None
         """Handle of the hook that refuses to run a model that is split."""
-
-    def begin(self, users_optimizer: OptimizerState | None) -> None:
-        """Note the optimizer of the training that ends, if it is the user's: it goes back with the model."""
-        self._users_optimizer = users_optimizer
 
     def give_back(self) -> None:
         """Give the user the model after a training, once. Collective: call on every rank."""
@@ -171,9 +165,9 @@ class Ending:
         self._refusal = view.model.register_forward_pre_hook(refuse)
 
     def _give_optimizer_back(self, stage: Stage) -> None:
-        if self._users_optimizer is not None:
+        if self.users_optimizer is not None:
             held = stage.store.held()
-            self._users_optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
+            self.users_optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
 
 
 class ModelSaving:

@@ -33,7 +33,7 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import replica_slice
 from hf_pipetransformer.data.reading import PipelineLink, StreamReading
 from hf_pipetransformer.data.rng import SharedRngState, States, random_state
-from hf_pipetransformer.data.sampler import EpochOrder, EpochStart, ReplicaBatchSampler, Samples
+from hf_pipetransformer.data.sampler import EpochOrder, Position, ReplicaBatchSampler, Samples
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -236,12 +236,12 @@ def test_a_stream_is_read_once_to_its_end_and_its_last_batch_is_known(num_rows: 
         assert [row for rows, _, _ in seen for row in rows] == list(range(num_rows))
         assert [is_last for _, is_last, _ in seen] == [i == len(seen) - 1 for i in range(len(seen))]
         assert [count for _, _, count in seen] == [[len(rows)] for rows, _, _ in seen]
-        assert loader.dataset.num_read == loader.progress.num_seen == num_rows
+        assert loader.dataset.num_read == loader.num_seen == num_rows
     assert not has_length(loader)
 
 
 def test_a_stream_goes_on_where_a_run_was_saved() -> None:
-    loader = stream(10, batch=2).starting_at(EpochStart(2))
+    loader = stream(10, batch=2).starting_at(Position(0, 4, 2, None, None, None, first=2))
     assert [batch["x"].tolist() for batch in loader] == [[4, 5], [6, 7], [8, 9]]
     assert [batch["x"].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
@@ -263,16 +263,16 @@ def test_batches_that_were_read_ahead_are_drawn_again_by_a_run_that_goes_on(num_
     batches = iter(first)
     before = drawn(batches, num_read)
     first.num_ahead = num_ahead
-    position, states, ahead = min(num_read, 6) - num_ahead, first.reading.shared.states, first.ahead()
-    expected = before[position:] + drawn(batches)
-    second = drawing_stream(states).starting_at(EpochStart(position, ahead=ahead))
+    place, states = first.position(0), first.reading.shared.states
+    assert place.first == min(num_read, 6) - num_ahead
+    expected = before[place.first :] + drawn(batches)
+    second = drawing_stream(states).starting_at(place)
     batches = iter(second)
     found = drawn(batches, 1)
-    if ahead is not None:
+    if place.ahead is not None:
         # Saved once more, while some of the batches lie there still.
-        third = drawing_stream(second.reading.shared.states).starting_at(
-            EpochStart(position + 1, ahead=second.ahead())
-        )
+        assert second.position(0).first == place.first + 1
+        third = drawing_stream(second.reading.shared.states).starting_at(second.position(0))
         assert drawn(iter(third)) == expected[1:]
     assert found + drawn(batches) == expected
     assert torch.equal(second.reading.shared.torch_state, first.reading.shared.torch_state)

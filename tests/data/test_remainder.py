@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import BatchSampler
 
-from hf_pipetransformer.data.sampler import FROM_FIRST, EpochOrder, EpochStart
+from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.data.sampler import EpochOrder, Position
 from hf_pipetransformer.state.description import are_other_data, describe_data
-from hf_pipetransformer.state.run_state import Epoch, find_remainder
+from hf_pipetransformer.state.resumption import Resumption
 
 
 def make_sampler(num_samples: int, batch_size: int, drops_last: bool) -> EpochOrder:
@@ -29,49 +31,75 @@ def test_every_sample_of_an_epoch_comes_once(
 ):
     old, new = make_sampler(num_samples, before, drops_last), make_sampler(num_samples, now, drops_last)
     for num_batches in range(0, len(old), accumulation):
-        old.begin_epoch(FROM_FIRST)
+        old.begin_epoch()
         done = [index for batch in old.batches()[:num_batches] for index in batch]
         # Steps of epochs before this one are not those of batches of the size that they have now.
         step = 1_000 + num_batches // accumulation
-        place = {"epoch": 7, "samples": len(done)}
-        rest = find_remainder(place, step, Epoch(num_samples, now, drops_last, accumulation), skips=True)
+        start = place(7, len(done), num_samples, before).going_on(new)
         if not len(new):
-            assert rest is None
+            assert start.is_counted(step, new, accumulation)
             continue
-        assert rest is not None
-        new.begin_epoch(EpochStart(num_done=rest.num_done))
-        left = new.batches()[rest.first :]
+        assert not start.is_counted(step, new, accumulation)
+        new.begin_epoch(start)
+        left = new.batches()[start.first :]
         drawn = [index for batch in left for index in batch]
-        assert len(left) == rest.num_batches and rest.num_updates == math.ceil(len(left) / accumulation)
+        assert len(new.batches()) == len(new)
         assert all(0 < len(batch) <= now for batch in left)
-        if rest.epoch == 7:
+        if start.epoch == 7:
             missing = set(range(num_samples)) - {*done, *drawn}
             assert len({*done, *drawn}) == len(done) + len(drawn)
             assert len(missing) < now if drops_last else not missing
         else:
-            assert drops_last and num_samples - len(done) < now and rest.num_done == 0
-        assert rest.epoch_at(1.0) == rest.epoch + 1
-        assert rest.epoch_at(0.0) == pytest.approx(rest.epoch + rest.first / len(new))
+            assert drops_last and num_samples - len(done) < now and start.samples == start.first == 0
+
+
+def place(epoch: int, samples: int, num_samples: int = 37, batch: int = 8, **others: Any) -> Position:
+    return Position(epoch, samples, batch, num_samples, **{"group_size": None, "nodes": None, **others})
 
 
 def test_where_trainers_count_of_steps_leads_to_the_same_place_nothing_is_dealt_anew():
+    def is_counted(epoch: int, samples: int, step: int, skips: bool = True) -> bool:
+        order = make_sampler(37, 8, False)
+        return place(epoch, samples).going_on(order, skips).is_counted(step, order, 1, skips)
+
     # Five batches an epoch: 7 steps are one epoch and two batches.
-    assert find_remainder({"epoch": 1, "samples": 16}, 7, Epoch(37, 8, False, 1), skips=True) is None
-    assert find_remainder({"epoch": 2, "samples": 0}, 10, Epoch(37, 8, False, 1), skips=True) is None
-    assert find_remainder({"epoch": 1, "samples": 16}, 7, Epoch(37, 8, False, 1), skips=False) is None
-    assert find_remainder({"epoch": 1, "samples": 8}, 7, Epoch(37, 8, False, 1), skips=True) is not None
+    assert is_counted(1, 16, 7) and is_counted(2, 0, 10) and is_counted(1, 16, 7, skips=False)
+    assert not is_counted(1, 8, 7)
+
+
+class Loaded(PipelineLoader):
+    def __init__(self, order: EpochOrder) -> None:
+        self.order = order
 
 
 def test_a_run_ends_with_its_epochs():
     # Two epochs of 5 batches of 8; after 7 steps 21 samples are left: 6 batches of 4, 2 of 16.
     for now, updates_per_epoch, expected in ((4, 10, 7 + 6), (16, 3, 7 + 2)):
-        rest = find_remainder({"epoch": 1, "samples": 16}, 7, Epoch(37, now, False, 1), skips=True)
-        assert rest is not None
-        assert rest.last_step(7, 2, updates_per_epoch) == expected
-        assert rest.last_step(7, 1, updates_per_epoch) == 7
-        assert rest.last_step(7, 4, updates_per_epoch) == expected + 2 * updates_per_epoch
-        assert rest.num_epochs(7, expected + 1, updates_per_epoch) == 3
-        assert rest.num_epochs(7, expected, updates_per_epoch) == 2
+        loader, values = Loaded(make_sampler(37, now, False)), (2, updates_per_epoch, 37, 74, now, updates_per_epoch)
+
+        def ends(epochs: int = 2, max_steps: int = -1) -> tuple[int, int]:
+            """Number of epochs and of steps of the run."""
+            args = SimpleNamespace(ignore_data_skip=False, gradient_accumulation_steps=1, max_steps=max_steps)
+            run = cast(Any, SimpleNamespace(args=args, step=7, place=place(1, 16)))
+            found = Resumption.counts(run, (*values, max_steps), loader, epochs)  # noqa: B023
+            return found[0], found[-1]
+
+        assert ends(2) == (2, expected)
+        assert ends(1) == (2, 7)
+        assert ends(4) == (2, expected + 2 * updates_per_epoch)
+        assert ends(max_steps=expected + 1) == (3, expected + 1)
+        assert ends(max_steps=expected) == (2, expected)
+
+
+def test_an_epoch_that_goes_on_ends_as_a_whole_one():
+    """Trainer takes the batches that are left for an epoch."""
+    state = SimpleNamespace(epoch=7.0)
+    description, parts = SimpleNamespace(run=SimpleNamespace(state=state)), SimpleNamespace(epoch=7)
+    run = cast(Any, SimpleNamespace(description=description, parts=parts, _skipped=(2, 5)))
+    for done, expected in ((1 / 3, 7 + 3 / 5), (2 / 3, 7 + 4 / 5), (1.0, 8.0)):
+        state.epoch = 7 + done
+        Resumption.correct_epoch(run)
+        assert state.epoch == expected
 
 
 class Samples(list):
@@ -124,11 +152,15 @@ def test_an_order_that_hangs_on_the_batch_survives_two_resumes_with_other_batche
     first = grouped(8)
     drawn = [index for batch in first.batches() for index in batch]
     second = grouped(4)
-    second.begin_epoch(EpochStart(0, 16, first.rng_state(is_mid_epoch=True), first.arrangement))
-    assert second.arrangement.group_size == 8
+
+    def left_at(order: EpochOrder, samples: int) -> Position:
+        return place(0, samples, 40, group_size=order.group_size, order_state=order.rng_state(is_mid_epoch=True))
+
+    second.begin_epoch(left_at(first, 16))
+    assert second.group_size == 8
     third = grouped(2)
-    third.begin_epoch(EpochStart(0, 24, second.rng_state(is_mid_epoch=True), second.arrangement))
+    third.begin_epoch(left_at(second, 24))
     left = [index for batch in third.batches() for index in batch]
     assert left == drawn[24:]
-    third.begin_epoch(FROM_FIRST)
-    assert third.arrangement.group_size == 2
+    third.begin_epoch()
+    assert third.group_size == 2

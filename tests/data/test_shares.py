@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler
 
-from hf_pipetransformer.data.node_shares import Arrangement, NodeOrder, replica_slice
-from hf_pipetransformer.data.sampler import FROM_FIRST, EpochOrder, EpochStart
+from hf_pipetransformer.data.node_shares import NodeOrder, replica_slice
+from hf_pipetransformer.data.sampler import EpochOrder, Position
+from hf_pipetransformer.schedules.json_values import as_json, read_as
 from hf_pipetransformer.schedules.placement import pipeline_sizes
 
 
@@ -107,7 +110,7 @@ def test_a_last_batch_that_is_left_out_leaves_out_other_samples_each_epoch() -> 
     sampler = sampler_over((2, 1), 20, 6, drops=True)
     epochs = []
     for _ in range(2):
-        sampler.begin_epoch(FROM_FIRST)
+        sampler.begin_epoch()
         assert [len(batch) for batch in sampler.batches()] == [6, 6, 6]
         epochs.append(set(flat(sampler)))
     assert [len(epoch) for epoch in epochs] == [18, 18] and epochs[0] != epochs[1]
@@ -121,20 +124,25 @@ def test_an_epoch_ends_as_it_was_begun_on_other_nodes_and_in_other_batches(
     """And the next one is the present nodes' own; saved and read again in between, as in a checkpoint."""
     first = sampler_over(then, 50, 12)
     flat(first)
-    first.begin_epoch(FROM_FIRST)
+    first.begin_epoch()
     # Not the first epoch, which a new generator would draw, too.
     drawn = flat(first)
-    begun_as = Arrangement.from_json(first.arrangement.as_json())
-    assert begun_as == first.arrangement
+
+    def left_at(order: EpochOrder, samples: int) -> Position:
+        place = Position(0, samples, 12, 50, order.group_size, order.epochs_nodes)
+        saved = read_as(Position, json.loads(json.dumps(as_json(place))), "place")
+        assert saved == place
+        return replace(saved, order_state=order.rng_state(is_mid_epoch=True))
+
     size = sum(now or (5,))
     second = sampler_over(now, 50, size)
-    second.begin_epoch(EpochStart(0, 24, first.rng_state(is_mid_epoch=True), begun_as))
+    second.begin_epoch(left_at(first, 24))
     assert flat(second) == drawn[24:]
     assert sum(map(len, second.batches()[: -math.ceil(26 / size)])) == 0
     third = sampler_over((2, 4), 50, 12)
-    third.begin_epoch(EpochStart(0, 0, second.rng_state(is_mid_epoch=True), second.arrangement))
-    assert flat(third) == drawn
-    third.begin_epoch(FROM_FIRST)
-    assert third.arrangement.nodes == third.nodes
+    third.begin_epoch(left_at(second, 12))
+    assert flat(third) == drawn[12:]
+    third.begin_epoch()
+    assert third.epochs_nodes == third.nodes
     owners = third.nodes.owners(50).tolist()
     assert all([owners[i] for i in batch] == [0] * 4 + [1] * 8 for batch in third.batches()[:4])

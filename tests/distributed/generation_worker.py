@@ -124,7 +124,9 @@ def generate_all(folder: Path, names: list[str], num_stages: int) -> dict[str, A
         held = Held(trainer)
         trainer.generate(make_prompts(), **GREEDY, logits_processor=[held])
         found["held"] = sorted(held.layers), trainer.layout.as_event()
-        programs = trainer.pipeline_run.pipelined.evaluations.builder.pipeline.stage.engine.programs if num_stages > 1 else []
+        programs = (
+            trainer.pipeline_run.pipelined.evaluations.builder.pipeline.stage.engine.programs if num_stages > 1 else []
+        )
         found["kept"] = [len(in_slices(program).contexts._contexts) for program in programs]
         found |= sample(trainer, model) | (refused(trainer) if num_stages > 1 else {})
     return found

@@ -179,7 +179,8 @@ def test_a_layer_that_freezes_takes_its_adapter_along(tmp_path: Path) -> None:
     own = dict(after.named_parameters())
     moved = {name for name, parameter in before.named_parameters() if not torch.equal(parameter, own[name])}
     blocks = {
-        block_of(trainer.pipeline_run.pipelined.pipeline.stage.view.structure.blocks_of_parameter[name][0]) for name in moved
+        block_of(trainer.pipeline_run.pipelined.pipeline.stage.view.structure.blocks_of_parameter[name][0])
+        for name in moved
     }
     assert blocks == {3, 4, 5}
     assert all("lora_" in name or "modules_to_save" in name for name in moved)

@@ -16,6 +16,7 @@ from hf_pipetransformer.elastic.transition import longest_pipeline
 from hf_pipetransformer.freeze.policies import Fixed
 from hf_pipetransformer.options.arguments import READERS
 from hf_pipetransformer.planning.planner import PipelineShape, plan_layout
+from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint, resumption
@@ -82,7 +83,7 @@ def test_every_file_of_the_checkpoint_is_read_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(resumption, "is_plain", lambda folder: False)
     monkeypatch.setattr(resumption, "check_same_run", lambda *_: None)
     trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)))
-    description: Any = SimpleNamespace(run=trainer, identity=None, data=dict)
+    description: Any = SimpleNamespace(run=trainer, identity=None, data={})
     topology: Any = SimpleNamespace(decide=lambda call: call())
     found = find_resumption(where if where is True else newest, topology, description)
     assert (found.folder, found.state.step) == (newest, 4)
@@ -117,7 +118,7 @@ def gone_on_with(policy: Any, plan: dict[int, Layout] | None, saved_size: int) -
     topology = SimpleNamespace(local_world_size=2, pipeline_sizes=[1, 2])
     plans = SimpleNamespace(layout=planned, probe=SimpleNamespace(structure=structure), unfit=0, topology=topology)
     start_up: Any = SimpleNamespace(plans=plans, probe=plans.probe)
-    resumption = Resumption("checkpoint-5", state, description)
+    resumption = Resumption("checkpoint-5", description, state.step, state.epoch, state.place, state)
     return resumption, resumption.choose_layout(start_up, plan, 2, policy)
 
 
@@ -164,7 +165,9 @@ def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pyt
     shapes = {0: PipelineShape(4, 1, 1, "1f1b"), 5: PipelineShape(2, 2, 1, "1f1b")}
     layouts = {step: plan_layout([1.0] * 10, range(11), shape, 3, 2) for step, shape in shapes.items()}
     monkeypatch.setattr(resumption, "read_layouts", lambda _: dict(layouts))
-    args: Any = SimpleNamespace(layout_plan="plan", pipeline_schedule="1f1b", asked_schedule="")
+    args: Any = SimpleNamespace(
+        layout_plan="plan", pipeline_schedule="1f1b", schedule=find_schedule("1f1b"), replaces_schedule=False
+    )
     structure: Any = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
 
     def replayed(local: int, allowed: list[int]) -> Any:
@@ -180,7 +183,9 @@ def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pyt
 
 def test_a_plan_is_replayed_under_a_loss_of_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has replaced the schedule that the script asked for."""
-    args: Any = SimpleNamespace(layout_plan="plan", pipeline_schedule="gpipe", asked_schedule="1f1b")
+    args: Any = SimpleNamespace(
+        layout_plan="plan", pipeline_schedule="1f1b", schedule=find_schedule("gpipe"), replaces_schedule=True
+    )
     nodes: Any = {"local_world_size": 2, "pipeline_sizes": [1, 2], "world_size": 2}
     topology: Any = SimpleNamespace(gather=lambda value: [value], **nodes)
     structure: Any = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))

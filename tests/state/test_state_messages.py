@@ -17,7 +17,7 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.runtime.context import CollectiveTimeouts
 from hf_pipetransformer.runtime.optimizer_state import OptimizerState, keep_parameters
 from hf_pipetransformer.schedules import json_values
-from hf_pipetransformer.state import checkpoint, plain_checkpoint, restore
+from hf_pipetransformer.state import checkpoint, plain_checkpoint, saving
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_optimizer, read_state
 from hf_pipetransformer.state.description import _describe_changes
 from hf_pipetransformer.state.plain_checkpoint import check_trainers
@@ -54,7 +54,7 @@ def test_a_state_with_other_content(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is damaged: .*: it has other content than was written"):
         read_state(str(tmp_path))
     with pytest.raises(ValueError, match="expected a file of a checkpoint that every process can see"):
-        read_optimizer(str(tmp_path), 0)
+        read_optimizer(str(tmp_path), 1)
 
 
 def test_weights_that_no_file_holds() -> None:
@@ -74,15 +74,15 @@ def test_an_optimizer_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(ValueError, match="The checkpoint's optimizer has 2 parameter groups: expected 1"):
         OptimizerState(optimizer, {}, cast(Any, None), False, {}).set_options([{}, {}])
-    monkeypatch.setattr(checkpoint, "read_optimizer", lambda *_: ({}, {"names": ["head.weight"], "groups": []}))
+    monkeypatch.setattr(checkpoint, "read_optimizer", lambda *_: ({}, ["head.weight"], []))
     resumption = SimpleNamespace(folder="saved", state=SimpleNamespace(layout=SimpleNamespace(pipeline_size=1)))
     stage = SimpleNamespace(store=SimpleNamespace(is_active=lambda _: False), trained_here=dict)
-    into = SimpleNamespace(optimizer_state=None, pipeline=SimpleNamespace(stage=stage))
+    parts = SimpleNamespace(optimizer_state=None, pipeline=SimpleNamespace(stage=stage))
     with pytest.raises(ValueError, match="has optimizer state for .*, which this run does not train"):
-        restore._restore_optimizer(cast(Any, resumption), cast(Any, into))
+        Checkpoints._restore_optimizer(cast(Any, parts), cast(Any, resumption))
     with (
         pytest.raises(ValueError, match="the state of the .* cannot be restored .*planted"),
-        restore._restoring("freeze policy", cast(Any, resumption)),
+        saving._restoring("freeze policy", cast(Any, resumption)),
     ):
         raise KeyError("planted")
 
@@ -105,7 +105,7 @@ def test_an_optimizer_that_plain_trainer_does_not_know(tmp_path: Path, monkeypat
     state = SimpleNamespace(parameters={}, decaying=[], layout=SimpleNamespace(pipeline_size=1))
     monkeypatch.setattr(plain_checkpoint, "_check_is_checkpoint", lambda _: None)
     monkeypatch.setattr(checkpoint, "read_state", lambda _: state)
-    monkeypatch.setattr(checkpoint, "read_optimizer", lambda *_: ({}, {"groups": [{}, {}, {}]}))
+    monkeypatch.setattr(checkpoint, "read_optimizer", lambda *_: ({}, [], [{}, {}, {}]))
     with pytest.raises(ValueError, match="parameter groups, expected .*: plain Trainer knows only those"):
         plain_checkpoint.export_checkpoint("saved", str(tmp_path / "exported"))
 
@@ -146,14 +146,15 @@ def test_a_run_of_other_layers_or_batches() -> None:
         Resumption.choose_layout(cast(Any, resumption), cast(Any, start_up), None, 1, cast(Any, None))
 
     class Stream(PipelineLoader):
-        is_stream, total_batch_size = True, 8
+        order, total_batch_size = None, 8
 
         def __init__(self) -> None:
             pass
 
-    progress = SimpleNamespace(step=1, place={"global_batch": 4})
+    args, place = SimpleNamespace(gradient_accumulation_steps=1), SimpleNamespace(global_batch=4)
+    saved = cast(Any, SimpleNamespace(args=args, step=1, place=place, folder="saved"))
     with pytest.raises(ValueError, match="was saved with 4 samples a batch over all replicas, expected 8"):
-        Resumption.counts(cast(Any, SimpleNamespace(args=None, progress=progress, folder="saved")), (), Stream(), 1.0)
+        Resumption.counts(saved, (), Stream(), 1.0)
 
 
 def test_options_that_the_checkpoint_keeps() -> None:

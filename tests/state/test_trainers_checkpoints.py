@@ -388,7 +388,7 @@ def test_the_best_and_the_last_checkpoint_stay_and_those_of_a_longer_run_go_firs
         for name in (1, 2, 3, 10, 99):
             (tmp_path / f"checkpoint-{name}").mkdir(exist_ok=True)
         (tmp_path / "checkpoint-best").mkdir(exist_ok=True)
-        saving.rotate(str(tmp_path), limit, step, best)
+        saving.rotate(str(tmp_path), limit, best, step)
         assert (tmp_path / "checkpoint-best").is_dir()
         return {int(path.name[11:]) for path in tmp_path.glob("checkpoint-*") if path.name != "checkpoint-best"}
 
@@ -407,7 +407,7 @@ def test_the_target_of_a_link_among_old_checkpoints_stays_whole(tmp_path: Path) 
         each.mkdir(parents=True)
         (each / "trainer_state.json").touch()
     (folder / "checkpoint-1").symlink_to(archived)
-    saving.rotate(str(folder), 1, 3, None)
+    saving.rotate(str(folder), 1, None, 3)
     assert (archived / "trainer_state.json").is_file()
     assert {path.name for path in folder.iterdir()} == {"checkpoint-1", "checkpoint-3"}
 
@@ -422,7 +422,7 @@ class DrawsLonger(PipeTransformerTrainer):
 def test_a_run_whose_sampler_is_longer_than_the_data_set_is_resumed(tmp_path: Path) -> None:
     make(DrawsLonger, tmp_path, **FREEZES).train()
     # 20 of 48 samples of the epoch, of a data set of 16.
-    assert checkpoint.read_state(str(tmp_path / "checkpoint-5")).place["samples"] == 20
+    assert checkpoint.read_state(str(tmp_path / "checkpoint-5")).place.samples == 20
     assert checkpoint.newest_verified(str(tmp_path))[0] == str(tmp_path / "checkpoint-6")
 
 

@@ -55,6 +55,7 @@ CALLED = {
     "transformers:Trainer._get_output_dir": "self, trial",
     "transformers:Trainer._move_model_to_device": "self, model, device",
     "transformers:Trainer._prepare_inputs": "self, inputs",
+    "transformers:Trainer._push_from_checkpoint": "self, checkpoint_folder",
     "transformers:Trainer._save": "self, output_dir=None, state_dict=None",
     "transformers:Trainer._remove_unused_columns": "self, dataset, description=None",
 }
@@ -166,7 +167,6 @@ PATCHED = {
         "output_dir, save_total_limit=None, best_model_checkpoint=None, use_mtime=False, "
         "checkpoint_prefix='checkpoint'"
     ),
-    "transformers:TrainerState.save_to_json": "self, json_path",
 }
 
 # Methods of `Trainer` and its helpers that the trainer room overrides, with their parameters. That the overrides have
