@@ -37,7 +37,7 @@ model.vit.requires_grad_(False)
 rows = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 2} for i in range(8)]
 with tempfile.TemporaryDirectory() as folder:
     args = PipeTransformerArguments(
-        folder, num_train_epochs=4, per_device_train_batch_size=4, use_cpu=True, report_to="none", activation_cache="on"
+        folder, num_train_epochs=4, per_device_train_batch_size=4, use_cpu=True, activation_cache="on"
     )
     trainer = PipeTransformerTrainer(model, args, train_dataset=rows, eval_dataset=rows)
     trainer.train()
