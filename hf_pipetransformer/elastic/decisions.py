@@ -15,15 +15,15 @@ from hf_pipetransformer.freeze.policy import Decision, DecisionClock, FreezePoli
 from hf_pipetransformer.planning.blocks import active_seconds
 from hf_pipetransformer.planning.costs import with_launches
 from hf_pipetransformer.planning.microbatches import Report, calibrate
-from hf_pipetransformer.planning.search import Choice, Horizon, search
+from hf_pipetransformer.planning.search import search
 from hf_pipetransformer.planning.storing import why_not_over_nodes
 from hf_pipetransformer.report import announce, logger
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.planner import CachePlanner
+    from hf_pipetransformer.cache.pricing import CachePlanner
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.planning.planner import PlanInputs
+    from hf_pipetransformer.planning.layouts import Choice, PlanInputs
     from hf_pipetransformer.schedules.layout import Layout
 
 
@@ -148,12 +148,10 @@ class Decisions:
         # A policy of the user may have said a step that is over.
         left = max(0, until - step)
         if self.cache is None:
-            # The length of an epoch matters for stored records only.
-            return search(layout, num_frozen, Horizon(left, self.clock.max_steps), inputs)
+            return search(layout, num_frozen, left, inputs)
         present = active_seconds(costs, layout.num_frozen_layers), layout.pipeline_size
         storing = self.cache.storing(layout.cache_level, *present)
-        horizon = Horizon(left, self.cache.steps_per_epoch)
-        choice = search(layout, num_frozen, horizon, inputs, storing)
+        choice = search(layout, num_frozen, left, inputs, storing)
         if overheads.spans_nodes(choice.layout.pipeline_size):
             if layout.cache_level:
                 why = why_not_over_nodes(choice.layout.pipeline_size, overheads.node_size)
@@ -164,9 +162,9 @@ class Decisions:
         if storing.keeps_dropout(num_frozen) and not self.cache.has_said_dropout:
             # For the line that says what activation_cache='on' would save: nothing is stored, but the time of it is
             # compared.
-            would = search(layout, num_frozen, horizon, inputs, replace(storing, dropout_from=math.inf))
+            would = search(layout, num_frozen, left, inputs, replace(storing, dropout_from=math.inf))
         blocks = with_launches(costs, choice.layout, inputs.samples_per_device)
-        self.cache.report(step, choice, horizon, storing, blocks, would)
+        self.cache.report(step, choice, left, storing, blocks, would)
         return choice
 
     def _frozen_in_use(self, old: Layout, new: Layout) -> list[str]:
@@ -224,7 +222,7 @@ def _as_change(choice: Choice, reason: str, measured: float | None) -> dict[str,
     return {
         "layout": choice.layout.as_event(),
         "reason": reason,
-        "predicted": choice.prediction.seconds,
+        "predicted": choice.alternatives[choice.layout.pipeline_size],
         "alternatives": {str(pipeline_size): seconds for pipeline_size, seconds in choice.alternatives.items()},
         "measured": measured,
     }

@@ -37,7 +37,7 @@ from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.engine.program import Forward, MicroBatch, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.token_program import TokenSpan
-from hf_pipetransformer.planning.planner import evaluation_microbatches
+from hf_pipetransformer.planning.layouts import evaluation_microbatches
 from hf_pipetransformer.runtime.joining import BatchOfAll, HeadJoin, ReplicaJoin
 from hf_pipetransformer.runtime.loss_call import LossCall
 from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, num_bytes, spread

@@ -14,8 +14,7 @@ from transformers.training_args import OptimizerNames
 from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads, predict_step
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory, sum_bytes
-from hf_pipetransformer.planning.planner import (
+from hf_pipetransformer.planning.layouts import (
     PipelineShape,
     PlanInputs,
     PlanRules,
@@ -23,6 +22,7 @@ from hf_pipetransformer.planning.planner import (
     choose_num_microbatches,
     largest_rank_size,
 )
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory, sum_bytes
 from hf_pipetransformer.planning.search import first_layout
 from hf_pipetransformer.planning.simulator import simulate_equal
 from hf_pipetransformer.planning.token_slices import WORTH, SlicePlanner

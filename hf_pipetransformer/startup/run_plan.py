@@ -16,8 +16,7 @@ from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads, predict_step, predict_timeline, shard_seconds
 from hf_pipetransformer.planning.forecast import Forecast
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory, shard_memory
-from hf_pipetransformer.planning.search import Storing
-from hf_pipetransformer.planning.storing import CacheCosts, Caching, StoreContents, why_not_over_nodes
+from hf_pipetransformer.planning.storing import Caching, Storing, why_not_over_nodes
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
@@ -187,7 +186,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
     storing = _storing(planner, chosen.layout, machine, course, caching)
     costs = _costs(planner, chosen.layout)
     inputs = replace(planner.inputs(chosen.layout), blocks=costs[0], overheads=costs[1])
-    forecast = Forecast(chosen.layout, inputs, course.steps_per_epoch, storing)
+    forecast = Forecast(chosen.layout, inputs, storing)
     step = args.train_samples_per_device * chosen.layout.pipeline_size, args.gradient_accumulation_steps
     # The same step on a device that never waits for Python.
     at_once = replace(costs[0], launch=()), replace(costs[1], per_forward=0.0, per_backward=0.0)
@@ -433,14 +432,22 @@ def _storing(
         return None
     # One rank of each pipeline reads, and the pipelines of a node share its disk.
     local = max(1, planner.costs.overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
-    times = storage.input, local * storage.read, local * storage.write
-    costs = CacheCosts((), *times, not machine.is_host, args.gradient_accumulation_steps)
-    return Storing(costs, args.activation_cache, StoreContents(fits_share=caching.share))
+    return Storing(
+        prefix=(),
+        input=storage.input,
+        read=local * storage.read,
+        write=local * storage.write,
+        is_apart=not machine.is_host,
+        num_at_once=args.gradient_accumulation_steps,
+        mode=args.activation_cache,
+        fits_share=caching.share,
+        steps_per_epoch=course.steps_per_epoch,
+    )
 
 
 def _decided(caching: Caching | None, forecast: Forecast, course: RunSchedule) -> Caching | None:
     """Add what the run would decide when layers freeze."""
-    decision = None if course.freezing is None else forecast.decision(course.freezing.spans)
-    if caching is None or decision is None:
+    if caching is None or course.freezing is None:
         return caching
-    return replace(caching, is_used=decision.use, reason=decision.reason)
+    way = forecast.way(course.freezing.spans)
+    return replace(caching, is_used=way.use, reason=way.reason)

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
 from hf_pipetransformer.planning.costs import Overheads, predict_step
-from hf_pipetransformer.planning.planner import (
+from hf_pipetransformer.planning.layouts import (
     PipelineShape,
     PlanInputs,
     plan_layout,
     reachable_shapes,
 )
-from hf_pipetransformer.planning.search import Storing, search
+from hf_pipetransformer.planning.search import search
 from hf_pipetransformer.planning.simulator import Durations, simulate
-from hf_pipetransformer.planning.storing import CacheCosts
+from hf_pipetransformer.planning.storing import Storing
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
@@ -201,7 +201,7 @@ def test_pipelines_over_nodes_store_nothing_and_shorter_ones_do() -> None:
         for current, node_size in ((layout_of(12, 4, 4), 2), (layout_of(12, 2, 4), 2), (layout_of(12, 4, 4), 4)):
             rules = rules_for(12, compression=compression, elastic=is_elastic, initial_largest_size=1e9)
             inputs = PlanInputs(costs_of(12), Overheads(node_size=node_size), rules, 8)
-            found = search(current, 6, LONG, inputs, Storing(CacheCosts((), 0.0, 0.0, 0.0), "on")).layout
+            found = search(current, 6, LONG, inputs, Storing((), 0.0, 0.0, 0.0, mode="on", steps_per_epoch=10)).layout
             assert found.cache_level == (6 if found.pipeline_size <= node_size else 0)
             assert is_elastic or found.pipeline_size == current.pipeline_size
 

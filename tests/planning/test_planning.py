@@ -17,11 +17,8 @@ import pytest
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.planning.blocks import BlockCosts, block_backwards, block_loads, by_stage
 from hf_pipetransformer.planning.costs import Overheads, predict_step
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
-from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
-from hf_pipetransformer.planning.partition import compress_by_memory, partition
-from hf_pipetransformer.planning.planner import (
-    Candidate,
+from hf_pipetransformer.planning.layouts import (
+    Choice,
     PipelineShape,
     PlanInputs,
     PlanRules,
@@ -33,7 +30,10 @@ from hf_pipetransformer.planning.planner import (
     reachable_shapes,
     stage_boundaries,
 )
-from hf_pipetransformer.planning.search import Choice, Horizon, choose_by_throughput, first_layout, search
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
+from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
+from hf_pipetransformer.planning.partition import compress_by_memory, partition
+from hf_pipetransformer.planning.search import choose_by_throughput, first_layout, search
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import pipeline_sizes
@@ -364,7 +364,7 @@ def test_compression_by_memory(current: int, initial_largest: float, allowed: li
 )
 def test_the_fastest_that_fits_is_chosen(found: dict[int, tuple[float, bool]], expected: int) -> None:
     boundaries = {1: (0, 6), 2: (0, 3, 6), 4: (0, 2, 3, 4, 6)}
-    options = [Candidate(Layout(2, 0, k, 1, boundaries[k], 1, "1f1b"), *found[k]) for k in found]
+    options = [Choice(Layout(2, 0, k, 1, boundaries[k], 1, "1f1b"), *found[k]) for k in found]
     assert choose_by_throughput(options).layout.num_stages == expected
 
 
@@ -420,7 +420,7 @@ def layout_of(num_layers: int, num_stages: int, world_size: int) -> Layout:
     return plan_layout(loads, cuts, PipelineShape(num_stages, world_size // num_stages, 4, "1f1b"))
 
 
-LONG = Horizon(1000, 10)
+LONG = 1000
 """So many steps that moving weights does not count."""
 
 
@@ -451,7 +451,7 @@ def test_a_run_that_is_not_elastic_only_freezes() -> None:
     current = layout_of(12, 4, 8)
     found = plan(current, 6, rules_for(12, elastic=False))
     assert found.layout == replace(current, num_frozen_layers=6)
-    assert found.alternatives == {4: found.prediction.seconds}
+    assert found.alternatives == {4: predict_step(found.layout, costs_of(12), Overheads(), 32).seconds}
 
 
 def test_no_pipeline_is_fastest_where_it_fits() -> None:
@@ -459,7 +459,7 @@ def test_no_pipeline_is_fastest_where_it_fits() -> None:
     assert (found.layout.num_stages, found.layout.num_replicas) == (1, 8)
     assert (found.layout.num_frozen_layers, found.layout.num_microbatches) == (4, 1)
     assert sorted(found.alternatives) == [1, 2, 4, 8]
-    assert found.prediction.seconds == found.alternatives[1] == min(found.alternatives.values())
+    assert found.alternatives[1] == min(found.alternatives.values())
 
 
 def test_what_does_not_fit_with_the_reserve_is_not_chosen() -> None:
@@ -524,7 +524,7 @@ def test_nothing_moves_for_a_gain_below_two_percent(shift: int, is_kept: bool) -
     current = replace(best, boundaries=(0, best.boundaries[1] + shift, best.num_blocks))
     found = plan(current, 0, rules_for(50, unfit=frozenset({1})))
     assert found.layout.boundaries == (current if is_kept else best).boundaries
-    assert found.prediction.seconds == found.alternatives[2]
+    assert found.alternatives == {2: predict_step(found.layout, costs_of(50), Overheads(), 16).seconds}
 
 
 @pytest.mark.parametrize(("device_bytes", "boundaries"), [(1e9, (0, 3, 6)), (1000, (0, 4, 6))])
@@ -674,7 +674,8 @@ def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
     for num_frozen_layers in range(7):
         found = search(current, num_frozen_layers, LONG, PlanInputs(costs, Overheads(), rules, 8))
         assert max(rank_bytes(found.layout, costs, 8 * found.layout.pipeline_size)) <= budget
-        assert found.alternatives[found.layout.pipeline_size] == found.prediction.seconds
+        size = found.layout.pipeline_size
+        assert found.alternatives[size] == predict_step(found.layout, costs, Overheads(), 8 * size).seconds
         if found.layout.num_stages > current.num_blocks - found.layout.first_active_block:
             assert found.layout == replace(current, num_frozen_layers=num_frozen_layers)
             num_kept += 1

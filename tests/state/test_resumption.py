@@ -15,7 +15,7 @@ import pytest
 from hf_pipetransformer.elastic.transition import longest_pipeline
 from hf_pipetransformer.freeze.policies import Fixed
 from hf_pipetransformer.options.arguments import READERS
-from hf_pipetransformer.planning.planner import PipelineShape, plan_layout
+from hf_pipetransformer.planning.layouts import PipelineShape, plan_layout
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint, resumption

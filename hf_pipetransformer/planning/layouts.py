@@ -9,6 +9,7 @@ from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
 from hf_pipetransformer.planning.costs import WORK_OVERHEADS, Overheads, Prediction, costs_by_work, predict_step
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 from hf_pipetransformer.planning.partition import partition
+from hf_pipetransformer.planning.storing import COMPUTE, Way
 from hf_pipetransformer.planning.token_slices import cut_layout
 from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules.layout import Layout
@@ -75,16 +76,26 @@ class PlanRules:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Layout that could come next, the cost it is chosen by, and True if its fullest rank fits a device.
+class Choice:
+    """Layout that could come next, and what speaks for it.
 
-    `cost` is in seconds, or in operations where boundaries follow the blocks' work (`PlanInputs.cut_by`): it compares
-    with other costs of one question alone.
+    Args:
+        cost: what it is chosen by, in seconds, or in operations where boundaries follow the blocks' work
+            (`PlanInputs.cut_by`): it compares with other costs of one question alone.
+        fits: True if its fullest rank fits a device.
+        way: to get the output of the frozen layers.
+        seconds_left: predicted until the end of the run, with the move to the layout.
+        moving: the seconds of that move.
+        alternatives: predicted seconds of a step that reads all its records, for every K considered.
     """
 
     layout: Layout
-    cost: float
-    fits: bool
+    cost: float = 0.0
+    fits: bool = True
+    way: Way = COMPUTE
+    seconds_left: float = 0.0
+    moving: float = 0.0
+    alternatives: Mapping[int, float] = field(default_factory=dict)
 
 
 def stage_boundaries(block_costs: Sequence[float], cut_positions: Sequence[int], num_stages: int) -> tuple[int, ...]:
@@ -201,7 +212,7 @@ def plan_layout(
     )
 
 
-Judge = Callable[[Layout], Candidate]
+Judge = Callable[[Layout], Choice]
 """Function that predicts the time of a layout and says if it fits."""
 
 
@@ -278,12 +289,12 @@ class PlanInputs:
         """
         return 0 if self.overheads.spans_nodes(pipeline_size) else cache_level
 
-    def judge(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Candidate:
+    def judge(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Choice:
         """Return the cost of a step, in the unit of `by` as in `predict`, and if the fullest rank fits a device."""
         rules, samples = self.rules, self.samples_per_device * layout.pipeline_size
         ranks = rank_memory(layout, self.blocks, samples, self.accumulation, rules.weights, rules.memory)
         needed = max(rank.total for rank in ranks)
-        return Candidate(layout, self.predict(layout, by).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
+        return Choice(layout, self.predict(layout, by).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
 
     @property
     def cut_by(self) -> tuple[BlockCosts, Overheads]:
@@ -329,7 +340,7 @@ class PlanInputs:
         return cut_at_nodes(layout, loads, rules.cut_positions, overheads.node_size, self.judge, near)
 
 
-def is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
+def is_worth_moving(unmoved: Choice, recut: Choice) -> bool:
     """Return True if new boundaries save enough time and still fit the memory if the old ones do."""
     saves = recut.cost <= (1 - WORTH_MOVING) * unmoved.cost
     return saves and (recut.fits or not unmoved.fits)
