@@ -38,7 +38,7 @@ from hf_pipetransformer.engine.program import Forward, MicroBatch, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.token_program import TokenSpan
 from hf_pipetransformer.planning.layouts import evaluation_microbatches
-from hf_pipetransformer.runtime.joining import BatchOfAll, HeadJoin, ReplicaJoin
+from hf_pipetransformer.runtime.joining import BatchOfAll, ReplicaJoin, join_parts
 from hf_pipetransformer.runtime.loss_call import LossCall
 from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, num_bytes, spread
 from hf_pipetransformer.runtime.stage import GradientNorms, Stage
@@ -465,7 +465,7 @@ class StageRunner:
                 if joined is not None:
                     return joined
         marked, _ = detach_tags(inputs)
-        found = HeadJoin(marked, parts, dict, self._replicas if how.joins_replicas else None).whole(entering)
+        found = join_parts(marked, parts, entering, self._replicas if how.joins_replicas else None)
         output, num_rows = run(found.entering, for_model(found.inputs)), len(found.entering)
         # What has no row for each joined sample, such as the loss, is of all replicas, and stays as it is.
         return mapped(lambda each: found.own_rows(each) if each.dim() and len(each) == num_rows else each, output)

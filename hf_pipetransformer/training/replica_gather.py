@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from accelerate.utils import recursively_apply
 from transformers import Trainer
 
 from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.comm.transfers import all_gather_trees, gather_rows
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.batches import batch_size, rows_per_sample
 from hf_pipetransformer.data.flattened import num_left_out, sequences_of
@@ -78,7 +79,7 @@ class ReplicaGather:
         if self.groups.num_replicas == 1 and self._rows == 1 and not is_loss:
             return self._as_one_process(values)
         # The loss goes to all: on each rank Trainer compares it, to find the best model or to stop early.
-        gather = self._gather_to_first if self.is_for_first_rank and not is_loss else self._gather
+        gather = partial(self._gather, is_for_first=self.is_for_first_rank and not is_loss)
 
         def gather_blocks(tensor: torch.Tensor) -> torch.Tensor:
             size = self._num_samples
@@ -105,18 +106,16 @@ class ReplicaGather:
 
     def mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
         """Compute the global batch's loss, `(1,)`, from this replica's mean loss over `num_items`."""
-        self.losses.append(self._mean(loss, num_items))
+        found = loss.detach()
+        if self.groups.replica_control is not None:
+            # A replica without items has the loss nan (0 / 0), which would spread to all by the sum.
+            # In float64, or each number of replicas would round in its own way.
+            share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
+            sums = self._summed(torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)]))
+            found = (sums[0] / sums[1]).to(loss.dtype).to(loss.device)
+        self.losses.append(found.reshape(1))
         self._is_loss_next = True
         return self.losses[-1]
-
-    def _mean(self, loss: torch.Tensor, num_items: int) -> torch.Tensor:
-        if self.groups.replica_control is None:
-            return loss.detach().reshape(1)
-        # A replica without items has the loss nan (0 / 0), which would spread to all by the sum.
-        # In float64, or each number of replicas would round in its own way.
-        share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
-        sums = self._summed(torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)]))
-        return (sums[0] / sums[1]).to(loss.dtype).to(loss.device).reshape(1)
 
     def num_items_of_all(self, num_items: int) -> int:
         """Return the items of the global batch, of which this replica has `num_items`. Collective."""
@@ -129,39 +128,23 @@ class ReplicaGather:
             guarded(lambda: dist.all_reduce(values, group=group), what)
         return values
 
-    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.is_flattened and tensor.dim() > 1:
-            return self._in_one_row(self._gather_rows, tensor)
-        return self._gather_rows(tensor, self.loader.samples_of_replicas())
-
-    def _gather_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self.groups.is_first:
+    def _gather(self, tensor: torch.Tensor, is_for_first: bool) -> torch.Tensor:
+        if is_for_first and not self.groups.is_first:
             return without_rows(tensor)
-        if self.is_flattened and tensor.dim() > 1:
-            return self._in_one_row(self._gather_rows_to_first, tensor)
-        return self._gather_rows_to_first(tensor, self.loader.samples_of_replicas())
-
-    def _in_one_row(
-        self, gather: Callable[[torch.Tensor, list[int]], torch.Tensor], tensor: torch.Tensor
-    ) -> torch.Tensor:
-        """Gather `(1, tokens, ...)`, which Trainer has padded to the replica with most tokens.
-
-        Outputs of one value less are zero between the replicas, see `flattened.join_tokens`.
-        """
-        if self.groups.replica_control is None:
-            return tensor
-        # Once a batch: all of its outputs have the same tokens.
+        if not self.is_flattened or tensor.dim() < 2 or self.groups.replica_control is None:
+            return self._gather_rows(tensor, self.loader.samples_of_replicas(), is_for_first)
+        # A row `(1, tokens, ...)`, which Trainer has padded to the replica with most tokens. Counted once a batch: all
+        # of its outputs have the same tokens.
         if self._token_counts is None:
-            own = torch.tensor([self._num_tokens])
-            counts = [torch.empty_like(own) for _ in self.groups.replica_ranks]
-            what = f"counting the tokens of {self.groups.replicas}"
-            guarded(lambda: dist.all_gather(counts, own, group=self.groups.replica_control), what)
-            self._token_counts = [int(each) for each in counts]
+            counts = all_gather_trees(self._num_tokens, self.groups.replica_control, self.groups.num_replicas)
+            self._token_counts = counts
+        # Outputs of one value less are zero between the replicas, see `flattened.join_tokens`.
         missing = num_left_out([tensor.shape], [max(self._token_counts)])
         # A batch smaller than the number of replicas is whole on each.
         samples = self.loader.samples_of_replicas()
         told = [each if size else 0 for each, size in zip(self._token_counts, samples, strict=True)]
-        return gather(tensor[0, : self._num_tokens - missing], told)[None, : sum(told) - missing]
+        found = self._gather_rows(tensor[0, : self._num_tokens - missing], told, is_for_first)
+        return found[None, : sum(told) - missing]
 
     def _check_rows(self, tensor: torch.Tensor) -> None:
         """Check that a tensor has a row for each sample of this replica, as nobody knows how to join others."""
@@ -177,39 +160,14 @@ class ReplicaGather:
             f"own. {REMEDY}"
         )
 
-    def _gather_rows(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        group = self.groups.replica_group
-        if group is None:
-            return tensor[: counts[0]]
-        own = _with_rows(tensor, max(counts))
-        parts = [torch.empty_like(own) for _ in counts]
-        guarded(lambda: dist.all_gather(parts, own, group=group), f"gathering predictions over {self.groups.replicas}")
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-    def _gather_rows_to_first(self, tensor: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        groups = self.groups
+    def _gather_rows(self, tensor: torch.Tensor, counts: list[int], is_for_first: bool) -> torch.Tensor:
+        groups, first = self.groups, self.groups.replica_ranks[0]
         if groups.replica_group is None:
             return tensor[: counts[0]]
-        own, first = _with_rows(tensor, max(counts)), groups.replica_ranks[0]
-        parts = None if groups.replica else [torch.empty_like(own) for _ in counts]
-        guarded(
-            lambda: dist.gather(own, parts, dst=first, group=groups.replica_group),
-            f"gathering predictions of {groups.replicas} on rank {first}",
-        )
-        if parts is None:
-            return without_rows(tensor)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-
-def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the first `rows` samples, followed by zeros where there are fewer."""
-    if tensor.shape[0] == rows:
-        # Collectives take no views with gaps.
-        return tensor.contiguous()
-    # A collective takes tensors of one shape from all ranks; what is added is cut off again behind it.
-    own = tensor.new_zeros((rows, *tensor.shape[1:]))
-    own[: min(rows, tensor.shape[0])] = tensor[:rows]
-    return own
+        where = f"of {groups.replicas} on rank {first}" if is_for_first else f"over {groups.replicas}"
+        what = f"gathering predictions {where}"
+        parts = gather_rows(tensor, counts, groups.replica_group, what, first if is_for_first else None)
+        return torch.cat(parts) if parts else without_rows(tensor)
 
 
 def has_rows(tensor: torch.Tensor, num_samples: int) -> bool:
