@@ -131,9 +131,12 @@ class LayoutController:
             # the step overflowed and counts nowhere.
             self.norms.record(squares[:-1] + 0 * squares[-1])
 
-    def end_step(self) -> None:
-        if self.meter.end_step() and self._trial is not None:
+    def end_step(self) -> bool:
+        """End the optimizer step. Returns False if none was running, as when Trainer calls at the end of an epoch."""
+        has_run = self.meter.end_step()
+        if has_run and self._trial is not None:
             self._trial.record(self.meter.last_seconds, max(1, self.meter.num_tokens))
+        return has_run
 
     # ---- freezing ----
 

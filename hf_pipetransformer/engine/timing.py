@@ -55,13 +55,14 @@ class StepMeter:
     samples: list[int] = field(default_factory=list)
     trace: StepTrace | None = None
     """Recorder of the current step, if it is traced."""
+    host_seconds: float = 0.0
+    """Seconds of the last optimizer step on the host, which may run ahead of the device."""
     _steps: list[dict[str, float]] = field(default_factory=list)
     _latest: deque[Any] = field(default_factory=lambda: deque(maxlen=MEASURED_STEPS))
     """Seconds of the latest steps after the warm-up, or on a GPU the events at their begin and end."""
     _open: dict[str, float] | None = None
     _events: list[tuple[int, str, Any, Any]] = field(default_factory=list)
     _start: float = 0.0
-    _last_seconds: float = 0.0
     _ends: tuple[Any, Any] | None = None
     _num_begun: int = 0
     _is_running: bool = False
@@ -72,7 +73,7 @@ class StepMeter:
     @property
     def last_seconds(self) -> float:
         """Seconds of the last optimizer step, warm-up included. On a GPU, reading it waits for the end of the step."""
-        return _seconds_of(self._ends or self._last_seconds)
+        return _seconds_of(self._ends or self.host_seconds)
 
     @property
     def latest_seconds(self) -> float | None:
@@ -126,18 +127,18 @@ class StepMeter:
         if not self._is_running:
             return False
         self._is_running, self._was_measured = False, self._open is not None
-        self._last_seconds = time.perf_counter() - self._start
+        self.host_seconds = time.perf_counter() - self._start
         if self._ends is not None:
             self._ends[1].record()
         if self._num_begun > self._skip:
-            self._latest.append(self._ends or self._last_seconds)
+            self._latest.append(self._ends or self.host_seconds)
         if self._open is None:
             return True
         if self._ends is not None:
             # The host may run ahead of the device, so its clock cannot time the step.
             self._events.append((len(self._steps), "total", *self._ends))
         else:
-            self._open["total"] = self._last_seconds
+            self._open["total"] = self.host_seconds
         self._steps.append(self._open)
         self.samples.append(self._num_samples)
         self._open = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -231,20 +230,16 @@ class Segment:
 
 @dataclass
 class Summary:
-    """Time per step and layout, without evaluations and checkpoints between steps. `clock` returns seconds."""
+    """Time per step and layout, without evaluations and checkpoints between steps.
 
-    clock: Callable[[], float] = time.perf_counter
+    `predicted` is the plan's seconds for a step of the layout that begins.
+    """
+
+    predicted: float | None = None
     stretches: list[Segment] = field(default_factory=list, init=False)
     num_hits: int = field(default=0, init=False)
     num_misses: int = field(default=0, init=False)
     bytes_stored: int = field(default=0, init=False)
-    _predicted: float | None = field(default=None, init=False)
-    _start: float | None = field(default=None, init=False)
-
-    def begin_step(self, predicted: float | None = None) -> None:
-        """Start timing a step; `predicted` is the plan's seconds per step if the layout has just changed."""
-        self._predicted = predicted
-        self._start = self.clock()
 
     def add_reads(self, num_hits: int, num_misses: int, bytes_stored: int) -> None:
         """Add an epoch's cache hits and misses; `bytes_stored` are those in the cache at its end."""
@@ -252,15 +247,12 @@ class Summary:
         self.num_misses += num_misses
         self.bytes_stored = bytes_stored
 
-    def end_step(self, layout: Layout) -> None:
-        """Stop timing. At the end of an epoch Trainer calls once more without a step, which is ignored."""
-        if self._start is None:
-            return
-        seconds, self._start = self.clock() - self._start, None
+    def add_step(self, layout: Layout, seconds: float) -> None:
+        """Add a step that has ended."""
         # A trial of micro-batches changes the layout from step to step; such steps count as one stretch.
         last = self.stretches[-1] if self.stretches else None
         if last is None or _kind(last.layout) != _kind(layout):
-            last = Segment(layout, self._predicted)
+            last = Segment(layout, self.predicted)
             self.stretches.append(last)
         last.seconds.append(seconds)
 

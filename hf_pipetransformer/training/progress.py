@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,30 +29,24 @@ if TYPE_CHECKING:
 class Progress:
     """Speed, memory and gradient norms of the steps between two log entries, for the events file.
 
-    Nothing is computed or read from the device before `report`. `clock` returns seconds.
+    Nothing is computed or read from the device before `report`.
     """
 
     context: TrainingContext
     controller: LayoutController
-    clock: Callable[[], float] = time.perf_counter
     _num_steps: int = field(default=0, init=False)
     _num_samples: float = field(default=0.0, init=False)
     _num_tokens: float = field(default=0.0, init=False)
     _tokens_before: int = field(default=0, init=False)
     _seconds: float = field(default=0.0, init=False)
-    _start: float | None = field(default=None, init=False)
 
     def begin_step(self) -> None:
-        """Start timing a step."""
-        self._start = self.clock()
+        """Note what was counted before a step."""
         self._tokens_before = self.context.trainer.state.num_input_tokens_seen
 
-    def end_step(self, stage: Stage) -> None:
-        """Stop timing and count samples and tokens of the step; without one, as at the end of an epoch, do nothing."""
-        if self._start is None:
-            return
-        self._seconds += self.clock() - self._start
-        self._start = None
+    def add_step(self, stage: Stage, seconds: float) -> None:
+        """Count the samples and tokens of a step that has ended."""
+        self._seconds += seconds
         self._num_steps += 1
         # Every rank of a pipeline counts the samples of the whole pipeline.
         self._num_samples += stage.settings.meter.num_samples / stage.layout.pipeline_size
