@@ -31,7 +31,7 @@ from hf_pipetransformer.state.resumption import (
 )
 from hf_pipetransformer.training.callbacks import SavesOnSignal, running_callbacks
 from hf_pipetransformer.training.context import PartsOfTrainer
-from hf_pipetransformer.training.evaluation import Evaluations
+from hf_pipetransformer.training.evaluations import Evaluations
 from hf_pipetransformer.training.expectation import print_plan
 from hf_pipetransformer.training.loaders import (
     LateLoader,
