@@ -184,9 +184,8 @@ class LayoutController:
         asks = self.replay is None and inputs.measures_microbatches and layout.pipeline_size > 1
         self._trial = None
         if asks and layout.shape not in self.decisions.known_microbatches:
-            limits = inputs.samples_per_device, inputs.accumulation, inputs.rules.device_bytes, inputs.rules.memory
             # All ranks of the run have to try the same numbers at the same steps.
-            tried = self.topology.decide(lambda: fitting_candidates(layout, inputs.blocks, *limits))
+            tried = self.topology.decide(lambda: fitting_candidates(layout, inputs))
             self._trial = MicrobatchTrial(tried)
             return replace(layout, num_microbatches=self._trial.current())
         return layout
@@ -259,7 +258,7 @@ class LayoutController:
             num_chunks=layout.num_chunks,
             num_layers=layout.num_layers,
             num_replicas=layout.num_replicas,
-            samples_per_pipeline=self.decisions.inputs.samples_per_device * layout.pipeline_size,
+            samples_per_pipeline=self.decisions.inputs.samples(layout),
             schedule=layout.schedule,
             seconds_per_token=seconds,
             num_microbatches=chosen,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
 from hf_pipetransformer.planning.costs import WORK_OVERHEADS, Overheads, Prediction, costs_by_work, predict_step
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, RankMemory, rank_memory
 from hf_pipetransformer.planning.partition import partition
 from hf_pipetransformer.planning.storing import COMPUTE, Way
 from hf_pipetransformer.planning.token_slices import cut_layout
@@ -277,10 +277,26 @@ class PlanInputs:
     measures_microbatches: bool = True
     accumulation: int = 1
 
+    def samples(self, layout: Layout) -> int:
+        """Return the samples of a pipeline's batch."""
+        return self.samples_per_device * layout.pipeline_size
+
     def predict(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Prediction:
         """Predict a step under `layout`, by measured times or by other costs."""
-        samples = self.samples_per_device * layout.pipeline_size
-        return predict_step(layout, *(by or (self.blocks, self.overheads)), samples, self.accumulation)
+        return predict_step(layout, *(by or (self.blocks, self.overheads)), self.samples(layout), self.accumulation)
+
+    def memory(self, layout: Layout) -> list[RankMemory]:
+        """Return what each rank of a pipeline needs for training."""
+        rules = self.rules
+        return rank_memory(layout, self.blocks, self.samples(layout), self.accumulation, rules.weights, rules.memory)
+
+    def needed_bytes(self, layout: Layout) -> float:
+        """Return the bytes of the fullest rank."""
+        return max(rank.total for rank in self.memory(layout))
+
+    def fits(self, layout: Layout) -> bool:
+        """Return True if the fullest rank fits the smallest device."""
+        return self.needed_bytes(layout) <= self.rules.device_bytes * (1 - MEMORY_RESERVE)
 
     def stored(self, pipeline_size: int, cache_level: int) -> int:
         """Return the layers whose activations are stored by pipelines of a length: none by those over several nodes.
@@ -291,10 +307,7 @@ class PlanInputs:
 
     def judge(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Choice:
         """Return the cost of a step, in the unit of `by` as in `predict`, and if the fullest rank fits a device."""
-        rules, samples = self.rules, self.samples_per_device * layout.pipeline_size
-        ranks = rank_memory(layout, self.blocks, samples, self.accumulation, rules.weights, rules.memory)
-        needed = max(rank.total for rank in ranks)
-        return Choice(layout, self.predict(layout, by).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
+        return Choice(layout, self.predict(layout, by).seconds, self.fits(layout))
 
     @property
     def cut_by(self) -> tuple[BlockCosts, Overheads]:

@@ -15,10 +15,10 @@ from hf_pipetransformer.planning.blocks import (
     trained_elements,
 )
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 
 
 if TYPE_CHECKING:
+    from hf_pipetransformer.planning.layouts import PlanInputs
     from hf_pipetransformer.schedules.layout import Layout
 
 
@@ -113,24 +113,10 @@ def candidates(pipeline_size: int, samples_per_pipeline: int) -> list[int]:
     return sorted(tried, reverse=True)
 
 
-def fitting_candidates(
-    layout: Layout,
-    costs: BlockCosts,
-    samples_per_device: int,
-    accumulation: int,
-    device_bytes: float,
-    memory: MemoryRules | None = None,
-) -> list[int]:
+def fitting_candidates(layout: Layout, inputs: PlanInputs) -> list[int]:
     """Return the M to try that fit the smallest device's memory; at least the largest, which needs the least."""
-    samples = samples_per_device * layout.pipeline_size
-    tried = candidates(layout.pipeline_size, samples)
-
-    def fits(count: int) -> bool:
-        ranks = rank_memory(replace(layout, num_microbatches=count), costs, samples, accumulation, memory=memory)
-        needed = max(rank.total for rank in ranks)
-        return needed <= device_bytes * (1 - MEMORY_RESERVE)
-
-    return [count for count in tried if fits(count)] or tried[:1]
+    tried = candidates(layout.pipeline_size, inputs.samples(layout))
+    return [count for count in tried if inputs.fits(replace(layout, num_microbatches=count))] or tried[:1]
 
 
 class MicrobatchTrial:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.blocks import BlockCosts, active_seconds, trained_elements
-from hf_pipetransformer.planning.costs import predict_step, with_launches
+from hf_pipetransformer.planning.costs import with_launches
 from hf_pipetransformer.planning.layouts import (
     Choice,
     PipelineShape,
@@ -187,12 +187,11 @@ def seconds_left(layout: Layout, passes: Iterable[Pass], inputs: PlanInputs) -> 
     A step in which a share of the samples has records takes that share of the time of a step that reads all of
     them, plus the rest of one that computes all. `inputs` have no reading in the overhead of a step.
     """
-    samples, overheads = inputs.samples_per_device * layout.pipeline_size, inputs.overheads
+    samples = inputs.samples(layout)
 
     # Each level is simulated: a bubble does not shrink in proportion to what is computed.
     def step_seconds(level: int) -> float:
-        under = replace(layout, cache_level=level)
-        return predict_step(under, inputs.blocks, overheads, samples, inputs.accumulation).seconds
+        return inputs.predict(replace(layout, cache_level=level)).seconds
 
     total = 0.0
     for each in passes:
@@ -210,7 +209,7 @@ def without_reading(inputs: PlanInputs, current: Layout, storing: Storing | None
         return inputs
     now = storing.input if storing.now is None else storing.now
     # The first stage reads the batch of its whole pipeline.
-    read = inputs.accumulation * inputs.samples_per_device * current.pipeline_size * now
+    read = inputs.accumulation * inputs.samples(current) * now
     return replace(inputs, overheads=replace(inputs.overheads, per_step=max(0.0, inputs.overheads.per_step - read)))
 
 

@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.planning.blocks import BlockCosts
-from hf_pipetransformer.planning.costs import Overheads, predict_step
+from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.layouts import (
     PipelineShape,
     PlanInputs,
@@ -22,7 +22,7 @@ from hf_pipetransformer.planning.layouts import (
     choose_num_microbatches,
     largest_rank_size,
 )
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory, sum_bytes
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, sum_bytes
 from hf_pipetransformer.planning.search import first_layout
 from hf_pipetransformer.planning.simulator import simulate_equal
 from hf_pipetransformer.planning.token_slices import WORTH, SlicePlanner
@@ -173,10 +173,9 @@ class RunPlanner:
 
     def needed_bytes(self, layout: Layout, **rules: Any) -> float:
         """Return the bytes of a layout's fullest rank; `rules` override `memory_rules`."""
-        args, memory = self.args, replace(self.memory_rules, **rules)
-        samples = args.train_samples_per_device * layout.pipeline_size
-        more = args.gradient_accumulation_steps, args.pipeline_weights, memory
-        return max(rank.total for rank in rank_memory(layout, self.costs.blocks, samples, *more))
+        inputs = self.inputs()
+        memory = replace(inputs.rules.memory, **rules)
+        return replace(inputs, rules=replace(inputs.rules, memory=memory)).needed_bytes(layout)
 
     @property
     def _is_free(self) -> bool:
@@ -260,7 +259,7 @@ class RunPlanner:
 
     def fits(self, layout: Layout) -> bool:
         """Return True if a layout fits on the smallest device."""
-        return self.inputs().judge(layout).fits
+        return self.inputs().fits(layout)
 
     def num_chunks(self, size: int) -> int:
         """Return the stages per rank V of a pipeline of `size` ranks; 0 if the model is too short for it."""
@@ -278,9 +277,8 @@ class RunPlanner:
 
         `trainer_adds_up`: see `StartUp`.
         """
-        costs, samples = self.costs, self.args.train_samples_per_device * layout.pipeline_size
-        accumulation = self.args.gradient_accumulation_steps
-        prediction = predict_step(layout, costs.blocks, costs.overheads, samples, accumulation)
+        costs, inputs = self.costs, self.inputs()
+        prediction, samples = inputs.predict(layout), inputs.samples(layout)
         # Only outputs of frozen layers are cached.
         may_cache = (freezes or layout.num_frozen_layers) and not layout.abilities.overlaps_steps
         cache = self.args.activation_cache if may_cache else "off"

@@ -48,6 +48,8 @@ SMALL = BlockCosts(
     parameters=(10, 20, 30, 40),
     activation_bytes=(1, 2, 3, 4),
 )
+WHOLE = SimpleNamespace(num_layers=1, cut_positions=lambda: range(5))
+"""The structure of the model that has these blocks."""
 SMALL_LAYOUT = Layout(
     num_layers=1,
     num_frozen_layers=0,
@@ -1056,7 +1058,7 @@ def test_the_first_line_says_what_asynchronous_means(
 ) -> None:
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True, pipeline_schedule="async_1f1b", **options)
     probe, measured = (
-        SimpleNamespace(block_flops=()),
+        SimpleNamespace(structure=WHOLE, block_flops=()),
         SimpleNamespace(blocks=SMALL, overheads=Overheads(), num_samples=1),
     )
     planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, 0, has_dropout=True, unfit=0)
@@ -1079,7 +1081,7 @@ def test_the_first_line_says_what_is_frozen_without_a_policy(
     tmp_path: Path, num_frozen_layers: int, num_frozen_by_user: int, expected: str
 ) -> None:
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True)
-    probe = SimpleNamespace(block_flops=(), linearity=None)
+    probe = SimpleNamespace(structure=WHOLE, block_flops=())
     measured = SimpleNamespace(blocks=SMALL, overheads=Overheads(), num_samples=1)
     planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, num_frozen_by_user, has_dropout=True, unfit=0)
     layout = replace(ASYNC, schedule="1f1b", num_frozen_layers=num_frozen_layers)
