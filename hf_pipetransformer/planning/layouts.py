@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
@@ -212,46 +212,6 @@ def plan_layout(
     )
 
 
-Judge = Callable[[Layout], Choice]
-"""Function that predicts the time of a layout and says if it fits."""
-
-
-def cut_at_nodes(
-    layout: Layout, loads: Sequence[float], cuts: Sequence[int], node_size: int, judge: Judge, near_seconds: float
-) -> Layout:
-    """Move the boundaries between nodes to where a step is fastest, with even stages on either side.
-
-    A message to another node takes long, so that the boundary of a smaller activation, or other stages before and
-    after it, may beat even ones. The layout stays as it is if that saves too little or does not fit.
-
-    Args:
-        loads: costs of the blocks, which even stages share.
-        cuts: block indices where a stage may begin.
-        near_seconds: time of a step if messages to other nodes took no longer than inside one, so the most to gain.
-    """
-    even = judge(layout)
-    # Even messages that cost nothing more would not gain enough.
-    if even.cost * (1 - WORTH_MOVING) < near_seconds:
-        return layout
-    last = layout.num_stages
-    far = [0, *(n + 1 for n in range(last - 1) if layout.places.leaves_node(n, node_size))]
-    # A boundary moves its neighbors, so that all are tried again until none gets better.
-    best, is_better = even, True
-    while is_better:
-        is_better = False
-        for before, own, after in zip(far, far[1:], [*far[2:], last], strict=False):
-            ends = best.layout.boundaries
-            within = [cut for cut in cuts if ends[before] <= cut <= ends[after]]
-            # Stages on either side keep one piece between cuts at least.
-            for at in range(own - before, len(within) - (after - own)):
-                below = stage_boundaries(loads, within[: at + 1], own - before)
-                above = stage_boundaries(loads, within[at:], after - own)
-                moved = judge(replace(layout, boundaries=(*ends[:before], *below, *above[1:], *ends[after + 1 :])))
-                if moved.cost < best.cost and (moved.fits or not even.fits):
-                    best, is_better = moved, True
-    return best.layout if is_worth_moving(even, best) else layout
-
-
 def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor: float = FROZEN_FACTOR) -> float:
     """Return the elements on the fullest rank, M_GPU of Eq. 2: each frozen block counts `frozen_factor` times."""
     first = layout.first_active_block
@@ -343,14 +303,39 @@ class PlanInputs:
         return self.cut_at_nodes(layout, loads)
 
     def cut_at_nodes(self, layout: Layout, loads: Sequence[float]) -> Layout:
-        """Cut a pipeline over several nodes where messages between them cost least; return others unchanged."""
-        overheads, rules = self.overheads, self.rules
-        # Where cuts follow the blocks' work, no measured speed of a message may move them.
-        if rules.work or not overheads.spans_nodes(layout.pipeline_size):
-            return layout
+        """Move the boundaries between nodes to where a step is fastest, with even stages on either side.
 
+        A message to another node takes long, so that the boundary of a smaller activation, or other stages before and
+        after it, may beat even ones. The layout stays as it is if that saves too little or does not fit, and on one
+        node. `loads` are the costs of the blocks, which even stages share.
+        """
+        overheads, cuts, last = self.overheads, self.rules.cut_positions, layout.num_stages
+        # Where cuts follow the blocks' work, no measured speed of a message may move them.
+        if self.rules.work or not overheads.spans_nodes(layout.pipeline_size):
+            return layout
+        even = self.judge(layout)
+        # If messages to other nodes took no longer than inside one: even then there has to be enough to gain.
         near = self.predict(layout, (self.blocks, replace(overheads, node_size=0))).seconds
-        return cut_at_nodes(layout, loads, rules.cut_positions, overheads.node_size, self.judge, near)
+        if even.cost * (1 - WORTH_MOVING) < near:
+            return layout
+        leaves = layout.places.leaves_node
+        far = [0, *(n + 1 for n in range(last - 1) if leaves(n, overheads.node_size))]
+        # A boundary moves its neighbors, so that all are tried again until none gets better.
+        best, is_better = even, True
+        while is_better:
+            is_better = False
+            for before, own, after in zip(far, far[1:], [*far[2:], last], strict=False):
+                ends = best.layout.boundaries
+                within = [cut for cut in cuts if ends[before] <= cut <= ends[after]]
+                # Stages on either side keep one piece between cuts at least.
+                for at in range(own - before, len(within) - (after - own)):
+                    below = stage_boundaries(loads, within[: at + 1], own - before)
+                    above = stage_boundaries(loads, within[at:], after - own)
+                    boundaries = (*ends[:before], *below, *above[1:], *ends[after + 1 :])
+                    moved = self.judge(replace(layout, boundaries=boundaries))
+                    if moved.cost < best.cost and (moved.fits or not even.fits):
+                        best, is_better = moved, True
+        return best.layout if is_worth_moving(even, best) else layout
 
 
 def is_worth_moving(unmoved: Choice, recut: Choice) -> bool:

@@ -239,13 +239,13 @@ class RunPlanner:
             ValueError: on every rank, if the requested pipeline length is not possible.
         """
         num_frozen = max(num_frozen, self.num_frozen_by_user)
-        chosen = self.topology.decide(lambda: self._choose(num_frozen).as_event())
-        return Layout.from_event(chosen)
 
-    def _choose(self, num_frozen: int) -> Layout:
-        if self.args.pipeline_size is not None:
-            self.topology.check_pipeline_size(self.args.pipeline_size)
-        return self.choose(num_frozen)
+        def choose() -> dict[str, Any]:
+            if self.args.pipeline_size is not None:
+                self.topology.check_pipeline_size(self.args.pipeline_size)
+            return self.choose(num_frozen).as_event()
+
+        return Layout.from_event(self.topology.decide(choose))
 
     def choose(self, num_frozen: int) -> Layout:
         """Return the first layout. Pure."""

@@ -183,8 +183,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
     chosen = next((row for row in asked or of_run if asked or row.fits), of_run[-1])
     others, refused = _other_schedules(model, planner, machine, sizes)
     weights = [num_bytes(parameter) for parameter in model.parameters()]
-    caching = _caching(planner, chosen.layout, machine, course)
-    storing = _storing(planner, chosen.layout, machine, course, caching)
+    caching, storing = _caching(planner, chosen.layout, machine, course)
     inputs = _inputs(planner, chosen.layout)
     forecast = Forecast(chosen.layout, inputs, storing)
     # The same step on a device that never waits for Python.
@@ -400,18 +399,21 @@ def _host_memory(chosen: Row, planner: RunPlanner, machine: Machine, weights: Se
 # ---- freezing and the cache ----
 
 
-def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: RunSchedule) -> Caching | None:
-    storage, freezing, args = course.storage, course.freezing, planner.args
+def _caching(
+    planner: RunPlanner, layout: Layout, machine: Machine, course: RunSchedule
+) -> tuple[Caching | None, Storing | None]:
+    """Return what a store of the run's samples takes, and what a forecast needs to know of it; None without one."""
+    storage, freezing, args, overheads = course.storage, course.freezing, planner.args, planner.costs.overheads
     most_frozen = 0 if freezing is None else max((span.num_frozen for span in freezing.spans), default=0)
     if storage is None or course.num_samples is None or not most_frozen:
-        return None
+        return None, None
     why = storage.why_off
     if args.activation_cache == "off":
         why = "activation_cache='off'"
     elif not args.schedule.abilities.runs_steps_whole:
         why = f"pipeline_schedule={args.pipeline_schedule!r} stores nothing"
     # An elastic run stores as soon as its pipelines fit on a node.
-    elif planner.costs.overheads.spans_nodes(layout.pipeline_size) and not args.elastic:
+    elif overheads.spans_nodes(layout.pipeline_size) and not args.elastic:
         why = why_not_over_nodes(layout.pipeline_size, machine.devices_per_node)
     elif args.activation_cache == "auto" and most_frozen >= planner.dropout_from:
         why = (
@@ -421,19 +423,12 @@ def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: RunS
     here = -(-course.num_samples * machine.devices_per_node // machine.num_devices)
     needed = storage.record_bytes * here
     share = min(1.0, storage.allowed_bytes / needed) if needed else 1.0
-    return Caching(needed, storage.allowed_bytes, 0.0 if why else share, why)
-
-
-def _storing(
-    planner: RunPlanner, layout: Layout, machine: Machine, course: RunSchedule, caching: Caching | None
-) -> Storing | None:
-    """Return what a forecast needs to know of the cache; None if nothing can be stored."""
-    storage, args = course.storage, planner.args
-    if storage is None or caching is None or caching.why_off is not None:
-        return None
+    caching = Caching(needed, storage.allowed_bytes, 0.0 if why else share, why)
+    if why is not None:
+        return caching, None
     # One rank of each pipeline reads, and the pipelines of a node share its disk.
-    local = max(1, planner.costs.overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
-    return Storing(
+    local = max(1, overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
+    storing = Storing(
         prefix=(),
         input=storage.input,
         read=local * storage.read,
@@ -444,6 +439,7 @@ def _storing(
         fits_share=caching.share,
         steps_per_epoch=course.steps_per_epoch,
     )
+    return caching, storing
 
 
 def _decided(caching: Caching | None, forecast: Forecast, course: RunSchedule) -> Caching | None:
