@@ -53,7 +53,6 @@ class Decisions:
     args: PipeTransformerArguments
     inputs: PlanInputs
     num_frozen: InitVar[int]
-    world_size: int
     blocks_of_parameter: Mapping[str, tuple[int, ...]]
     write: Write
     cache: CachePlanner | None

@@ -66,7 +66,6 @@ class StepMeter:
     _ends: tuple[Any, Any] | None = None
     _num_begun: int = 0
     _is_running: bool = False
-    _was_measured: bool = False
     _num_samples: int = 0
     _skip: int = WARMUP_STEPS
 
@@ -101,7 +100,7 @@ class StepMeter:
         self._steps.clear()
         self._latest.clear()
         self._events.clear()
-        self._open, self._num_begun, self._is_running, self._was_measured = None, 0, False, False
+        self._open, self._num_begun, self._is_running = None, 0, False
 
     def begin_step(self) -> None:
         """Start an optimizer step. Call before fetching its batches, so that data loading counts."""
@@ -126,7 +125,7 @@ class StepMeter:
         """End the optimizer step. Returns False if none was running, as when Trainer calls at the end of an epoch."""
         if not self._is_running:
             return False
-        self._is_running, self._was_measured = False, self._open is not None
+        self._is_running = False
         self.host_seconds = time.perf_counter() - self._start
         if self._ends is not None:
             self._ends[1].record()

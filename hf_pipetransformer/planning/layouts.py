@@ -166,21 +166,14 @@ def _is_possible(weights: str, num_stages: int, micro_batches_per_step: int) -> 
     return True
 
 
-@dataclass(frozen=True)
-class PipelineShape:
-    """Shape of the pipelines of a layout: ranks K, replicas R, micro-batches M, and stages per rank V."""
-
-    pipeline_size: int
-    num_replicas: int
-    num_microbatches: int
-    schedule: str
-    num_chunks: int = 1
-
-
 def plan_layout(
     block_costs: Sequence[float],
     cut_positions: Sequence[int],
-    shape: PipelineShape,
+    schedule: str,
+    pipeline_size: int,
+    num_replicas: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
     num_frozen_layers: int = 0,
     cache_level: int = 0,
 ) -> Layout:
@@ -189,26 +182,25 @@ def plan_layout(
     Raises:
         ValueError: more stages than the model can be cut into.
     """
-    schedule, num_stages = find_schedule(shape.schedule), shape.pipeline_size * shape.num_chunks
-    most = len(cut_positions) - 1
+    num_stages, most = pipeline_size * num_chunks, len(cut_positions) - 1
     if not 0 < num_stages <= most:
         # V is 0 where the model is too short for the least V of its schedule.
-        needed = num_stages or shape.pipeline_size * schedule.abilities.min_chunks
+        needed = num_stages or pipeline_size * find_schedule(schedule).abilities.min_chunks
         raise ValueError(
-            f"pipeline_parallel_size={shape.pipeline_size} under {schedule.name} needs {needed} stages, but this "
-            f"model can be cut into {most} stages at most. Choose a smaller pipeline_parallel_size."
+            f"pipeline_parallel_size={pipeline_size} under {schedule} needs {needed} stages, but this model can be "
+            f"cut into {most} stages at most. Choose a smaller pipeline_parallel_size."
         )
     return Layout(
         num_layers=num_layers(len(block_costs)),
         num_frozen_layers=num_frozen_layers,
         num_stages=num_stages,
-        num_replicas=shape.num_replicas,
+        num_replicas=num_replicas,
         boundaries=stage_boundaries(block_costs, cut_positions, num_stages),
-        num_microbatches=shape.num_microbatches,
-        schedule=schedule.name,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
         cache_level=cache_level,
-        num_chunks=shape.num_chunks,
-        placement=schedule.placement,
+        num_chunks=num_chunks,
+        placement=find_schedule(schedule).placement,
     )
 
 
@@ -278,25 +270,33 @@ class PlanInputs:
         by_work = replace(WORK_OVERHEADS, has_reference=self.overheads.has_reference)
         return costs_by_work(self.blocks, self.rules.work), by_work
 
-    def lay_out(self, shape: PipelineShape, num_frozen: int, cache_level: int = 0) -> Layout:
+    def lay_out(
+        self,
+        schedule: str,
+        pipeline_size: int,
+        num_replicas: int,
+        num_chunks: int,
+        num_frozen: int,
+        cache_level: int = 0,
+    ) -> Layout:
         """Return the layout of a shape, with M by rule where nothing fixes it, and its most even boundaries.
 
         Frozen blocks count with their forward only, and not even that where their output is stored, which pipelines
         over several nodes cannot.
         """
-        rules, size, schedule = self.rules, shape.pipeline_size, find_schedule(shape.schedule)
-        samples = self.samples_per_device * size
+        rules, abilities = self.rules, find_schedule(schedule).abilities
+        samples = self.samples_per_device * pipeline_size
         # M of the user comes before M of a trial, which comes before the rule.
-        known = rules.num_microbatches or rules.known_microbatches.get((size, shape.num_chunks))
-        by_rule = choose_num_microbatches(size, samples, schedule.abilities, self.accumulation, rules.weights)
-        level, (costs, overheads) = self.stored(size, cache_level), self.cut_by
+        known = rules.num_microbatches or rules.known_microbatches.get((pipeline_size, num_chunks))
+        by_rule = choose_num_microbatches(pipeline_size, samples, abilities, self.accumulation, rules.weights)
+        level, (costs, overheads) = self.stored(pipeline_size, cache_level), self.cut_by
         # Where steps overlap, each stage waits for its own update: the update is a part of its load.
         # Loads are per sample, and an update comes once a step.
         per_sample = overheads.optimizer_per_parameter / (samples * self.accumulation)
-        update = per_sample if schedule.abilities.overlaps_steps else 0.0
+        update = per_sample if abilities.overlaps_steps else 0.0
         loads = block_loads(costs, num_frozen, level, update)
-        shape = replace(shape, num_microbatches=known or by_rule)
-        layout = plan_layout(loads, rules.cut_positions, shape, num_frozen, level)
+        shape = schedule, pipeline_size, num_replicas, known or by_rule, num_chunks
+        layout = plan_layout(loads, rules.cut_positions, *shape, num_frozen, level)
         # Slices are planned with one time for all messages: that of the slowest, which the others wait for.
         hop, is_free = self.overheads.slowest_hop(layout, self.blocks, samples), rules.num_microbatches is None
         layout = cut_layout(layout, rules.token_slices, self.blocks.slices, samples, is_free, hop)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ from hf_pipetransformer.planning.blocks import BlockCosts, active_seconds, train
 from hf_pipetransformer.planning.costs import with_launches
 from hf_pipetransformer.planning.layouts import (
     Choice,
-    PipelineShape,
     PlanInputs,
     choose_num_chunks,
     is_worth_moving,
@@ -59,10 +59,7 @@ def search(
     look = _Look(current, num_frozen, steps_left, inputs, storing, without_reading(inputs, current, storing))
     found = []
     for size, num_chunks in _shapes(current, num_frozen, inputs).items() if inputs.rules.elastic else ():
-        num_replicas = current.pipeline_size * current.num_replicas // size
-        # M is 0 here: `lay_out` chooses it.
-        shape = PipelineShape(size, num_replicas, 0, current.schedule, num_chunks)
-        found.append(look.best(lambda level, shape=shape: look.recut(shape, level)))  # type: ignore[misc]
+        found.append(look.best(partial(look.recut, size, num_chunks)))
     if not any(each.fits for each in found):
         kept = look.best(as_it_is)
         found += [kept] if kept.fits or not found else []
@@ -88,10 +85,11 @@ class _Look:
     storing: Storing | None
     apart: PlanInputs
 
-    def recut(self, shape: PipelineShape, level: int) -> Layout:
-        """Return the layout of a shape, with the present boundaries where new ones save too little."""
+    def recut(self, size: int, num_chunks: int, level: int) -> Layout:
+        """Return the layout of another shape, with the present boundaries where new ones save too little."""
         inputs, current = self.inputs, self.current
-        layout = inputs.lay_out(shape, self.num_frozen, level)
+        num_replicas = current.pipeline_size * current.num_replicas // size
+        layout = inputs.lay_out(current.schedule, size, num_replicas, num_chunks, self.num_frozen, level)
         # Another number of stages moves weights in any case; whether that pays is for `_choose` to say.
         if layout.places != current.places:
             return layout

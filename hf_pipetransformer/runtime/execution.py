@@ -228,8 +228,7 @@ class StageRunner:
     def _take_part(self) -> None:
         """Take part in the join of other replicas, whose last stages wait for this one."""
         if self._replicas is not None:
-            settings = self.stage.settings
-            self._replicas.take_part(torch.empty(0, dtype=settings.probe.boundary_dtypes[-1], device=settings.device))
+            self._replicas.take_part(self.stage.settings)
 
     def _follow_draws(self, shared: SharedRngState | None, of_all: BatchOfAll | None) -> None:
         """Let replicas without samples draw on from the random numbers of those that have called the loss.

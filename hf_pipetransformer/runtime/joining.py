@@ -17,6 +17,7 @@ from hf_pipetransformer.data.flattened import assign_sequences, sequences_of
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import PipelineGroups
     from hf_pipetransformer.engine.program import MicroBatch
+    from hf_pipetransformer.runtime.stage import StageSettings
 
 
 class BatchesDifferError(ValueError):
@@ -179,11 +180,11 @@ class ReplicaJoin:
         axis, number, share = Axis.of(of_all.inputs, of_all.sizes), of_all.number, 1.0 / len(parts)
         return Joined(axis.join(parts), of_all.inputs, share, lambda tensor: axis.cut(tensor, parts)[number])
 
-    def take_part(self, like: torch.Tensor) -> None:
-        """Take part in the exchanges of `join` without samples; `like` has the device and dtype of the activation."""
+    def take_part(self, settings: StageSettings) -> None:
+        """Take part in the exchanges of `join` without samples, for which the other replicas wait."""
         shapes, _ = self._exchange([], {})
-        shape = next(each for each in shapes if each)
-        self._gather(like.new_zeros(0, *shape[1:]), shapes)
+        shape, dtype = next(each for each in shapes if each), settings.probe.boundary_dtypes[-1]
+        self._gather(torch.empty(0, *shape[1:], dtype=dtype, device=settings.device), shapes)
 
     def _exchange(self, shape: list[int], inputs: Mapping[str, Any]) -> tuple[list[list[int]], list[dict[str, Any]]]:
         control, number = self.groups.replica_control, self.groups.num_replicas

@@ -15,7 +15,6 @@ from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.layouts import (
-    PipelineShape,
     PlanInputs,
     PlanRules,
     choose_num_chunks,
@@ -269,8 +268,7 @@ class RunPlanner:
     def plan(self, size: int, num_frozen: int) -> Layout:
         """Return the first layout with `size` stages. Pure."""
         replicas, chunks = self.topology.world_size // size, self.num_chunks(size)
-        shape = PipelineShape(size, replicas, 0, self.args.pipeline_schedule, chunks)
-        return self.inputs().lay_out(shape, num_frozen)
+        return self.inputs().lay_out(self.args.pipeline_schedule, size, replicas, chunks, num_frozen)
 
     def describe(self, layout: Layout, policy: str, freezes: bool, trainer_adds_up: bool = False) -> dict[str, Any]:
         """Return the event of the choice: the expectation printed at start-up, and the costs behind it.

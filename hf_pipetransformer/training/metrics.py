@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,16 +88,11 @@ class MetricAccumulator:
     _rows_per_sample: int = field(default=1, init=False)
     _parts: dict[str, list[Part]] = field(default_factory=lambda: {"train": [], "eval": []}, init=False)
 
-    @cached_property
-    def _records(self) -> bool:
-        """True for a trainer that records metrics, as TRL's do."""
-        return trl_compat.metrics(self.context.trainer) is not None
-
     def begin_batch(self, inputs: dict[str, Any], counts_tokens: bool = False) -> None:
         """Start the next batch, and count its tokens if asked to: its parts overlap, so they cannot be counted."""
         self._batch += 1
         self._rows_per_sample = rows_per_sample(inputs)
-        if not self._records:
+        if trl_compat.metrics(self.context.trainer) is None:
             return
         if counts_tokens and inputs and trl_compat.num_tokens_read(self.context.trainer) is not None:
             mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
@@ -117,7 +111,8 @@ class MetricAccumulator:
     @contextmanager
     def record_part(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Wrap the loss of one batch part; a stage without a loss leaves with an exception and records nothing."""
-        if not self._records:
+        # None of a trainer that records no metrics, as TRL's do.
+        if trl_compat.metrics(self.context.trainer) is None:
             yield
             return
         with collect_separately(self.context.trainer) as apart, trl_compat.kept_token_count(self.context.trainer):

@@ -156,14 +156,12 @@ class Tracer:
     """Writer of the trace of step `pipeline_trace_step`, which counts from 0."""
 
     context: TrainingContext
-    _step: int | None = field(default=None, init=False)
     _is_written: bool = field(default=False, init=False)
 
     def begin_step(self, stage: Stage) -> None:
         """Begin the trace if this step is the one. Collective then: the ranks agree on when it began."""
         if self.context.args.pipeline_trace_step != self.context.trainer.state.global_step:
             return
-        self._step = self.context.trainer.state.global_step
         # Not `perf_counter`, whose zero differs from machine to machine.
         begun = time.time()
         earliest = min(self.context.topology.gather(begun))
@@ -181,11 +179,13 @@ class Tracer:
         of_ranks = topology.gather(trace.events(topology.rank))
         self._is_written = True
         if topology.rank == 0:
-            path = os.path.join(args.output_dir, f"trace_step_{self._step}.json")
+            path = os.path.join(args.output_dir, f"trace_step_{args.pipeline_trace_step}.json")
             os.makedirs(args.output_dir, exist_ok=True)
             with create(path) as file:
                 json.dump({"traceEvents": [event for each in of_ranks for event in each]}, file)
-            announce(f"Step {self._step} is traced in {path}: open it in ui.perfetto.dev or chrome://tracing.")
+            announce(
+                f"Step {args.pipeline_trace_step} is traced in {path}: open it in ui.perfetto.dev or chrome://tracing."
+            )
 
     def end(self) -> None:
         """Warn if no step was traced although one was asked for."""

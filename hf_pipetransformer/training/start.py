@@ -161,7 +161,6 @@ class TrainingSetup:
             args=args,
             inputs=plans.inputs(began_under, self._known_microbatches()),
             num_frozen=stage.layout.num_frozen_layers,
-            world_size=self.context.topology.world_size,
             blocks_of_parameter={n: blocks for n, blocks in blocks_of_parameter.items() if stage.store.trainable[n]},
             write=self.context.journal.write,
             cache=None if cache is None else cache.planner,

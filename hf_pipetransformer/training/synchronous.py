@@ -165,12 +165,9 @@ class LossCheck:
         self, batch: LoaderBatch, entered: list[tuple[MicroBatch, torch.Tensor]], replicas: ReplicaJoin | None
     ) -> list[float]:
         """Return the fields of this replica's `Comparison`, zeros without samples."""
-        settings = self.pipeline.settings
         if not entered:
             if replicas is not None:
-                dtype = settings.probe.boundary_dtypes[-1]
-                # The other replicas wait for this one in the exchanges of the join.
-                replicas.take_part(torch.empty(0, dtype=dtype, device=settings.device))
+                replicas.take_part(self.pipeline.settings)
             return [0.0] * 4
         cut, hidden = [part for part, _ in entered], [each for _, each in entered]
         inputs, _ = detach_tags(batch.inputs)

@@ -100,7 +100,7 @@ def controller_of(
     rules = rules_for(L, device_bytes=device_bytes)
     inputs = PlanInputs(costs_of(L), Overheads(), rules, samples_per_device=16, **options)
     frozen = stage.layout.num_frozen_layers
-    decided = Decisions(policy, clock, args, inputs, frozen, WORLD_SIZE, {}, ignore, cache)
+    decided = Decisions(policy, clock, args, inputs, frozen, {}, ignore, cache)
     run = SimpleNamespace(learning_rate=0.0, state=SimpleNamespace(max_steps=1000, global_step=400))
     journal = SimpleNamespace(write=write)
     context: Any = SimpleNamespace(topology=Heard(stage.rank, told), run=run, journal=journal)

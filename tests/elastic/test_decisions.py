@@ -98,7 +98,7 @@ def decisions_of(
     rules = rules_for(L, device_bytes=1e12, initial_size=layout.pipeline_size)
     inputs = PlanInputs(costs_of(L), Overheads(per_step=1.0, **overheads), rules, samples_per_device=8)
     clock, frozen = DecisionClock(10, 0, 40), layout.num_frozen_layers
-    return Decisions(policy, clock, args, inputs, frozen, layout.num_stages, {}, lambda *_, **__: None, cache)
+    return Decisions(policy, clock, args, inputs, frozen, {}, lambda *_, **__: None, cache)
 
 
 def test_pipelines_over_nodes_decide_on_no_store_until_they_fit_one(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
 from hf_pipetransformer.planning.costs import Overheads, predict_step
 from hf_pipetransformer.planning.layouts import (
-    PipelineShape,
     PlanInputs,
     plan_layout,
     reachable_shapes,
@@ -180,7 +179,7 @@ def test_cuts_between_any_nodes_only_ever_save_time(
     costs = replace(costs_of(8), boundary_bytes=tuple(sizes))
     overheads = Overheads(node_size=node_size, node_hop=1.0, node_hop_per_byte=per_byte)
     loads, cuts = block_loads(costs, 0), tuple(range(19))
-    even = plan_layout(loads, cuts, PipelineShape(size, 1, 2 * size, schedule, num_chunks))
+    even = plan_layout(loads, cuts, schedule, size, 1, 2 * size, num_chunks)
     inputs = PlanInputs(costs, overheads, rules_for(8), 2)
     found = inputs.cut_at_nodes(even, loads)
     assert replace(found, boundaries=even.boundaries) == even

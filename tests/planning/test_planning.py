@@ -19,7 +19,6 @@ from hf_pipetransformer.planning.blocks import BlockCosts, block_backwards, bloc
 from hf_pipetransformer.planning.costs import Overheads, predict_step
 from hf_pipetransformer.planning.layouts import (
     Choice,
-    PipelineShape,
     PlanInputs,
     PlanRules,
     choose_num_chunks,
@@ -83,7 +82,7 @@ def test_boundaries_fall_on_allowed_cuts_only() -> None:
     # Two layers that may not be cut inside: blocks are embeddings, (1, 2), (3, 4), head.
     assert stage_boundaries([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], 2) == (0, 3, 6)
     with pytest.raises(ValueError, match="4 stages at most"):
-        plan_layout([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], PipelineShape(5, 1, 1, "1f1b"))
+        plan_layout([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], "1f1b", 5, 1, 1)
 
 
 def test_the_smallest_pipeline_that_fits_is_chosen() -> None:
@@ -104,7 +103,7 @@ def test_number_of_micro_batches(num_stages: int, batch: int, expected: int) -> 
 
 
 def test_layout_knows_its_blocks() -> None:
-    layout = plan_layout([0, 1, 2, 1, 2, 0], [0, 1, 2, 3, 4, 5, 6], PipelineShape(2, 3, 4, "1f1b"))
+    layout = plan_layout([0, 1, 2, 1, 2, 0], [0, 1, 2, 3, 4, 5, 6], "1f1b", 2, 3, 4)
     assert layout.boundaries == (0, 3, 6)
     assert [layout.stage_of(block) for block in range(6)] == [0, 0, 0, 1, 1, 1]
 
@@ -419,7 +418,7 @@ def costs_of(num_layers: int) -> BlockCosts:
 def layout_of(num_layers: int, num_stages: int, world_size: int) -> Layout:
     loads = block_loads(costs_of(num_layers), 0)
     cuts = range(2 * num_layers + 3)
-    return plan_layout(loads, cuts, PipelineShape(num_stages, world_size // num_stages, 4, "1f1b"))
+    return plan_layout(loads, cuts, "1f1b", num_stages, world_size // num_stages, 4)
 
 
 LONG = 1000
@@ -620,7 +619,7 @@ def test_parts_of_a_split_backward_take_as_long_as_the_whole() -> None:
 def test_schedules_with_smaller_bubbles_are_predicted_to_be_faster(schedule: str, num_chunks: int) -> None:
     costs, loads, cuts = costs_of(24), block_loads(costs_of(24), 0), range(51)
     plain, found = (
-        predict_step(plan_layout(loads, cuts, PipelineShape(4, 1, 8, name, v)), costs, Overheads(), 32).pipeline
+        predict_step(plan_layout(loads, cuts, name, 4, 1, 8, v), costs, Overheads(), 32).pipeline
         for name, v in (("1f1b", 1), (schedule, num_chunks))
     )
     assert found < 0.93 * plain
@@ -629,7 +628,7 @@ def test_schedules_with_smaller_bubbles_are_predicted_to_be_faster(schedule: str
 def chunked(schedule: str, num_layers: int, pipeline_size: int, num_chunks: int, world_size: int) -> Layout:
     cuts, replicas = range(2 * num_layers + 3), world_size // pipeline_size
     loads = block_loads(costs_of(num_layers), 0)
-    return plan_layout(loads, cuts, PipelineShape(pipeline_size, replicas, 4, schedule, num_chunks))
+    return plan_layout(loads, cuts, schedule, pipeline_size, replicas, 4, num_chunks)
 
 
 @pytest.mark.parametrize(

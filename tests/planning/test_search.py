@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.layouts import WORTH_MOVING, Choice, PipelineShape, PlanInputs, PlanRules
+from hf_pipetransformer.planning.layouts import WORTH_MOVING, Choice, PlanInputs, PlanRules
 from hf_pipetransformer.planning.search import TIE, moving_seconds, search, seconds_left, without_reading
 from hf_pipetransformer.planning.storing import Storing
 from hf_pipetransformer.schedules.layout import Layout
@@ -52,7 +52,7 @@ def test_nothing_else_takes_less_time(num_frozen, length, read, write, hop, per_
     for size in (size for size in (1, 2, 4) if size <= START.num_blocks - (1 + 2 * num_frozen)):
         # Boundaries are even for what is computed: a run that writes nothing has those for level 0.
         for mode, level in (("off", 0), ("on", num_frozen if steps > PER_EPOCH else 0)):
-            layout = inputs.lay_out(PipelineShape(size, 4 // size, 0, "1f1b"), num_frozen, level)
+            layout = inputs.lay_out("1f1b", size, 4 // size, 1, num_frozen, level)
             alone = search(layout, num_frozen, steps, fixed, replace(store, mode=mode))
             others.append(alone.seconds_left + moving_seconds(START, alone.layout, inputs))
     # Of equal ones the shorter pipeline is taken, and stages that hardly differ do not move.
