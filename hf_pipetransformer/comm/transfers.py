@@ -301,7 +301,7 @@ def gather_rows(
     own = tensor[:most].contiguous()
     if len(own) < most:
         own = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
-    parts = [torch.empty_like(own) for _ in counts] if only in (None, dist.get_rank()) else []
+    parts = [torch.empty_like(own) for _ in counts] if only is None or only == dist.get_rank() else []
     if only is None:
         guarded(lambda: dist.all_gather(parts, own, group=group), what)
     else:

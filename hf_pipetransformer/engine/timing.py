@@ -52,7 +52,8 @@ class StepMeter:
     device: torch.device
     num_tokens: int = 0
     """Number of elements of the main inputs in the current or last step."""
-    samples: list[int] = field(default_factory=list)
+    num_samples: int = 0
+    """Number of samples that this pipeline ran in it."""
     trace: StepTrace | None = None
     """Recorder of the current step, if it is traced."""
     host_seconds: float = 0.0
@@ -66,7 +67,6 @@ class StepMeter:
     _ends: tuple[Any, Any] | None = None
     _num_begun: int = 0
     _is_running: bool = False
-    _num_samples: int = 0
     _skip: int = WARMUP_STEPS
 
     @property
@@ -84,19 +84,9 @@ class StepMeter:
         """True if `MEASURED_STEPS` steps are measured."""
         return len(self._steps) >= MEASURED_STEPS
 
-    @property
-    def num_steps(self) -> int:
-        return len(self._steps)
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples that this pipeline ran in the current or last step."""
-        return self._num_samples
-
     def reset(self, skip: int = 0) -> None:
         """Restart for another layout, ignoring its first `skip` steps, or `WARMUP_STEPS` if that is more."""
         self._skip = max(skip, WARMUP_STEPS)
-        self.samples.clear()
         self._steps.clear()
         self._latest.clear()
         self._events.clear()
@@ -106,7 +96,7 @@ class StepMeter:
         """Start an optimizer step. Call before fetching its batches, so that data loading counts."""
         self._num_begun += 1
         self._open, self._is_running = None, True
-        self._num_samples = self.num_tokens = 0
+        self.num_samples = self.num_tokens = 0
         self._start = time.perf_counter()
         self._ends = self._two_events() if self.device.type == "cuda" else None
         if self._ends is not None:
@@ -118,7 +108,7 @@ class StepMeter:
 
     def count(self, num_samples: int, num_tokens: int) -> None:
         """Add to the samples and tokens that this pipeline runs in the step."""
-        self._num_samples += num_samples
+        self.num_samples += num_samples
         self.num_tokens += num_tokens
 
     def end_step(self) -> bool:
@@ -139,7 +129,7 @@ class StepMeter:
         else:
             self._open["total"] = self.host_seconds
         self._steps.append(self._open)
-        self.samples.append(self._num_samples)
+        self._open["samples"] = self.num_samples
         self._open = None
         return True
 
@@ -183,8 +173,7 @@ class StepMeter:
         self._read_events()
         if not self._steps:
             return {}
-        parts = {name: statistics.median(step[name] for step in self._steps) for name in PARTS}
-        return {**parts, "samples": statistics.median(self.samples)}
+        return {name: statistics.median(step[name] for step in self._steps) for name in (*PARTS, "samples")}
 
     def _read_events(self) -> None:
         for step, name, start, end in self._events:

@@ -79,13 +79,8 @@ def samples_per_microbatch(args: PipeTransformerArguments) -> int:
     """Return the size of the first layout's largest micro-batch; if the number of stages K is open, that of K=1."""
     size = args.pipeline_size or 1
     samples = args.train_samples_per_device * size
-    return -(-samples // num_microbatches_at_start(args, size, samples))
-
-
-def num_microbatches_at_start(args: PipeTransformerArguments, pipeline_size: int, pipeline_batch_size: int) -> int:
-    """Return the first layout's number of micro-batches M: the user's value, or the rule's."""
-    rule = (args.schedule.abilities, args.gradient_accumulation_steps, args.pipeline_weights)
-    return args.num_microbatches or choose_num_microbatches(pipeline_size, pipeline_batch_size, *rule)
+    rule = args.schedule.abilities, args.gradient_accumulation_steps, args.pipeline_weights
+    return -(-samples // (args.num_microbatches or choose_num_microbatches(size, samples, *rule)))
 
 
 @dataclass(frozen=True)

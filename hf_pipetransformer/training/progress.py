@@ -34,11 +34,9 @@ class Progress:
 
     context: TrainingContext
     controller: LayoutController
-    _num_steps: int = field(default=0, init=False)
-    _num_samples: float = field(default=0.0, init=False)
-    _num_tokens: float = field(default=0.0, init=False)
+    _steps: list[tuple[float, float, float]] = field(default_factory=list, init=False)
+    """Seconds, samples and tokens of each step."""
     _tokens_before: int = field(default=0, init=False)
-    _seconds: float = field(default=0.0, init=False)
 
     def begin_step(self) -> None:
         """Note what was counted before a step."""
@@ -46,11 +44,9 @@ class Progress:
 
     def add_step(self, stage: Stage, seconds: float) -> None:
         """Count the samples and tokens of a step that has ended."""
-        self._seconds += seconds
-        self._num_steps += 1
         # Every rank of a pipeline counts the samples of the whole pipeline.
-        self._num_samples += stage.settings.meter.num_samples / stage.layout.pipeline_size
-        self._num_tokens += self._tokens_of_step(stage)
+        samples = stage.settings.meter.num_samples / stage.layout.pipeline_size
+        self._steps.append((seconds, samples, self._tokens_of_step(stage)))
 
     def _tokens_of_step(self, stage: Stage) -> float:
         """Return this rank's share of the step's tokens, by Trainer's own rule where Trainer counts them."""
@@ -69,16 +65,18 @@ class Progress:
 
         A layout that Trainer has too logs what Trainer logs. Collective: call on every rank between two steps.
         """
-        if not self._num_steps:
+        if not self._steps:
             return {}
-        layout, groups = stage.layout, stage.groups
+        layout, groups, num_steps = stage.layout, stage.groups, len(self._steps)
+        own_seconds, own_samples, own_tokens = map(sum, zip(*self._steps, strict=True))
+        self._steps = []
         parts = stage.settings.meter.medians()
         own = {
             "stage": groups.position,
             "replica": groups.replica,
-            "samples": self._num_samples,
-            "tokens": self._num_tokens,
-            "seconds": self._seconds,
+            "samples": own_samples,
+            "tokens": own_tokens,
+            "seconds": own_seconds,
             "memory_bytes": _memory_in_use(stage.settings.device),
             "pipeline_s": parts.get("pipeline"),
             "busy_s": parts["forward"] + parts["backward"] if parts else None,
@@ -94,8 +92,8 @@ class Progress:
         norms = None if squares is None else squares.sqrt().tolist()
         self.context.journal.write(
             "progress",
-            num_steps=self._num_steps,
-            step_s=seconds / self._num_steps,
+            num_steps=num_steps,
+            step_s=seconds / num_steps,
             samples_per_second=speed,
             tokens_per_second=tokens or None,
             bubble_share=bubble,
@@ -104,7 +102,6 @@ class Progress:
             memory="device" if stage.settings.device.type == "cuda" else "host",
             gradient_norms=norms,
         )
-        self._num_steps, self._num_samples, self._num_tokens, self._seconds = 0, 0.0, 0.0, 0.0
         if not layout.as_scalars():
             return {}
         scalars = {"samples_per_second": speed, "memory_gb": max(rank["memory_bytes"] for rank in ranks) / 1e9}
