@@ -289,6 +289,13 @@ def all_gather_trees(value: Any, group: Any, group_size: int) -> list[Any]:
     return list(map(unpack, gather_rows(message, list(map(int, sizes)), group, what)))
 
 
+def reduced(values: torch.Tensor, group: Any, what: str, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Reduce a tensor in place over the ranks of a group, if there is one, and return it. `what` is for errors."""
+    if group is not None:
+        guarded(lambda: dist.all_reduce(values, op=op, group=group), what)
+    return values
+
+
 def gather_rows(
     tensor: torch.Tensor, counts: Sequence[int], group: Any, what: str, only: int | None = None
 ) -> list[torch.Tensor]:

@@ -10,11 +10,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.staging import Arriving, CopyStream
-from hf_pipetransformer.comm.transfers import broadcast_tree
+from hf_pipetransformer.comm.transfers import broadcast_tree, reduced
 from hf_pipetransformer.data.batches import (
     CacheTags,
     are_of_samples,
@@ -373,10 +371,8 @@ class StageRunner:
         if groups.replica_control is None or not groups.is_last:
             return counts
         # On the CPU over the control group: the counts are known on the host, and no device need be waited for.
-        sums = torch.tensor(counts)
         what = f"counting the samples of {groups.replicas}"
-        guarded(lambda: dist.all_reduce(sums, group=groups.replica_control), what)
-        return sums.tolist()
+        return reduced(torch.tensor(counts), groups.replica_control, what).tolist()
 
     def predict(self, inputs: dict[str, Any], forward: Forward, how: Prediction) -> Any:
         """Return the model output for one batch on every stage. Collective: call on every rank of the pipeline.

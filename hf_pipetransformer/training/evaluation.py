@@ -9,13 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import recursively_apply, send_to_device
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.transfers import all_gather_trees, gather_rows
+from hf_pipetransformer.comm.transfers import all_gather_trees, gather_rows, reduced
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import batch_size, for_model, marks_of, rows_per_sample, sequence_length
 from hf_pipetransformer.data.flattened import num_left_out, sequences_of
@@ -180,8 +178,10 @@ class Evaluation:
 
     def items_of_loss(self, num_items: int) -> int:
         """Return the items of the samples that the loss sees, of which this replica has `num_items`. Collective."""
-        joins = self.pipeline.shell.prediction.joins_replicas
-        return int(self._summed(torch.tensor(num_items))) if joins else num_items
+        if not self.pipeline.shell.prediction.joins_replicas:
+            return num_items
+        what = f"adding the items of an evaluation over {self.groups.replicas}"
+        return int(reduced(torch.tensor(num_items), self.groups.replica_control, what))
 
     def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
@@ -192,18 +192,13 @@ class Evaluation:
             # A replica without items has the loss nan (0 / 0), which would spread to all by the sum.
             # In float64, or each number of replicas would round in its own way.
             share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
-            sums = self._summed(torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)]))
+            sums = torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)])
+            what = f"adding the losses of an evaluation over {self.groups.replicas}"
+            reduced(sums, self.groups.replica_control, what)
             found = (sums[0] / sums[1]).to(loss.dtype).to(loss.device)
         self._losses.append(found.reshape(1))
         self._is_loss_next = True
         return self._losses[-1].expand(num_samples)
-
-    def _summed(self, values: torch.Tensor) -> torch.Tensor:
-        group = self.groups.replica_control
-        if group is not None:
-            what = f"adding the losses and items of an evaluation over {self.groups.replicas}"
-            guarded(lambda: dist.all_reduce(values, group=group), what)
-        return values
 
     def completed(self, output: EvalLoopOutput, metric_key_prefix: str) -> EvalLoopOutput:
         """Correct Trainer's output for a stream: it covers this replica only. Collective: call on every rank."""
