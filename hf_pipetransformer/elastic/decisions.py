@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.freeze.policies import describe_outlook, outlook
@@ -52,17 +52,16 @@ class Decisions:
     clock: DecisionClock
     args: PipeTransformerArguments
     inputs: PlanInputs
-    num_frozen: InitVar[int]
+    num_frozen: int
     blocks_of_parameter: Mapping[str, tuple[int, ...]]
     write: Write
     cache: CachePlanner | None
     num_frozen_by_user: int = 0
 
-    def __post_init__(self, num_frozen: int) -> None:
+    def __post_init__(self) -> None:
         self.known_microbatches = dict(self.inputs.rules.known_microbatches)
         """Number of micro-batches M that trials found best, by K and V."""
-        self._target_num_frozen = float(num_frozen)
-        self._num_frozen_at_start = num_frozen
+        self._target_num_frozen = float(self.num_frozen)
         self._num_fruitless = 0
         self._calibrated = (self.inputs.blocks, self.inputs.overheads)
 
@@ -75,7 +74,7 @@ class Decisions:
 
     def first_step(self, step: int) -> int:
         """Return the first optimizer step before which a training that begins at `step` asks the policy."""
-        if self.policy.is_overdue(step, self._num_frozen_at_start, self.num_frozen_by_user):
+        if self.policy.is_overdue(step, self.num_frozen, self.num_frozen_by_user):
             return step
         return self.next_step(step)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -237,18 +237,16 @@ def make_policy(args: PipeTransformerArguments) -> FreezePolicy:
     Raises:
         ValueError: unknown name, or `freeze_at` missing or malformed.
     """
-    name = args.freeze_policy
-    if name == "gradient_norm":
-        return GradientNorm(args.freeze_alpha, args.freeze_rule)
-    if name == "schedule":
-        return Schedule(args.freeze_alpha)
-    if name == "fixed":
-        return Fixed(parse_freeze_at(args.freeze_at or ""))
-    if name == "auto":
-        return Auto()
-    if name == "none":
-        return NoFreezing()
-    raise ValueError(f"Unknown freeze policy {name!r}.")
+    makers: dict[str, Callable[[], FreezePolicy]] = {
+        "gradient_norm": lambda: GradientNorm(args.freeze_alpha, args.freeze_rule),
+        "schedule": lambda: Schedule(args.freeze_alpha),
+        "fixed": lambda: Fixed(parse_freeze_at(args.freeze_at or "")),
+        "auto": Auto,
+        "none": NoFreezing,
+    }
+    if args.freeze_policy not in makers:
+        raise ValueError(f"Unknown freeze policy {args.freeze_policy!r}.")
+    return makers[args.freeze_policy]()
 
 
 # A line of the log names so many decisions, and the last one.

@@ -186,6 +186,10 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
     caching, storing = _caching(planner, chosen.layout, machine, course)
     inputs = _inputs(planner, chosen.layout)
     forecast = Forecast(chosen.layout, inputs, storing)
+    if caching is not None and course.freezing is not None:
+        # What the run would decide when layers freeze.
+        way = forecast.way(course.freezing.spans)
+        caching = replace(caching, is_used=way.use, reason=way.reason)
     # The same step on a device that never waits for Python.
     at_once = replace(inputs.blocks, launch=()), replace(inputs.overheads, per_forward=0.0, per_backward=0.0)
     return RunPlan(
@@ -201,7 +205,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         chosen=chosen,
         host=_host_memory(chosen, planner, machine, weights),
         refused=refused,
-        caching=_decided(caching, forecast, course),
+        caching=caching,
         duration=forecast.duration(course),
         timeline=predict_timeline(
             chosen.layout, inputs.blocks, inputs.overheads, inputs.samples(chosen.layout), inputs.accumulation
@@ -440,11 +444,3 @@ def _caching(
         steps_per_epoch=course.steps_per_epoch,
     )
     return caching, storing
-
-
-def _decided(caching: Caching | None, forecast: Forecast, course: RunSchedule) -> Caching | None:
-    """Add what the run would decide when layers freeze."""
-    if caching is None or course.freezing is None:
-        return caching
-    way = forecast.way(course.freezing.spans)
-    return replace(caching, is_used=way.use, reason=way.reason)
