@@ -222,7 +222,7 @@ def test_the_first_layout_takes_a_second_node_only_if_one_is_too_small(tmp_path:
     found = {}
     for device_bytes in (1e9, 1500.0, 1000.0):
         planner = RunPlanner(args, TwoNodes(), probe, costs, device_bytes, 0, has_dropout=False, unfit=0)  # type: ignore[arg-type]
-        layout = planner._choose(0)
+        layout = planner.choose(0)
         found[layout.pipeline_size] = layout
         text = planner.describe(layout, "none", freezes=True)["expectation"]
         for words in (
