@@ -13,7 +13,7 @@ import torch
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, FrozenWeights, coarsest, differs
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_samples_here, samples_here
-from hf_pipetransformer.cache.planner import CachePlanner
+from hf_pipetransformer.cache.pricing import CachePlanner
 from hf_pipetransformer.cache.storage import measure_storage
 from hf_pipetransformer.cache.store import StoreSize, store_size
 from hf_pipetransformer.comm.staging import is_apart

@@ -284,17 +284,36 @@ def all_gather_trees(value: Any, group: Any, group_size: int) -> list[Any]:
     """Return every rank's `value`, by rank in a gloo `group`."""
     if group is None:
         return [value]
-    message = pack(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group_size)]
-    what = "gathering messages of all ranks"
-    guarded(lambda: dist.all_gather(sizes, torch.tensor([message.numel()]), group=group), what)
-    # `all_gather` takes tensors of one size only.
-    largest = max(int(size) for size in sizes)
-    padded = torch.zeros(largest, dtype=torch.uint8)
-    padded[: message.numel()] = message
-    messages = [torch.empty(largest, dtype=torch.uint8) for _ in range(group_size)]
-    guarded(lambda: dist.all_gather(messages, padded, group=group), what)
-    return [unpack(m[: int(size)]) for m, size in zip(messages, sizes, strict=True)]
+    message, what = pack(value), "gathering messages of all ranks"
+    sizes = gather_rows(torch.tensor([message.numel()]), [1] * group_size, group, what)
+    return list(map(unpack, gather_rows(message, list(map(int, sizes)), group, what)))
+
+
+def reduced(values: torch.Tensor, group: Any, what: str, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Reduce a tensor in place over the ranks of a group, if there is one, and return it. `what` is for errors."""
+    if group is not None:
+        guarded(lambda: dist.all_reduce(values, op=op, group=group), what)
+    return values
+
+
+def gather_rows(
+    tensor: torch.Tensor, counts: Sequence[int], group: Any, what: str, only: int | None = None
+) -> list[torch.Tensor]:
+    """Return the first rows of every rank's tensor, as many as `counts` says for each, by rank in `group`.
+
+    With `only`, that global rank alone gets them, and the others an empty list. `what` is for error messages.
+    """
+    most = max(counts)
+    # A collective takes tensors of one shape, without gaps; what is added is cut off again behind it.
+    own = tensor[:most].contiguous()
+    if len(own) < most:
+        own = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
+    parts = [torch.empty_like(own) for _ in counts] if only is None or only == dist.get_rank() else []
+    if only is None:
+        guarded(lambda: dist.all_gather(parts, own, group=group), what)
+    else:
+        guarded(lambda: dist.gather(own, parts or None, dst=only, group=group), what)
+    return [part[:count] for part, count in zip(parts, counts, strict=False)]
 
 
 ROUND_BYTES = 2**28

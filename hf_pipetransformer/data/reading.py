@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.transfers import ObjectSender, recv_object
+from hf_pipetransformer.comm.transfers import ObjectSender, recv_object, reduced
 from hf_pipetransformer.data.batches import (
     CommonLength,
     batch_size,
@@ -315,10 +314,8 @@ class ReplicaReading(Reading):
         groups = self.link.groups
         if self.common_length is None or groups.replica_control is None:
             return length
-        longest = torch.tensor([length])
         what = f"agreeing on a padded length with {groups.replicas}"
-        guarded(lambda: dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=groups.replica_control), what)
-        return int(longest)
+        return int(reduced(torch.tensor([length]), groups.replica_control, what, dist.ReduceOp.MAX))
 
     def again(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the samples of an earlier `batch` as `records` has them now, padded as before."""

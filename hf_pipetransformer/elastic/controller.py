@@ -131,9 +131,12 @@ class LayoutController:
             # the step overflowed and counts nowhere.
             self.norms.record(squares[:-1] + 0 * squares[-1])
 
-    def end_step(self) -> None:
-        if self.meter.end_step() and self._trial is not None:
+    def end_step(self) -> bool:
+        """End the optimizer step. Returns False if none was running, as when Trainer calls at the end of an epoch."""
+        has_run = self.meter.end_step()
+        if has_run and self._trial is not None:
             self._trial.record(self.meter.last_seconds, max(1, self.meter.num_tokens))
+        return has_run
 
     # ---- freezing ----
 
@@ -181,9 +184,8 @@ class LayoutController:
         asks = self.replay is None and inputs.measures_microbatches and layout.pipeline_size > 1
         self._trial = None
         if asks and layout.shape not in self.decisions.known_microbatches:
-            limits = inputs.samples_per_device, inputs.accumulation, inputs.rules.device_bytes, inputs.rules.memory
             # All ranks of the run have to try the same numbers at the same steps.
-            tried = self.topology.decide(lambda: fitting_candidates(layout, inputs.blocks, *limits))
+            tried = self.topology.decide(lambda: fitting_candidates(layout, inputs))
             self._trial = MicrobatchTrial(tried)
             return replace(layout, num_microbatches=self._trial.current())
         return layout
@@ -256,7 +258,7 @@ class LayoutController:
             num_chunks=layout.num_chunks,
             num_layers=layout.num_layers,
             num_replicas=layout.num_replicas,
-            samples_per_pipeline=self.decisions.inputs.samples_per_device * layout.pipeline_size,
+            samples_per_pipeline=self.decisions.inputs.samples(layout),
             schedule=layout.schedule,
             seconds_per_token=seconds,
             num_microbatches=chosen,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.freeze.policies import describe_outlook, outlook
@@ -15,15 +15,15 @@ from hf_pipetransformer.freeze.policy import Decision, DecisionClock, FreezePoli
 from hf_pipetransformer.planning.blocks import active_seconds
 from hf_pipetransformer.planning.costs import with_launches
 from hf_pipetransformer.planning.microbatches import Report, calibrate
-from hf_pipetransformer.planning.search import Choice, Horizon, search
+from hf_pipetransformer.planning.search import search
 from hf_pipetransformer.planning.storing import why_not_over_nodes
 from hf_pipetransformer.report import announce, logger
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.planner import CachePlanner
+    from hf_pipetransformer.cache.pricing import CachePlanner
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.planning.planner import PlanInputs
+    from hf_pipetransformer.planning.layouts import Choice, PlanInputs
     from hf_pipetransformer.schedules.layout import Layout
 
 
@@ -52,18 +52,16 @@ class Decisions:
     clock: DecisionClock
     args: PipeTransformerArguments
     inputs: PlanInputs
-    num_frozen: InitVar[int]
-    world_size: int
+    num_frozen: int
     blocks_of_parameter: Mapping[str, tuple[int, ...]]
     write: Write
     cache: CachePlanner | None
     num_frozen_by_user: int = 0
 
-    def __post_init__(self, num_frozen: int) -> None:
+    def __post_init__(self) -> None:
         self.known_microbatches = dict(self.inputs.rules.known_microbatches)
         """Number of micro-batches M that trials found best, by K and V."""
-        self._target_num_frozen = float(num_frozen)
-        self._num_frozen_at_start = num_frozen
+        self._target_num_frozen = float(self.num_frozen)
         self._num_fruitless = 0
         self._calibrated = (self.inputs.blocks, self.inputs.overheads)
 
@@ -76,7 +74,7 @@ class Decisions:
 
     def first_step(self, step: int) -> int:
         """Return the first optimizer step before which a training that begins at `step` asks the policy."""
-        if self.policy.is_overdue(step, self._num_frozen_at_start, self.num_frozen_by_user):
+        if self.policy.is_overdue(step, self.num_frozen, self.num_frozen_by_user):
             return step
         return self.next_step(step)
 
@@ -148,12 +146,10 @@ class Decisions:
         # A policy of the user may have said a step that is over.
         left = max(0, until - step)
         if self.cache is None:
-            # The length of an epoch matters for stored records only.
-            return search(layout, num_frozen, Horizon(left, self.clock.max_steps), inputs)
+            return search(layout, num_frozen, left, inputs)
         present = active_seconds(costs, layout.num_frozen_layers), layout.pipeline_size
         storing = self.cache.storing(layout.cache_level, *present)
-        horizon = Horizon(left, self.cache.steps_per_epoch)
-        choice = search(layout, num_frozen, horizon, inputs, storing)
+        choice = search(layout, num_frozen, left, inputs, storing)
         if overheads.spans_nodes(choice.layout.pipeline_size):
             if layout.cache_level:
                 why = why_not_over_nodes(choice.layout.pipeline_size, overheads.node_size)
@@ -164,9 +160,9 @@ class Decisions:
         if storing.keeps_dropout(num_frozen) and not self.cache.has_said_dropout:
             # For the line that says what activation_cache='on' would save: nothing is stored, but the time of it is
             # compared.
-            would = search(layout, num_frozen, horizon, inputs, replace(storing, dropout_from=math.inf))
+            would = search(layout, num_frozen, left, inputs, replace(storing, dropout_from=math.inf))
         blocks = with_launches(costs, choice.layout, inputs.samples_per_device)
-        self.cache.report(step, choice, horizon, storing, blocks, would)
+        self.cache.report(step, choice, left, storing, blocks, would)
         return choice
 
     def _frozen_in_use(self, old: Layout, new: Layout) -> list[str]:
@@ -224,7 +220,7 @@ def _as_change(choice: Choice, reason: str, measured: float | None) -> dict[str,
     return {
         "layout": choice.layout.as_event(),
         "reason": reason,
-        "predicted": choice.prediction.seconds,
+        "predicted": choice.alternatives[choice.layout.pipeline_size],
         "alternatives": {str(pipeline_size): seconds for pipeline_size, seconds in choice.alternatives.items()},
         "measured": measured,
     }

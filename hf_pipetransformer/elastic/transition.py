@@ -95,7 +95,6 @@ class Transitions:
             elif change is not None:
                 pipeline.stage.layout = change.layout
                 self.context.journal.write("profile", what="trial", num_microbatches=change.layout.num_microbatches)
-        self.controller.meter.begin_step()
         return moved
 
     def move(self, change: Change) -> None:

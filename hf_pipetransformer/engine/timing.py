@@ -52,27 +52,27 @@ class StepMeter:
     device: torch.device
     num_tokens: int = 0
     """Number of elements of the main inputs in the current or last step."""
-    samples: list[int] = field(default_factory=list)
+    num_samples: int = 0
+    """Number of samples that this pipeline ran in it."""
     trace: StepTrace | None = None
     """Recorder of the current step, if it is traced."""
+    host_seconds: float = 0.0
+    """Seconds of the last optimizer step on the host, which may run ahead of the device."""
     _steps: list[dict[str, float]] = field(default_factory=list)
     _latest: deque[Any] = field(default_factory=lambda: deque(maxlen=MEASURED_STEPS))
     """Seconds of the latest steps after the warm-up, or on a GPU the events at their begin and end."""
     _open: dict[str, float] | None = None
     _events: list[tuple[int, str, Any, Any]] = field(default_factory=list)
     _start: float = 0.0
-    _last_seconds: float = 0.0
     _ends: tuple[Any, Any] | None = None
     _num_begun: int = 0
     _is_running: bool = False
-    _was_measured: bool = False
-    _num_samples: int = 0
     _skip: int = WARMUP_STEPS
 
     @property
     def last_seconds(self) -> float:
         """Seconds of the last optimizer step, warm-up included. On a GPU, reading it waits for the end of the step."""
-        return _seconds_of(self._ends or self._last_seconds)
+        return _seconds_of(self._ends or self.host_seconds)
 
     @property
     def latest_seconds(self) -> float | None:
@@ -84,29 +84,19 @@ class StepMeter:
         """True if `MEASURED_STEPS` steps are measured."""
         return len(self._steps) >= MEASURED_STEPS
 
-    @property
-    def num_steps(self) -> int:
-        return len(self._steps)
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples that this pipeline ran in the current or last step."""
-        return self._num_samples
-
     def reset(self, skip: int = 0) -> None:
         """Restart for another layout, ignoring its first `skip` steps, or `WARMUP_STEPS` if that is more."""
         self._skip = max(skip, WARMUP_STEPS)
-        self.samples.clear()
         self._steps.clear()
         self._latest.clear()
         self._events.clear()
-        self._open, self._num_begun, self._is_running, self._was_measured = None, 0, False, False
+        self._open, self._num_begun, self._is_running = None, 0, False
 
     def begin_step(self) -> None:
         """Start an optimizer step. Call before fetching its batches, so that data loading counts."""
         self._num_begun += 1
         self._open, self._is_running = None, True
-        self._num_samples = self.num_tokens = 0
+        self.num_samples = self.num_tokens = 0
         self._start = time.perf_counter()
         self._ends = self._two_events() if self.device.type == "cuda" else None
         if self._ends is not None:
@@ -118,28 +108,28 @@ class StepMeter:
 
     def count(self, num_samples: int, num_tokens: int) -> None:
         """Add to the samples and tokens that this pipeline runs in the step."""
-        self._num_samples += num_samples
+        self.num_samples += num_samples
         self.num_tokens += num_tokens
 
     def end_step(self) -> bool:
         """End the optimizer step. Returns False if none was running, as when Trainer calls at the end of an epoch."""
         if not self._is_running:
             return False
-        self._is_running, self._was_measured = False, self._open is not None
-        self._last_seconds = time.perf_counter() - self._start
+        self._is_running = False
+        self.host_seconds = time.perf_counter() - self._start
         if self._ends is not None:
             self._ends[1].record()
         if self._num_begun > self._skip:
-            self._latest.append(self._ends or self._last_seconds)
+            self._latest.append(self._ends or self.host_seconds)
         if self._open is None:
             return True
         if self._ends is not None:
             # The host may run ahead of the device, so its clock cannot time the step.
             self._events.append((len(self._steps), "total", *self._ends))
         else:
-            self._open["total"] = self._last_seconds
+            self._open["total"] = self.host_seconds
         self._steps.append(self._open)
-        self.samples.append(self._num_samples)
+        self._open["samples"] = self.num_samples
         self._open = None
         return True
 
@@ -183,8 +173,7 @@ class StepMeter:
         self._read_events()
         if not self._steps:
             return {}
-        parts = {name: statistics.median(step[name] for step in self._steps) for name in PARTS}
-        return {**parts, "samples": statistics.median(self.samples)}
+        return {name: statistics.median(step[name] for step in self._steps) for name in (*PARTS, "samples")}
 
     def _read_events(self) -> None:
         for step, name, start, end in self._events:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +23,23 @@ if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
 
 
-class Schedule(FreezePolicy):
-    """Upper bound of Eq. 1 alone: each decision freezes the share alpha, in (0, 1), of the remaining layers."""
+class CertainPolicy(FreezePolicy):
+    """Policy that measures nothing: what it may freeze at most it freezes."""
 
-    name = "schedule"
     needs = frozenset()
     is_certain = True
 
-    def __init__(self, alpha: float) -> None:
-        self.alpha = alpha
-
     def target_num_frozen(self, signal: FreezeSignal) -> float:
         return self.most_wanted(signal)
+
+
+class Schedule(CertainPolicy):
+    """Upper bound of Eq. 1 alone: each decision freezes the share alpha, in (0, 1), of the remaining layers."""
+
+    name = "schedule"
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
 
     def most_wanted(self, signal: FreezeSignal) -> float:
         return signal.target_num_frozen + self.alpha * (signal.num_layers - signal.target_num_frozen)
@@ -91,15 +96,13 @@ class GradientNorm(Schedule):
         return f"{super().explain(signal)}; smallest gradient norm in {where}"
 
 
-class Fixed(FreezePolicy):
+class Fixed(CertainPolicy):
     """Freezing and unfreezing by a table from optimizer step to the number of layers frozen before that step.
 
     The table may have shares of the run and of the layers in place of numbers; `check` rounds them.
     """
 
     name = "fixed"
-    needs = frozenset()
-    is_certain = True
     # The user has said how many: a minimum would contradict.
     keeps_minimum = False
 
@@ -111,9 +114,6 @@ class Fixed(FreezePolicy):
         is_known = not any(isinstance(value, Fraction) for entry in self._asked.items() for value in entry)
         self.table = {int(step): int(layers) for step, layers in self._asked.items()} if is_known else {}
         """From steps to numbers of layers; empty until `check` knows what shares are of."""
-
-    def target_num_frozen(self, signal: FreezeSignal) -> float:
-        return self.most_wanted(signal)
 
     def most_wanted(self, signal: FreezeSignal) -> float:
         return self._at(signal.step, signal.num_frozen)
@@ -174,7 +174,7 @@ def _rounded(value: int | Fraction, whole: int) -> int:
     return round(whole * value) if isinstance(value, Fraction) else value
 
 
-class Auto(FreezePolicy):
+class Auto(CertainPolicy):
     """Half of the layers from the first step in runs of 2 or 3 epochs and at most 200 steps, nothing in others.
 
     This has paid off in most such runs of the project's own study, and cost nothing that its intervals show in the
@@ -183,16 +183,11 @@ class Auto(FreezePolicy):
     """
 
     name = "auto"
-    needs = frozenset()
-    is_certain = True
     keeps_minimum = False
     epochs = (2, 3)
     """Length of the shortest and the longest run in which it freezes."""
     most_steps = 200
     """Optimizer steps of the longest one: the study's gains are those of up to 189, and runs of 400 lose."""
-
-    def target_num_frozen(self, signal: FreezeSignal) -> float:
-        return self.most_wanted(signal)
 
     def most_wanted(self, signal: FreezeSignal) -> float:
         return signal.num_layers // 2
@@ -242,18 +237,16 @@ def make_policy(args: PipeTransformerArguments) -> FreezePolicy:
     Raises:
         ValueError: unknown name, or `freeze_at` missing or malformed.
     """
-    name = args.freeze_policy
-    if name == "gradient_norm":
-        return GradientNorm(args.freeze_alpha, args.freeze_rule)
-    if name == "schedule":
-        return Schedule(args.freeze_alpha)
-    if name == "fixed":
-        return Fixed(parse_freeze_at(args.freeze_at or ""))
-    if name == "auto":
-        return Auto()
-    if name == "none":
-        return NoFreezing()
-    raise ValueError(f"Unknown freeze policy {name!r}.")
+    makers: dict[str, Callable[[], FreezePolicy]] = {
+        "gradient_norm": lambda: GradientNorm(args.freeze_alpha, args.freeze_rule),
+        "schedule": lambda: Schedule(args.freeze_alpha),
+        "fixed": lambda: Fixed(parse_freeze_at(args.freeze_at or "")),
+        "auto": Auto,
+        "none": NoFreezing,
+    }
+    if args.freeze_policy not in makers:
+        raise ValueError(f"Unknown freeze policy {args.freeze_policy!r}.")
+    return makers[args.freeze_policy]()
 
 
 # A line of the log names so many decisions, and the last one.

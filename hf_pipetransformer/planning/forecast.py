@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from hf_pipetransformer.planning.search import Choice, Horizon, Storing, search, seconds_left, without_reading
-from hf_pipetransformer.planning.storing import CacheDecision, Pass
+from hf_pipetransformer.planning.layouts import Choice, PlanInputs
+from hf_pipetransformer.planning.search import search, seconds_left, without_reading
+from hf_pipetransformer.planning.storing import COMPUTE, Pass, Storing, Way
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.planning.costs import Prediction
     from hf_pipetransformer.planning.course import RunSchedule, Span
-    from hf_pipetransformer.planning.planner import PlanInputs
     from hf_pipetransformer.schedules.layout import Layout
 
 
@@ -24,19 +24,6 @@ class Duration:
     seconds: float
     full_seconds: float
     equal_epochs: float
-
-
-class Segment(NamedTuple):
-    """A span of a run: its layout, its passes, the seconds of the transition to that layout, and what was decided.
-
-    Attributes:
-        decision: on storing; None where nothing was decided.
-    """
-
-    layout: Layout
-    passes: list[Pass]
-    moving: float
-    decision: CacheDecision | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +37,6 @@ class Forecast:
 
     layout: Layout
     inputs: PlanInputs
-    steps_per_epoch: int
     storing: Storing | None = None
 
     def full_seconds(self, num_steps: int) -> float:
@@ -68,47 +54,44 @@ class Forecast:
         """Return the seconds of a run with these spans, in which ever more layers freeze, transitions included."""
         # Each pass brings its own reading: with that of the measured steps it would count twice.
         inputs = self._without_reading
-        return sum(each.moving + seconds_left(each.layout, each.passes, inputs) for each in self.stretches(spans))
+        return sum(each.moving + seconds_left(each.layout, each.way.passes, inputs) for each in self.stretches(spans))
 
     @property
     def _without_reading(self) -> PlanInputs:
         return without_reading(self.inputs, self.layout, self.storing)
 
-    def decision(self, spans: Sequence[Span]) -> CacheDecision | None:
-        """Return the first decision of a run to store something, or else its first one; None if it decides nothing."""
-        found = [each.decision for each in self.stretches(spans) if each.decision is not None]
+    def way(self, spans: Sequence[Span]) -> Way:
+        """Return what a run first chooses to store, or else its first choice; `COMPUTE` if it decides nothing."""
+        found = [each.way for each in self.stretches(spans) if each.way.reason]
         # A first layer may be too cheap to store where the first ten are not.
-        return next((each for each in found if each.use), found[0] if found else None)
+        return next((each for each in found if each.use), found[0] if found else COMPUTE)
 
-    def stretches(self, spans: Sequence[Span]) -> Iterator[Segment]:
-        """Yield the parts of a run: one for each span."""
+    def stretches(self, spans: Sequence[Span]) -> Iterator[Choice]:
+        """Yield the layout of each span of a run, with the passes of its steps and the seconds of the move to it."""
         layout, share = self.layout, 0.0
         steps_left = sum(span.num_steps for span in spans)
         for span in spans:
-            reading = 0.0 if self.storing is None else self.storing.costs.input
-            passes: tuple[Pass, ...] = (Pass(steps_left, record_seconds=reading),)
-            moving, decision, stored_level = 0.0, None, layout.cache_level
+            reading = 0.0 if self.storing is None else self.storing.input
+            stored_level = layout.cache_level
+            choice = Choice(layout, way=replace(COMPUTE, passes=(Pass(steps_left, record_seconds=reading),)))
             # What is frozen before the first step freezes nothing more, but it has to be decided if it is stored.
             if span.num_frozen > layout.num_frozen_layers or (span is spans[0] and span.num_frozen):
                 choice = self._search(layout, span.num_frozen, share, steps_left)
-                layout, passes, moving, decision = choice.layout, choice.passes, choice.moving, choice.storing
+                layout = choice.layout
             if layout.cache_level and self.storing is not None:
                 # A store fills in one epoch; a span that ends earlier fills a part.
-                written = self.storing.contents.fits_share * min(1.0, span.num_steps / self.steps_per_epoch)
+                written = self.storing.fits_share * min(1.0, span.num_steps / self.storing.steps_per_epoch)
                 # Records of another level are written anew.
                 share = max(share if layout.cache_level == stored_level else 0.0, written)
-            yield Segment(layout, _first(passes, span.num_steps), moving, decision)
+            yield replace(choice, way=replace(choice.way, passes=_first(choice.way.passes, span.num_steps)))
             steps_left -= span.num_steps
 
     def _search(self, layout: Layout, num_frozen: int, share: float, steps_left: int) -> Choice:
-        storing = self.storing
+        storing, level = self.storing, layout.cache_level if share else 0
         if storing is not None:
-            level = layout.cache_level if share else 0
-            contents = replace(storing.contents, level=level, share=share if level else 0.0)
             # The inputs that are given have no reading in them, whatever the layout that it was measured under.
-            storing = replace(storing, contents=contents, now=0.0)
-        horizon = Horizon(steps_left, self.steps_per_epoch)
-        return search(layout, num_frozen, horizon, self._without_reading, storing)
+            storing = replace(storing, level=level, share=share if level else 0.0, now=0.0)
+        return search(layout, num_frozen, steps_left, self._without_reading, storing)
 
 
 def likely_cause(prediction: Prediction, reports: Sequence[Mapping[str, float]]) -> str:
@@ -147,7 +130,7 @@ _CAUSES = {
 }
 
 
-def _first(passes: Iterable[Pass], num_steps: int) -> list[Pass]:
+def _first(passes: Iterable[Pass], num_steps: int) -> tuple[Pass, ...]:
     """Return the passes of the first `num_steps` steps."""
     found, left = [], float(num_steps)
     for each in passes:
@@ -155,4 +138,4 @@ def _first(passes: Iterable[Pass], num_steps: int) -> list[Pass]:
         if steps > 0:
             found.append(replace(each, steps=steps))
             left -= steps
-    return found
+    return tuple(found)

@@ -119,9 +119,13 @@ def rank_memory(
         working_bytes=_times(samples, costs.working_bytes),
     )
     if memory.head_slices > 1 and memory.loss_sees == "parts":
-        in_each = _with_sliced_head(in_each, memory.head_slices)
+        # The head keeps what one slice needs, and the gradient of what enters it.
+        in_each = _with_head(in_each, 1 / memory.head_slices, 1, 1 / memory.head_slices)
     if memory.loss_sees != "parts":
-        in_each = _with_whole_head(in_each, microbatches, layout.num_replicas if memory.loss_sees == "batch" else 1)
+        # The head runs once, on all micro-batches of these replicas, each of which computes it for all. What it keeps
+        # counts as a share of each micro-batch, since all forwards come first.
+        num_replicas = layout.num_replicas if memory.loss_sees == "batch" else 1
+        in_each = _with_head(in_each, num_replicas, num_replicas, num_replicas * microbatches)
     sums = _times(memory.sums, sum_bytes(costs))
     made = of_active(layout, [sum(both) for both in zip(costs.trained_sizes, sums, strict=True)])
     _move_shared(made, layout, costs)
@@ -161,25 +165,17 @@ def rank_memory(
     return found
 
 
-def _with_whole_head(costs: BlockCosts, microbatches: int, num_replicas: int) -> BlockCosts:
-    """Return the costs of a micro-batch where the head runs once, on all micro-batches of `num_replicas` replicas.
+def _with_head(costs: BlockCosts, kept: float, entering: float, at_once: float) -> BlockCosts:
+    """Return the costs of a micro-batch whose head keeps and works with other multiples of what it has.
 
-    Every replica computes the head for all. What it keeps counts as a share of each micro-batch, since all forwards
-    come first.
+    Args:
+        kept: of the activations that it keeps; `entering` of what enters it, which it keeps besides.
+        at_once: of what it works with.
     """
     activation, working = list(costs.activation_bytes), list(costs.working_bytes)
-    activation[-1] = num_replicas * (activation[-1] + (costs.boundary_bytes[-1] if costs.boundary_bytes else 0.0))
+    activation[-1] = kept * activation[-1] + (entering * costs.boundary_bytes[-1] if costs.boundary_bytes else 0.0)
     if working:
-        working[-1] *= num_replicas * microbatches
-    return replace(costs, activation_bytes=tuple(activation), working_bytes=tuple(working))
-
-
-def _with_sliced_head(costs: BlockCosts, slices: int) -> BlockCosts:
-    """Return the costs of a micro-batch whose head keeps what one slice needs, and the gradient of what enters it."""
-    activation, working = list(costs.activation_bytes), list(costs.working_bytes)
-    activation[-1] = activation[-1] / slices + (costs.boundary_bytes[-1] if costs.boundary_bytes else 0.0)
-    if working:
-        working[-1] /= slices
+        working[-1] *= at_once
     return replace(costs, activation_bytes=tuple(activation), working_bytes=tuple(working))
 
 

@@ -15,10 +15,10 @@ from hf_pipetransformer.planning.blocks import (
     trained_elements,
 )
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 
 
 if TYPE_CHECKING:
+    from hf_pipetransformer.planning.layouts import PlanInputs
     from hf_pipetransformer.schedules.layout import Layout
 
 
@@ -113,24 +113,10 @@ def candidates(pipeline_size: int, samples_per_pipeline: int) -> list[int]:
     return sorted(tried, reverse=True)
 
 
-def fitting_candidates(
-    layout: Layout,
-    costs: BlockCosts,
-    samples_per_device: int,
-    accumulation: int,
-    device_bytes: float,
-    memory: MemoryRules | None = None,
-) -> list[int]:
+def fitting_candidates(layout: Layout, inputs: PlanInputs) -> list[int]:
     """Return the M to try that fit the smallest device's memory; at least the largest, which needs the least."""
-    samples = samples_per_device * layout.pipeline_size
-    tried = candidates(layout.pipeline_size, samples)
-
-    def fits(count: int) -> bool:
-        ranks = rank_memory(replace(layout, num_microbatches=count), costs, samples, accumulation, memory=memory)
-        needed = max(rank.total for rank in ranks)
-        return needed <= device_bytes * (1 - MEMORY_RESERVE)
-
-    return [count for count in tried if fits(count)] or tried[:1]
+    tried = candidates(layout.pipeline_size, inputs.samples(layout))
+    return [count for count in tried if inputs.fits(replace(layout, num_microbatches=count))] or tried[:1]
 
 
 class MicrobatchTrial:
@@ -149,35 +135,31 @@ class MicrobatchTrial:
                 "A trial needs at least one number of micro-batches and two steps for each (the first is a warm-up), "
                 f"found {list(candidates)} and {steps_each}."
             )
-        self._candidates = list(candidates)
+        self._steps = [count for count in candidates for _ in range(steps_each)]
         self._steps_each = steps_each
         self._position = 0
-        self._steps = 0
         self._least: dict[int, float] = {}
 
     @property
     def is_done(self) -> bool:
-        return self._position == len(self._candidates)
+        return self._position == len(self._steps)
 
     def current(self) -> int:
         """Return the M of the next step: the one on trial, or the best once all are done."""
-        return self.best() if self.is_done else self._candidates[self._position]
+        return self.best() if self.is_done else self._steps[self._position]
 
     def record(self, seconds: float, tokens: int) -> None:
         """Record a step with `current()`. A step without tokens is not counted."""
         if self.is_done or tokens < 1:
             return
-        if self._steps > 0:
-            tried = self._candidates[self._position]
+        if self._position % self._steps_each > 0:
+            tried = self._steps[self._position]
             self._least[tried] = min(seconds / tokens, self._least.get(tried, float("inf")))
-        self._steps += 1
-        if self._steps == self._steps_each:
-            self._position += 1
-            self._steps = 0
+        self._position += 1
 
     def best(self) -> int:
         """Return the M with the least seconds per token so far; before any measurement, the first to try."""
-        return min(self._least, key=self._least.__getitem__) if self._least else self._candidates[0]
+        return min(self._least, key=self._least.__getitem__) if self._least else self._steps[0]
 
     def as_event(self) -> dict[int, float]:
         """Return the seconds per token of each M measured so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 
 
@@ -28,26 +29,21 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
         raise ValueError(f"Costs must not be negative, found {min(costs)}.")
     total = [0.0, *accumulate(costs)]
 
-    # best[j] = (largest stage cost, sum of squares, boundaries) for the first j blocks in the stages placed so far.
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [
-        None if end == 0 else (total[end], total[end] ** 2, (0, end)) for end in range(num_blocks + 1)
-    ]
-    for stage in range(1, num_stages):
-        placed: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (num_blocks + 1)
-        for end in range(stage + 1, num_blocks + 1):
-            candidates = []
-            # From `stage` on: each of the stages before has one block or more.
-            for start in range(stage, end):
-                head = best[start]
-                if head is not None:
-                    cost = total[end] - total[start]
-                    candidates.append((max(head[0], cost), head[1] + cost**2, (*head[2], end)))
-            # Ties of both costs go to the lowest cuts, so that there is one answer on every machine.
-            placed[end] = min(candidates) if candidates else None
-        best = placed
-    result = best[num_blocks]
-    assert result is not None, "every chain of at least num_stages blocks has a cut"
-    return result[2]
+    @cache
+    def best(stages: int, end: int) -> tuple[float, float, tuple[int, ...]]:
+        """Return the largest stage cost, the sum of squares and the boundaries of the first `end` blocks."""
+        if stages == 1:
+            return total[end], total[end] ** 2, (0, end)
+        candidates = []
+        # Each of the stages before has one block or more.
+        for start in range(stages - 1, end):
+            largest, squares, boundaries = best(stages - 1, start)
+            cost = total[end] - total[start]
+            candidates.append((max(largest, cost), squares + cost**2, (*boundaries, end)))
+        # Ties of both costs go to the lowest cuts, so that there is one answer on every machine.
+        return min(candidates)
+
+    return best(num_stages, num_blocks)[2]
 
 
 def compress_by_memory(

@@ -7,31 +7,23 @@ the run, those that write records and move weights included. A start takes the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
-from math import inf
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.blocks import BlockCosts, active_seconds, trained_elements
-from hf_pipetransformer.planning.costs import Prediction, predict_step, with_launches
-from hf_pipetransformer.planning.partition import compress_by_memory
-from hf_pipetransformer.planning.planner import (
-    Candidate,
-    PipelineShape,
+from hf_pipetransformer.planning.costs import with_launches
+from hf_pipetransformer.planning.layouts import (
+    Choice,
     PlanInputs,
     choose_num_chunks,
     is_worth_moving,
     largest_rank_size,
 )
-from hf_pipetransformer.planning.storing import (
-    CacheCosts,
-    CacheDecision,
-    Pass,
-    StoreContents,
-    Way,
-    ways_of_storing,
-)
+from hf_pipetransformer.planning.partition import compress_by_memory
+from hf_pipetransformer.planning.storing import COMPUTE, Pass, Storing, Way, choose_way, ways_of_storing
 from hf_pipetransformer.schedules.placement import attention_of, first_above, num_layers, pipeline_sizes
 
 
@@ -45,74 +37,9 @@ MOVED_BYTES = 12
 TIE = 0.01
 """Costs within this share of the least are equal; the pipeline with fewer ranks then wins."""
 
-KEEPS_DROPOUT = "frozen layers compute something else in training mode"
-
-
-@dataclass(frozen=True)
-class Storing:
-    """Costs and contents of the activation cache, and the rule that decides on it.
-
-    Args:
-        costs: of a sample; the search fills in `prefix` and `active`.
-        mode: `auto`, `on` or `off`.
-        contents: the present records, and what fits.
-        dropout_from: number of frozen layers from which on storing would change what the script's frozen layers
-            compute. `auto` stores nothing there, because by default no number differs from Trainer's.
-        now: seconds per sample that the measured steps spend on reading; None for those of reading the data set. They
-            are a part of the measured overhead of a step, and other numbers of stages read other numbers of samples.
-    """
-
-    costs: CacheCosts
-    mode: str
-    contents: StoreContents = StoreContents()
-    dropout_from: float = inf
-    now: float | None = None
-
-    def keeps_dropout(self, num_frozen: int) -> bool:
-        return self.mode == "auto" and num_frozen >= self.dropout_from
-
-    def beside(self, blocks: BlockCosts, num_frozen: int, pipeline_size: int) -> CacheCosts:
-        """Return the costs in a pipeline, beside what it computes."""
-        costs = replace(self.costs, prefix=prefix_seconds(blocks))
-        return costs.beside(active_seconds(blocks, num_frozen), pipeline_size)
-
-
-class Horizon(NamedTuple):
-    """Length of what a decision is for, in optimizer steps, and of an epoch."""
-
-    steps_left: int
-    steps_per_epoch: int
-
-    @property
-    def epochs_left(self) -> float:
-        return self.steps_left / self.steps_per_epoch
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Layout to move to, and what speaks for it.
-
-    Attributes:
-        prediction: of a step that reads all its records.
-        seconds_left: predicted until the end of the horizon, with the move to the layout.
-        moving: the seconds of that move.
-        alternatives: predicted seconds of a step for every K considered.
-        storing: what is stored; None where nothing could be.
-        seconds_left_by_way: `seconds_left` of each way to store in this layout; empty where nothing could be.
-    """
-
-    layout: Layout
-    prediction: Prediction
-    passes: tuple[Pass, ...]
-    seconds_left: float
-    moving: float
-    alternatives: dict[int, float]
-    storing: CacheDecision | None = None
-    seconds_left_by_way: Mapping[str, float] = field(default_factory=dict)
-
 
 def search(
-    current: Layout, num_frozen: int, horizon: Horizon, inputs: PlanInputs, storing: Storing | None = None
+    current: Layout, num_frozen: int, steps_left: int, inputs: PlanInputs, storing: Storing | None = None
 ) -> Choice:
     """Return the layout to move to when `num_frozen` layers are frozen. Equal inputs give an equal choice.
 
@@ -121,7 +48,7 @@ def search(
     of frozen blocks, but there are at most as many stages as active blocks: V shrinks, or K is not considered. Ranks
     that a shorter pipeline frees become replicas. If no candidate fits the memory and the current boundaries do, they
     stay. K follows the rule of the run (`rules.compression`), and where results may not depend on measured times, the
-    work of the blocks.
+    work of the blocks. The decision is for `steps_left` optimizer steps.
     """
 
     def as_it_is(level: int) -> Layout:
@@ -129,27 +56,16 @@ def search(
         return replace(current, num_frozen_layers=num_frozen, cache_level=stored)
 
     # Passes have a reading of their own, in place of the one that is a part of the measured overhead.
-    look = _Look(current, num_frozen, horizon, inputs, storing, without_reading(inputs, current, storing))
+    look = _Look(current, num_frozen, steps_left, inputs, storing, without_reading(inputs, current, storing))
     found = []
     for size, num_chunks in _shapes(current, num_frozen, inputs).items() if inputs.rules.elastic else ():
-        num_replicas = current.pipeline_size * current.num_replicas // size
-        # M is 0 here: `lay_out` chooses it.
-        shape = PipelineShape(size, num_replicas, 0, current.schedule, num_chunks)
-        found.append(look.best(lambda level, shape=shape: look.recut(shape, level)))  # type: ignore[misc]
+        found.append(look.best(partial(look.recut, size, num_chunks)))
     if not any(each.fits for each in found):
         kept = look.best(as_it_is)
         found += [kept] if kept.fits or not found else []
     chosen = _choose(found, inputs) if inputs.rules.elastic else found[0]
-    return Choice(
-        chosen.layout,
-        inputs.predict(chosen.layout),
-        chosen.passes,
-        chosen.seconds_left,
-        chosen.moving,
-        {each.layout.pipeline_size: inputs.predict(each.layout).seconds for each in found},
-        chosen.decision,
-        chosen.seconds_left_by_way,
-    )
+    seconds = {each.layout.pipeline_size: inputs.predict(each.layout).seconds for each in found}
+    return replace(chosen, alternatives=seconds)
 
 
 def first_layout(sizes: Sequence[int], lay_out: Callable[[int], Layout], fits: Callable[[Layout], bool]) -> Layout:
@@ -159,31 +75,21 @@ def first_layout(sizes: Sequence[int], lay_out: Callable[[int], Layout], fits: C
 
 
 @dataclass(frozen=True)
-class _Option(Candidate):
-    """Layout with the best way to store under it; K is chosen by `cost`."""
-
-    passes: tuple[Pass, ...]
-    seconds_left: float
-    moving: float
-    decision: CacheDecision | None = None
-    seconds_left_by_way: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class _Look:
     """The question that a search answers, and the steps to an answer. `apart` are the inputs without reading."""
 
     current: Layout
     num_frozen: int
-    horizon: Horizon
+    steps_left: int
     inputs: PlanInputs
     storing: Storing | None
     apart: PlanInputs
 
-    def recut(self, shape: PipelineShape, level: int) -> Layout:
-        """Return the layout of a shape, with the present boundaries where new ones save too little."""
+    def recut(self, size: int, num_chunks: int, level: int) -> Layout:
+        """Return the layout of another shape, with the present boundaries where new ones save too little."""
         inputs, current = self.inputs, self.current
-        layout = inputs.lay_out(shape, self.num_frozen, level)
+        num_replicas = current.pipeline_size * current.num_replicas // size
+        layout = inputs.lay_out(current.schedule, size, num_replicas, num_chunks, self.num_frozen, level)
         # Another number of stages moves weights in any case; whether that pays is for `_choose` to say.
         if layout.places != current.places:
             return layout
@@ -194,38 +100,34 @@ class _Look:
         # Where boundaries follow the blocks' work, no measured time may decide on them.
         if inputs.rules.work or not before.fits:
             return layout
-        pays = (before.cost - after.cost) * self.horizon.steps_left > moving_seconds(current, layout, inputs)
+        pays = (before.cost - after.cost) * self.steps_left > moving_seconds(current, layout, inputs)
         return layout if pays else unmoved
 
-    def best(self, lay_out: Callable[[int], Layout]) -> _Option:
+    def best(self, lay_out: Callable[[int], Layout]) -> Choice:
         """Return the fastest of the allowed ways to store, with the layout that `lay_out` returns for its level."""
-        plain, storing, (steps, per_epoch) = lay_out(0), self.storing, self.horizon
+        plain, storing, num_frozen, steps = lay_out(0), self.storing, self.num_frozen, self.steps_left
         # A pipeline over several nodes stores nothing: stages elsewhere could not read the store of the first.
         if storing is None or self.inputs.overheads.spans_nodes(plain.pipeline_size):
-            reading = 0.0 if storing is None else storing.costs.input
-            return self._option(plain, Way(0, (Pass(steps, record_seconds=reading),)))
+            reading = 0.0 if storing is None else storing.input
+            return self._judged(plain, replace(COMPUTE, passes=(Pass(steps, record_seconds=reading),)))
         blocks = with_launches(self.inputs.blocks, plain, self.inputs.samples_per_device)
-        costs = storing.beside(blocks, self.num_frozen, plain.pipeline_size)
-        ways = ways_of_storing(costs, self.num_frozen, storing.contents, steps, per_epoch)
-        options = {
-            name: self._option(lay_out(way.level) if way.level else plain, way) for name, way in ways.by_name.items()
-        }
-        seconds = {name: each.seconds_left for name, each in options.items()}
-        fitting = {name for name, each in options.items() if each.fits}
-        keeps_dropout = storing.keeps_dropout(self.num_frozen)
-        decision = ways.decide(seconds, "off" if keeps_dropout else storing.mode, "the rest of the run", fitting)
-        if keeps_dropout:
-            decision = replace(decision, reason=KEEPS_DROPOUT)
-        return replace(options[decision.way], decision=decision, seconds_left_by_way=seconds)
+        costs = replace(storing, prefix=prefix_seconds(blocks))
+        costs = costs.beside(active_seconds(blocks, num_frozen), plain.pipeline_size)
+        ways = ways_of_storing(costs, num_frozen, steps)
+        found = {name: self._judged(lay_out(way.level) if way.level else plain, way) for name, way in ways.items()}
+        seconds = {name: each.seconds_left for name, each in found.items()}
+        fitting = {name for name, each in found.items() if each.fits}
+        way = choose_way(costs, ways, seconds, num_frozen, steps, "the rest of the run", fitting)
+        return replace(found[way.name], way=way)
 
-    def _option(self, layout: Layout, way: Way) -> _Option:
+    def _judged(self, layout: Layout, way: Way) -> Choice:
         inputs = self.inputs
         moving = moving_seconds(self.current, layout, inputs)
         seconds = seconds_left(layout, way.passes, self.apart) + moving
         judged = inputs.judge(layout, inputs.cut_by)
         # Where no measured time may decide, the operations of a step stand for the rest of the run.
         cost = judged.cost if inputs.rules.is_timeless else seconds
-        return _Option(layout, cost, judged.fits, way.passes, seconds, moving)
+        return replace(judged, cost=cost, way=way, seconds_left=seconds, moving=moving)
 
 
 def _shapes(current: Layout, num_frozen: int, inputs: PlanInputs) -> dict[int, int]:
@@ -243,10 +145,7 @@ def _shapes(current: Layout, num_frozen: int, inputs: PlanInputs) -> dict[int, i
     return possible or {current.pipeline_size: current.num_chunks}
 
 
-Choosable = TypeVar("Choosable", bound=Candidate)
-
-
-def choose_by_throughput(candidates: Sequence[Choosable]) -> Choosable:
+def choose_by_throughput(candidates: Sequence[Choice]) -> Choice:
     """Return the fitting candidate with the least cost; among equals (`TIE`) the shortest pipeline.
 
     If none fits, return the longest pipeline, which needs the least memory.
@@ -265,7 +164,7 @@ def choose_by_throughput(candidates: Sequence[Choosable]) -> Choosable:
     return min(equals, key=lambda candidate: (candidate.layout.pipeline_size, candidate.cost))
 
 
-def _choose(options: Sequence[_Option], inputs: PlanInputs) -> _Option:
+def _choose(options: Sequence[Choice], inputs: PlanInputs) -> Choice:
     if inputs.rules.compression == "throughput":
         return choose_by_throughput(options)
     # Eq. 2 goes down from the longest pipeline, and asks for one size after the other.
@@ -286,12 +185,11 @@ def seconds_left(layout: Layout, passes: Iterable[Pass], inputs: PlanInputs) -> 
     A step in which a share of the samples has records takes that share of the time of a step that reads all of
     them, plus the rest of one that computes all. `inputs` have no reading in the overhead of a step.
     """
-    samples, overheads = inputs.samples_per_device * layout.pipeline_size, inputs.overheads
+    samples = inputs.samples(layout)
 
     # Each level is simulated: a bubble does not shrink in proportion to what is computed.
     def step_seconds(level: int) -> float:
-        under = replace(layout, cache_level=level)
-        return predict_step(under, inputs.blocks, overheads, samples, inputs.accumulation).seconds
+        return inputs.predict(replace(layout, cache_level=level)).seconds
 
     total = 0.0
     for each in passes:
@@ -307,9 +205,9 @@ def without_reading(inputs: PlanInputs, current: Layout, storing: Storing | None
     """Return the inputs without the reading of the measured steps, which ran under `current`; see `Storing.now`."""
     if storing is None:
         return inputs
-    now = storing.costs.input if storing.now is None else storing.now
+    now = storing.input if storing.now is None else storing.now
     # The first stage reads the batch of its whole pipeline.
-    read = inputs.accumulation * inputs.samples_per_device * current.pipeline_size * now
+    read = inputs.accumulation * inputs.samples(current) * now
     return replace(inputs, overheads=replace(inputs.overheads, per_step=max(0.0, inputs.overheads.per_step - read)))
 
 

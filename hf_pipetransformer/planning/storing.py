@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 
 MODES = ("auto", "on", "off")
@@ -18,17 +19,32 @@ def why_not_over_nodes(pipeline_size: int, node_size: int) -> str:
 
 
 @dataclass(frozen=True)
-class CacheCosts:
-    """Measured times, all in seconds per sample. `read` and `write` are those of a record.
+class Storing:
+    """Costs of storing what frozen layers give, the records that a store has, and the rule that decides on more.
+
+    Times are measured, all in seconds per sample; `read` and `write` are those of a record.
 
     Args:
         prefix: `prefix[f]` is the forward of the embeddings and `layers[0:f]`; `prefix[0]` is the embeddings alone.
+            The search fills it in, and `active`.
         input: reading, decoding, tokenizing and collating a sample, minus what DataLoader workers hide.
         is_apart: True if the device leaves the host's cores free: threads read the records of the next batch and write
             those of the last one while it computes.
         num_at_once: batches that a step takes one after the other before it computes, of which only the first one has
             been read ahead: those whose gradients it accumulates.
         active: computation above the frozen blocks, forward and backward.
+        mode: `auto`, `on` or `off`.
+        level: the number of blocks that the present records cover; 0 if nothing is stored.
+        share: share of the samples that have a record, 0 to 1.
+        fits_share: share of the samples whose records fit, 0 to 1.
+        steps_per_epoch: optimizer steps, or any other unit in which the length of a run is given too.
+        dropout_from: number of frozen layers from which on storing would change what the script's frozen layers
+            compute. `auto` stores nothing there, because by default no number differs from Trainer's.
+        now: seconds per sample that the measured steps spend on reading; None for those of reading the data set. They
+            are a part of the measured overhead of a step, and other numbers of stages read other numbers of samples.
+
+    Raises:
+        ValueError: a share outside 0 to 1.
     """
 
     prefix: tuple[float, ...]
@@ -38,8 +54,23 @@ class CacheCosts:
     is_apart: bool = False
     num_at_once: int = 1
     active: float = 0.0
+    mode: str = "auto"
+    level: int = 0
+    share: float = 0.0
+    fits_share: float = 1.0
+    steps_per_epoch: float = 1.0
+    dropout_from: float = inf
+    now: float | None = None
 
-    def beside(self, active: float, pipeline_size: int = 1) -> CacheCosts:
+    def __post_init__(self) -> None:
+        for name, share in (("stored_share", self.share), ("fits_share", self.fits_share)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} is {share}: expected a share from 0 to 1.")
+
+    def keeps_dropout(self, num_frozen: int) -> bool:
+        return self.mode == "auto" and num_frozen >= self.dropout_from
+
+    def beside(self, active: float, pipeline_size: int = 1) -> Storing:
         """Return the costs in a pipeline of so many equal stages, which computes `active` on one device.
 
         The stages share the computation, but one of them reads all records.
@@ -61,6 +92,13 @@ class CacheCosts:
         """Return what a record that is written adds, like `reading`."""
         # Records are written when their batch is through, so that each batch of a step hides its own.
         return max(0.0, self.write - self.active - computed) if self.is_apart else self.write
+
+    def seconds_of_input(self, share: float, computed: float = 0.0) -> float:
+        """Return the seconds per sample spent reading if `share` of the samples come from the store.
+
+        `computed` is what the frozen blocks above their records compute.
+        """
+        return share * self.reading(computed) + (1 - share) * self.input
 
 
 @dataclass(frozen=True)
@@ -100,26 +138,6 @@ class Caching:
 
 
 @dataclass(frozen=True)
-class StoreContents:
-    """Records that a store has, and what fits into it; raises ValueError for a share outside 0 to 1.
-
-    Args:
-        level: the number of blocks that the records cover; 0 if nothing is stored.
-        share: share of the samples that have a record, 0 to 1.
-        fits_share: share of the samples whose records fit, 0 to 1.
-    """
-
-    level: int = 0
-    share: float = 0.0
-    fits_share: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name, share in (("stored_share", self.share), ("fits_share", self.fits_share)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} is {share}: expected a share from 0 to 1.")
-
-
-@dataclass(frozen=True)
 class Pass:
     """Consecutive optimizer steps that find the same records in the store.
 
@@ -135,156 +153,142 @@ class Pass:
     record_seconds: float = 0.0
 
 
-def passes_ahead(
-    costs: CacheCosts,
-    num_frozen: int,
-    level: int,
-    stored: StoreContents,
-    steps_left: float,
-    steps_per_epoch: float,
-) -> tuple[Pass, ...]:
-    """Predict the passes to come: the one that writes records of `level`, then those that read them.
-
-    Args:
-        level: the number of blocks whose output is stored from now on, up to `num_frozen`; 0 for none.
-        stored: the present records; those of more than `level` blocks, which unfreeze, are not read again.
-        steps_left: optimizer steps.
-    """
-    if not level:
-        return (Pass(steps_left, record_seconds=costs.input),)
-    # Records of layers that train again hold what the weights of earlier steps computed.
-    share, whole = stored.share if 0 < stored.level <= level else 0.0, costs.prefix[num_frozen]
-    # Records that are there fit, whatever has filled the disk since.
-    fits = max(stored.fits_share, share)
-    # Frozen blocks above a record run while the device's host reads, and everything runs while it writes anew.
-    above_old = max(whole - costs.prefix[stored.level], 0.0) if share else whole
-    above_new = max(whole - costs.prefix[level], 0.0)
-    # Records of fewer layers are written anew as they are read; those of this level stay.
-    rewritten = 0.0 if stored.level == level else share * costs.writing(above_old)
-    written = rewritten + (fits - share) * costs.writing(whole)
-    first = min(steps_left, steps_per_epoch)
-    found = [Pass(first, stored.level if share else 0, share, reading_seconds(costs, share, above_old) + written)]
-    if steps_left > first:
-        found.append(Pass(steps_left - first, level, fits, reading_seconds(costs, fits, above_new)))
-    return tuple(found)
-
-
-def reading_seconds(costs: CacheCosts, share: float, computed: float = 0.0) -> float:
-    """Return the seconds per sample spent reading if `share` of the samples come from the store.
-
-    `computed` is what the frozen blocks above their records compute.
-    """
-    return share * costs.reading(computed) + (1 - share) * costs.input
-
-
-# ---- the choice ----
-
-
 @dataclass(frozen=True)
 class Way:
     """Way to get the output of the frozen layers for the rest of a run.
 
     Args:
+        name: `compute` stores nothing, `keep` stays at the level of the present records, `write` brings them to all
+            frozen layers.
         level: the number of layers whose output is stored from now on; 0 for none.
         passes: steps that follow.
+        reason: why it was chosen; empty where nothing could be stored.
+        seconds: compared costs of all ways by name; empty where there was nothing to compare.
     """
 
+    name: str
     level: int
     passes: tuple[Pass, ...]
+    reason: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def use(self) -> bool:
+        """True if anything is stored."""
+        return self.level > 0
 
 
-@dataclass(frozen=True)
-class Ways:
-    """Possible ways to store for the rest of a run by name, in the order of how much they store.
+COMPUTE = Way("compute", 0, ())
+"""Nothing is stored, and nothing was decided."""
 
-    `compute` stores nothing, `keep` stays at the level of the present records, `write` brings them to `num_frozen`
-    layers; it is possible only if a record will be read again.
+
+def passes_ahead(storing: Storing, num_frozen: int, level: int, steps_left: float) -> tuple[Pass, ...]:
+    """Predict the passes to come: the one that writes records of `level`, then those that read them.
+
+    Present records of more than `level` blocks, which unfreeze, are not read again.
 
     Args:
-        epochs_left: how often an average sample will still be read, the current epoch included.
+        level: the number of blocks whose output is stored from now on, up to `num_frozen`; 0 for none.
+        steps_left: optimizer steps.
     """
-
-    by_name: dict[str, Way]
-    num_frozen: int
-    epochs_left: float
-
-    def decide(
-        self, seconds: Mapping[str, float], mode: str, of: str, fitting: Collection[str] | None = None
-    ) -> CacheDecision:
-        """Choose the way that takes least time of those that the mode allows: `on` the one that stores most.
-
-        Args:
-            seconds: compared costs by way; `of` names what they are costs of.
-            fitting: ways whose layouts fit in memory; None for all. One that does not is out, unless none does.
-
-        Raises:
-            ValueError: unknown mode.
-        """
-        if mode not in MODES:
-            raise ValueError(f"The mode of the cache is {mode!r}: expected one of {', '.join(MODES)}.")
-        possible = list(self.by_name)
-        allowed = {"auto": possible, "on": possible[-1:], "off": ["compute"]}[mode]
-        allowed = [name for name in allowed if fitting is None or name in fitting] or allowed
-        least = min(seconds[name] for name in allowed)
-        # The first of those that are equal but for rounding stores least.
-        name = next(name for name in allowed if seconds[name] <= least * (1 + 1e-9))
-        way = self.by_name[name]
-        return CacheDecision(name, way.level, self._reason(way, seconds, mode, of))
-
-    def _reason(self, chosen: Way, seconds: Mapping[str, float], mode: str, of: str) -> str:
-        if self.num_frozen == 0 or mode == "off":
-            return "the cache is switched off" if self.num_frozen else "no layer is frozen"
-        epochs = f"{self.epochs_left:.3g} epoch{'' if self.epochs_left == 1 else 's'}"
-        if mode == "on" and chosen.level == self.num_frozen:
-            return "the cache is switched on"
-        if mode == "on":
-            return f"nothing is written with {epochs} left: no record would be read again"
-        if len(self.by_name) == 1:
-            return f"{epochs} left: no record would be read again"
-        named = {"compute": "recomputing", "keep": "reading what is cached", "write": "caching anew"}
-        compared = (
-            f"{named[way]} {cost:.3g} s" if cost >= 1 else f"{named[way]} {1000 * cost:.3g} ms"
-            for way, cost in seconds.items()
-        )
-        return f"over {epochs} {of} costs: {', '.join(compared)}"
+    if not level:
+        return (Pass(steps_left, record_seconds=storing.input),)
+    # Records of layers that train again hold what the weights of earlier steps computed.
+    share, whole = storing.share if 0 < storing.level <= level else 0.0, storing.prefix[num_frozen]
+    # Records that are there fit, whatever has filled the disk since.
+    fits = max(storing.fits_share, share)
+    # Frozen blocks above a record run while the device's host reads, and everything runs while it writes anew.
+    above_old = max(whole - storing.prefix[storing.level], 0.0) if share else whole
+    above_new = max(whole - storing.prefix[level], 0.0)
+    # Records of fewer layers are written anew as they are read; those of this level stay.
+    rewritten = 0.0 if storing.level == level else share * storing.writing(above_old)
+    written = rewritten + (fits - share) * storing.writing(whole)
+    first = min(steps_left, storing.steps_per_epoch)
+    reading = storing.seconds_of_input(share, above_old)
+    found = [Pass(first, storing.level if share else 0, share, reading + written)]
+    if steps_left > first:
+        found.append(Pass(steps_left - first, level, fits, storing.seconds_of_input(fits, above_new)))
+    return tuple(found)
 
 
-def ways_of_storing(
-    costs: CacheCosts,
-    num_frozen: int,
-    stored: StoreContents,
-    steps_left: float,
-    steps_per_epoch: float,
-) -> Ways:
-    """Return the possible ways to get the output of the frozen layers until the end of a run.
+# ---- the choice ----
 
+
+def ways_of_storing(storing: Storing, num_frozen: int, steps_left: float) -> dict[str, Way]:
+    """Return the possible ways to get the output of the frozen layers until the end of a run, by name.
+
+    They come in the order of how much they store; to write is possible only if a record will be read again.
     PipeTransformer (section 3.4) profiles recomputing against loading; the passes to come also have the cost of
-    writing, and how often that pays off.
+    writing, and how often that pays off. Present records of more than `num_frozen` layers are of no use.
 
     Args:
-        stored: the present records; those of more than `num_frozen` layers are of no use.
         steps_left: optimizer steps, or any other unit that `steps_per_epoch` has too.
 
     Raises:
         ValueError: no measured time for `num_frozen` layers.
     """
-    if not 0 <= num_frozen < len(costs.prefix):
-        raise ValueError(
-            f"{num_frozen} layers are frozen: expected 0 to {len(costs.prefix) - 1}, the prefixes that were measured."
-        )
-
-    def way(level: int) -> Way:
-        return Way(level, passes_ahead(costs, num_frozen, level, stored, steps_left, steps_per_epoch))
-
-    found = {"compute": way(0)}
-    if stored.share > 0 and 0 < stored.level <= num_frozen:
-        found["keep"] = way(stored.level)
+    if not 0 <= num_frozen < len(storing.prefix):
+        most = len(storing.prefix) - 1
+        raise ValueError(f"{num_frozen} layers are frozen: expected 0 to {most}, the prefixes that were measured.")
+    levels = {"compute": 0}
+    if storing.share > 0 and 0 < storing.level <= num_frozen:
+        levels["keep"] = storing.level
     # Records at the wanted level need no writing: that would be to keep them.
-    is_written = "keep" in found and stored.level == num_frozen
+    is_written = "keep" in levels and storing.level == num_frozen
     # In the epoch that writes them no record is read again.
-    if num_frozen and not is_written and steps_left > steps_per_epoch:
-        found["write"] = way(num_frozen)
-    return Ways(found, num_frozen, steps_left / steps_per_epoch)
+    if num_frozen and not is_written and steps_left > storing.steps_per_epoch:
+        levels["write"] = num_frozen
+    return {
+        name: Way(name, level, passes_ahead(storing, num_frozen, level, steps_left)) for name, level in levels.items()
+    }
+
+
+def choose_way(
+    storing: Storing,
+    ways: Mapping[str, Way],
+    seconds: Mapping[str, float],
+    num_frozen: int,
+    steps_left: float,
+    of: str,
+    fitting: Collection[str] | None = None,
+) -> Way:
+    """Choose the way that takes least time of those that the mode allows: `on` the one that stores most.
+
+    Args:
+        seconds: compared costs by way; `of` names what they are costs of.
+        fitting: ways whose layouts fit in memory; None for all. One that does not is out, unless none does.
+
+    Raises:
+        ValueError: unknown mode.
+    """
+    keeps_dropout = storing.keeps_dropout(num_frozen)
+    mode = "off" if keeps_dropout else storing.mode
+    if mode not in MODES:
+        raise ValueError(f"The mode of the cache is {mode!r}: expected one of {', '.join(MODES)}.")
+    possible = list(ways)
+    allowed = {"auto": possible, "on": possible[-1:], "off": ["compute"]}[mode]
+    allowed = [name for name in allowed if fitting is None or name in fitting] or allowed
+    least = min(seconds[name] for name in allowed)
+    # The first of those that are equal but for rounding stores least.
+    name = next(name for name in allowed if seconds[name] <= least * (1 + 1e-9))
+    number = steps_left / storing.steps_per_epoch
+    epochs = f"{number:.3g} epoch{'' if number == 1 else 's'}"
+    named = {"compute": "recomputing", "keep": "reading what is cached", "write": "caching anew"}
+    compared = (
+        f"{named[way]} {cost:.3g} s" if cost >= 1 else f"{named[way]} {1000 * cost:.3g} ms"
+        for way, cost in seconds.items()
+    )
+    reasons = (
+        (keeps_dropout, "frozen layers compute something else in training mode"),
+        (num_frozen == 0, "no layer is frozen"),
+        (mode == "off", "the cache is switched off"),
+        (mode == "on" and ways[name].level == num_frozen, "the cache is switched on"),
+        (mode == "on", f"nothing is written with {epochs} left: no record would be read again"),
+        (len(ways) == 1, f"{epochs} left: no record would be read again"),
+        (True, f"over {epochs} {of} costs: {', '.join(compared)}"),
+    )
+    reason = next(text for holds, text in reasons if holds)
+    return replace(ways[name], reason=reason, seconds=seconds)
 
 
 def epochs_of_a_record(epochs: float, num_nodes: int) -> float:
@@ -296,39 +300,7 @@ def epochs_of_a_record(epochs: float, num_nodes: int) -> float:
     return epochs / (num_nodes * (1 - (1 - 1 / num_nodes) ** epochs)) if epochs > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class CacheDecision:
-    """Choice of what is stored until the next decision, and its reason.
-
-    Args:
-        way: `compute`, `keep` or `write`, see `Ways`.
-        level: the number of layers whose output is stored; 0 for none.
-    """
-
-    way: str
-    level: int
-    reason: str
-
-    @property
-    def use(self) -> bool:
-        """True if anything is stored."""
-        return self.level > 0
-
-
-@dataclass(frozen=True)
-class SampleDecision(CacheDecision):
-    """Choice where one process computes everything, with the costs of a sample over the rest of the run by way."""
-
-    seconds_per_sample: Mapping[str, float] = field(default_factory=dict)
-
-
-def decide_cache(
-    costs: CacheCosts,
-    num_frozen: int,
-    stored: StoreContents,
-    epochs_left: float,
-    mode: str,
-) -> SampleDecision:
+def decide_cache(storing: Storing, num_frozen: int, epochs_left: float) -> Way:
     """Choose the way that takes least time for a sample where one process computes everything; see `ways_of_storing`.
 
     With E epochs left, F frozen blocks, and a share s of the samples stored at level g, a sample costs over the rest
@@ -343,21 +315,18 @@ def decide_cache(
     tie, the way that stores less wins.
 
     Args:
+        storing: with an epoch of one step; has g, s and p.
         num_frozen: F.
-        stored: g, s and p.
         epochs_left: E, how often an average sample will still be read, the current epoch included.
     """
-    # Epochs stand for steps.
-    ways = ways_of_storing(costs, num_frozen, stored, max(epochs_left, 0.0), 1.0)
-    computed = [max(0.0, costs.prefix[num_frozen] - seconds) for seconds in costs.prefix]
-
-    def seconds_of(way: Way) -> float:
-        return sum(
-            each.steps
-            * (each.record_seconds + each.share * computed[each.level] + (1 - each.share) * costs.prefix[num_frozen])
+    epochs_left = max(epochs_left, 0.0)
+    ways, whole = ways_of_storing(storing, num_frozen, epochs_left), storing.prefix[num_frozen]
+    computed = [max(0.0, whole - seconds) for seconds in storing.prefix]
+    seconds = {
+        name: sum(
+            each.steps * (each.record_seconds + each.share * computed[each.level] + (1 - each.share) * whole)
             for each in way.passes
         )
-
-    seconds = {name: seconds_of(way) for name, way in ways.by_name.items()}
-    found = ways.decide(seconds, mode, "a sample")
-    return SampleDecision(found.way, found.level, found.reason, seconds)
+        for name, way in ways.items()
+    }
+    return choose_way(storing, ways, seconds, num_frozen, epochs_left, "a sample")

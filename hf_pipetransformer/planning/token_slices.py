@@ -1,4 +1,4 @@
-"""Token slices: their measured costs, TeraPipe's dynamic program over length and batch, and cuts chosen by it. Pure.
+"""Token slices: their measured costs, TeraPipe's dynamic program over the length, and cuts chosen by it. Pure.
 
 TeraPipe (Li et al., ICML 2021), sections 3.3 and 3.4, Eq. 5: a pipeline of K stages takes the sum of its slices' times
 plus K - 1 times the slowest one. Under a bound on the slowest slice, the best sum is a shortest path. The bounds worth
@@ -25,28 +25,15 @@ if TYPE_CHECKING:
 
 
 Times = NDArray[np.float64]
-"""Seconds of forward and backward on one stage, `(batch sizes, granules, granules)`.
+"""Seconds of forward and backward on one stage, `(granules, granules)`.
 
-`times[b - 1, x - 1, c]` is the time of a slice of `x` granules of tokens of `b` sequences after a context of `c`
-granules. Entries with `x + c` beyond the sequence are never read.
+`times[x - 1, c]` is the time of a slice of `x` granules of tokens after a context of `c` granules. Entries with
+`x + c` beyond the sequence are never read.
 """
 
 
-@dataclass(frozen=True)
-class SlicePlan:
-    """For each batch slice its number of sequences and the granules of its token slices, and the seconds by Eq. 5."""
-
-    slices: tuple[tuple[int, tuple[int, ...]], ...]
-    seconds: float
-
-
-def pipeline_seconds(slice_times: list[float], num_stages: float) -> float:
-    """Return the sum of the slices' times plus K - 1 times the longest (Eq. 5)."""
-    return sum(slice_times) + (num_stages - 1) * max(slice_times)
-
-
-def plan_slices(times: Times, num_stages: float, batch_size: int, tolerance: float = 1e-3) -> SlicePlan:
-    """Return the slices of a batch with the least time by Eq. 5.
+def plan_slices(times: Times, num_stages: float, tolerance: float = 1e-3) -> tuple[int, ...]:
+    """Return the granules of the slices of a sequence with the least time by Eq. 5.
 
     The least sum under a bound on the slowest slice only falls as the bound rises. The search therefore skips an
     interval of bounds when the sum at its upper end, combined with the bound at its lower end, does not beat the best
@@ -58,14 +45,13 @@ def plan_slices(times: Times, num_stages: float, batch_size: int, tolerance: flo
         tolerance: allowed relative excess over the least time.
 
     Raises:
-        ValueError: the batch, the stages or `times` are empty, or `times` is not square.
+        ValueError: the stages or `times` are empty, or `times` is not square.
     """
-    if min(batch_size, num_stages, *times.shape) < 1 or times.shape[1] != times.shape[2]:
+    if min(num_stages, *times.shape) < 1 or times.shape[0] != times.shape[1]:
         raise ValueError(
-            f"Slices of a batch of {batch_size} on {num_stages} stages need times of shape (batch sizes, granules, "
-            f"granules), found {times.shape}."
+            f"Slices on {num_stages} stages need times of shape (granules, granules), found {times.shape}."
         )
-    search = _Search(times, num_stages, batch_size, tolerance)
+    search = _Search(times, num_stages, tolerance)
     search.look(0, len(search.bounds) - 1, 0.0)
     return search.found
 
@@ -73,25 +59,27 @@ def plan_slices(times: Times, num_stages: float, batch_size: int, tolerance: flo
 class _Search:
     """Branch and bound over the bounds on the slowest slice."""
 
-    def __init__(self, times: Times, num_stages: float, batch_size: int, tolerance: float) -> None:
-        self.num_stages, self.batch_size, self.tolerance = num_stages, batch_size, tolerance
-        num_sizes, length, _ = times.shape
+    def __init__(self, times: Times, num_stages: float, tolerance: float) -> None:
+        self.num_stages, self.tolerance = num_stages, tolerance
+        length = len(times)
         # By the end of a slice, not by its context, so that one row has all slices that the program compares at a
         # step.
-        self.by_end = np.full((length + 1, num_sizes, length), np.inf)
+        self.by_end = np.full((length + 1, length), np.inf)
         for end in range(1, length + 1):
             starts = np.arange(end)
-            self.by_end[end][:, :end] = times[:, end - starts - 1, starts]
+            self.by_end[end][:end] = times[end - starts - 1, starts]
         self.bounds = np.unique(self.by_end[np.isfinite(self.by_end)])
-        self.found = SlicePlan((), np.inf)
+        self.found: tuple[int, ...] = ()
+        self.seconds = np.inf
 
     def look(self, low: int, high: int, least: float) -> None:
         """Try the bounds with indices `low` to `high`, both included; none allows a sum below `least`."""
         if low > high or self._cannot_improve(low, least):
             return
-        plan, least, slowest = self._solve(float(self.bounds[high]))
-        if plan.seconds < self.found.seconds:
-            self.found = plan
+        lengths, least, slowest = self._solve(float(self.bounds[high]))
+        seconds = least + (self.num_stages - 1) * slowest
+        if seconds < self.seconds:
+            self.found, self.seconds = lengths, seconds
         high = int(np.searchsorted(self.bounds, slowest)) - 1
         if low > high or self._cannot_improve(low, least):
             return
@@ -101,49 +89,27 @@ class _Search:
 
     def _cannot_improve(self, low: int, least: float) -> bool:
         # A plan that no lower bound has shown has a slice as slow as the lowest bound of the interval.
-        return bool(least + (self.num_stages - 1) * self.bounds[low] >= (1 - self.tolerance) * self.found.seconds)
+        return bool(least + (self.num_stages - 1) * self.bounds[low] >= (1 - self.tolerance) * self.seconds)
 
-    def _solve(self, bound: float) -> tuple[SlicePlan, float, float]:
-        """Return the plan with the least sum under a bound, that sum, and its slowest slice; infinite if none."""
-        sums, begins = self._over_tokens(bound)
-        of_batches, lasts = self._over_batch(sums[-1])
-        least = float(of_batches[-1])
-        if not np.isfinite(least):
-            return SlicePlan((), np.inf), np.inf, bound
-        slices, slowest, left = [], 0.0, self.batch_size
-        while left:
-            size = int(lasts[left])
-            lengths, end = [], len(sums) - 1
-            while end:
-                begin = int(begins[end, size - 1])
-                lengths.append(end - begin)
-                slowest = max(slowest, float(self.by_end[end, size - 1, begin]))
-                end = begin
-            slices.append((size, tuple(reversed(lengths))))
-            left -= size
-        return SlicePlan(tuple(slices), least + (self.num_stages - 1) * slowest), least, slowest
-
-    def _over_tokens(self, bound: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        length_and_one, num_sizes, _ = self.by_end.shape
+    def _solve(self, bound: float) -> tuple[tuple[int, ...], float, float]:
+        """Return the slices with the least sum under a bound, that sum, and the slowest; infinite if none."""
+        length = len(self.by_end) - 1
         # Least sums for the first granules, and where the last slice of each begins.
-        sums = np.zeros((length_and_one, num_sizes))
-        begins = np.zeros((length_and_one, num_sizes), np.int64)
-        for end in range(1, length_and_one):
-            own = self.by_end[end, :, :end]
-            totals = np.where(own <= bound, own + sums[:end].T, np.inf)
-            begins[end] = totals.argmin(axis=1)
-            sums[end] = totals[np.arange(num_sizes), begins[end]]
-        return sums, begins
-
-    def _over_batch(self, of_sizes: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        # Least sums by number of sequences, and the size of the last batch slice of each.
-        sums, lasts = np.zeros(self.batch_size + 1), np.zeros(self.batch_size + 1, np.int64)
-        for count in range(1, self.batch_size + 1):
-            sizes = np.arange(1, min(count, len(of_sizes)) + 1)
-            totals = of_sizes[sizes - 1] + sums[count - sizes]
-            lasts[count] = sizes[totals.argmin()]
-            sums[count] = totals.min()
-        return sums, lasts
+        sums, begins = np.zeros(length + 1), np.zeros(length + 1, np.int64)
+        for end in range(1, length + 1):
+            own = self.by_end[end, :end]
+            totals = np.where(own <= bound, own + sums[:end], np.inf)
+            begins[end] = totals.argmin()
+            sums[end] = totals[begins[end]]
+        if not np.isfinite(sums[-1]):
+            return (), np.inf, bound
+        lengths, slowest, end = list[int](), 0.0, length
+        while end:
+            begin = int(begins[end])
+            lengths.append(end - begin)
+            slowest = max(slowest, float(self.by_end[end, begin]))
+            end = begin
+        return tuple(reversed(lengths)), float(sums[-1]), slowest
 
 
 @dataclass(frozen=True)
@@ -175,7 +141,8 @@ class TokenCosts:
     length: int
     error: float = 0.0
 
-    def seconds(self, sequences: float, context: float, tokens: float) -> float:
+    def seconds(self, sequences: float, context: Any, tokens: Any) -> Any:
+        """Return the seconds of a slice; of many, if `context` and `tokens` are arrays."""
         # A causal slice attends to L x earlier pairs and to half of x^2 of its own; both are doubled here.
         pairs = 2 * context * tokens + tokens**2
         each = self.sequence + self.context * context + self.token * tokens + self.attention * pairs
@@ -188,15 +155,13 @@ class TokenCosts:
         return [self.seconds(sequences, start, own) / whole for start, own in zip(starts, lengths, strict=True)]
 
     def times(self, sequences: float, length: int, granules: int, share: float, hop: float = 0.0) -> Times:
-        """Return the times `(1, granules, granules)` that `plan_slices` takes, for sequences of `length` tokens.
+        """Return the times `(granules, granules)` that `plan_slices` takes, for sequences of `length` tokens.
 
         A stage takes a `share` of the model's time, and `hop` seconds for each slice besides.
         """
         sizes = length / granules
         tokens, context = np.meshgrid(np.arange(1, granules + 1) * sizes, np.arange(granules) * sizes, indexing="ij")
-        pairs = 2 * context * tokens + tokens**2
-        each = self.sequence + self.context * context + self.token * tokens + self.attention * pairs
-        times: Times = (hop + share * (self.launch + sequences * each))[None]
+        times: Times = hop + share * self.seconds(sequences, context, tokens)
         return times
 
     def as_event(self) -> dict[str, Any]:
@@ -356,6 +321,5 @@ class SlicePlanner:
         granules = max(1, min(MOST_GRANULES, length // GRANULE))
         times = self.costs.times(size, length, granules, 1 / self.pipeline_size, self.hop)
         # All `count` batch slices are cut alike: their sum counts `count` times, K - 1 times the slowest only once.
-        (_, found), *_ = plan_slices(times, 1 + (self.pipeline_size - 1) / count, 1).slices
-        ends = accumulate(found, initial=0)
+        ends = accumulate(plan_slices(times, 1 + (self.pipeline_size - 1) / count), initial=0)
         return tuple(stop - start for start, stop in pairwise(round(length * end / granules) for end in ends))

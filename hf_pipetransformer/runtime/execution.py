@@ -10,11 +10,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.staging import Arriving, CopyStream
-from hf_pipetransformer.comm.transfers import broadcast_tree
+from hf_pipetransformer.comm.transfers import broadcast_tree, reduced
 from hf_pipetransformer.data.batches import (
     CacheTags,
     are_of_samples,
@@ -37,8 +35,8 @@ from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.engine.program import Forward, MicroBatch, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.engine.token_program import TokenSpan
-from hf_pipetransformer.planning.planner import evaluation_microbatches
-from hf_pipetransformer.runtime.joining import BatchOfAll, HeadJoin, ReplicaJoin
+from hf_pipetransformer.planning.layouts import evaluation_microbatches
+from hf_pipetransformer.runtime.joining import BatchOfAll, ReplicaJoin, join_parts
 from hf_pipetransformer.runtime.loss_call import LossCall
 from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, num_bytes, spread
 from hf_pipetransformer.runtime.stage import GradientNorms, Stage
@@ -228,8 +226,7 @@ class StageRunner:
     def _take_part(self) -> None:
         """Take part in the join of other replicas, whose last stages wait for this one."""
         if self._replicas is not None:
-            settings = self.stage.settings
-            self._replicas.take_part(torch.empty(0, dtype=settings.probe.boundary_dtypes[-1], device=settings.device))
+            self._replicas.take_part(self.stage.settings)
 
     def _follow_draws(self, shared: SharedRngState | None, of_all: BatchOfAll | None) -> None:
         """Let replicas without samples draw on from the random numbers of those that have called the loss.
@@ -374,10 +371,8 @@ class StageRunner:
         if groups.replica_control is None or not groups.is_last:
             return counts
         # On the CPU over the control group: the counts are known on the host, and no device need be waited for.
-        sums = torch.tensor(counts)
         what = f"counting the samples of {groups.replicas}"
-        guarded(lambda: dist.all_reduce(sums, group=groups.replica_control), what)
-        return sums.tolist()
+        return reduced(torch.tensor(counts), groups.replica_control, what).tolist()
 
     def predict(self, inputs: dict[str, Any], forward: Forward, how: Prediction) -> Any:
         """Return the model output for one batch on every stage. Collective: call on every rank of the pipeline.
@@ -465,7 +460,7 @@ class StageRunner:
                 if joined is not None:
                     return joined
         marked, _ = detach_tags(inputs)
-        found = HeadJoin(marked, parts, dict, self._replicas if how.joins_replicas else None).whole(entering)
+        found = join_parts(marked, parts, entering, self._replicas if how.joins_replicas else None)
         output, num_rows = run(found.entering, for_model(found.inputs)), len(found.entering)
         # What has no row for each joined sample, such as the loss, is of all replicas, and stays as it is.
         return mapped(lambda each: found.own_rows(each) if each.dim() and len(each) == num_rows else each, output)

@@ -8,25 +8,16 @@ from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.transfers import all_gather_trees
-from hf_pipetransformer.data.batches import (
-    batch_size,
-    detach_tags,
-    for_model,
-    has_samples,
-    rows_per_sample,
-    take_samples,
-    with_rows,
-)
+from hf_pipetransformer.comm.transfers import all_gather_trees, gather_rows
+from hf_pipetransformer.data.batches import batch_size, has_samples, rows_per_sample, take_samples, with_rows
 from hf_pipetransformer.data.flattened import assign_sequences, sequences_of
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import PipelineGroups
     from hf_pipetransformer.engine.program import MicroBatch
+    from hf_pipetransformer.runtime.stage import StageSettings
 
 
 class BatchesDifferError(ValueError):
@@ -73,35 +64,22 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Samples of a batch, of one replica or of all.
+class Joined:
+    """Samples of a batch at the entrance of the head, of one replica or of all.
 
     Args:
         entering: activation that enters the head, `(batch, seq, hidden)`.
         inputs: the batch, with its marks.
-        own_rows: returns the rows of this replica from a tensor with those of `entering`.
         share: this replica's share of the loss, which all replicas compute.
+        own_rows: returns the rows of this replica from a tensor with those of `entering`.
+        cut: cuts the gradient of `entering`, times that share, into those of the parts that were joined.
     """
 
     entering: torch.Tensor
     inputs: dict[str, Any]
-    own_rows: Callable[[torch.Tensor], torch.Tensor]
-    share: float
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Whole batch at the entrance of the head.
-
-    Args:
-        micro_batch: the batch as one micro-batch; its weight is this replica's share of the loss.
-        entering: activation that enters the head, `(batch, seq, hidden)`, joined.
-        cut: cuts the gradient of `entering`, times that share, into those of the micro-batches of this replica.
-    """
-
-    micro_batch: MicroBatch
-    entering: torch.Tensor
-    cut: Callable[[torch.Tensor], list[torch.Tensor]]
+    share: float = 1.0
+    own_rows: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    cut: Callable[[torch.Tensor], list[torch.Tensor]] = lambda gradient: [gradient]
 
 
 @dataclass(frozen=True)
@@ -126,82 +104,43 @@ class BatchOfAll:
         return take_samples(inputs, slice(start, start + self.sizes[self.number]))
 
 
-@dataclass(frozen=True)
-class HeadJoin:
-    """Join of a batch at the entrance of the head.
+def join_parts(
+    inputs: Mapping[str, Any],
+    parts: Sequence[MicroBatch],
+    entered: Tensors,
+    replicas: ReplicaJoin | None = None,
+    of_all: BatchOfAll | None = None,
+) -> Joined:
+    """Join what entered the head in the parts of a batch. Collective over the replicas, if they are joined.
 
     Args:
         inputs: the batch of this replica, with its marks.
-        cut: its micro-batches, or their token slices.
-        prepare: moves a batch to this stage's device.
+        parts: its micro-batches, or their token slices.
         replicas: joins the batches of all replicas too; None to leave each its own loss.
         of_all: batch of all replicas, if they have exchanged theirs before.
     """
+    num_rows, slices = rows_per_sample(inputs), _slices_of(parts, entered)
+    sizes = [batch_size(with_rows(part.inputs, num_rows)) for part, *_ in _slices_of(parts, parts)]
+    rows = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in slices]
+    axis = Axis.of(inputs, sizes)
+    found = Joined(rows[0] if len(rows) == 1 else axis.join(rows), dict(inputs))
+    found = found if replicas is None else replicas.join(found, of_all)
 
-    inputs: Mapping[str, Any]
-    cut: Sequence[MicroBatch]
-    prepare: Callable[[dict[str, Any]], dict[str, Any]]
-    replicas: ReplicaJoin | None = None
-    of_all: BatchOfAll | None = None
+    def cut(gradient: torch.Tensor) -> list[torch.Tensor]:
+        # Each replica computes the loss of all, and adds its share of the head's gradient. What enters the head has
+        # only the rows of one of them, which gets the whole gradient.
+        own = axis.cut(found.own_rows(gradient) / found.share, rows)
+        of_slices = [row.split([each.shape[1] for each in of], 1) for row, of in zip(own, slices, strict=True)]
+        return [part for parts in of_slices for part in parts] if len(slices) < len(entered) else own
 
-    @classmethod
-    def of_training(
-        cls,
-        batch: Mapping[str, Any],
-        cut: Sequence[MicroBatch],
-        prepare: Callable[[dict[str, Any]], dict[str, Any]],
-        replicas: ReplicaJoin | None,
-    ) -> HeadJoin:
-        """Return the join of a batch of training that was cut into `cut`."""
-        whole, _ = detach_tags(batch)
-        # A frozen reference has given entries to the micro-batches, which the batch does not have.
-        of_reference = [name for name in cut[0].inputs if name not in whole]
-        inputs = whole | {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
-        return cls(inputs, cut, prepare, replicas)
+    return replace(found, cut=cut)
 
-    def whole(self, entered: Tensors) -> Whole:
-        """Join what entered the head in all micro-batches. Collective over the replicas, if they are joined."""
-        rows, axis = self._rows_of(entered), self._axis()
-        whole = rows[0] if len(rows) == 1 else axis.join(rows)
-        found = Whole(whole, dict(self.inputs), lambda gradient: gradient, 1.0)
-        return found if self.replicas is None else self.replicas.join(found, self.of_all)
 
-    def __call__(self, entered: Tensors) -> Joined:
-        """Join for a backward too. Collective over the replicas, if they are joined."""
-        found = self.whole(entered)
-        inputs = self.prepare(for_model(found.inputs))
-        whole = replace(
-            self.cut[0], index=0, inputs=inputs, weight=found.share, activation_shape=(), tags=None, place=None
-        )
-        return Joined(whole, found.entering, self.cutting(entered, found))
-
-    def cutting(self, entered: Tensors, found: Whole) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-        """Return a function that cuts the gradient of what `whole` has joined, see `Joined.cut`."""
-        slices, rows, axis = self._slices_of(entered), self._rows_of(entered), self._axis()
-
-        def cut(gradient: torch.Tensor) -> list[torch.Tensor]:
-            # Each replica computes the loss of all, and adds its share of the head's gradient. What enters the head
-            # has only the rows of one of them, which gets the whole gradient.
-            own = axis.cut(found.own_rows(gradient) / found.share, rows)
-            of_slices = [row.split([each.shape[1] for each in of], 1) for row, of in zip(own, slices, strict=True)]
-            return [part for parts in of_slices for part in parts] if len(slices) < len(entered) else own
-
-        return cut
-
-    def _rows_of(self, entered: Tensors) -> list[torch.Tensor]:
-        slices = self._slices_of(entered)
-        return [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in slices]
-
-    def _axis(self) -> Axis:
-        num_rows = rows_per_sample(self.inputs)
-        sizes = [batch_size(with_rows(part.inputs, num_rows)) for part, *_ in self._slices_of(self.cut)]
-        return Axis.of(self.inputs, sizes)
-
-    def _slices_of(self, values: Sequence[T]) -> list[list[T]]:
-        """Group what belongs to the token slices of a micro-batch; without slices each is alone."""
-        places = [part.index if part.place is None else part.place.batch_slice for part in self.cut]
-        pairs = groupby(zip(places, values, strict=True), key=lambda pair: pair[0])
-        return [[value for _, value in own] for _, own in pairs]
+def _slices_of(parts: Sequence[MicroBatch], values: Sequence[T]) -> list[list[T]]:
+    """Group what belongs to the token slices of a micro-batch; without slices each is alone."""
+    places = [part.index if part.place is None else part.place.batch_slice for part in parts]
+    pairs = groupby(zip(places, values, strict=True), key=lambda pair: pair[0])
+    return [[value for _, value in own] for _, own in pairs]
 
 
 @dataclass(frozen=True)
@@ -226,7 +165,7 @@ class ReplicaJoin:
         number, first = sum(map(bool, found[: self.groups.replica])), [bool(batch) for batch in found].index(True)
         return BatchOfAll(_concatenated(batches, Axis.of(batches[0], sizes)), sizes, number, first)
 
-    def join(self, own: Whole, of_all: BatchOfAll | None = None) -> Whole:
+    def join(self, own: Joined, of_all: BatchOfAll | None = None) -> Joined:
         """Join the batches of all replicas, unless `of_all` has them.
 
         Collective: call on every replica's last stage; `take_part` where a replica has no samples.
@@ -235,17 +174,17 @@ class ReplicaJoin:
             BatchesDifferError: the batches of the replicas do not fit together.
         """
         shapes, found = self._exchange(list(own.entering.shape), own.inputs if of_all is None else {})
-        gathered = self._gather(own.entering, [shape[0] if shape else 0 for shape in shapes])
+        gathered = self._gather(own.entering, shapes)
         of_all = self._joined(found) if of_all is None else of_all
         parts = [each for each, shape in zip(gathered, shapes, strict=True) if shape]
         axis, number, share = Axis.of(of_all.inputs, of_all.sizes), of_all.number, 1.0 / len(parts)
-        return Whole(axis.join(parts), of_all.inputs, lambda gradient: axis.cut(gradient, parts)[number], share)
+        return Joined(axis.join(parts), of_all.inputs, share, lambda tensor: axis.cut(tensor, parts)[number])
 
-    def take_part(self, like: torch.Tensor) -> None:
-        """Take part in the exchanges of `join` without samples; `like` has the device and dtype of the activation."""
+    def take_part(self, settings: StageSettings) -> None:
+        """Take part in the exchanges of `join` without samples, for which the other replicas wait."""
         shapes, _ = self._exchange([], {})
-        shape = next(each for each in shapes if each)
-        self._gather(like.new_zeros(0, *shape[1:]), [each[0] if each else 0 for each in shapes])
+        shape, dtype = next(each for each in shapes if each), settings.probe.boundary_dtypes[-1]
+        self._gather(torch.empty(0, *shape[1:], dtype=dtype, device=settings.device), shapes)
 
     def _exchange(self, shape: list[int], inputs: Mapping[str, Any]) -> tuple[list[list[int]], list[dict[str, Any]]]:
         control, number = self.groups.replica_control, self.groups.num_replicas
@@ -267,14 +206,9 @@ class ReplicaJoin:
         """Return an entry as others read it: the head does not see the values of a placeholder."""
         return value.new_zeros(1).expand(value.shape) if name in self.placeholders else value.contiguous()
 
-    def _gather(self, entering: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
-        # A gather takes equal shapes, and replicas may have different numbers of rows.
-        padded = entering.new_zeros(max(rows), *entering.shape[1:])
-        padded[: len(entering)] = entering
-        parts = [torch.empty_like(padded) for _ in rows]
-        what = f"joining the batches of {self.groups.replicas}"
-        guarded(lambda: dist.all_gather(parts, padded, group=self.groups.replica_group), what)
-        return [part[:count] for part, count in zip(parts, rows, strict=True)]
+    def _gather(self, entering: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        rows, what = [shape[0] if shape else 0 for shape in shapes], f"joining the batches of {self.groups.replicas}"
+        return gather_rows(entering, rows, self.groups.replica_group, what)
 
 
 def _concatenated(batches: Sequence[Mapping[str, Any]], axis: Axis) -> dict[str, Any]:

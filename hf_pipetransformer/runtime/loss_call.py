@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 from hf_pipetransformer.comm.transfers import broadcast_tree
 from hf_pipetransformer.data.batches import batch_size, for_model, marks_of, split_tags
 from hf_pipetransformer.data.rng import same_states
-from hf_pipetransformer.runtime.joining import BatchOfAll, HeadJoin, ReplicaJoin, Whole
+from hf_pipetransformer.runtime.joining import BatchOfAll, Joined, ReplicaJoin, join_parts
 from hf_pipetransformer.splitters.adapters import bare_model
 
 
@@ -81,10 +81,9 @@ class LossCall:
     is_entered: bool = field(default=False, init=False)
     states: States | None = field(default=None, init=False)
     """The shared random numbers when the loss called the model."""
-    found: Whole | None = field(default=None, init=False)
+    found: Joined | None = field(default=None, init=False)
     """What entered the head, for all samples that the loss sees; None without the head."""
     _is_inside: bool = field(default=False, init=False)
-    _cutting: Callable[[torch.Tensor], list[torch.Tensor]] = field(init=False)
 
     def compute(self, loss: Callable[[dict[str, Any]], Any]) -> Any:
         """Return what `loss` returns of the batch; None on a rank without the head.
@@ -135,7 +134,7 @@ class LossCall:
         head, found = self.stage.head, self.found
         assert head.program is not None and found is not None, "only the stage with the head has a loss"
         gradient = head.program.backward_of(loss, found.entering)
-        head.gradients |= dict(zip(sorted(head.entered), self._cutting(gradient), strict=True))
+        head.gradients |= dict(zip(sorted(head.entered), found.cut(gradient), strict=True))
 
     @property
     def _name(self) -> str:
@@ -191,11 +190,9 @@ class LossCall:
             entered = self.forwards(parts)
             if entered is None:
                 raise LeavesLoss
-            join = HeadJoin(split_tags(own)[0], parts, dict, self.replicas, self.of_all)
-            found = join.whole(entered)
-            self._cutting = join.cutting(entered, found)
+            found = join_parts(split_tags(own)[0], parts, entered, self.replicas, self.of_all)
             # A leaf, which collects the gradient that the layers wait for.
-            self.found = Whole(found.entering.detach(), found.inputs, found.own_rows, found.share)
+            self.found = replace(found, entering=found.entering.detach())
             self.found.entering.requires_grad_(torch.is_grad_enabled())
             program = self.stage.head.program
             assert program is not None, "the last stage has the head"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hf_pipetransformer.comm.errors import PipelineError, guarded
-from hf_pipetransformer.comm.transfers import plain
+from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.comm.transfers import plain, reduced
 
 
 if TYPE_CHECKING:
@@ -221,12 +221,12 @@ def check_replicas(digests: Mapping[str, int], place: Any) -> None:
         return
     # The sums travel without names, so that their order has to be the same on all replicas.
     names = sorted(digests)
-    lowest = torch.tensor([digests[name] for name in names], dtype=torch.int64)
-    highest = lowest.clone()
+    own = torch.tensor([digests[name] for name in names], dtype=torch.int64)
     what = f"comparing weights over {place.replicas}"
     # All are equal if the least is the greatest: two reductions, however many replicas there are.
-    guarded(lambda: dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=place.replica_control), what)
-    guarded(lambda: dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=place.replica_control), what)
+    lowest, highest = (
+        reduced(own.clone(), place.replica_control, what, op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+    )
     differing = [name for name, low, high in zip(names, lowest.tolist(), highest.tolist(), strict=True) if low != high]
     if differing:
         raise PipelineError(

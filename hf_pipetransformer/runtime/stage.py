@@ -9,11 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.transfers import broadcast_tree
+from hf_pipetransformer.comm.transfers import broadcast_tree, reduced
 from hf_pipetransformer.data.rng import drawing_with
 from hf_pipetransformer.engine.head import HeadPlan, HeadSlices
 from hf_pipetransformer.schedules.placement import block_of
@@ -215,10 +213,7 @@ class GradientNorms:
 
     def sum_over_stages(self, squares: torch.Tensor) -> torch.Tensor:
         """Sum the result of `own_squares` over the stages. Collective: call on every rank of the pipeline."""
-        group = self.stage.groups.pipeline_group
-        if group is not None:
-            guarded(lambda: dist.all_reduce(squares, group=group), "summing the gradient norms over the stages")
-        return squares
+        return reduced(squares, self.stage.groups.pipeline_group, "summing the gradient norms over the stages")
 
     def own_squares(self) -> torch.Tensor:
         """Return `squares` of this rank's stages only."""

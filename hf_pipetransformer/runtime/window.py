@@ -9,9 +9,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from hf_pipetransformer.comm.errors import guarded
+from hf_pipetransformer.comm.transfers import gather_rows
 from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.weights.stage import StageWeights, VersionedProgram
 from hf_pipetransformer.schedules import COMPUTATIONS, Action, ActionList, Op
@@ -128,9 +127,8 @@ class Window:
         posted = self.run.num_posted
         transfers = (Op.SEND_FORWARD, Op.RECEIVE_FORWARD, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD)
         own = torch.tensor([posted[op] for op in transfers])
-        everyone = [torch.zeros_like(own) for _ in range(self.groups.pipeline_size)]
-        group = self.groups.pipeline_control
-        guarded(lambda: dist.all_gather(everyone, own, group=group), "agreeing on what is under way between stages")
+        counts, what = [len(own)] * self.groups.pipeline_size, "agreeing on what is under way between stages"
+        everyone = gather_rows(own, counts, self.groups.pipeline_control, what)
         # A receive of this rank matches a send of its neighbor, and a send matches a receive.
         nothing = [0] * len(transfers)
         rank, last = self.groups.position, self.groups.pipeline_size - 1

@@ -13,16 +13,15 @@ from transformers.training_args import OptimizerNames
 
 from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.planning.blocks import BlockCosts
-from hf_pipetransformer.planning.costs import Overheads, predict_step
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory, sum_bytes
-from hf_pipetransformer.planning.planner import (
-    PipelineShape,
+from hf_pipetransformer.planning.costs import Overheads
+from hf_pipetransformer.planning.layouts import (
     PlanInputs,
     PlanRules,
     choose_num_chunks,
     choose_num_microbatches,
     largest_rank_size,
 )
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, sum_bytes
 from hf_pipetransformer.planning.search import first_layout
 from hf_pipetransformer.planning.simulator import simulate_equal
 from hf_pipetransformer.planning.token_slices import WORTH, SlicePlanner
@@ -80,13 +79,8 @@ def samples_per_microbatch(args: PipeTransformerArguments) -> int:
     """Return the size of the first layout's largest micro-batch; if the number of stages K is open, that of K=1."""
     size = args.pipeline_size or 1
     samples = args.train_samples_per_device * size
-    return -(-samples // num_microbatches_at_start(args, size, samples))
-
-
-def num_microbatches_at_start(args: PipeTransformerArguments, pipeline_size: int, pipeline_batch_size: int) -> int:
-    """Return the first layout's number of micro-batches M: the user's value, or the rule's."""
-    rule = (args.schedule.abilities, args.gradient_accumulation_steps, args.pipeline_weights)
-    return args.num_microbatches or choose_num_microbatches(pipeline_size, pipeline_batch_size, *rule)
+    rule = args.schedule.abilities, args.gradient_accumulation_steps, args.pipeline_weights
+    return -(-samples // (args.num_microbatches or choose_num_microbatches(size, samples, *rule)))
 
 
 @dataclass(frozen=True)
@@ -173,10 +167,9 @@ class RunPlanner:
 
     def needed_bytes(self, layout: Layout, **rules: Any) -> float:
         """Return the bytes of a layout's fullest rank; `rules` override `memory_rules`."""
-        args, memory = self.args, replace(self.memory_rules, **rules)
-        samples = args.train_samples_per_device * layout.pipeline_size
-        more = args.gradient_accumulation_steps, args.pipeline_weights, memory
-        return max(rank.total for rank in rank_memory(layout, self.costs.blocks, samples, *more))
+        inputs = self.inputs()
+        memory = replace(inputs.rules.memory, **rules)
+        return replace(inputs, rules=replace(inputs.rules, memory=memory)).needed_bytes(layout)
 
     @property
     def _is_free(self) -> bool:
@@ -240,13 +233,13 @@ class RunPlanner:
             ValueError: on every rank, if the requested pipeline length is not possible.
         """
         num_frozen = max(num_frozen, self.num_frozen_by_user)
-        chosen = self.topology.decide(lambda: self._choose(num_frozen).as_event())
-        return Layout.from_event(chosen)
 
-    def _choose(self, num_frozen: int) -> Layout:
-        if self.args.pipeline_size is not None:
-            self.topology.check_pipeline_size(self.args.pipeline_size)
-        return self.choose(num_frozen)
+        def choose() -> dict[str, Any]:
+            if self.args.pipeline_size is not None:
+                self.topology.check_pipeline_size(self.args.pipeline_size)
+            return self.choose(num_frozen).as_event()
+
+        return Layout.from_event(self.topology.decide(choose))
 
     def choose(self, num_frozen: int) -> Layout:
         """Return the first layout. Pure."""
@@ -260,7 +253,7 @@ class RunPlanner:
 
     def fits(self, layout: Layout) -> bool:
         """Return True if a layout fits on the smallest device."""
-        return self.inputs().judge(layout).fits
+        return self.inputs().fits(layout)
 
     def num_chunks(self, size: int) -> int:
         """Return the stages per rank V of a pipeline of `size` ranks; 0 if the model is too short for it."""
@@ -270,17 +263,15 @@ class RunPlanner:
     def plan(self, size: int, num_frozen: int) -> Layout:
         """Return the first layout with `size` stages. Pure."""
         replicas, chunks = self.topology.world_size // size, self.num_chunks(size)
-        shape = PipelineShape(size, replicas, 0, self.args.schedule.name, chunks)
-        return self.inputs().lay_out(shape, num_frozen)
+        return self.inputs().lay_out(self.args.schedule.name, size, replicas, chunks, num_frozen)
 
     def describe(self, layout: Layout, policy: str, freezes: bool, trainer_adds_up: bool = False) -> dict[str, Any]:
         """Return the event of the choice: the expectation printed at start-up, and the costs behind it.
 
         `trainer_adds_up`: see `StartUp`.
         """
-        costs, samples = self.costs, self.args.train_samples_per_device * layout.pipeline_size
-        accumulation = self.args.gradient_accumulation_steps
-        prediction = predict_step(layout, costs.blocks, costs.overheads, samples, accumulation)
+        costs, inputs = self.costs, self.inputs()
+        prediction, samples = inputs.predict(layout), inputs.samples(layout)
         # Only outputs of frozen layers are cached.
         may_cache = (freezes or layout.num_frozen_layers) and not layout.abilities.overlaps_steps
         cache = self.args.activation_cache if may_cache else "off"

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.planning.blocks import BlockCosts
-from hf_pipetransformer.planning.costs import Overheads, predict_step, predict_timeline, shard_seconds
+from hf_pipetransformer.planning.costs import Overheads, predict_timeline, shard_seconds
 from hf_pipetransformer.planning.forecast import Forecast
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, rank_memory, shard_memory
-from hf_pipetransformer.planning.search import Storing
-from hf_pipetransformer.planning.storing import CacheCosts, Caching, StoreContents, why_not_over_nodes
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, shard_memory
+from hf_pipetransformer.planning.storing import Caching, Storing, why_not_over_nodes
 from hf_pipetransformer.schedules import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
@@ -30,6 +29,7 @@ from hf_pipetransformer.startup.slices import choose_head_slices
 if TYPE_CHECKING:
     from hf_pipetransformer.planning.course import RunSchedule
     from hf_pipetransformer.planning.forecast import Duration
+    from hf_pipetransformer.planning.layouts import PlanInputs
     from hf_pipetransformer.planning.simulator import Timeline
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.startup.planner import RunPlanner
@@ -184,14 +184,15 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
     chosen = next((row for row in asked or of_run if asked or row.fits), of_run[-1])
     others, refused = _other_schedules(model, planner, machine, sizes)
     weights = [num_bytes(parameter) for parameter in model.parameters()]
-    caching = _caching(planner, chosen.layout, machine, course)
-    storing = _storing(planner, chosen.layout, machine, course, caching)
-    costs = _costs(planner, chosen.layout)
-    inputs = replace(planner.inputs(chosen.layout), blocks=costs[0], overheads=costs[1])
-    forecast = Forecast(chosen.layout, inputs, course.steps_per_epoch, storing)
-    step = args.train_samples_per_device * chosen.layout.pipeline_size, args.gradient_accumulation_steps
+    caching, storing = _caching(planner, chosen.layout, machine, course)
+    inputs = _inputs(planner, chosen.layout)
+    forecast = Forecast(chosen.layout, inputs, storing)
+    if caching is not None and course.freezing is not None:
+        # What the run would decide when layers freeze.
+        way = forecast.way(course.freezing.spans)
+        caching = replace(caching, is_used=way.use, reason=way.reason)
     # The same step on a device that never waits for Python.
-    at_once = replace(costs[0], launch=()), replace(costs[1], per_forward=0.0, per_backward=0.0)
+    at_once = replace(inputs.blocks, launch=()), replace(inputs.overheads, per_forward=0.0, per_backward=0.0)
     return RunPlan(
         model=type(bare_model(model)).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -205,10 +206,12 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         chosen=chosen,
         host=_host_memory(chosen, planner, machine, weights),
         refused=refused,
-        caching=_decided(caching, forecast, course),
+        caching=caching,
         duration=forecast.duration(course),
-        timeline=predict_timeline(chosen.layout, *costs, *step),
-        computing_seconds=predict_step(chosen.layout, *at_once, *step).seconds,
+        timeline=predict_timeline(
+            chosen.layout, inputs.blocks, inputs.overheads, inputs.samples(chosen.layout), inputs.accumulation
+        ),
+        computing_seconds=inputs.predict(chosen.layout, at_once).seconds,
         remedy=None if any(row.fits for row in of_run) else _remedy(model, planner, machine, sizes),
         head_slices=head_slices,
     )
@@ -242,10 +245,14 @@ def _remedy(model: Any, planner: RunPlanner, machine: Machine, sizes: Sequence[i
     return Remedy({}, None, others)
 
 
-def _costs(planner: RunPlanner, layout: Layout) -> tuple[BlockCosts, Overheads]:
-    """Return the costs under a layout: the planner has the time that reading takes if each rank reads its own."""
-    overheads = planner.costs.overheads
-    return planner.costs.blocks, replace(overheads, per_step=overheads.per_step * layout.pipeline_size)
+def _inputs(planner: RunPlanner, layout: Layout, sums: bool = True) -> PlanInputs:
+    """Return the inputs of plans under a layout: the planner has the reading's time if each rank reads its own.
+
+    Without `sums`, no gradients are added in float32.
+    """
+    inputs = planner.inputs(layout if sums else None)
+    per_step = inputs.overheads.per_step * layout.pipeline_size
+    return replace(inputs, overheads=replace(inputs.overheads, per_step=per_step))
 
 
 # ---- layouts ----
@@ -253,14 +260,11 @@ def _costs(planner: RunPlanner, layout: Layout) -> tuple[BlockCosts, Overheads]:
 
 def make_row(planner: RunPlanner, layout: Layout, machine: Machine, kind: str = "run", name: str = "") -> Row:
     """Predict the memory and the time of a layout; under Trainer no float32 sums of gradients are kept."""
-    args, blocks = planner.args, planner.costs.blocks
-    accumulation, samples = args.gradient_accumulation_steps, args.train_samples_per_device * layout.pipeline_size
-    rules = replace(planner.memory_rules, sums=kind != "Trainer" and planner.sums_in_float32(layout))
-    memory = rank_memory(layout, blocks, samples, accumulation, args.pipeline_weights, rules)
-    shared = [used_by for used_by, _ in blocks.shared]
+    inputs = _inputs(planner, layout, kind != "Trainer")
+    memory, step = inputs.memory(layout), inputs.predict(layout)
+    shared = [used_by for used_by, _ in inputs.blocks.shared]
     for rank, count in enumerate(communicators(layout, shared)):
         memory[rank].communicators = count * machine.communicator_bytes
-    step = predict_step(layout, *_costs(planner, layout), samples, accumulation)
     waiting = 1 - sum(step.rank_seconds) / layout.pipeline_size / step.pipeline if step.pipeline else 0.0
     schedule = f" with {layout.schedule}" if layout.pipeline_size > 1 else ""
     name = name or f"K={layout.pipeline_size}{schedule}"
@@ -313,22 +317,21 @@ def _data_parallel(model: Any, planner: RunPlanner, machine: Machine) -> Iterato
 
     Trainer has one stage, and gradients in the precision of the weights.
     """
-    world_size, blocks = machine.num_devices, planner.costs.blocks
+    world_size, accumulation = machine.num_devices, planner.args.gradient_accumulation_steps
     on_one = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
-    layout, args, rules = on_one.plan(1, planner.num_frozen_by_user), on_one.args, planner.memory_rules
+    layout = on_one.plan(1, planner.num_frozen_by_user)
     yield make_row(on_one, layout, machine, "Trainer", "Trainer" if world_size == 1 else "Trainer, DDP")
     has_scales = any(num_bytes(weight) != weight.numel() * weight.element_size() for weight in model.parameters())
     if world_size == 1 or has_scales:
         return
     alone = replace(layout, num_replicas=1)
-    samples, accumulation = args.train_samples_per_device, args.gradient_accumulation_steps
+    inputs = _inputs(planner, alone, sums=False)
+    step, blocks, casts = inputs.predict(alone), inputs.blocks, inputs.rules.memory.casts
     # With gradients of an earlier batch at any time, the fullest moment is that of most activations.
-    (whole,) = rank_memory(alone, blocks, samples, max(2, accumulation), memory=rules)
-    memory = shard_memory(whole, blocks, world_size, rules.casts)
+    (whole,) = replace(inputs, accumulation=max(2, accumulation)).memory(alone)
+    memory = shard_memory(whole, blocks, world_size, casts)
     memory.communicators = machine.communicator_bytes
-    costs = _costs(planner, alone)
-    step = predict_step(alone, *costs, samples, accumulation)
-    seconds = shard_seconds(step, *costs, world_size, accumulation, rules.casts)
+    seconds = shard_seconds(step, blocks, inputs.overheads, world_size, accumulation, casts)
     # Where batches are accumulated, FSDP2 under Trainer keeps whole gradients, which is not what is counted.
     name = "ZeRO-3" if accumulation > 1 else "FSDP2/ZeRO-3"
     bubble = 1 - step.pipeline / seconds if seconds else 0.0
@@ -402,18 +405,21 @@ def _host_memory(chosen: Row, planner: RunPlanner, machine: Machine, weights: Se
 # ---- freezing and the cache ----
 
 
-def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: RunSchedule) -> Caching | None:
-    storage, freezing, args = course.storage, course.freezing, planner.args
+def _caching(
+    planner: RunPlanner, layout: Layout, machine: Machine, course: RunSchedule
+) -> tuple[Caching | None, Storing | None]:
+    """Return what a store of the run's samples takes, and what a forecast needs to know of it; None without one."""
+    storage, freezing, args, overheads = course.storage, course.freezing, planner.args, planner.costs.overheads
     most_frozen = 0 if freezing is None else max((span.num_frozen for span in freezing.spans), default=0)
     if storage is None or course.num_samples is None or not most_frozen:
-        return None
+        return None, None
     why = storage.why_off
     if args.activation_cache == "off":
         why = "activation_cache='off'"
     elif not args.schedule.abilities.runs_steps_whole:
         why = f"pipeline_schedule={args.pipeline_schedule!r} stores nothing"
     # An elastic run stores as soon as its pipelines fit on a node.
-    elif planner.costs.overheads.spans_nodes(layout.pipeline_size) and not args.elastic:
+    elif overheads.spans_nodes(layout.pipeline_size) and not args.elastic:
         why = why_not_over_nodes(layout.pipeline_size, machine.devices_per_node)
     elif args.activation_cache == "auto" and most_frozen >= planner.dropout_from:
         why = (
@@ -423,26 +429,20 @@ def _caching(planner: RunPlanner, layout: Layout, machine: Machine, course: RunS
     here = -(-course.num_samples * machine.devices_per_node // machine.num_devices)
     needed = storage.record_bytes * here
     share = min(1.0, storage.allowed_bytes / needed) if needed else 1.0
-    return Caching(needed, storage.allowed_bytes, 0.0 if why else share, why)
-
-
-def _storing(
-    planner: RunPlanner, layout: Layout, machine: Machine, course: RunSchedule, caching: Caching | None
-) -> Storing | None:
-    """Return what a forecast needs to know of the cache; None if nothing can be stored."""
-    storage, args = course.storage, planner.args
-    if storage is None or caching is None or caching.why_off is not None:
-        return None
+    caching = Caching(needed, storage.allowed_bytes, 0.0 if why else share, why)
+    if why is not None:
+        return caching, None
     # One rank of each pipeline reads, and the pipelines of a node share its disk.
-    local = max(1, planner.costs.overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
-    times = storage.input, local * storage.read, local * storage.write
-    costs = CacheCosts((), *times, not machine.is_host, args.gradient_accumulation_steps)
-    return Storing(costs, args.activation_cache, StoreContents(fits_share=caching.share))
-
-
-def _decided(caching: Caching | None, forecast: Forecast, course: RunSchedule) -> Caching | None:
-    """Add what the run would decide when layers freeze."""
-    decision = None if course.freezing is None else forecast.decision(course.freezing.spans)
-    if caching is None or decision is None:
-        return caching
-    return replace(caching, is_used=decision.use, reason=decision.reason)
+    local = max(1, overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
+    storing = Storing(
+        prefix=(),
+        input=storage.input,
+        read=local * storage.read,
+        write=local * storage.write,
+        is_apart=not machine.is_host,
+        num_at_once=args.gradient_accumulation_steps,
+        mode=args.activation_cache,
+        fits_share=caching.share,
+        steps_per_epoch=course.steps_per_epoch,
+    )
+    return caching, storing

@@ -38,6 +38,7 @@ from hf_pipetransformer.startup.rows import FirstBatch, most_samples, probe_samp
 from hf_pipetransformer.startup.slices import why_whole_by_options
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
+from hf_pipetransformer.training.evaluation import REMEDY, shape_without_rows
 from hf_pipetransformer.training.loaders import Begun, begin_reading, make_loader
 from hf_pipetransformer.training.metrics import discard_metrics
 from hf_pipetransformer.training.needs import (
@@ -48,7 +49,6 @@ from hf_pipetransformer.training.needs import (
     why_nothing_trains,
     why_whole_head,
 )
-from hf_pipetransformer.training.replica_gather import REMEDY, shape_without_rows
 
 
 if TYPE_CHECKING:

@@ -1,57 +1,49 @@
-"""Evaluation and prediction through the pipeline, with one copy of every sample."""
+"""Pass over a data set through the pipeline: its batches, its losses, and what is gathered over the replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import recursively_apply, send_to_device
+from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_pipetransformer.comm.topology import check_agreement
-from hf_pipetransformer.comm.transfers import all_gather_trees, digest_of
+from hf_pipetransformer.comm.transfers import all_gather_trees, gather_rows, reduced
 from hf_pipetransformer.compat import trainer_compat, trl_compat
-from hf_pipetransformer.data.batches import (
-    batch_size,
-    for_model,
-    has_samples,
-    marks_of,
-    rows_per_sample,
-    sequence_length,
-    take_samples,
-)
-from hf_pipetransformer.data.flattened import sequences_of
-from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
-from hf_pipetransformer.data.node_shares import replica_slice
-from hf_pipetransformer.data.reading import is_stream
-from hf_pipetransformer.data.rng import drawing_alike
+from hf_pipetransformer.data.batches import batch_size, for_model, marks_of, rows_per_sample, sequence_length
+from hf_pipetransformer.data.flattened import num_left_out, sequences_of
 from hf_pipetransformer.engine.losses import LossScope
-from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.runtime.execution import LoaderBatch
-from hf_pipetransformer.runtime.generation import join_tokens, settings_of
-from hf_pipetransformer.runtime.messages import only_loss
-from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.runtime.messages import only_loss, without_rows
 from hf_pipetransformer.splitters.base import main_input_of
-from hf_pipetransformer.training.callbacks import running_callbacks
-from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
-from hf_pipetransformer.training.replica_gather import ReplicaGather
 
 
 if TYPE_CHECKING:
+    from hf_pipetransformer.data.loader import PipelineLoader
     from hf_pipetransformer.runtime.pipeline import Pipeline
-    from hf_pipetransformer.training.builder import PipelineBuilder
     from hf_pipetransformer.training.context import TrainingContext
 
 
-class Evaluation:
-    """Pass over a data set through the pipeline.
+REMEDY = (
+    "Name the output in ignore_keys_for_eval of train() or ignore_keys of evaluate() and predict(), let "
+    "preprocess_logits_for_metrics return one row a sample, or evaluate on one replica "
+    "(pipeline_parallel_size as large as the number of processes, and elastic=False)."
+)
 
-    With `is_for_first_rank`, rank 0 alone keeps predictions, labels and inputs, and computes the metrics.
+
+class Evaluation:
+    """Pass over a data set through the pipeline, with one copy of every sample under any layout.
+
+    Predictions, labels and inputs are gathered over the replicas; the loss of a global batch is the mean over them.
+
+    With `is_for_first_rank`, rank 0 alone keeps what is gathered but the losses, and computes the metrics; other ranks
+    get tensors of no samples.
     """
 
     def __init__(
@@ -60,14 +52,17 @@ class Evaluation:
         self.context = context
         self.trainer = context.trainer
         self.pipeline = pipeline
+        self.groups = pipeline.stage.groups
         self.loader = loader
+        self.is_for_first_rank = is_for_first_rank
         self.told_num_items = False
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
         self.metrics = MetricAccumulator(context)
-        # `Seq2SeqTrainer` takes `gather` in place of `gather_for_metrics`, before each evaluation.
-        fills_batches = self.trainer.gather_function == self.trainer.accelerator.gather
-        is_flattened = sequences_of(pipeline.start_up.samples) is not None
-        self.gather = ReplicaGather(pipeline.stage.groups, loader, is_for_first_rank, fills_batches, is_flattened)
+        self.fills_batches = self.trainer.gather_function == self.trainer.accelerator.gather
+        """True if the last batch's loss counts as that of a full one, as with `Seq2SeqTrainer`, which takes `gather`
+        in place of `gather_for_metrics` before each evaluation."""
+        self.is_flattened = sequences_of(pipeline.start_up.samples) is not None
+        """True if the rows `(1, tokens, ...)` of the replicas are joined to the row that one process has."""
         is_split = pipeline.layout.pipeline_size > 1 and trainer_compat.alone_reads_outputs(self.trainer)
         self.preprocess = self.trainer.preprocess_logits_for_metrics if is_split else None
         """User's `preprocess_logits_for_metrics` where the last stage calls it, for each micro-batch."""
@@ -76,9 +71,13 @@ class Evaluation:
         is_whole = pipeline.layout.pipeline_size == 1 and pipeline.runner.scope is not LossScope.BATCH
         self._loss = None if is_whole or is_own_loss else self.trainer.compute_loss
         """Loss that is not the model's own, of a model or batch that is split: it may call parts of the model."""
-        self._compute_metrics = (
-            on_first_rank(self.trainer.compute_metrics, context.topology) if is_for_first_rank else None
-        )
+        # Of this replica: its samples, the rows of each, and the tokens of its row if the batch is flattened.
+        self._num_samples, self._rows, self._num_tokens = 0, 1, 0
+        self._token_counts: list[int] | None = None
+        """Tokens of the replicas' rows in the current batch, once they were counted."""
+        self._losses: list[torch.Tensor] = []
+        """Loss of each global batch so far, `(1,)` each."""
+        self._is_loss_next = False
 
     def in_trainers_loop(self) -> AbstractContextManager[None]:
         """Wrap Trainer's loop: what it gathers, preprocesses and computes from it."""
@@ -87,8 +86,8 @@ class Evaluation:
             own["preprocess_logits_for_metrics"] = None
         if self._loss is not None:
             own["compute_loss"] = partial(self._loss_inside_stages, self._loss)
-        if self._compute_metrics is not None:
-            own["compute_metrics"] = self._compute_metrics
+        if self.is_for_first_rank:
+            own["compute_metrics"] = on_first_rank(self.trainer.compute_metrics, self.context.topology)
         return trainer_compat.with_attributes(self.trainer, own)
 
     @contextmanager
@@ -104,8 +103,8 @@ class Evaluation:
             batch |= self.reference_of(batch, marks)
         self.told_num_items = False
         self.metrics.begin_batch(inputs)
-        num_tokens = sequence_length(inputs, main_input_of(trainer.model))
-        self.gather.begin_batch(batch_size(inputs), rows_per_sample(inputs), num_tokens)
+        self._num_samples, self._rows, self._token_counts = batch_size(inputs), rows_per_sample(inputs), None
+        self._num_tokens = sequence_length(inputs, main_input_of(trainer.model))
         # Every replica has all of a smaller batch.
         is_cut = self.loader.size >= self.pipeline.layout.num_replicas
         prediction = replace(
@@ -179,35 +178,128 @@ class Evaluation:
 
     def items_of_loss(self, num_items: int) -> int:
         """Return the items of the samples that the loss sees, of which this replica has `num_items`. Collective."""
-        return self.gather.num_items_of_all(num_items) if self.pipeline.shell.prediction.joins_replicas else num_items
+        if not self.pipeline.shell.prediction.joins_replicas:
+            return num_items
+        what = f"adding the items of an evaluation over {self.groups.replicas}"
+        return int(reduced(torch.tensor(num_items), self.groups.replica_control, what))
 
     def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
-        return None if loss is None else self.gather.mean(loss, num_items).expand(num_samples)
+        if loss is None:
+            return None
+        found = loss.detach()
+        if self.groups.replica_control is not None:
+            # A replica without items has the loss nan (0 / 0), which would spread to all by the sum.
+            # In float64, or each number of replicas would round in its own way.
+            share = loss.double().cpu() * num_items if num_items else torch.zeros((), dtype=torch.float64)
+            sums = torch.stack([share, torch.tensor(float(num_items), dtype=torch.float64)])
+            what = f"adding the losses of an evaluation over {self.groups.replicas}"
+            reduced(sums, self.groups.replica_control, what)
+            found = (sums[0] / sums[1]).to(loss.dtype).to(loss.device)
+        self._losses.append(found.reshape(1))
+        self._is_loss_next = True
+        return self._losses[-1].expand(num_samples)
 
     def completed(self, output: EvalLoopOutput, metric_key_prefix: str) -> EvalLoopOutput:
         """Correct Trainer's output for a stream: it covers this replica only. Collective: call on every rank."""
-        self.metrics.publish("eval", self.pipeline.stage.groups)
+        self.metrics.publish("eval", self.groups)
         if not self.loader.is_stream:
             return output
         metrics = dict(output.metrics or {})
-        if self.gather.losses:
-            metrics[f"{metric_key_prefix}_loss"] = self._loss_of_stream(self.loader)
+        if self._losses:
+            metrics[f"{metric_key_prefix}_loss"] = self._loss_of_stream()
         return output._replace(num_samples=self.loader.num_seen, metrics=metrics)
 
-    def _loss_of_stream(self, loader: PipelineLoader) -> float:
+    def _loss_of_stream(self) -> float:
         """Average the batches' losses as Trainer does in one process.
 
         Trainer does not know the length of a stream, so each batch but the last counts as a full one.
         """
         # In float64, so that the mean of many batches has no rounding of its own.
-        losses = torch.cat(self.gather.losses).double().cpu()
-        weights = torch.full_like(losses, loader.total_batch_size)
-        weights[-1] = sum(loader.samples_of_replicas())
+        losses = torch.cat(self._losses).double().cpu()
+        weights = torch.full_like(losses, self.loader.total_batch_size)
+        weights[-1] = sum(self.loader.samples_of_replicas())
         is_counted = losses.isfinite()
         if not self.trainer.args.logging_nan_inf_filter or not is_counted.any():
             is_counted[:] = True
         return float((losses * weights)[is_counted].sum() / weights[is_counted].sum())
+
+    # ---- over the replicas ----
+
+    def gather(self, values: Any) -> Any:
+        """Gather tensors of shape `(own samples, ...)` to `(samples of the global batch, ...)`, or of their rows."""
+        # Trainer gathers a batch's loss first, whose mean every rank computes for itself.
+        is_loss, self._is_loss_next = self._is_loss_next, False
+        if is_loss and self.fills_batches:
+            return self._losses[-1].expand(self.loader.total_batch_size)
+        if self.groups.num_replicas == 1 and self._rows == 1 and not is_loss:
+            return self._as_one_process(values)
+        # The loss goes to all: on each rank Trainer compares it, to find the best model or to stop early.
+        gather = partial(self._gather, is_for_first=self.is_for_first_rank and not is_loss)
+
+        def gather_blocks(tensor: torch.Tensor) -> torch.Tensor:
+            size = self._num_samples
+            is_of_rows = not is_loss and self._rows > 1 and len(tensor) == size * self._rows
+            if is_of_rows:
+                return torch.cat([gather(block) for block in tensor.split(size)])
+            if not is_loss and self.groups.num_replicas > 1:
+                self._check_rows(tensor)
+            return gather(tensor)
+
+        return recursively_apply(gather_blocks, values)
+
+    def _as_one_process(self, values: Any) -> Any:
+        """Return what accelerate's gather returns on one process, where values need not have one row a sample."""
+        loader = self.loader
+        if self.is_for_first_rank and not self.groups.is_first:
+            return recursively_apply(without_rows, values)
+        if self.fills_batches or not loader.end_of_dataloader or loader.remainder <= 0:
+            return values
+        try:
+            return recursively_apply(lambda tensor: tensor[: loader.remainder], values)
+        except IndexError:  # With a scalar among them accelerate cuts none.
+            return values
+
+    def _gather(self, tensor: torch.Tensor, is_for_first: bool) -> torch.Tensor:
+        if is_for_first and not self.groups.is_first:
+            return without_rows(tensor)
+        if not self.is_flattened or tensor.dim() < 2 or self.groups.replica_control is None:
+            return self._gather_rows(tensor, self.loader.samples_of_replicas(), is_for_first)
+        # A row `(1, tokens, ...)`, which Trainer has padded to the replica with most tokens. Counted once a batch: all
+        # of its outputs have the same tokens.
+        if self._token_counts is None:
+            counts = all_gather_trees(self._num_tokens, self.groups.replica_control, self.groups.num_replicas)
+            self._token_counts = counts
+        # Outputs of one value less are zero between the replicas, see `flattened.join_tokens`.
+        missing = num_left_out([tensor.shape], [max(self._token_counts)])
+        # A batch smaller than the number of replicas is whole on each.
+        samples = self.loader.samples_of_replicas()
+        told = [each if size else 0 for each, size in zip(self._token_counts, samples, strict=True)]
+        found = self._gather_rows(tensor[0, : self._num_tokens - missing], told, is_for_first)
+        return found[None, : sum(told) - missing]
+
+    def _check_rows(self, tensor: torch.Tensor) -> None:
+        """Check that a tensor has a row for each sample of this replica, as nobody knows how to join others."""
+        # A replica without samples of its own runs the whole batch, as a batch smaller than the replicas does.
+        own = self.loader.samples_of_replicas()[self.groups.replica] or self.loader.size
+        is_elsewhere = self.is_for_first_rank and not self.groups.is_first
+        is_one_row = self.is_flattened and tensor.dim() > 1
+        if is_elsewhere or is_one_row or has_rows(tensor, own):
+            return
+        raise ValueError(
+            f"An evaluation batch of {own} samples on each of {self.groups.num_replicas} replicas gave a prediction "
+            f"or label of shape {tuple(tensor.shape)}: expected one row a sample, as each replica has samples of its "
+            f"own. {REMEDY}"
+        )
+
+    def _gather_rows(self, tensor: torch.Tensor, counts: list[int], is_for_first: bool) -> torch.Tensor:
+        groups, first = self.groups, self.groups.replica_ranks[0]
+        if groups.replica_group is None:
+            return tensor[: counts[0]]
+        where = f"of {groups.replicas} on rank {first}" if is_for_first else f"over {groups.replicas}"
+        what = f"gathering predictions {where}"
+        parts = gather_rows(tensor, counts, groups.replica_group, what, first if is_for_first else None)
+        return torch.cat(parts) if parts else without_rows(tensor)
 
 
 class UsersEvaluation:
@@ -229,176 +321,38 @@ class UsersEvaluation:
         return output
 
 
-@contextmanager
-def _installed(pipeline: Pipeline) -> Iterator[None]:
-    """Install the stage for evaluation or prediction, unless a training has done so."""
-    stage = pipeline.stage
-    if stage.view.is_installed:
-        yield
-        return
-    if stage.groups.pipeline_size == 1:
-        stage.store.move(stage.own_names(), pipeline.settings.device)
-    with stage.store.lent_to(pipeline.settings.device, stage.own_names()), stage.active():
-        yield
+def has_rows(tensor: torch.Tensor, num_samples: int) -> bool:
+    """Return True if a tensor has a row for each sample."""
+    return tensor.dim() > 0 and len(tensor) == num_samples
 
 
-class Evaluations:
-    """Calls of `evaluate()` and `predict()`, which may start a pipeline and may come inside a training."""
+def shape_without_rows(trainer: Trainer, model: Any, inputs: dict[str, Any], ignored: list[str] | None) -> str | None:
+    """Return the shape of the first tensor that evaluations of a training gather and that has no row for each sample.
 
-    def __init__(self, builder: PipelineBuilder) -> None:
-        self.builder = builder
-        self._present: Evaluation | UsersEvaluation | None = None
-        self._is_metrics_only = False
-        """True if nobody reads more than the metrics of the next loop."""
+    None if there is none, or if it takes an evaluation to know: it reads the loss alone, generates, or runs code of
+    the script's on the outputs. `inputs` is a batch for the model.
+    """
+    if trainer.compute_metrics is None or trainer.args.eval_strategy == "no" or trainer_compat.generates(trainer):
+        return None
+    is_known = not trainer_compat.is_overridden(trainer, "prediction_step")
+    # In the evaluation itself, the first batch is looked at.
+    is_known &= trainer_compat.has_known_loss(trainer) or trainer_compat.has_plain_loss(trainer)
+    is_known &= trainer.preprocess_logits_for_metrics is None
+    if not is_known or trainer.args.prediction_loss_only or sequences_of(inputs) is not None:
+        return None
+    size = batch_size(inputs)
+    found: list[str] = []
+    # Of TRL's pairs, an output has a row for each pair or for each of its texts.
+    sizes = {size, size * rows_per_sample(inputs)}
 
-    @property
-    def present(self) -> Evaluation | UsersEvaluation:
-        """Current pass over an evaluation data set."""
-        if self._present is None:
-            raise RuntimeError("There is no evaluation: evaluate() and predict() alone call this.")
-        return self._present
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        if not any(has_rows(tensor, each) for each in sizes):
+            found.append(str(tuple(tensor.shape)))
+        return tensor
 
-    @contextmanager
-    def call(self, dataset: Any, method: str, is_metrics_only: bool = False) -> Iterator[None]:
-        """Wrap an evaluation of `dataset`: a data set, its name in `eval_dataset`, or a dict of several.
-
-        Args:
-            method: name of the trainer's method that makes the loader. If the user overrides it (possible with one
-                stage only) or overrides `evaluate`, the data set is not known yet, and the start waits for the loader.
-            is_metrics_only: True if predictions are dropped once the metrics are computed.
-        """
-        trainer = self.builder.context.trainer
-        makes_loader = self.builder.num_stages == 1 and trainer_compat.is_overridden(trainer, method)
-        awaits_loader = makes_loader or trainer_compat.is_overridden(trainer, "evaluate")
-        # Calls nest: a callback or `compute_metrics` may evaluate or predict inside of an evaluation.
-        outer, self._is_metrics_only = self._is_metrics_only, is_metrics_only
-        try:
-            with self._up(None if awaits_loader else self._request(dataset)):
-                yield
-        finally:
-            self._is_metrics_only = outer
-
-    def generate(self, inputs: Any, options: dict[str, Any]) -> Any:
-        """See `PipeTransformerMixin.generate`."""
-        context, left = self.builder.context, self.builder.session.is_left_to_trainer
-        topology, model, device = context.topology, context.trainer.model, context.args.device
-        given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
-        # A mask may be a keyword argument: what has a row for each prompt is cut with them.
-        size, tensors = (
-            batch_size(given),
-            {n: value for n, value in options.items() if isinstance(value, torch.Tensor)},
-        )
-        given |= {name: value for name, value in tensors.items() if value.dim() > 1 and has_samples(value, size)}
-        options = {name: value for name, value in options.items() if name not in given}
-        # Replicas share the rows and stages pass them on: unequal inputs would give mixed answers without an error.
-        digests = {name: digest_of(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
-        check_agreement(topology, "inputs of generate()", digests)
-        settings = settings_of(bare_model(model), {**given, **options})
-        with nullcontext(False) if left else self._up(given) as is_up:
-            model.eval()
-            given = send_to_device(given, device)
-            groups = self.builder.pipeline.stage.groups if is_up else None
-            # One process draws random numbers for all rows in turn, and returns one list of scores.
-            is_undivided = settings.do_sample or settings.return_dict_in_generate
-            if groups is None or groups.num_replicas == 1 or is_undivided:
-                with drawing_alike(topology.broadcast, device) if settings.do_sample else nullcontext():
-                    return model.generate(**given, **options)
-            own = replica_slice(batch_size(given), groups.replica, groups.num_replicas)
-            # A replica without rows comes to the gather all the same, for which the others wait.
-            tokens = torch.empty(0, 0, dtype=torch.long)
-            if own.stop > own.start:
-                tokens = model.generate(**take_samples(given, own), **options)
-            parts = all_gather_trees(tokens, groups.replica_control, groups.num_replicas)
-        return join_tokens(parts, settings).to(device)
-
-    def _take_first_rank_only(self) -> bool:
-        """Decide where the next loop's metrics are computed; the one after it, in a callback say, is for all ranks."""
-        context, (is_wanted, self._is_metrics_only) = self.builder.context, (self._is_metrics_only, False)
-        return (
-            is_wanted
-            and context.topology.world_size > 1
-            and context.args.pipeline_compute_metrics == "first_rank"
-            and context.trainer.compute_metrics is not None
-            # A loop of the user's may read predictions on every rank.
-            and not trainer_compat.is_overridden(context.trainer, "evaluation_loop")
-        )
-
-    def _request(self, dataset: Any) -> Request:
-        """Return the request that Trainer will make; for a dict of data sets, the one for the first."""
-        trainer = self.builder.context.trainer
-        dataset = trainer.eval_dataset if dataset is None else dataset
-        dataset = trainer.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-        return Request(first, "Evaluation", trainer.args.eval_batch_size, trainer_compat.eval_sampler(trainer))
-
-    @contextmanager
-    def _up(self, request: Any) -> Iterator[bool]:
-        """Wrap an evaluation; yields False without a pipeline, which can start only for a known request.
-
-        `request` is what `PipelineBuilder.inspect` takes, or None.
-        """
-        builder = self.builder
-        with builder.context.timeouts.reporting_faults():
-            if not builder.is_started(request):
-                yield False
-                return
-            # Stages of an asynchronous training may be some steps apart, and an evaluation needs the weights of one.
-            builder.pipeline.settle()
-            with running_callbacks(builder.context.trainer, builder.pipeline), _installed(builder.pipeline):
-                yield True
-
-    def reference_of(self, dataset: Any, samples_per_rank: int) -> Any:
-        """Return a data set with what a frozen reference says of its samples; None without a pipeline.
-
-        Collective: call on every rank. The reference is the model as it is now, without its adapters.
-        """
-        builder, trainer = self.builder, self.builder.context.trainer
-        if is_stream(dataset):
-            return None
-        # All samples: each needs a value in the columns that are added.
-        request = Request(dataset, "Reference", samples_per_rank, reads_all=True)
-        was_training = trainer.model.training
-        with self._up(request) as is_up:
-            if not is_up:
-                return None
-            evaluation = Evaluation(builder.context, builder.pipeline, builder.loader(request))
-            is_shown = builder.context.topology.rank == 0 and not trainer.args.disable_tqdm
-            entries = []
-            trainer.model.eval()
-            try:
-                with progress_bar("Computing what the reference says", len(evaluation.loader), is_shown) as bar:
-                    for batch in evaluation.loader:
-                        entries.append(evaluation.gathered_reference(batch))
-                        bar.update(1)
-            finally:
-                trainer.model.train(was_training)
-        return trl_compat.with_columns(dataset, entries)
-
-    @contextmanager
-    def loop(self, given: Any) -> Iterator[Evaluation | UsersEvaluation]:
-        """Wrap Trainer's evaluation loop; the yielded evaluation names the loader, the pipeline's or the user's."""
-        builder, request = self.builder, request_of(given)
-        cache = builder.cache
-        is_users = request is None and not isinstance(given, PipelineLoader)
-        if is_users:
-            check_undivided(given, "get_eval_dataloader or get_test_dataloader", builder.num_stages)
-        outer, left = self._present, builder.session.is_left_to_trainer
-        is_for_first_rank = self._take_first_rank_only()
-        try:
-            # Entered here as well: a user's own `evaluate` may call the loop directly.
-            with self._up(request) as is_up:
-                if is_users or not is_up:
-                    shared = builder.pipeline.shared_rng if is_up else None
-                    self._present = UsersEvaluation(with_shared_rng(given, shared))
-                    builder.session.is_left_to_trainer = left or not is_up
-                    yield self._present
-                    return
-                loader = given if request is None else builder.loader(request)
-                self._present = evaluation = Evaluation(builder.context, builder.pipeline, loader, is_for_first_rank)
-                storing = nullcontext() if cache is None else cache.storing_for(loader)
-                with evaluation.in_trainers_loop(), storing:
-                    yield evaluation
-        finally:
-            self._present = outer
-            if is_users:
-                builder.session.is_left_to_trainer = left
+    # What raises here raises in the evaluation, with its own cause.
+    with suppress(Exception), torch.no_grad():
+        _, outputs = trainer.compute_loss(model, dict(inputs), return_outputs=True)
+        read = trainer_compat.preprocessed(trainer, lambda logits, _labels: logits, ignored, outputs, inputs)
+        recursively_apply(look, read["preprocessed"])
+    return found[0] if found else None

@@ -41,7 +41,6 @@ from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, Run
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.training import TrainingCache
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.planning.search import Storing
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.startup.planner import StartUp
     from hf_pipetransformer.training.builder import PipelineBuilder
@@ -118,7 +117,7 @@ def _adamw(_trainer: Trainer, parameters: list[nn.Parameter]) -> torch.optim.Opt
     return torch.optim.AdamW(parameters)
 
 
-def make_forecast(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None, steps_per_epoch: int) -> Forecast:
+def make_forecast(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | None) -> Forecast:
     """Build a forecast for runs that start on the pipeline's current layout, from what rank 0 measures.
 
     Its stage stands for the others.
@@ -130,9 +129,9 @@ def make_forecast(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | N
     reading = 0.0 if args.dataloader_num_workers else samples * read
     update = optimizer_seconds(trainer, pipeline.stage.trained_here().values())
     overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
-    storing: Storing | None = None if cache is None else cache.planner.storing()
+    storing = None if cache is None else cache.planner.storing()
     inputs = replace(pipeline.start_up.plans.inputs(layout), overheads=overheads)
-    return Forecast(layout, inputs, steps_per_epoch, storing)
+    return Forecast(layout, inputs, storing)
 
 
 def in_words(seconds: float, full_seconds: float, is_certain: bool, num_frozen: int = 0) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,16 +88,11 @@ class MetricAccumulator:
     _rows_per_sample: int = field(default=1, init=False)
     _parts: dict[str, list[Part]] = field(default_factory=lambda: {"train": [], "eval": []}, init=False)
 
-    @cached_property
-    def _records(self) -> bool:
-        """True for a trainer that records metrics, as TRL's do."""
-        return trl_compat.metrics(self.context.trainer) is not None
-
     def begin_batch(self, inputs: dict[str, Any], counts_tokens: bool = False) -> None:
         """Start the next batch, and count its tokens if asked to: its parts overlap, so they cannot be counted."""
         self._batch += 1
         self._rows_per_sample = rows_per_sample(inputs)
-        if not self._records:
+        if trl_compat.metrics(self.context.trainer) is None:
             return
         if counts_tokens and inputs and trl_compat.num_tokens_read(self.context.trainer) is not None:
             mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
@@ -118,7 +111,8 @@ class MetricAccumulator:
     @contextmanager
     def record_part(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Wrap the loss of one batch part; a stage without a loss leaves with an exception and records nothing."""
-        if not self._records:
+        # None of a trainer that records no metrics, as TRL's do.
+        if trl_compat.metrics(self.context.trainer) is None:
             yield
             return
         with collect_separately(self.context.trainer) as apart, trl_compat.kept_token_count(self.context.trainer):
@@ -231,20 +225,16 @@ class Segment:
 
 @dataclass
 class Summary:
-    """Time per step and layout, without evaluations and checkpoints between steps. `clock` returns seconds."""
+    """Time per step and layout, without evaluations and checkpoints between steps.
 
-    clock: Callable[[], float] = time.perf_counter
+    `predicted` is the plan's seconds for a step of the layout that begins.
+    """
+
+    predicted: float | None = None
     stretches: list[Segment] = field(default_factory=list, init=False)
     num_hits: int = field(default=0, init=False)
     num_misses: int = field(default=0, init=False)
     bytes_stored: int = field(default=0, init=False)
-    _predicted: float | None = field(default=None, init=False)
-    _start: float | None = field(default=None, init=False)
-
-    def begin_step(self, predicted: float | None = None) -> None:
-        """Start timing a step; `predicted` is the plan's seconds per step if the layout has just changed."""
-        self._predicted = predicted
-        self._start = self.clock()
 
     def add_reads(self, num_hits: int, num_misses: int, bytes_stored: int) -> None:
         """Add an epoch's cache hits and misses; `bytes_stored` are those in the cache at its end."""
@@ -252,15 +242,12 @@ class Summary:
         self.num_misses += num_misses
         self.bytes_stored = bytes_stored
 
-    def end_step(self, layout: Layout) -> None:
-        """Stop timing. At the end of an epoch Trainer calls once more without a step, which is ignored."""
-        if self._start is None:
-            return
-        seconds, self._start = self.clock() - self._start, None
+    def add_step(self, layout: Layout, seconds: float) -> None:
+        """Add a step that has ended."""
         # A trial of micro-batches changes the layout from step to step; such steps count as one stretch.
         last = self.stretches[-1] if self.stretches else None
         if last is None or _kind(last.layout) != _kind(layout):
-            last = Segment(layout, self._predicted)
+            last = Segment(layout, self.predicted)
             self.stretches.append(last)
         last.seconds.append(seconds)
 

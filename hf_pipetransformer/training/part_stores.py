@@ -19,7 +19,7 @@ from hf_pipetransformer.cache.frozen_parts.served import Counts, weights_key
 from hf_pipetransformer.cache.frozen_parts.serving import Price
 from hf_pipetransformer.cache.storage import cache_base, measure_storage
 from hf_pipetransformer.comm.staging import is_apart
-from hf_pipetransformer.planning.storing import CacheCosts, StoreContents, decide_cache, epochs_of_a_record
+from hf_pipetransformer.planning.storing import Storing, decide_cache, epochs_of_a_record
 
 
 if TYPE_CHECKING:
@@ -60,16 +60,14 @@ class PartStores:
         hashing = _seconds_of_hashing(rows)
         # A record is found by the hash of its inputs, so that each read and each write takes a hash too.
         read, write = speed.read + hashing, speed.write + hashing
-        costs = CacheCosts((0.0, form.seconds), 0.0, read, write, is_apart(self.args.device))
-        fits = min(1.0, self._max_bytes(taken) / needed)
-        decision = decide_cache(
-            costs, 1, StoreContents(fits_share=fits), self._epochs_left(), self.args.activation_cache
+        mode, fits = self.args.activation_cache, min(1.0, self._max_bytes(taken) / needed)
+        storing = Storing(
+            (0.0, form.seconds), 0.0, read, write, is_apart(self.args.device), mode=mode, fits_share=fits
         )
-        seconds = decision.seconds_per_sample
-        saved = (seconds["compute"] - seconds.get("write", math.inf)) * num_rows
-        is_used = decision.use and (self.args.activation_cache == "on" or saved >= WORTH_SECONDS)
-        reason = decision.reason
-        return Price(num_rows, record_bytes, needed, is_used, reason)
+        way = decide_cache(storing, 1, self._epochs_left())
+        saved = (way.seconds["compute"] - way.seconds.get("write", math.inf)) * num_rows
+        is_used = way.use and (mode == "on" or saved >= WORTH_SECONDS)
+        return Price(num_rows, record_bytes, needed, is_used, way.reason)
 
     def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int) -> ContentStore | str:
         """Return the node's store, which its first process makes, or why some node has none. Collective.

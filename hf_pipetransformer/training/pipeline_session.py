@@ -20,7 +20,7 @@ from hf_pipetransformer.state.description import RunDescription, check_shared_fo
 from hf_pipetransformer.state.resumption import Resumption, find_resumption
 from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import SavesOnSignal, running_callbacks
-from hf_pipetransformer.training.evaluation import Evaluations
+from hf_pipetransformer.training.evaluations import Evaluations
 from hf_pipetransformer.training.expectation import print_plan
 from hf_pipetransformer.training.loaders import (
     LateLoader,

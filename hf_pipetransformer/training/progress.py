@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,34 +29,24 @@ if TYPE_CHECKING:
 class Progress:
     """Speed, memory and gradient norms of the steps between two log entries, for the events file.
 
-    Nothing is computed or read from the device before `report`. `clock` returns seconds.
+    Nothing is computed or read from the device before `report`.
     """
 
     context: TrainingContext
     controller: LayoutController
-    clock: Callable[[], float] = time.perf_counter
-    _num_steps: int = field(default=0, init=False)
-    _num_samples: float = field(default=0.0, init=False)
-    _num_tokens: float = field(default=0.0, init=False)
+    _steps: list[tuple[float, float, float]] = field(default_factory=list, init=False)
+    """Seconds, samples and tokens of each step."""
     _tokens_before: int = field(default=0, init=False)
-    _seconds: float = field(default=0.0, init=False)
-    _start: float | None = field(default=None, init=False)
 
     def begin_step(self) -> None:
-        """Start timing a step."""
-        self._start = self.clock()
+        """Note what was counted before a step."""
         self._tokens_before = self.context.trainer.state.num_input_tokens_seen
 
-    def end_step(self, stage: Stage) -> None:
-        """Stop timing and count samples and tokens of the step; without one, as at the end of an epoch, do nothing."""
-        if self._start is None:
-            return
-        self._seconds += self.clock() - self._start
-        self._start = None
-        self._num_steps += 1
+    def add_step(self, stage: Stage, seconds: float) -> None:
+        """Count the samples and tokens of a step that has ended."""
         # Every rank of a pipeline counts the samples of the whole pipeline.
-        self._num_samples += stage.settings.meter.num_samples / stage.layout.pipeline_size
-        self._num_tokens += self._tokens_of_step(stage)
+        samples = stage.settings.meter.num_samples / stage.layout.pipeline_size
+        self._steps.append((seconds, samples, self._tokens_of_step(stage)))
 
     def _tokens_of_step(self, stage: Stage) -> float:
         """Return this rank's share of the step's tokens, by Trainer's own rule where Trainer counts them."""
@@ -75,16 +65,18 @@ class Progress:
 
         A layout that Trainer has too logs what Trainer logs. Collective: call on every rank between two steps.
         """
-        if not self._num_steps:
+        if not self._steps:
             return {}
-        layout, groups = stage.layout, stage.groups
+        layout, groups, num_steps = stage.layout, stage.groups, len(self._steps)
+        own_seconds, own_samples, own_tokens = map(sum, zip(*self._steps, strict=True))
+        self._steps = []
         parts = stage.settings.meter.medians()
         own = {
             "stage": groups.position,
             "replica": groups.replica,
-            "samples": self._num_samples,
-            "tokens": self._num_tokens,
-            "seconds": self._seconds,
+            "samples": own_samples,
+            "tokens": own_tokens,
+            "seconds": own_seconds,
             "memory_bytes": _memory_in_use(stage.settings.device),
             "pipeline_s": parts.get("pipeline"),
             "busy_s": parts["forward"] + parts["backward"] if parts else None,
@@ -100,8 +92,8 @@ class Progress:
         norms = None if squares is None else squares.sqrt().tolist()
         self.context.journal.write(
             "progress",
-            num_steps=self._num_steps,
-            step_s=seconds / self._num_steps,
+            num_steps=num_steps,
+            step_s=seconds / num_steps,
             samples_per_second=speed,
             tokens_per_second=tokens or None,
             bubble_share=bubble,
@@ -110,7 +102,6 @@ class Progress:
             memory="device" if stage.settings.device.type == "cuda" else "host",
             gradient_norms=norms,
         )
-        self._num_steps, self._num_samples, self._num_tokens, self._seconds = 0, 0.0, 0.0, 0.0
         if not layout.as_scalars():
             return {}
         scalars = {"samples_per_second": speed, "memory_gb": max(rank["memory_bytes"] for rank in ranks) / 1e9}
@@ -162,14 +153,12 @@ class Tracer:
     """Writer of the trace of step `pipeline_trace_step`, which counts from 0."""
 
     context: TrainingContext
-    _step: int | None = field(default=None, init=False)
     _is_written: bool = field(default=False, init=False)
 
     def begin_step(self, stage: Stage) -> None:
         """Begin the trace if this step is the one. Collective then: the ranks agree on when it began."""
         if self.context.args.pipeline_trace_step != self.context.trainer.state.global_step:
             return
-        self._step = self.context.trainer.state.global_step
         # Not `perf_counter`, whose zero differs from machine to machine.
         begun = time.time()
         earliest = min(self.context.topology.gather(begun))
@@ -187,11 +176,13 @@ class Tracer:
         of_ranks = topology.gather(trace.events(topology.rank))
         self._is_written = True
         if topology.rank == 0:
-            path = os.path.join(args.output_dir, f"trace_step_{self._step}.json")
+            path = os.path.join(args.output_dir, f"trace_step_{args.pipeline_trace_step}.json")
             os.makedirs(args.output_dir, exist_ok=True)
             with create(path) as file:
                 json.dump({"traceEvents": [event for each in of_ranks for event in each]}, file)
-            announce(f"Step {self._step} is traced in {path}: open it in ui.perfetto.dev or chrome://tracing.")
+            announce(
+                f"Step {args.pipeline_trace_step} is traced in {path}: open it in ui.perfetto.dev or chrome://tracing."
+            )
 
     def end(self) -> None:
         """Warn if no step was traced although one was asked for."""

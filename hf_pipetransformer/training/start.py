@@ -19,7 +19,7 @@ from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.elastic.transition import Transitions, check_unfreezing, longest_pipeline
 from hf_pipetransformer.freeze.policies import coming_spans
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, check_policy, make_clock
-from hf_pipetransformer.planning.planner import reachable_shapes
+from hf_pipetransformer.planning.layouts import reachable_shapes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import read_known_microbatches, read_unfit
 from hf_pipetransformer.report.origin import origin_of
@@ -146,7 +146,7 @@ class TrainingSetup:
         # Nothing more freezes, so there is no second duration to compare with.
         if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
             return
-        forecast = make_forecast(self.context.trainer, self.pipeline, cache, steps_per_epoch)
+        forecast = make_forecast(self.context.trainer, self.pipeline, cache)
         seconds, full = forecast.seconds(spans), forecast.full_seconds(max_steps)
         with self.context.journal.at(0, 0.0):
             self.context.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)
@@ -161,7 +161,6 @@ class TrainingSetup:
             args=args,
             inputs=plans.inputs(began_under, self._known_microbatches()),
             num_frozen=stage.layout.num_frozen_layers,
-            world_size=self.context.topology.world_size,
             blocks_of_parameter={n: blocks for n, blocks in blocks_of_parameter.items() if stage.store.trainable[n]},
             write=self.context.journal.write,
             cache=None if cache is None else cache.planner,

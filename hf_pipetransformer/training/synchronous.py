@@ -20,6 +20,7 @@ from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError
 from hf_pipetransformer.comm.transfers import all_gather_trees
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.compat.known_losses import known_loss
+from hf_pipetransformer.data.batches import detach_tags, for_model
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.engine.losses import (
@@ -30,7 +31,7 @@ from hf_pipetransformer.engine.losses import (
 )
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
-from hf_pipetransformer.runtime.joining import BatchesDifferError, HeadJoin, ReplicaJoin
+from hf_pipetransformer.runtime.joining import BatchesDifferError, ReplicaJoin, join_parts
 from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
 from hf_pipetransformer.training.steps import StepBatches, Steps
 
@@ -164,17 +165,19 @@ class LossCheck:
         self, batch: LoaderBatch, entered: list[tuple[MicroBatch, torch.Tensor]], replicas: ReplicaJoin | None
     ) -> list[float]:
         """Return the fields of this replica's `Comparison`, zeros without samples."""
-        settings = self.pipeline.settings
         if not entered:
             if replicas is not None:
-                dtype = settings.probe.boundary_dtypes[-1]
-                # The other replicas wait for this one in the exchanges of the join.
-                replicas.take_part(torch.empty(0, dtype=dtype, device=settings.device))
+                replicas.take_part(self.pipeline.settings)
             return [0.0] * 4
         cut, hidden = [part for part, _ in entered], [each for _, each in entered]
-        joined = HeadJoin.of_training(batch.inputs, cut, batch.prepare, replicas)(hidden)
-        share = joined.micro_batch.weight
-        whole, gradient = self._loss_of(joined.micro_batch, joined.entering)
+        inputs, _ = detach_tags(batch.inputs)
+        # A frozen reference has given entries to the micro-batches, which the batch does not have.
+        of_reference = [name for name in cut[0].inputs if name not in inputs]
+        inputs |= {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
+        joined = join_parts(inputs, cut, hidden, replicas)
+        share, inputs = joined.share, batch.prepare(for_model(joined.inputs))
+        part = replace(cut[0], index=0, inputs=inputs, weight=share, activation_shape=(), tags=None, place=None)
+        whole, gradient = self._loss_of(part, joined.entering)
         of_parts = [self._loss_of(part, each) for part, each in entered]
         losses = [float(loss) * part.weight for (loss, _), part in zip(of_parts, cut, strict=True) if part.weight]
         of_whole = joined.cut(gradient * share)

@@ -122,7 +122,8 @@ class Training:
             self.steps = self.make_steps()
             if scalars := self.take_scalars():
                 self.context.trainer.log(scalars)
-        self.summary.begin_step(None if moved is None else moved.predicted)
+        self.summary.predicted = None if moved is None else moved.predicted
+        self.controller.meter.begin_step()
         self.progress.begin_step()
         self.tracer.begin_step(self.pipeline.stage)
         batches = self.steps.begin(epoch_iterator, num_batches)
@@ -217,9 +218,10 @@ class Training:
             self._check_added()
         if self.cache is not None and (saves_or_evaluates or self.loader is None or self.loader.is_at_end):
             self.cache.check_end()  # Trainer comes here twice at the end of an epoch.
-        self.controller.end_step()
-        self.summary.end_step(self.pipeline.layout)
-        self.progress.end_step(self.pipeline.stage)
+        if self.controller.end_step():
+            seconds = self.controller.meter.host_seconds
+            self.summary.add_step(self.pipeline.layout, seconds)
+            self.progress.add_step(self.pipeline.stage, seconds)
         self.tracer.end_step(self.pipeline.stage)
         if logs:
             self._check_first_loss()

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hf_pipetransformer.cache.planner import CachePlanner
+from hf_pipetransformer.cache.pricing import CachePlanner
 from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.planner import PlanInputs, PlanRules
-from hf_pipetransformer.planning.search import Choice, Horizon, search
+from hf_pipetransformer.planning.layouts import Choice, PlanInputs, PlanRules
+from hf_pipetransformer.planning.search import search
 from hf_pipetransformer.planning.storing import (
-    CacheCosts,
     Pass,
-    StoreContents,
+    Storing,
+    Way,
     decide_cache,
     epochs_of_a_record,
     passes_ahead,
@@ -30,7 +30,13 @@ from hf_pipetransformer.schedules.layout import Layout
 
 
 # Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.
-COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=3.0)
+COSTS = Storing(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=3.0)
+
+
+def decided(costs: Storing, frozen: int, stored: tuple[float, ...], epochs: float, mode: str = "auto") -> Way:
+    """What is decided with a level, a share of the samples and what fits already `stored`."""
+    contents = dict(zip(("level", "share", "fits_share"), stored, strict=False))
+    return decide_cache(replace(costs, mode=mode, **contents), frozen, epochs)
 
 
 @pytest.mark.parametrize(
@@ -61,47 +67,45 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=
     ],
 )
 def test_costs_by_hand(frozen, level, share, epochs, fits, expected):
-    decision = decide_cache(COSTS, frozen, StoreContents(level, share, fits), epochs, "auto")
-    assert decision.seconds_per_sample == pytest.approx(expected)
+    decision = decided(COSTS, frozen, (level, share, fits), epochs)
+    assert decision.seconds == pytest.approx(expected)
     cheapest = min(expected, key=expected.get)
-    assert decision.way == cheapest
+    assert decision.name == cheapest
     assert decision.level == {"compute": 0, "keep": level, "write": frozen}[cheapest]
 
 
 def test_writing_that_does_not_pay_leaves_rows_as_they_are():
     # 1.5 more epochs save 1.5 x 0.5 of one layer of 0.5; writing costs 3.
-    costs = CacheCosts(prefix=(1.0, 8.0, 8.5), input=1.0, read=0.5, write=3.0)
-    decision = decide_cache(costs, 2, StoreContents(1, 1.0), 2.5, "auto")
-    assert (decision.way, decision.level) == ("keep", 1)
-    assert decision.seconds_per_sample["write"] - decision.seconds_per_sample["keep"] == pytest.approx(
-        (1.0 + 3.0 + 1.5 * 0.5) - 2.5 * 1.0
-    )
+    costs = Storing(prefix=(1.0, 8.0, 8.5), input=1.0, read=0.5, write=3.0)
+    decision = decided(costs, 2, (1, 1.0), 2.5)
+    assert (decision.name, decision.level) == ("keep", 1)
+    assert decision.seconds["write"] - decision.seconds["keep"] == pytest.approx((1.0 + 3.0 + 1.5 * 0.5) - 2.5 * 1.0)
 
 
 def test_equal_choices_go_to_computing():
-    costs = CacheCosts(prefix=(0.0, 0.0), input=1.0, read=1.0, write=0.0)
-    decision = decide_cache(costs, 1, StoreContents(1, 1.0), 2.0, "auto")
-    assert decision.seconds_per_sample == {"compute": 2.0, "keep": 2.0}
+    costs = Storing(prefix=(0.0, 0.0), input=1.0, read=1.0, write=0.0)
+    decision = decided(costs, 1, (1, 1.0), 2.0)
+    assert decision.seconds == {"compute": 2.0, "keep": 2.0}
     assert not decision.use
 
 
 def test_off_never_caches():
-    decision = decide_cache(COSTS, 2, StoreContents(1, 1.0), 10.0, "off")
-    assert (decision.way, decision.level) == ("compute", 0)
+    decision = decided(COSTS, 2, (1, 1.0), 10.0, "off")
+    assert (decision.name, decision.level) == ("compute", 0)
     assert "off" in decision.reason
 
 
 def test_on_caches_wherever_rows_are_read_again():
-    slow = CacheCosts(prefix=COSTS.prefix, input=1.0, read=100.0, write=100.0)
+    slow = Storing(prefix=COSTS.prefix, input=1.0, read=100.0, write=100.0)
     for level, share in ((0, 0.0), (1, 1.0)):
-        assert not decide_cache(slow, 2, StoreContents(level, share), 3.0, "auto").use
-        forced = decide_cache(slow, 2, StoreContents(level, share), 3.0, "on")
-        assert (forced.way, forced.level) == ("write", 2)
-    last = decide_cache(slow, 2, StoreContents(1, 1.0), 1.0, "on")
-    assert (last.way, last.level) == ("keep", 1)
+        assert not decided(slow, 2, (level, share), 3.0).use
+        forced = decided(slow, 2, (level, share), 3.0, "on")
+        assert (forced.name, forced.level) == ("write", 2)
+    last = decided(slow, 2, (1, 1.0), 1.0, "on")
+    assert (last.name, last.level) == ("keep", 1)
     assert "with 1 epoch left" in last.reason
-    assert not decide_cache(slow, 2, StoreContents(0, 0.0), 1.0, "on").use
-    assert not decide_cache(slow, 0, StoreContents(0, 0.0), 3.0, "on").use
+    assert not decided(slow, 2, (0, 0.0), 1.0, "on").use
+    assert not decided(slow, 0, (0, 0.0), 3.0, "on").use
 
 
 @pytest.mark.parametrize(
@@ -114,11 +118,9 @@ def test_on_caches_wherever_rows_are_read_again():
     ],
 )
 def test_impossible_values_are_refused(changes, text):
-    values = {"num_frozen": 2, "epochs_left": 2.0, "mode": "auto"}
-    stored = {name: changes[name] for name in ("share", "fits_share") if name in changes}
-    asked = {**values, **{name: value for name, value in changes.items() if name not in stored}}
+    asked = {"num_frozen": 2, **changes}
     with pytest.raises(ValueError, match=text):
-        decide_cache(COSTS, stored=StoreContents(**stored), **asked)
+        decide_cache(num_frozen=asked.pop("num_frozen"), storing=replace(COSTS, **asked), epochs_left=2.0)
 
 
 # ---- laws ----
@@ -132,7 +134,7 @@ NUM_LAYERS = 4
 def measured(draw):
     layers = draw(st.lists(seconds, min_size=NUM_LAYERS + 1, max_size=NUM_LAYERS + 1))
     prefix = tuple(sum(layers[: depth + 1]) for depth in range(NUM_LAYERS + 1))
-    return CacheCosts(prefix, draw(seconds), draw(seconds), draw(seconds))
+    return Storing(prefix, draw(seconds), draw(seconds), draw(seconds))
 
 
 @st.composite
@@ -145,24 +147,24 @@ def stores(draw):
 
 @given(measured(), stores(), st.floats(1, 20), st.floats(0, 20), shares)
 def test_more_epochs_never_turn_writing_off(costs, store, epochs, more, fits):
-    assume(decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs, "auto").way == "write")
-    later = decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs + more, "auto")
+    assume(decided(costs, store[0], (*store[1:], fits), epochs).name == "write")
+    later = decided(costs, store[0], (*store[1:], fits), epochs + more)
     # With a margin, for where two choices are equal but for rounding.
-    assert later.seconds_per_sample["write"] <= min(later.seconds_per_sample.values()) + 1e-6
+    assert later.seconds["write"] <= min(later.seconds.values()) + 1e-6
 
 
 @given(measured(), stores(), st.floats(0.5, 20), shares)
 def test_a_read_that_is_slower_than_computing_turns_the_use_off(costs, store, epochs, fits):
     frozen = store[0]
-    throttled = CacheCosts(costs.prefix, costs.input, costs.input + costs.prefix[frozen] + 0.1, costs.write)
-    assert not decide_cache(throttled, store[0], StoreContents(*store[1:], fits), epochs, "auto").use
+    throttled = Storing(costs.prefix, costs.input, costs.input + costs.prefix[frozen] + 0.1, costs.write)
+    assert not decided(throttled, store[0], (*store[1:], fits), epochs).use
 
 
 @given(measured(), stores(), st.floats(0, 20), shares)
 def test_the_cheapest_is_taken(costs, store, epochs, fits):
-    decision = decide_cache(costs, store[0], StoreContents(*store[1:], fits), epochs, "auto")
-    assert decision.seconds_per_sample[decision.way] == pytest.approx(min(decision.seconds_per_sample.values()))
-    assert epochs > 1 or decision.way != "write"
+    decision = decided(costs, store[0], (*store[1:], fits), epochs)
+    assert decision.seconds[decision.name] == pytest.approx(min(decision.seconds.values()))
+    assert epochs > 1 or decision.name != "write"
 
 
 NUM_SAMPLES = 4
@@ -189,9 +191,9 @@ def simulate(costs, choice, frozen, level, share, epochs, fits):
 
 @given(measured(), stores(), st.integers(1, 6), shares)
 def test_costs_are_those_of_a_simulation(costs, store, epochs, fits):
-    decision = decide_cache(costs, store[0], StoreContents(*store[1:], fits), float(epochs), "auto")
-    assert "compute" in decision.seconds_per_sample
-    for choice, cost in decision.seconds_per_sample.items():
+    decision = decided(costs, store[0], (*store[1:], fits), float(epochs))
+    assert "compute" in decision.seconds
+    for choice, cost in decision.seconds.items():
         assert cost == pytest.approx(simulate(costs, choice, *store, epochs, fits), rel=1e-9, abs=1e-9)
 
 
@@ -210,7 +212,7 @@ def pass_of_a_device(read: float, active: float, num_steps: int, num_at_once: in
 
 @given(seconds, seconds, seconds, st.integers(1, 40), st.integers(1, 4))
 def test_what_reading_costs_beside_a_device_is_what_a_pass_takes_longer(read, write, active, num_steps, num_at_once):
-    measured = CacheCosts((1.0, 2.0), 0.5, read, write, is_apart=True, num_at_once=num_at_once)
+    measured = Storing((1.0, 2.0), 0.5, read, write, is_apart=True, num_at_once=num_at_once)
     costs, num_batches = measured.beside(active), num_steps * num_at_once
     # But for the first batch, for which there is nothing to read it beside.
     more = pass_of_a_device(read, active, num_steps, num_at_once) - num_batches * active
@@ -222,19 +224,19 @@ def test_what_reading_costs_beside_a_device_is_what_a_pass_takes_longer(read, wr
 
 def test_a_record_is_written_while_the_frozen_layers_compute_too():
     """Computing takes 2 x 4. Storing takes 4 once, if the 5 of a record are hidden behind 4 and 1 of computation."""
-    costs = CacheCosts((0.0, 4.0), 0.0, read=1.0, write=5.0, is_apart=True).beside(1.0)
-    decision = decide_cache(costs, 1, StoreContents(), 2.0, "auto")
-    assert decision.seconds_per_sample == {"compute": 8.0, "write": 4.0} and decision.way == "write"
+    costs = Storing((0.0, 4.0), 0.0, read=1.0, write=5.0, is_apart=True).beside(1.0)
+    decision = decided(costs, 1, (), 2.0)
+    assert decision.seconds == {"compute": 8.0, "write": 4.0} and decision.name == "write"
     # Each batch of the first pass occupies the device for 5 s, and writing the last one for as long.
-    assert [each.record_seconds for each in passes_ahead(costs, 1, 1, StoreContents(), 20, 10)] == [0.0, 0.0]
+    assert [each.record_seconds for each in passes_ahead(replace(costs, steps_per_epoch=10), 1, 1, 20)] == [0.0, 0.0]
 
 
 def test_stages_share_the_computation_but_one_of_them_reads():
     """On one device the frozen layer takes 2 s and a record 1; of four stages the layer takes half a second each."""
-    costs = CacheCosts((0.0, 2.0), 0.0, read=1.0, write=0.0)
-    assert decide_cache(costs.beside(4.0), 1, StoreContents(), 10.0, "auto").use
-    decision = decide_cache(costs.beside(4.0, 4), 1, StoreContents(), 10.0, "auto")
-    assert decision.seconds_per_sample["compute"] == 10 * 0.5 and not decision.use
+    costs = Storing((0.0, 2.0), 0.0, read=1.0, write=0.0)
+    assert decided(costs.beside(4.0), 1, (), 10.0).use
+    decision = decided(costs.beside(4.0, 4), 1, (), 10.0)
+    assert decision.seconds["compute"] == 10 * 0.5 and not decision.use
     apart = replace(costs, is_apart=True)
     assert apart.beside(4.0, 2).reading() == 0.0 and apart.beside(2.0, 4).reading() == 0.5
 
@@ -244,24 +246,23 @@ def test_what_is_measured_now_is_not_what_follows():
     planner = planner_of(StorageSpeed(4.0, 0.0), "on", is_apart=True)
     planner.follow(SimpleNamespace(store=SimpleNamespace(dropped=None), stored_share=lambda _: 1.0), [0])
     storing = planner.storing(1, 5.0)
-    assert (storing.contents.level, storing.contents.share, storing.now) == (1, 1.0, 0.0)
-    costs = replace(storing.costs, prefix=(0.0, 1.0, 2.0)).beside(2.0)
-    ways = ways_of_storing(costs, 2, storing.contents, 40, 10).by_name
+    assert (storing.level, storing.share, storing.now) == (1, 1.0, 0.0)
+    ways = ways_of_storing(replace(storing, prefix=(0.0, 1.0, 2.0)).beside(2.0), 2, 40)
     assert ways["write"].passes[-1].record_seconds == 2.0
 
 
 def test_what_is_kept_is_read_beside_the_frozen_layers_above_it():
     """Two layers are frozen, one is stored: a record takes 4 s, of which the second layer hides all."""
-    costs = CacheCosts((0.0, 1.0, 5.0), 3.0, read=4.0, write=9.0, is_apart=True)
-    decision = decide_cache(costs, 2, StoreContents(1, 1.0), 6.0, "auto")
+    costs = Storing((0.0, 1.0, 5.0), 3.0, read=4.0, write=9.0, is_apart=True)
+    decision = decided(costs, 2, (1, 1.0), 6.0)
     # 6 x 4 of computation; anew 4 and 5 of writing that nothing hides, then 5 x 4.
-    assert decision.seconds_per_sample == {"compute": 6 * 8.0, "keep": 24.0, "write": 4.0 + 5.0 + 5 * 4.0}
-    assert (decision.way, decision.level) == ("keep", 1)
+    assert decision.seconds == {"compute": 6 * 8.0, "keep": 24.0, "write": 4.0 + 5.0 + 5 * 4.0}
+    assert (decision.name, decision.level) == ("keep", 1)
 
 
 def test_records_of_layers_that_unfreeze_are_not_read_again():
-    costs = CacheCosts((0.0, 1.0, 2.0), 1.0, read=0.5, write=0.25)
-    assert passes_ahead(costs, 2, 2, StoreContents(5, 1.0), 30, 10) == (
+    costs = Storing((0.0, 1.0, 2.0), 1.0, read=0.5, write=0.25, level=5, share=1.0, steps_per_epoch=10)
+    assert passes_ahead(costs, 2, 2, 30) == (
         Pass(10, record_seconds=1.0 + 0.25),
         Pass(20, 2, 1.0, 0.5),
     )
@@ -272,9 +273,9 @@ def searched(planner: CachePlanner, forward: float, above: float, steps: int = 4
     nothing = (0.0,) * 4
     blocks = BlockCosts((0.0, forward, 0.0, above), nothing, nothing, (1,) * 4, activation_bytes=nothing)
     layout, rules = Layout(1, 0, 1, 1, (0, 4), 1, "1f1b"), PlanRules("throughput", tuple(range(5)), device_bytes=1e9)
-    storing, horizon = planner.storing(), Horizon(steps, 10)
-    choice = search(layout, 1, horizon, PlanInputs(blocks, Overheads(), rules, 1), storing)
-    planner.report(0, choice, horizon, storing, blocks)
+    storing = planner.storing()
+    choice = search(layout, 1, steps, PlanInputs(blocks, Overheads(), rules, 1), storing)
+    planner.report(0, choice, steps, storing, blocks)
     return choice
 
 
@@ -286,7 +287,7 @@ def planner_of(speed: StorageSpeed, mode: str = "auto", size: StoreSize | None =
 def test_an_evaluation_takes_one_batch_after_the_other_whatever_a_step_accumulates():
     """A record takes 4 s to read, its layers 2, the forward above 3: 1 s is left, or 3.5 of the eight of a step."""
     planner = planner_of(StorageSpeed(4.0, 0.0), is_apart=True, num_at_once=8)
-    assert not searched(planner, 2.0, 9.0).storing.use
+    assert not searched(planner, 2.0, 9.0).way.use
     assert planner.pays_for_evaluation(1, passes_left=20, fits_share=1.0)
 
 
@@ -299,7 +300,7 @@ def test_records_that_are_read_while_a_device_computes_are_stored(is_apart, acti
         written.append(fields)
 
     planner = planner_of(StorageSpeed(4.0, 5.0), is_apart=is_apart, write=write)
-    decision = searched(planner, 2.0, active).storing
+    decision = searched(planner, 2.0, active).way
     assert decision.use == bool(level) and decision.level == level
     assert (written[0]["read_s"], written[0]["write_s"]) == (4.0, 5.0), "as measured"
     # Of an evaluation the forward above takes 3 s or less, so that a record takes 1 s of its own or more.

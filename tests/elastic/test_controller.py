@@ -23,9 +23,8 @@ from hf_pipetransformer.engine import timing
 from hf_pipetransformer.engine.timing import MEASURED_STEPS, PARTS, WARMUP_STEPS, StepMeter
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.planner import PlanInputs
-from hf_pipetransformer.planning.search import Storing
-from hf_pipetransformer.planning.storing import CacheCosts
+from hf_pipetransformer.planning.layouts import PlanInputs
+from hf_pipetransformer.planning.storing import Storing
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog, read_known_microbatches
 from hf_pipetransformer.schedules.layout import Layout
@@ -101,7 +100,7 @@ def controller_of(
     rules = rules_for(L, device_bytes=device_bytes)
     inputs = PlanInputs(costs_of(L), Overheads(), rules, samples_per_device=16, **options)
     frozen = stage.layout.num_frozen_layers
-    decided = Decisions(policy, clock, args, inputs, frozen, WORLD_SIZE, {}, ignore, cache)
+    decided = Decisions(policy, clock, args, inputs, frozen, {}, ignore, cache)
     run = SimpleNamespace(learning_rate=0.0, state=SimpleNamespace(max_steps=1000, global_step=400))
     journal = SimpleNamespace(write=write)
     context: Any = SimpleNamespace(topology=Heard(stage.rank, told), run=run, journal=journal)
@@ -215,7 +214,7 @@ class Cache:
         self.mode = mode
 
     def storing(self, *_present: Any) -> Storing:
-        return Storing(CacheCosts((), 1.0, 0.0, 0.0), self.mode)
+        return Storing((), 1.0, 0.0, 0.0, mode=self.mode, steps_per_epoch=self.steps_per_epoch)
 
     def report(self, *_choice: Any) -> None:
         pass

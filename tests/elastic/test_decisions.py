@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.cache.planner import CachePlanner
+from hf_pipetransformer.cache.pricing import CachePlanner
 from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
 from hf_pipetransformer.elastic.decisions import Decisions
 from hf_pipetransformer.freeze.policy import DecisionClock, FreezePolicy, FreezeSignal
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.planner import PlanInputs
+from hf_pipetransformer.planning.layouts import PlanInputs
 from hf_pipetransformer.planning.search import seconds_left
-from hf_pipetransformer.planning.storing import CacheCosts, Pass, StoreContents, passes_ahead
+from hf_pipetransformer.planning.storing import Pass, Storing, passes_ahead
 from hf_pipetransformer.schedules.layout import Layout
 from tests.planning.test_planning import costs_of, layout_of, rules_for
 
@@ -28,7 +28,7 @@ L = 4
 # ---- the rest of a run
 
 # Seconds: a stored row takes 0.5 to read and 3 to write, a sample 1.
-COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0), input=1.0, read=0.5, write=3.0)
+COSTS = Storing(prefix=(1.0, 3.0, 5.0), input=1.0, read=0.5, write=3.0, steps_per_epoch=10)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,8 @@ COSTS = CacheCosts(prefix=(1.0, 3.0, 5.0), input=1.0, read=0.5, write=3.0)
 def test_the_passes_of_a_run_by_hand(
     level: int, stored: int, share: float, fits: float, steps: int, expected: list[Pass]
 ) -> None:
-    assert list(passes_ahead(COSTS, 2, level, StoreContents(stored, share, fits), steps, 10)) == expected
+    storing = replace(COSTS, level=stored, share=share, fits_share=fits)
+    assert list(passes_ahead(storing, 2, level, steps)) == expected
 
 
 def test_the_rest_of_a_run_by_hand() -> None:
@@ -97,7 +98,7 @@ def decisions_of(
     rules = rules_for(L, device_bytes=1e12, initial_size=layout.pipeline_size)
     inputs = PlanInputs(costs_of(L), Overheads(per_step=1.0, **overheads), rules, samples_per_device=8)
     clock, frozen = DecisionClock(10, 0, 40), layout.num_frozen_layers
-    return Decisions(policy, clock, args, inputs, frozen, layout.num_stages, {}, lambda *_, **__: None, cache)
+    return Decisions(policy, clock, args, inputs, frozen, {}, lambda *_, **__: None, cache)
 
 
 def test_pipelines_over_nodes_decide_on_no_store_until_they_fit_one(tmp_path: Path) -> None:

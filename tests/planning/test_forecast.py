@@ -10,9 +10,8 @@ from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads, Prediction
 from hf_pipetransformer.planning.course import Span, spans_of
 from hf_pipetransformer.planning.forecast import Forecast, likely_cause
-from hf_pipetransformer.planning.planner import PlanInputs, PlanRules
-from hf_pipetransformer.planning.search import Storing
-from hf_pipetransformer.planning.storing import CacheCosts
+from hf_pipetransformer.planning.layouts import PlanInputs, PlanRules
+from hf_pipetransformer.planning.storing import Storing
 from hf_pipetransformer.schedules.layout import Layout
 
 
@@ -37,10 +36,10 @@ def inputs_of(overheads: Overheads, compression: str = "throughput") -> PlanInpu
 
 
 def forecast(storing: Storing | None = None) -> Forecast:
-    return Forecast(LAYOUT, inputs_of(Overheads(per_step=0.5)), PER_EPOCH, storing)
+    return Forecast(LAYOUT, inputs_of(Overheads(per_step=0.5)), storing)
 
 
-STORING = Storing(CacheCosts((), input=0.5, read=0.0, write=2.0), "on")
+STORING = Storing((), input=0.5, read=0.0, write=2.0, mode="on", steps_per_epoch=PER_EPOCH)
 
 
 def test_the_full_run_is_as_long_as_its_steps() -> None:
@@ -62,8 +61,8 @@ def test_rows_are_written_in_the_first_epoch_and_read_after_it() -> None:
 @pytest.mark.parametrize(("read", "more"), [(6.0, 0.0), (8.0, 0.0), (9.5, 1.5)])
 def test_rows_are_read_beside_a_device(read: float, more: float) -> None:
     """Above a layer 3 blocks, the head is one of them, compute 3 forwards and backwards of 1 + 2 + 2: 8 seconds."""
-    costs = CacheCosts((), input=0.5, read=read, write=6.0, is_apart=True)
-    found = forecast(Storing(costs, "on")).seconds([Span(36, 1)])
+    storing = Storing((), input=0.5, read=read, write=6.0, is_apart=True, mode="on", steps_per_epoch=PER_EPOCH)
+    found = forecast(storing).seconds([Span(36, 1)])
     # The row is written beside them, too, and the half second of reading samples is saved.
     assert found == 10 * 11.5 + 26 * (8 + more)
 
@@ -84,7 +83,7 @@ def test_half_an_epoch_of_writing_leaves_half_of_the_rows() -> None:
 def test_moves_of_weights_take_time_and_new_numbers_do_not() -> None:
     start = replace(LAYOUT, num_stages=2, boundaries=(0, 3, 6))
     # One stage has room for all, so that the rule of the paper takes it.
-    moved = Forecast(start, inputs_of(Overheads(reduction_per_byte=1.0), "memory"), PER_EPOCH)
+    moved = Forecast(start, inputs_of(Overheads(reduction_per_byte=1.0), "memory"))
     # Three blocks with one parameter each and 12 bytes; then 4 bytes of gradient each over two replicas.
     assert moved.seconds([Span(1, 1)]) == 3 * 12 + 11 + 3 * 4
     assert moved.seconds([Span(2, 0)]) == moved.full_seconds(2)

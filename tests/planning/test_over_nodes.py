@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
 from hf_pipetransformer.planning.costs import Overheads, predict_step
-from hf_pipetransformer.planning.planner import (
-    PipelineShape,
+from hf_pipetransformer.planning.layouts import (
     PlanInputs,
     plan_layout,
     reachable_shapes,
 )
-from hf_pipetransformer.planning.search import Storing, search
+from hf_pipetransformer.planning.search import search
 from hf_pipetransformer.planning.simulator import Durations, simulate
-from hf_pipetransformer.planning.storing import CacheCosts
+from hf_pipetransformer.planning.storing import Storing
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
@@ -180,7 +179,7 @@ def test_cuts_between_any_nodes_only_ever_save_time(
     costs = replace(costs_of(8), boundary_bytes=tuple(sizes))
     overheads = Overheads(node_size=node_size, node_hop=1.0, node_hop_per_byte=per_byte)
     loads, cuts = block_loads(costs, 0), tuple(range(19))
-    even = plan_layout(loads, cuts, PipelineShape(size, 1, 2 * size, schedule, num_chunks))
+    even = plan_layout(loads, cuts, schedule, size, 1, 2 * size, num_chunks)
     inputs = PlanInputs(costs, overheads, rules_for(8), 2)
     found = inputs.cut_at_nodes(even, loads)
     assert replace(found, boundaries=even.boundaries) == even
@@ -201,7 +200,7 @@ def test_pipelines_over_nodes_store_nothing_and_shorter_ones_do() -> None:
         for current, node_size in ((layout_of(12, 4, 4), 2), (layout_of(12, 2, 4), 2), (layout_of(12, 4, 4), 4)):
             rules = rules_for(12, compression=compression, elastic=is_elastic, initial_largest_size=1e9)
             inputs = PlanInputs(costs_of(12), Overheads(node_size=node_size), rules, 8)
-            found = search(current, 6, LONG, inputs, Storing(CacheCosts((), 0.0, 0.0, 0.0), "on")).layout
+            found = search(current, 6, LONG, inputs, Storing((), 0.0, 0.0, 0.0, mode="on", steps_per_epoch=10)).layout
             assert found.cache_level == (6 if found.pipeline_size <= node_size else 0)
             assert is_elastic or found.pipeline_size == current.pipeline_size
 
@@ -223,7 +222,7 @@ def test_the_first_layout_takes_a_second_node_only_if_one_is_too_small(tmp_path:
     found = {}
     for device_bytes in (1e9, 1500.0, 1000.0):
         planner = RunPlanner(args, TwoNodes(), probe, costs, device_bytes, 0, has_dropout=False, unfit=0)  # type: ignore[arg-type]
-        layout = planner._choose(0)
+        layout = planner.choose(0)
         found[layout.pipeline_size] = layout
         text = planner.describe(layout, "none", freezes=True)["expectation"]
         for words in (

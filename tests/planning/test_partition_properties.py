@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
+from hf_pipetransformer.planning.layouts import stage_boundaries
 from hf_pipetransformer.planning.partition import partition
-from hf_pipetransformer.planning.planner import stage_boundaries
 
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=9)

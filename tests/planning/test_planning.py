@@ -17,12 +17,8 @@ import pytest
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.planning.blocks import BlockCosts, block_backwards, block_loads, by_stage
 from hf_pipetransformer.planning.costs import Overheads, predict_step
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
-from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
-from hf_pipetransformer.planning.partition import compress_by_memory, partition
-from hf_pipetransformer.planning.planner import (
-    Candidate,
-    PipelineShape,
+from hf_pipetransformer.planning.layouts import (
+    Choice,
     PlanInputs,
     PlanRules,
     choose_num_chunks,
@@ -33,7 +29,10 @@ from hf_pipetransformer.planning.planner import (
     reachable_shapes,
     stage_boundaries,
 )
-from hf_pipetransformer.planning.search import Choice, Horizon, choose_by_throughput, first_layout, search
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
+from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
+from hf_pipetransformer.planning.partition import compress_by_memory, partition
+from hf_pipetransformer.planning.search import choose_by_throughput, first_layout, search
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import pipeline_sizes
@@ -48,6 +47,8 @@ SMALL = BlockCosts(
     parameters=(10, 20, 30, 40),
     activation_bytes=(1, 2, 3, 4),
 )
+WHOLE = SimpleNamespace(num_layers=1, cut_positions=lambda: range(5))
+"""The structure of the model that has these blocks."""
 SMALL_LAYOUT = Layout(
     num_layers=1,
     num_frozen_layers=0,
@@ -81,7 +82,7 @@ def test_boundaries_fall_on_allowed_cuts_only() -> None:
     # Two layers that may not be cut inside: blocks are embeddings, (1, 2), (3, 4), head.
     assert stage_boundaries([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], 2) == (0, 3, 6)
     with pytest.raises(ValueError, match="4 stages at most"):
-        plan_layout([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], PipelineShape(5, 1, 1, "1f1b"))
+        plan_layout([0, 1, 2, 1, 2, 1], [0, 1, 3, 5, 6], "1f1b", 5, 1, 1)
 
 
 def test_the_smallest_pipeline_that_fits_is_chosen() -> None:
@@ -102,7 +103,7 @@ def test_number_of_micro_batches(num_stages: int, batch: int, expected: int) -> 
 
 
 def test_layout_knows_its_blocks() -> None:
-    layout = plan_layout([0, 1, 2, 1, 2, 0], [0, 1, 2, 3, 4, 5, 6], PipelineShape(2, 3, 4, "1f1b"))
+    layout = plan_layout([0, 1, 2, 1, 2, 0], [0, 1, 2, 3, 4, 5, 6], "1f1b", 2, 3, 4)
     assert layout.boundaries == (0, 3, 6)
     assert [layout.stage_of(block) for block in range(6)] == [0, 0, 0, 1, 1, 1]
 
@@ -364,7 +365,7 @@ def test_compression_by_memory(current: int, initial_largest: float, allowed: li
 )
 def test_the_fastest_that_fits_is_chosen(found: dict[int, tuple[float, bool]], expected: int) -> None:
     boundaries = {1: (0, 6), 2: (0, 3, 6), 4: (0, 2, 3, 4, 6)}
-    options = [Candidate(Layout(2, 0, k, 1, boundaries[k], 1, "1f1b"), *found[k]) for k in found]
+    options = [Choice(Layout(2, 0, k, 1, boundaries[k], 1, "1f1b"), *found[k]) for k in found]
     assert choose_by_throughput(options).layout.num_stages == expected
 
 
@@ -417,10 +418,10 @@ def costs_of(num_layers: int) -> BlockCosts:
 def layout_of(num_layers: int, num_stages: int, world_size: int) -> Layout:
     loads = block_loads(costs_of(num_layers), 0)
     cuts = range(2 * num_layers + 3)
-    return plan_layout(loads, cuts, PipelineShape(num_stages, world_size // num_stages, 4, "1f1b"))
+    return plan_layout(loads, cuts, "1f1b", num_stages, world_size // num_stages, 4)
 
 
-LONG = Horizon(1000, 10)
+LONG = 1000
 """So many steps that moving weights does not count."""
 
 
@@ -451,7 +452,7 @@ def test_a_run_that_is_not_elastic_only_freezes() -> None:
     current = layout_of(12, 4, 8)
     found = plan(current, 6, rules_for(12, elastic=False))
     assert found.layout == replace(current, num_frozen_layers=6)
-    assert found.alternatives == {4: found.prediction.seconds}
+    assert found.alternatives == {4: predict_step(found.layout, costs_of(12), Overheads(), 32).seconds}
 
 
 def test_no_pipeline_is_fastest_where_it_fits() -> None:
@@ -459,7 +460,7 @@ def test_no_pipeline_is_fastest_where_it_fits() -> None:
     assert (found.layout.num_stages, found.layout.num_replicas) == (1, 8)
     assert (found.layout.num_frozen_layers, found.layout.num_microbatches) == (4, 1)
     assert sorted(found.alternatives) == [1, 2, 4, 8]
-    assert found.prediction.seconds == found.alternatives[1] == min(found.alternatives.values())
+    assert found.alternatives[1] == min(found.alternatives.values())
 
 
 def test_what_does_not_fit_with_the_reserve_is_not_chosen() -> None:
@@ -524,7 +525,7 @@ def test_nothing_moves_for_a_gain_below_two_percent(shift: int, is_kept: bool) -
     current = replace(best, boundaries=(0, best.boundaries[1] + shift, best.num_blocks))
     found = plan(current, 0, rules_for(50, unfit=frozenset({1})))
     assert found.layout.boundaries == (current if is_kept else best).boundaries
-    assert found.prediction.seconds == found.alternatives[2]
+    assert found.alternatives == {2: predict_step(found.layout, costs_of(50), Overheads(), 16).seconds}
 
 
 @pytest.mark.parametrize(("device_bytes", "boundaries"), [(1e9, (0, 3, 6)), (1000, (0, 4, 6))])
@@ -618,7 +619,7 @@ def test_parts_of_a_split_backward_take_as_long_as_the_whole() -> None:
 def test_schedules_with_smaller_bubbles_are_predicted_to_be_faster(schedule: str, num_chunks: int) -> None:
     costs, loads, cuts = costs_of(24), block_loads(costs_of(24), 0), range(51)
     plain, found = (
-        predict_step(plan_layout(loads, cuts, PipelineShape(4, 1, 8, name, v)), costs, Overheads(), 32).pipeline
+        predict_step(plan_layout(loads, cuts, name, 4, 1, 8, v), costs, Overheads(), 32).pipeline
         for name, v in (("1f1b", 1), (schedule, num_chunks))
     )
     assert found < 0.93 * plain
@@ -627,7 +628,7 @@ def test_schedules_with_smaller_bubbles_are_predicted_to_be_faster(schedule: str
 def chunked(schedule: str, num_layers: int, pipeline_size: int, num_chunks: int, world_size: int) -> Layout:
     cuts, replicas = range(2 * num_layers + 3), world_size // pipeline_size
     loads = block_loads(costs_of(num_layers), 0)
-    return plan_layout(loads, cuts, PipelineShape(pipeline_size, replicas, 4, schedule, num_chunks))
+    return plan_layout(loads, cuts, schedule, pipeline_size, replicas, 4, num_chunks)
 
 
 @pytest.mark.parametrize(
@@ -674,7 +675,8 @@ def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
     for num_frozen_layers in range(7):
         found = search(current, num_frozen_layers, LONG, PlanInputs(costs, Overheads(), rules, 8))
         assert max(rank_bytes(found.layout, costs, 8 * found.layout.pipeline_size)) <= budget
-        assert found.alternatives[found.layout.pipeline_size] == found.prediction.seconds
+        size = found.layout.pipeline_size
+        assert found.alternatives[size] == predict_step(found.layout, costs, Overheads(), 8 * size).seconds
         if found.layout.num_stages > current.num_blocks - found.layout.first_active_block:
             assert found.layout == replace(current, num_frozen_layers=num_frozen_layers)
             num_kept += 1
@@ -1055,7 +1057,7 @@ def test_the_first_line_says_what_asynchronous_means(
 ) -> None:
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True, pipeline_schedule="async_1f1b", **options)
     probe, measured = (
-        SimpleNamespace(block_flops=()),
+        SimpleNamespace(structure=WHOLE, block_flops=()),
         SimpleNamespace(blocks=SMALL, overheads=Overheads(), num_samples=1),
     )
     planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, 0, has_dropout=True, unfit=0)
@@ -1078,7 +1080,7 @@ def test_the_first_line_says_what_is_frozen_without_a_policy(
     tmp_path: Path, num_frozen_layers: int, num_frozen_by_user: int, expected: str
 ) -> None:
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True)
-    probe = SimpleNamespace(block_flops=(), linearity=None)
+    probe = SimpleNamespace(structure=WHOLE, block_flops=())
     measured = SimpleNamespace(blocks=SMALL, overheads=Overheads(), num_samples=1)
     planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, num_frozen_by_user, has_dropout=True, unfit=0)
     layout = replace(ASYNC, schedule="1f1b", num_frozen_layers=num_frozen_layers)

@@ -10,7 +10,7 @@ import pytest
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.comm.transfers import pack, plain
 from hf_pipetransformer.freeze.policy import FreezeSignal, decide
-from hf_pipetransformer.planning.planner import PlanRules
+from hf_pipetransformer.planning.layouts import PlanRules
 from hf_pipetransformer.schedules.actions import Action, Op, add_transfers
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes, ranks_in_a_row, why_no_spanning
 from tests.schedules.test_layout import layout

@@ -10,18 +10,9 @@ from hypothesis import strategies as st
 
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.planner import WORTH_MOVING, PipelineShape, PlanInputs, PlanRules
-from hf_pipetransformer.planning.search import (
-    TIE,
-    Choice,
-    Horizon,
-    Storing,
-    moving_seconds,
-    search,
-    seconds_left,
-    without_reading,
-)
-from hf_pipetransformer.planning.storing import CacheCosts, StoreContents
+from hf_pipetransformer.planning.layouts import WORTH_MOVING, Choice, PlanInputs, PlanRules
+from hf_pipetransformer.planning.search import TIE, moving_seconds, search, seconds_left, without_reading
+from hf_pipetransformer.planning.storing import Storing
 from hf_pipetransformer.schedules.layout import Layout
 
 
@@ -40,11 +31,11 @@ def inputs_of(forward: float = 1.0, device_bytes: float = 1e9, elastic: bool = T
 
 
 def storing(read: float = 0.0, write: float = 0.0, mode: str = "auto", **more: float) -> Storing:
-    return Storing(CacheCosts((), input=0.5, read=read, write=write), mode, **more)
+    return Storing((), input=0.5, read=read, write=write, mode=mode, steps_per_epoch=PER_EPOCH, **more)
 
 
-def epochs(number: float) -> Horizon:
-    return Horizon(round(number * PER_EPOCH), PER_EPOCH)
+def epochs(number: float) -> int:
+    return round(number * PER_EPOCH)
 
 
 costs = st.floats(0, 5)
@@ -54,33 +45,33 @@ costs = st.floats(0, 5)
 @given(st.integers(1, L - 1), st.floats(0.3, 6), costs, costs, costs, costs, st.sampled_from([0.3, 1.0]))
 def test_nothing_else_takes_less_time(num_frozen, length, read, write, hop, per_byte, fits):
     """Of numbers of stages up to that of the active blocks, with a store and without."""
-    inputs, horizon = inputs_of(hop=hop, reduction_per_byte=per_byte / 100, per_step=1.0), epochs(length)
-    store = storing(read, write, contents=StoreContents(fits_share=fits))
-    choice, others = search(START, num_frozen, horizon, inputs, store), []
+    inputs, steps = inputs_of(hop=hop, reduction_per_byte=per_byte / 100, per_step=1.0), epochs(length)
+    store = storing(read, write, fits_share=fits)
+    choice, others = search(START, num_frozen, steps, inputs, store), []
     fixed = replace(inputs, rules=replace(inputs.rules, elastic=False))
     for size in (size for size in (1, 2, 4) if size <= START.num_blocks - (1 + 2 * num_frozen)):
         # Boundaries are even for what is computed: a run that writes nothing has those for level 0.
-        for mode, level in (("off", 0), ("on", num_frozen if horizon.epochs_left > 1 else 0)):
-            layout = inputs.lay_out(PipelineShape(size, 4 // size, 0, "1f1b"), num_frozen, level)
-            alone = search(layout, num_frozen, horizon, fixed, replace(store, mode=mode))
+        for mode, level in (("off", 0), ("on", num_frozen if steps > PER_EPOCH else 0)):
+            layout = inputs.lay_out("1f1b", size, 4 // size, 1, num_frozen, level)
+            alone = search(layout, num_frozen, steps, fixed, replace(store, mode=mode))
             others.append(alone.seconds_left + moving_seconds(START, alone.layout, inputs))
     # Of equal ones the shorter pipeline is taken, and stages that hardly differ do not move.
     assert choice.seconds_left <= min(others) * (1 + TIE + WORTH_MOVING)
     inputs = without_reading(inputs, START, store)
-    assert choice.seconds_left == pytest.approx(choice.moving + seconds_left(choice.layout, choice.passes, inputs))
+    assert choice.seconds_left == pytest.approx(choice.moving + seconds_left(choice.layout, choice.way.passes, inputs))
 
 
 def test_a_shorter_pipeline_reads_less_at_once() -> None:
     """One rank reads for four stages: with a store or without, each number of stages is judged by its own reading."""
     inputs = inputs_of(per_step=16 * 8.0)
     for mode in ("off", "on"):
-        store = Storing(CacheCosts((), input=8.0, read=0.1, write=0.1), mode)
+        store = Storing((), input=8.0, read=0.1, write=0.1, mode=mode, steps_per_epoch=PER_EPOCH)
         assert search(START, 2, epochs(20), inputs, store).layout.pipeline_size == 1
 
 
 def test_saved_reading_counts_before_anything_is_measured() -> None:
     """At the start no overhead of a step is known."""
-    store = Storing(CacheCosts((), input=0.02, read=0.002, write=0.01), "auto")
+    store = Storing((), input=0.02, read=0.002, write=0.01, steps_per_epoch=PER_EPOCH)
     assert search(START, 1, epochs(10), inputs_of(forward=1e-5), store).layout.cache_level == 1
 
 
@@ -93,7 +84,7 @@ def test_the_seconds_of_a_choice_by_hand() -> None:
     on = search(alone, 3, epochs(3), inputs, storing(read=0.25, write=1.0, mode="on"))
     first, later = 4 * (15 + 1) + 2, 4 * (15 - 7 + 0.25 - 0.5) + 2
     assert (on.seconds_left, on.layout.cache_level) == (10 * first + 20 * later, 3)
-    assert on.seconds_left_by_way == {"compute": off.seconds_left, "write": on.seconds_left}
+    assert on.way.seconds == {"compute": off.seconds_left, "write": on.seconds_left}
 
 
 def test_a_store_may_pay_with_one_number_of_stages_alone() -> None:
@@ -107,7 +98,7 @@ def test_a_store_may_pay_with_one_number_of_stages_alone() -> None:
 
 def test_weights_do_not_move_for_the_last_steps() -> None:
     inputs = inputs_of(reduction_per_byte=0.01)
-    found = {steps: search(START, 1, Horizon(steps, PER_EPOCH), inputs) for steps in (1, 1000)}
+    found = {steps: search(START, 1, steps, inputs) for steps in (1, 1000)}
     assert found[1000].layout.pipeline_size < 4
     assert found[1].layout.pipeline_size == 4, found[1].alternatives
 
@@ -117,8 +108,7 @@ def test_modes_and_dropout_decide_what_is_stored() -> None:
         return search(START, 2, epochs(length), inputs_of(), storing(**options))
 
     def told(choice: Choice) -> tuple[int, str]:
-        assert choice.storing is not None
-        return choice.layout.cache_level, choice.storing.reason
+        return choice.layout.cache_level, choice.way.reason
 
     assert told(found(mode="off")) == (0, "the cache is switched off")
     assert told(found(read=90.0, mode="on")) == (2, "the cache is switched on")

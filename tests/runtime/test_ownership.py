@@ -17,7 +17,7 @@ from hf_pipetransformer.runtime.gathering import Room, least_room
 from hf_pipetransformer.runtime.ownership import ParameterSlots, ParameterStore
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.state import weights
-from hf_pipetransformer.training.evaluation import _installed
+from hf_pipetransformer.training.evaluations import _installed
 from tests.doubles.device import DEVICE, HOST, DeviceStandIn
 from tests.support.models import MODELS, NUM_LAYERS, build_model, vit_config
 

@@ -26,7 +26,7 @@ from hf_pipetransformer.startup.estimate import batch_on_meta
 from hf_pipetransformer.startup.slices import why_unsliceable
 from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import SpreadModel
-from hf_pipetransformer.training.evaluation import Evaluations
+from hf_pipetransformer.training.evaluations import Evaluations
 from hf_pipetransformer.training.loaders import LateLoader, check_undivided
 from hf_pipetransformer.training.metrics import _sendable
 from hf_pipetransformer.training.needs import check_trained_model

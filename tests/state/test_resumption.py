@@ -15,7 +15,7 @@ import pytest
 from hf_pipetransformer.elastic.transition import longest_pipeline
 from hf_pipetransformer.freeze.policies import Fixed
 from hf_pipetransformer.options.arguments import READERS
-from hf_pipetransformer.planning.planner import PipelineShape, plan_layout
+from hf_pipetransformer.planning.layouts import plan_layout
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
@@ -153,7 +153,7 @@ def test_a_saved_layout_goes_on_where_the_nodes_allow_it(
     pipeline_size: int, cache_level: int, local: int, allowed: list[int], is_kept: bool
 ) -> None:
     resumption, _ = gone_on_with(Fixed({2: 3}), None, saved_size=1)
-    layout = plan_layout([1.0] * 10, range(11), PipelineShape(pipeline_size, 4 // pipeline_size, 1, "1f1b"), 3)
+    layout = plan_layout([1.0] * 10, range(11), "1f1b", pipeline_size, 4 // pipeline_size, 1, num_frozen_layers=3)
     probe = SimpleNamespace(structure=SimpleNamespace(cut_positions=lambda: range(11)))
     topology = SimpleNamespace(local_world_size=local, pipeline_sizes=allowed)
     plans: Any = SimpleNamespace(probe=probe, unfit=0, topology=topology)
@@ -162,8 +162,8 @@ def test_a_saved_layout_goes_on_where_the_nodes_allow_it(
 
 def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what it stored under pipelines that span the present nodes."""
-    shapes = {0: PipelineShape(4, 1, 1, "1f1b"), 5: PipelineShape(2, 2, 1, "1f1b")}
-    layouts = {step: plan_layout([1.0] * 10, range(11), shape, 3, 2) for step, shape in shapes.items()}
+    shapes = {0: (4, 1), 5: (2, 2)}
+    layouts = {step: plan_layout([1.0] * 10, range(11), "1f1b", *shape, 1, 1, 3, 2) for step, shape in shapes.items()}
     monkeypatch.setattr(resumption, "read_layouts", lambda _: dict(layouts))
     args: Any = SimpleNamespace(
         layout_plan="plan", pipeline_schedule="1f1b", schedule=find_schedule("1f1b"), replaces_schedule=False
@@ -194,12 +194,12 @@ def test_a_plan_is_replayed_under_a_loss_of_whole_batches(monkeypatch: pytest.Mo
         monkeypatch.setattr(resumption, "read_layouts", lambda _: {0: layout})
         return read_plan(args, structure, topology)
 
-    layout = plan_layout([1.0] * 10, range(11), PipelineShape(2, 1, 2, "1f1b"))
+    layout = plan_layout([1.0] * 10, range(11), "1f1b", 2, 1, 2)
     assert replayed(layout) == {0: replace(layout, schedule="gpipe")}
     with pytest.raises(ValueError, match="holds at step 0 a layout under 'zb_h1'.* set pipeline_schedule='zb_h1'"):
         replayed(replace(layout, schedule="zb_h1"))
-    args.asked_schedule = "interleaved_1f1b"
-    layout = plan_layout([1.0] * 10, range(11), PipelineShape(2, 1, 2, "interleaved_1f1b", num_chunks=2))
+    args.pipeline_schedule = "interleaved_1f1b"
+    layout = plan_layout([1.0] * 10, range(11), "interleaved_1f1b", 2, 1, 2, num_chunks=2)
     with pytest.raises(ValueError, match="all forwards of 2 stages a rank cannot come first.*pipeline_loss='parts'"):
         replayed(layout)
 

@@ -31,10 +31,10 @@ def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
     return PipeTransformerTrainer(build_model("bert_sequence"), args, train_dataset=data, data_collator=collate)
 
 
-def planted(_trainer: Any, pipeline: Any, _cache: Any, steps_per_epoch: int) -> Forecast:
+def planted(_trainer: Any, pipeline: Any, _cache: Any) -> Forecast:
     costs = costs_of(2 * pipeline.layout.num_layers + 2)
     inputs = replace(pipeline.start_up.plans.inputs(pipeline.layout), blocks=costs, overheads=Overheads())
-    return Forecast(pipeline.layout, inputs, steps_per_epoch)
+    return Forecast(pipeline.layout, inputs)
 
 
 def expected(folder: Path, **changes: Any) -> list[dict[str, Any]]:

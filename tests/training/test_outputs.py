@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import Trainer, TrainingArguments
 
-from hf_pipetransformer.training.replica_gather import shape_without_rows
+from hf_pipetransformer.training.evaluation import shape_without_rows
 from tests.distributed.refusal_worker import with_prototypes
 from tests.support.models import build_model, collate, make_dataset
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.training.metrics import Summary
 
@@ -13,13 +11,11 @@ TWO_REPLICAS = Layout(4, 2, 1, num_replicas=2, boundaries=(0, 10), num_microbatc
 
 
 def noted(*steps: tuple[Layout, float], predicted: float | None = None) -> Summary:
-    ticks: Iterator[float] = iter([time for start, (_, taken) in enumerate(steps) for time in (start, start + taken)])
-    summary = Summary(clock=lambda: next(ticks))
-    for index, (layout, _) in enumerate(steps):
+    summary = Summary()
+    for index, (layout, seconds) in enumerate(steps):
         has_moved = index > 0 and layout is not steps[index - 1][0]
-        summary.begin_step(predicted if has_moved else None)
-        summary.end_step(layout)
-        summary.end_step(layout)  # Trainer comes by once more at the end of an epoch.
+        summary.predicted = predicted if has_moved else None
+        summary.add_step(layout, seconds)
     return summary
 
 

@@ -20,8 +20,8 @@ from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.runtime import joining
 from hf_pipetransformer.startup.planner import RunPlanner
 from hf_pipetransformer.training import builder, synchronous
+from hf_pipetransformer.training.evaluation import Evaluation
 from hf_pipetransformer.training.gains import LossGains
-from hf_pipetransformer.training.replica_gather import ReplicaGather
 from tests.support import whole_losses
 from tests.support.whole_losses import INSIDE, LOSSES, train, wrong
 
@@ -164,10 +164,10 @@ def test_an_empty_data_set_is_named(tmp_path: Path) -> None:
 def test_predictions_of_replicas_need_one_row_a_sample() -> None:
     groups: Any = SimpleNamespace(replica=0, num_replicas=2, is_first=True)
     loader: Any = SimpleNamespace(samples_of_replicas=lambda: [4, 4], progress=SimpleNamespace(size=8))
-    gather = ReplicaGather(groups, loader)
-    gather._check_rows(torch.zeros(4, 2))
+    evaluation: Any = SimpleNamespace(groups=groups, loader=loader, is_for_first_rank=False, is_flattened=False)
+    Evaluation._check_rows(evaluation, torch.zeros(4, 2))
     with pytest.raises(ValueError, match="expected one row a sample, as each replica"):
-        gather._check_rows(torch.zeros(12, 2))
+        Evaluation._check_rows(evaluation, torch.zeros(12, 2))
 
 
 @pytest.mark.parametrize("schedule", ["async_1f1b", "token"])

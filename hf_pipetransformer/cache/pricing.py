@@ -13,13 +13,9 @@ from hf_pipetransformer.cache.files import Array, StoreDamagedError
 from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
 from hf_pipetransformer.planning.blocks import BlockCosts, active_seconds
-from hf_pipetransformer.planning.search import Choice, Horizon, Storing, prefix_seconds
-from hf_pipetransformer.planning.storing import (
-    CacheCosts,
-    StoreContents,
-    decide_cache,
-    reading_seconds,
-)
+from hf_pipetransformer.planning.layouts import Choice
+from hf_pipetransformer.planning.search import prefix_seconds
+from hf_pipetransformer.planning.storing import Storing, decide_cache
 from hf_pipetransformer.report import announce, in_bytes, logger
 
 
@@ -45,7 +41,7 @@ class CachePlanner:
         write: writes an event to the journal.
         dropout_from: number of frozen layers from which on storing would take dropout from layers that the script
             froze. `auto` stores nothing there, because by default no number differs from Trainer's.
-        is_apart: True if records are read and written beside the device's computation, see `CacheCosts`; `num_at_once`
+        is_apart: True if records are read and written beside the device's computation, see `Storing`; `num_at_once`
             likewise.
     """
 
@@ -61,7 +57,7 @@ class CachePlanner:
     _cache: ActivationCache | None = field(default=None, init=False)
     _samples: Array = field(default_factory=lambda: np.arange(0), init=False)
     _speed: StorageSpeed | None = field(default=None, init=False)
-    _of_evaluation: CacheCosts | None = field(default=None, init=False)
+    _of_evaluation: Storing | None = field(default=None, init=False)
     _is_size_known: bool = field(default=False, init=False)
     has_said_dropout: bool = field(default=False, init=False)
 
@@ -88,49 +84,59 @@ class CachePlanner:
             # Zeros stand in for the unknown speed: in this mode nothing is stored, whatever it would cost.
             self.mode, self._speed = "off", self._speed or StorageSpeed(0.0, 0.0)
             logger.warning(f"The activation cache stays off: {error}")
-        times = self.input_seconds, self._speed.read, self._speed.write, self.is_apart, self.num_at_once
-        costs, contents = CacheCosts((), *times), StoreContents(stored_level, share, self.size.share)
-        now = reading_seconds(costs.beside(active, pipeline_size), share)
-        return Storing(costs, self.mode, contents, self.dropout_from, now)
+        found = Storing(
+            prefix=(),
+            input=self.input_seconds,
+            read=self._speed.read,
+            write=self._speed.write,
+            is_apart=self.is_apart,
+            num_at_once=self.num_at_once,
+            mode=self.mode,
+            level=stored_level,
+            share=share,
+            fits_share=self.size.share,
+            steps_per_epoch=self.steps_per_epoch,
+            dropout_from=self.dropout_from,
+        )
+        return replace(found, now=found.beside(active, pipeline_size).seconds_of_input(share))
 
     def report(
         self,
         step: int,
         choice: Choice,
-        horizon: Horizon,
+        steps_left: int,
         storing: Storing,
         blocks: BlockCosts,
         would: Choice | None = None,
     ) -> None:
-        """Log what a search chose to store from `step` (optimizer steps done so far) on.
+        """Log what a search chose to store from `step` (optimizer steps done so far) on, for `steps_left` steps.
 
         Args:
             storing: the costs that it compared, with those of the `blocks`.
             would: what would have been stored if the layers that the script froze had no dropout; None if that does
                 not matter.
         """
-        decision, layout = choice.storing, choice.layout
-        assert decision is not None, "the search was given what storing costs"
+        way, layout = choice.way, choice.layout
         num_frozen, prefix = layout.num_frozen_layers, prefix_seconds(blocks)
         active = active_seconds(blocks, num_frozen)
-        costs = replace(storing.costs, prefix=prefix)
-        # Nothing runs backward in an evaluation; in training that takes twice as long as the forward.
-        self._of_evaluation = replace(costs, num_at_once=1).beside(active / 3, layout.pipeline_size)
+        # Nothing runs backward in an evaluation, nor with dropout. In training that takes twice as long as a forward.
+        costs = replace(storing, prefix=prefix, num_at_once=1, level=0, share=0.0, dropout_from=math.inf)
+        self._of_evaluation = replace(costs, steps_per_epoch=1.0).beside(active / 3, layout.pipeline_size)
         if would is not None:
             self._say_dropout(would)
         self.write(
             "cache",
             what="decision",
-            level=decision.level,
+            level=way.level,
             num_frozen_layers=num_frozen,
-            reason=decision.reason,
-            seconds_left=dict(choice.seconds_left_by_way),
+            reason=way.reason,
+            seconds_left=dict(way.seconds),
             prefix_s=prefix[num_frozen],
             input_s=self.input_seconds,
-            read_s=costs.read,
-            write_s=costs.write,
-            epochs_left=horizon.epochs_left,
-            stored_share=storing.contents.share,
+            read_s=storing.read,
+            write_s=storing.write,
+            epochs_left=steps_left / storing.steps_per_epoch,
+            stored_share=storing.share,
             fits_share=self.size.share,
             needed_bytes=self.size.needed,
             allowed_bytes=self.size.allowed,
@@ -138,18 +144,18 @@ class CachePlanner:
             pipeline_size=layout.pipeline_size,
             num_at_once=self.num_at_once,
         )
-        does = f"stored after {decision.level} layers" if decision.use else "not stored"
-        announce(f"Step {step}: activations of frozen layers are {does} ({decision.reason}).", is_decision=True)
-        if decision.use:
+        does = f"stored after {way.level} layers" if way.use else "not stored"
+        announce(f"Step {step}: activations of frozen layers are {does} ({way.reason}).", is_decision=True)
+        if way.use:
             self._announce_size()
 
     def _say_dropout(self, would: Choice) -> None:
         """Log once what storing would save and change where `auto` keeps the dropout of the script's frozen layers."""
-        if self.has_said_dropout or would.storing is None or not would.storing.use:
+        if self.has_said_dropout or not would.way.use:
             return
         self.has_said_dropout = True
-        seconds = would.seconds_left_by_way
-        saved = 1 - seconds[would.storing.way] / seconds["compute"]
+        seconds = would.way.seconds
+        saved = 1 - seconds[would.way.name] / seconds["compute"]
         announce(
             "Layers that the script froze compute something else in training mode (dropout, for example) and are "
             "computed as in Trainer. activation_cache='on' would store what they give in evaluation mode: about "
@@ -185,6 +191,5 @@ class CachePlanner:
         """
         if self._of_evaluation is None:
             return self.mode == "on" and passes_left > 1  # Layouts are replayed: nothing was measured.
-        return decide_cache(
-            self._of_evaluation, level, StoreContents(fits_share=fits_share), passes_left, self.mode
-        ).use
+        storing = replace(self._of_evaluation, mode=self.mode, fits_share=fits_share)
+        return decide_cache(storing, level, passes_left).use

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
 from hf_pipetransformer.planning.costs import WORK_OVERHEADS, Overheads, Prediction, costs_by_work, predict_step
-from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
+from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, RankMemory, rank_memory
 from hf_pipetransformer.planning.partition import partition
+from hf_pipetransformer.planning.storing import COMPUTE, Way
 from hf_pipetransformer.planning.token_slices import cut_layout
 from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules.layout import Layout
@@ -75,16 +76,26 @@ class PlanRules:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Layout that could come next, the cost it is chosen by, and True if its fullest rank fits a device.
+class Choice:
+    """Layout that could come next, and what speaks for it.
 
-    `cost` is in seconds, or in operations where boundaries follow the blocks' work (`PlanInputs.cut_by`): it compares
-    with other costs of one question alone.
+    Args:
+        cost: what it is chosen by, in seconds, or in operations where boundaries follow the blocks' work
+            (`PlanInputs.cut_by`): it compares with other costs of one question alone.
+        fits: True if its fullest rank fits a device.
+        way: to get the output of the frozen layers.
+        seconds_left: predicted until the end of the run, with the move to the layout.
+        moving: the seconds of that move.
+        alternatives: predicted seconds of a step that reads all its records, for every K considered.
     """
 
     layout: Layout
-    cost: float
-    fits: bool
+    cost: float = 0.0
+    fits: bool = True
+    way: Way = COMPUTE
+    seconds_left: float = 0.0
+    moving: float = 0.0
+    alternatives: Mapping[int, float] = field(default_factory=dict)
 
 
 def stage_boundaries(block_costs: Sequence[float], cut_positions: Sequence[int], num_stages: int) -> tuple[int, ...]:
@@ -155,21 +166,14 @@ def _is_possible(weights: str, num_stages: int, micro_batches_per_step: int) -> 
     return True
 
 
-@dataclass(frozen=True)
-class PipelineShape:
-    """Shape of the pipelines of a layout: ranks K, replicas R, micro-batches M, and stages per rank V."""
-
-    pipeline_size: int
-    num_replicas: int
-    num_microbatches: int
-    schedule: str
-    num_chunks: int = 1
-
-
 def plan_layout(
     block_costs: Sequence[float],
     cut_positions: Sequence[int],
-    shape: PipelineShape,
+    schedule: str,
+    pipeline_size: int,
+    num_replicas: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
     num_frozen_layers: int = 0,
     cache_level: int = 0,
 ) -> Layout:
@@ -178,67 +182,26 @@ def plan_layout(
     Raises:
         ValueError: more stages than the model can be cut into.
     """
-    schedule, num_stages = find_schedule(shape.schedule), shape.pipeline_size * shape.num_chunks
-    most = len(cut_positions) - 1
+    num_stages, most = pipeline_size * num_chunks, len(cut_positions) - 1
     if not 0 < num_stages <= most:
         # V is 0 where the model is too short for the least V of its schedule.
-        needed = num_stages or shape.pipeline_size * schedule.abilities.min_chunks
+        needed = num_stages or pipeline_size * find_schedule(schedule).abilities.min_chunks
         raise ValueError(
-            f"pipeline_parallel_size={shape.pipeline_size} under {schedule.name} needs {needed} stages, but this "
-            f"model can be cut into {most} stages at most. Choose a smaller pipeline_parallel_size."
+            f"pipeline_parallel_size={pipeline_size} under {schedule} needs {needed} stages, but this model can be "
+            f"cut into {most} stages at most. Choose a smaller pipeline_parallel_size."
         )
     return Layout(
         num_layers=num_layers(len(block_costs)),
         num_frozen_layers=num_frozen_layers,
         num_stages=num_stages,
-        num_replicas=shape.num_replicas,
+        num_replicas=num_replicas,
         boundaries=stage_boundaries(block_costs, cut_positions, num_stages),
-        num_microbatches=shape.num_microbatches,
-        schedule=schedule.name,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
         cache_level=cache_level,
-        num_chunks=shape.num_chunks,
-        placement=schedule.placement,
+        num_chunks=num_chunks,
+        placement=find_schedule(schedule).placement,
     )
-
-
-Judge = Callable[[Layout], Candidate]
-"""Function that predicts the time of a layout and says if it fits."""
-
-
-def cut_at_nodes(
-    layout: Layout, loads: Sequence[float], cuts: Sequence[int], node_size: int, judge: Judge, near_seconds: float
-) -> Layout:
-    """Move the boundaries between nodes to where a step is fastest, with even stages on either side.
-
-    A message to another node takes long, so that the boundary of a smaller activation, or other stages before and
-    after it, may beat even ones. The layout stays as it is if that saves too little or does not fit.
-
-    Args:
-        loads: costs of the blocks, which even stages share.
-        cuts: block indices where a stage may begin.
-        near_seconds: time of a step if messages to other nodes took no longer than inside one, so the most to gain.
-    """
-    even = judge(layout)
-    # Even messages that cost nothing more would not gain enough.
-    if even.cost * (1 - WORTH_MOVING) < near_seconds:
-        return layout
-    last = layout.num_stages
-    far = [0, *(n + 1 for n in range(last - 1) if layout.places.leaves_node(n, node_size))]
-    # A boundary moves its neighbors, so that all are tried again until none gets better.
-    best, is_better = even, True
-    while is_better:
-        is_better = False
-        for before, own, after in zip(far, far[1:], [*far[2:], last], strict=False):
-            ends = best.layout.boundaries
-            within = [cut for cut in cuts if ends[before] <= cut <= ends[after]]
-            # Stages on either side keep one piece between cuts at least.
-            for at in range(own - before, len(within) - (after - own)):
-                below = stage_boundaries(loads, within[: at + 1], own - before)
-                above = stage_boundaries(loads, within[at:], after - own)
-                moved = judge(replace(layout, boundaries=(*ends[:before], *below, *above[1:], *ends[after + 1 :])))
-                if moved.cost < best.cost and (moved.fits or not even.fits):
-                    best, is_better = moved, True
-    return best.layout if is_worth_moving(even, best) else layout
 
 
 def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor: float = FROZEN_FACTOR) -> float:
@@ -266,10 +229,26 @@ class PlanInputs:
     measures_microbatches: bool = True
     accumulation: int = 1
 
+    def samples(self, layout: Layout) -> int:
+        """Return the samples of a pipeline's batch."""
+        return self.samples_per_device * layout.pipeline_size
+
     def predict(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Prediction:
         """Predict a step under `layout`, by measured times or by other costs."""
-        samples = self.samples_per_device * layout.pipeline_size
-        return predict_step(layout, *(by or (self.blocks, self.overheads)), samples, self.accumulation)
+        return predict_step(layout, *(by or (self.blocks, self.overheads)), self.samples(layout), self.accumulation)
+
+    def memory(self, layout: Layout) -> list[RankMemory]:
+        """Return what each rank of a pipeline needs for training."""
+        rules = self.rules
+        return rank_memory(layout, self.blocks, self.samples(layout), self.accumulation, rules.weights, rules.memory)
+
+    def needed_bytes(self, layout: Layout) -> float:
+        """Return the bytes of the fullest rank."""
+        return max(rank.total for rank in self.memory(layout))
+
+    def fits(self, layout: Layout) -> bool:
+        """Return True if the fullest rank fits the smallest device."""
+        return self.needed_bytes(layout) <= self.rules.device_bytes * (1 - MEMORY_RESERVE)
 
     def stored(self, pipeline_size: int, cache_level: int) -> int:
         """Return the layers whose activations are stored by pipelines of a length: none by those over several nodes.
@@ -278,12 +257,9 @@ class PlanInputs:
         """
         return 0 if self.overheads.spans_nodes(pipeline_size) else cache_level
 
-    def judge(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Candidate:
+    def judge(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Choice:
         """Return the cost of a step, in the unit of `by` as in `predict`, and if the fullest rank fits a device."""
-        rules, samples = self.rules, self.samples_per_device * layout.pipeline_size
-        ranks = rank_memory(layout, self.blocks, samples, self.accumulation, rules.weights, rules.memory)
-        needed = max(rank.total for rank in ranks)
-        return Candidate(layout, self.predict(layout, by).seconds, needed <= rules.device_bytes * (1 - MEMORY_RESERVE))
+        return Choice(layout, self.predict(layout, by).seconds, self.fits(layout))
 
     @property
     def cut_by(self) -> tuple[BlockCosts, Overheads]:
@@ -294,42 +270,75 @@ class PlanInputs:
         by_work = replace(WORK_OVERHEADS, has_reference=self.overheads.has_reference)
         return costs_by_work(self.blocks, self.rules.work), by_work
 
-    def lay_out(self, shape: PipelineShape, num_frozen: int, cache_level: int = 0) -> Layout:
+    def lay_out(
+        self,
+        schedule: str,
+        pipeline_size: int,
+        num_replicas: int,
+        num_chunks: int,
+        num_frozen: int,
+        cache_level: int = 0,
+    ) -> Layout:
         """Return the layout of a shape, with M by rule where nothing fixes it, and its most even boundaries.
 
         Frozen blocks count with their forward only, and not even that where their output is stored, which pipelines
         over several nodes cannot.
         """
-        rules, size, schedule = self.rules, shape.pipeline_size, find_schedule(shape.schedule)
-        samples = self.samples_per_device * size
+        rules, abilities = self.rules, find_schedule(schedule).abilities
+        samples = self.samples_per_device * pipeline_size
         # M of the user comes before M of a trial, which comes before the rule.
-        known = rules.num_microbatches or rules.known_microbatches.get((size, shape.num_chunks))
-        by_rule = choose_num_microbatches(size, samples, schedule.abilities, self.accumulation, rules.weights)
-        level, (costs, overheads) = self.stored(size, cache_level), self.cut_by
+        known = rules.num_microbatches or rules.known_microbatches.get((pipeline_size, num_chunks))
+        by_rule = choose_num_microbatches(pipeline_size, samples, abilities, self.accumulation, rules.weights)
+        level, (costs, overheads) = self.stored(pipeline_size, cache_level), self.cut_by
         # Where steps overlap, each stage waits for its own update: the update is a part of its load.
         # Loads are per sample, and an update comes once a step.
         per_sample = overheads.optimizer_per_parameter / (samples * self.accumulation)
-        update = per_sample if schedule.abilities.overlaps_steps else 0.0
+        update = per_sample if abilities.overlaps_steps else 0.0
         loads = block_loads(costs, num_frozen, level, update)
-        shape = replace(shape, num_microbatches=known or by_rule)
-        layout = plan_layout(loads, rules.cut_positions, shape, num_frozen, level)
+        shape = schedule, pipeline_size, num_replicas, known or by_rule, num_chunks
+        layout = plan_layout(loads, rules.cut_positions, *shape, num_frozen, level)
         # Slices are planned with one time for all messages: that of the slowest, which the others wait for.
         hop, is_free = self.overheads.slowest_hop(layout, self.blocks, samples), rules.num_microbatches is None
         layout = cut_layout(layout, rules.token_slices, self.blocks.slices, samples, is_free, hop)
         return self.cut_at_nodes(layout, loads)
 
     def cut_at_nodes(self, layout: Layout, loads: Sequence[float]) -> Layout:
-        """Cut a pipeline over several nodes where messages between them cost least; return others unchanged."""
-        overheads, rules = self.overheads, self.rules
+        """Move the boundaries between nodes to where a step is fastest, with even stages on either side.
+
+        A message to another node takes long, so that the boundary of a smaller activation, or other stages before and
+        after it, may beat even ones. The layout stays as it is if that saves too little or does not fit, and on one
+        node. `loads` are the costs of the blocks, which even stages share.
+        """
+        overheads, cuts, last = self.overheads, self.rules.cut_positions, layout.num_stages
         # Where cuts follow the blocks' work, no measured speed of a message may move them.
-        if rules.work or not overheads.spans_nodes(layout.pipeline_size):
+        if self.rules.work or not overheads.spans_nodes(layout.pipeline_size):
             return layout
-
+        even = self.judge(layout)
+        # If messages to other nodes took no longer than inside one: even then there has to be enough to gain.
         near = self.predict(layout, (self.blocks, replace(overheads, node_size=0))).seconds
-        return cut_at_nodes(layout, loads, rules.cut_positions, overheads.node_size, self.judge, near)
+        if even.cost * (1 - WORTH_MOVING) < near:
+            return layout
+        leaves = layout.places.leaves_node
+        far = [0, *(n + 1 for n in range(last - 1) if leaves(n, overheads.node_size))]
+        # A boundary moves its neighbors, so that all are tried again until none gets better.
+        best, is_better = even, True
+        while is_better:
+            is_better = False
+            for before, own, after in zip(far, far[1:], [*far[2:], last], strict=False):
+                ends = best.layout.boundaries
+                within = [cut for cut in cuts if ends[before] <= cut <= ends[after]]
+                # Stages on either side keep one piece between cuts at least.
+                for at in range(own - before, len(within) - (after - own)):
+                    below = stage_boundaries(loads, within[: at + 1], own - before)
+                    above = stage_boundaries(loads, within[at:], after - own)
+                    boundaries = (*ends[:before], *below, *above[1:], *ends[after + 1 :])
+                    moved = self.judge(replace(layout, boundaries=boundaries))
+                    if moved.cost < best.cost and (moved.fits or not even.fits):
+                        best, is_better = moved, True
+        return best.layout if is_worth_moving(even, best) else layout
 
 
-def is_worth_moving(unmoved: Candidate, recut: Candidate) -> bool:
+def is_worth_moving(unmoved: Choice, recut: Choice) -> bool:
     """Return True if new boundaries save enough time and still fit the memory if the old ones do."""
     saves = recut.cost <= (1 - WORTH_MOVING) * unmoved.cost
     return saves and (recut.fits or not unmoved.fits)
