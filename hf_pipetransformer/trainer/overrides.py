@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -256,17 +256,8 @@ class EvaluationOverrides(_Trainer):
     # Trainer's `prediction_step` calls this and would gather over all ranks, stages included; training counts over
     # all replicas in `get_batch_samples`.
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
-        from hf_pipetransformer.training.evaluation import UsersEvaluation
-
-        evaluation = self.pipeline_run.pipelined.evaluations.present
-        # Whether the loss is divided by all items or is its own mean decides how replicas average it.
-        evaluation.told_num_items = True
-        if isinstance(evaluation, UsersEvaluation):
-            return super()._get_num_items_in_batch(batch_samples, device)
-        if not any("labels" in batch for batch in batch_samples) or not trainer_compat.takes_num_items(self):
-            return None
-        count = evaluation.items_of_loss(sum(trainer_compat.items_of(self, batch) for batch in batch_samples))
-        return torch.tensor(float(count), device=device)
+        as_in_trainer = partial(super()._get_num_items_in_batch, batch_samples, device)
+        return self.pipeline_run.pipelined.evaluations.present.num_items_told(batch_samples, as_in_trainer, device)
 
 
 @left_to_trainer

@@ -176,12 +176,19 @@ class Evaluation:
         found = self.reference_of(for_model(inputs), marks_of(inputs))
         return {name: self.gather(value).cpu() for name, value in found.items()}
 
-    def items_of_loss(self, num_items: int) -> int:
-        """Return the items of the samples that the loss sees, of which this replica has `num_items`. Collective."""
-        if not self.pipeline.shell.prediction.joins_replicas:
-            return num_items
-        what = f"adding the items of an evaluation over {self.groups.replicas}"
-        return int(reduced(torch.tensor(num_items), self.groups.replica_control, what))
+    def num_items_told(
+        self, batches: list[Any], _as_in_trainer: Callable[[], Any], device: torch.device
+    ) -> torch.Tensor | None:
+        """Return the items of the samples that the loss sees, for Trainer to pass them. Collective."""
+        # Whether the loss is divided by all items or is its own mean decides how replicas average it.
+        self.told_num_items = True
+        if not any("labels" in batch for batch in batches) or not trainer_compat.takes_num_items(self.trainer):
+            return None
+        count = sum(trainer_compat.items_of(self.trainer, batch) for batch in batches)
+        if self.pipeline.shell.prediction.joins_replicas:
+            what = f"adding the items of an evaluation over {self.groups.replicas}"
+            count = int(reduced(torch.tensor(count), self.groups.replica_control, what))
+        return torch.tensor(float(count), device=device)
 
     def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
@@ -313,6 +320,10 @@ class UsersEvaluation:
         self, inputs: dict[str, Any], _loss_only: bool, _ignore_keys: Any
     ) -> AbstractContextManager[dict[str, Any]]:
         return nullcontext(inputs)
+
+    def num_items_told(self, _batches: list[Any], as_in_trainer: Callable[[], Any], _device: torch.device) -> Any:
+        self.told_num_items = True
+        return as_in_trainer()
 
     def global_loss(self, loss: torch.Tensor | None, _num_items: int, _num_samples: int) -> torch.Tensor | None:
         return loss
