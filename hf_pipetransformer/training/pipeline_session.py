@@ -21,7 +21,6 @@ from hf_pipetransformer.state.resumption import Resumption, find_resumption
 from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import SavesOnSignal, running_callbacks
 from hf_pipetransformer.training.evaluations import Evaluations
-from hf_pipetransformer.training.expectation import print_plan
 from hf_pipetransformer.training.loaders import (
     LateLoader,
     check_undivided,
@@ -117,6 +116,8 @@ class PipelineSession:
         Raises:
             PlanPrinted: unless the run is left to Trainer, whose first step raises it.
         """
+        from hf_pipetransformer.training.plan_only import print_plan
+
         request, (_, steps_per_epoch, *_, max_steps) = request_of(loader), values
         given = LateLoader(loader).read_first(None, is_kept=False) if request is None else request
         print_plan(self.builder, given, max_steps, steps_per_epoch)

@@ -26,7 +26,7 @@ from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.startup import costs
-from hf_pipetransformer.training import expectation, part_stores
+from hf_pipetransformer.training import part_stores
 from tests.distributed.scenarios import RANK, Lines, run, scenario
 from tests.golden.cases import CASES, Golden
 from tests.support import decoders, frozen_models, models
@@ -98,7 +98,7 @@ def steady() -> Iterator[None]:
         return StorageSpeed(1e-9, 1e-9)
 
     with ExitStack() as stack:
-        for module in (part_stores, cache_training, expectation):
+        for module in (part_stores, cache_training):
             stack.enter_context(mock.patch.object(module, "measure_storage", speed))
         stack.enter_context(mock.patch.object(part_stores, "_seconds_of_hashing", return_value=1e-9))
         stack.enter_context(mock.patch.object(part_stores, "WORTH_SECONDS", -1e9))

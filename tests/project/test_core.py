@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,13 @@ with tempfile.TemporaryDirectory() as folder:
     assert any(event.get("hits") for event in map(json.loads, open(trainer.events.path)))
 print(json.dumps([name for name in sys.modules if name.startswith("hf_pipetransformer.")]))
 """
+
+
+TOOLS = {
+    *("cli", "pipe", "report.card", "report.charts", "report.drawing", "report.page", "report.recorded"),
+    *("startup.estimate", "startup.plan_words", "startup.run_plan", "training.plan_only"),
+}
+"""Modules and rooms that stand beside the core: asked for by name when one is wanted."""
 
 
 def num_statements(path: Path) -> int:
@@ -95,3 +103,39 @@ def test_a_run_on_one_process_takes_nothing_of_a_pipeline(imported: set[str]) ->
 def test_it_takes_little_of_other_rooms(room: str, imported: set[str]) -> None:
     modules = {name.partition(".")[2] for name in imported if name.startswith(f"{room}.")}
     assert modules <= LITTLE[room]
+
+
+def imported_at_once(module: str) -> set[str]:
+    """Modules of the package that are imported with one: what functions import when they are called is left out."""
+    found, todo = set[str](), [module]
+    while todo:
+        name = todo.pop()
+        path = SOURCES.joinpath(*name.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if name in found or not path.is_file():
+            continue
+        found.add(name)
+        todo += [inner.partition(".")[2] for inner in _imports_at_once(ast.parse(path.read_text(encoding="utf-8")))]
+    return found
+
+
+def _imports_at_once(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module is not None
+            and node.module.startswith("hf_pipetransformer")
+        ):
+            yield node.module
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+
+
+def test_a_pipeline_takes_none_of_the_tools() -> None:
+    taken = imported_at_once("training.pipeline_session")
+    assert {"engine.engine", "training.start", "startup.planner"} <= taken
+    assert {name for name in taken if name in TOOLS or name.partition(".")[0] in TOOLS} == set()
+
+
+def test_planted_imports_are_followed() -> None:
+    assert "report.charts" not in imported_at_once("report.page"), "it is asked for when charts are drawn"
+    assert {"report.drawing", "report.files"} <= imported_at_once("report.page")

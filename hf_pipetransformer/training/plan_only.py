@@ -1,0 +1,121 @@
+"""A run that ends with its plan before the first step: printed, with what was measured at the start."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hf_pipetransformer.cache.folder import safe_max_bytes
+from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
+from hf_pipetransformer.cache.records import RecordFormat
+from hf_pipetransformer.cache.storage import StorageSpeed, cache_base, measure_storage, stored_dtype
+from hf_pipetransformer.compat import trainer_compat
+from hf_pipetransformer.data.loader import Request
+from hf_pipetransformer.freeze.policies import freezing_of
+from hf_pipetransformer.freeze.policy import check_policy
+from hf_pipetransformer.planning.course import RunSchedule
+from hf_pipetransformer.planning.storing import DiskProfile
+from hf_pipetransformer.report import logger
+from hf_pipetransformer.report.files import create
+from hf_pipetransformer.startup.plan_words import as_json
+from hf_pipetransformer.startup.plan_words import in_words as plan_in_words
+from hf_pipetransformer.startup.run_plan import COMMUNICATOR_BYTES, Machine, RunPlan, plan_run
+from hf_pipetransformer.training.expectation import optimizer_seconds
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.startup.planner import StartUp
+    from hf_pipetransformer.training.builder import PipelineBuilder
+
+
+PLAN_FILE = "plan.json"
+"""File in `output_dir` with the printed plan as JSON."""
+
+
+def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_epoch: int) -> None:
+    """Inspect and measure as for a training, print the plan on rank 0, and raise `PlanPrinted` on every rank.
+
+    Of a model that Trainer trains, frozen parts are planned with its first batch, see `frozen_parts`: returns then.
+    Collective: call on every rank. `given` is what `PipelineBuilder.inspect` takes.
+    """
+    context = builder.context
+    report = builder.inspect_or_leave(given, is_training=True)
+    if report is None:
+        return
+    start_up = report.start_up
+
+    def tell() -> None:
+        plan = _plan(builder, start_up, given, (num_steps, steps_per_epoch))
+        print(plan_in_words(plan), flush=True)
+        folder = context.args.output_dir
+        os.makedirs(folder, exist_ok=True)
+        with create(os.path.join(folder, PLAN_FILE)) as file:
+            json.dump(as_json(plan), file)
+
+    # By `decide`, so that an error on rank 0 does not leave the others waiting.
+    context.topology.decide(tell)
+    context.end_plan()
+
+
+def _plan(builder: PipelineBuilder, start_up: StartUp, given: Any, length: tuple[int, int]) -> RunPlan:
+    context, plans = builder.context, start_up.plans
+    trainer, topology, args = context.trainer, context.topology, context.args
+    num_samples = None
+    report = InputReport("the loader is the script's own, whose samples have no index")
+    if isinstance(given, Request):
+        activation = start_up.probe.activation
+        dataset, collate = trainer_compat.dataset_and_collator(trainer, given.dataset, given.description)
+        report = examine_inputs(dataset, collate, activation.main_input, start_up.probe.placeholders)
+        num_samples = len(dataset) if hasattr(dataset, "__len__") else None
+    # Workers read while the ranks compute.
+    reading = 0.0 if args.dataloader_num_workers else report.seconds_per_sample
+    machine = Machine(
+        topology.world_size,
+        plans.device_bytes,
+        topology.local_world_size,
+        communicator_bytes=COMMUNICATOR_BYTES if args.device.type == "cuda" else 0.0,
+        is_host=args.device.type == "cpu",
+    )
+    measured = [f"blocks (with {plans.costs.num_samples} samples)", "memory of the devices", "the optimizer step"]
+    measured += ["transfers"] if topology.world_size > 1 else []
+    measured += ["reading samples"] if report.seconds_per_sample else []
+    num_layers = start_up.probe.structure.num_layers
+    for text in check_policy(builder.policy, num_layers, length[0], args.freeze_min_active_layers):
+        logger.warning(text)
+    freezing, note, evidence = freezing_of(builder.policy, args, num_layers, plans.num_frozen_by_user, length)
+    storage = None
+    if freezing is not None:
+        storage = _storage(args, start_up, report, num_samples or 0)
+        measured += ["the cache's disk"] if storage.why_off is None else []
+    assumed = (f"{COMMUNICATOR_BYTES / 1e9:g} GB for each communicator",) if machine.communicator_bytes else ()
+    course = RunSchedule(*length, num_samples, freezing, storage, note, tuple(measured), assumed, evidence)
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    overheads = replace(
+        plans.costs.overheads,
+        optimizer_per_parameter=optimizer_seconds(trainer, trained),
+        per_step=args.train_samples_per_device * args.gradient_accumulation_steps * reading,
+    )
+    planner = replace(plans, costs=replace(plans.costs, overheads=overheads))
+    return plan_run(trainer.model, planner, machine, course)
+
+
+def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputReport, num_samples: int) -> DiskProfile:
+    """Measure the disk of the activation cache, as far as samples can be stored."""
+    activation, why = start_up.probe.activation, report.reason
+    if len(activation.hidden_shape) != 2 or activation.changes_length:
+        why = "the layers' activations are not one for each token"
+    length, size = start_up.record_length, activation.hidden_shape[-1]
+    base, speed, limit = cache_base(args), StorageSpeed(0.0, 0.0), args.activation_cache_max_gb
+    dtype = stored_dtype(args, start_up.probe.boundary_dtypes[-1])
+    try:
+        record = RecordFormat(size, dtype, report.token_fields, report.sample_fields)
+        if why is None:
+            speed = measure_storage(base, record, length, args.train_samples_per_device, num_samples)
+    except (OSError, ValueError) as error:
+        return DiskProfile(why_off=why or str(error))
+    allowed = safe_max_bytes(base) if limit is None else limit * 1e9
+    seconds = 0.0 if args.dataloader_num_workers else report.seconds_per_sample
+    return DiskProfile(record.record_bytes(length), allowed, speed.read, speed.write, seconds, why)
