@@ -1,17 +1,18 @@
-"""Methods of Trainer and its accelerator that a pipeline replaces; each defers where a run needs no pipeline."""
+"""Methods of Trainer and its accelerator that a pipeline replaces; most of them defer where a run needs none."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_pipetransformer.comm.groups import let_group_threads_finish
 from hf_pipetransformer.compat import trainer_compat
@@ -19,6 +20,7 @@ from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.report.origin import outcome_of
+from hf_pipetransformer.state.saving import rotate, writing
 from hf_pipetransformer.training.evaluation import UsersEvaluation
 
 
@@ -266,6 +268,25 @@ class EvaluationOverrides(_Trainer):
             return None
         count = evaluation.items_of_loss(sum(trainer_compat.items_of(self, batch) for batch in batch_samples))
         return torch.tensor(float(count), device=device)
+
+
+class CheckpointOverride(_Trainer):
+    """The method around a checkpoint, which also protects those of runs that are left to Trainer."""
+
+    pipeline_run: PipelineSession
+
+    # From the first file of a checkpoint to the last the folder is marked incomplete: `on_save` comes after.
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run, step = self.pipeline_run, self.state.global_step
+        # No checkpoint without a look at what its steps have read.
+        run.stored_parts.serving.check_thoroughly()
+        folder = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        own = None if run.is_left_to_trainer else run.training.checkpoints
+        with (
+            writing(folder, run.context, own) as complete,
+            trainer_compat.ending_checkpoints_with(self, complete, partial(rotate, step=step)),
+        ):
+            super()._save_checkpoint(model, trial)
 
 
 @left_to_trainer
