@@ -117,13 +117,12 @@ def write_tensors(
     last_use = {name: index for index, needs in enumerate(needed) for name in needs}
     # Backwards, so that the first use is the one that stays in the dictionary.
     first_use = {name: index for index, needs in reversed(list(enumerate(needed))) for name in needs}
-    new = [[name for name in needs if first_use[name] == index] for index, needs in enumerate(needed)]
+    new = [{n: size for n, size in needs.items() if first_use[n] == index} for index, needs in enumerate(needed)]
     known: dict[str, torch.Tensor] = {}
     # Like safetensors, replace a file of this name only at the end: this process may have mapped its weights from it.
     with _replacing(path) as file:
         file.write(header)
-        sizes = [sum(needed[index][name] for name in arriving) for index, arriving in enumerate(new)]
-        for indices in in_rounds(sizes, FETCHED_BYTES):
+        for indices in in_rounds([sum(each.values()) for each in new], FETCHED_BYTES):
             # `known` alone holds the values, and frees each after its last use.
             known |= fetch([name for index in indices for name in new[index]])
             for index in indices:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from accelerate import skip_first_batches
@@ -182,9 +183,8 @@ class Resumption:
     @property
     def known_microbatches(self) -> dict[tuple[int, int], int] | None:
         """Saved best number of micro-batches M, by stages K and chunks V; None if it must be measured again."""
-        if self.is_elsewhere:
-            return None
-        return {(k, v): m for k, v, m in self.state.decisions["known_microbatches"]}
+        saved = None if self.is_elsewhere else self.state.decisions["known_microbatches"]
+        return None if saved is None else {(k, v): m for k, v, m in saved}
 
     def counts(self, values: tuple[Any, ...], loader: Any, num_train_epochs: float | Fraction) -> tuple[Any, ...]:
         """Adjust the result of `Trainer.set_initial_training_values` for batches of another size."""
@@ -353,29 +353,29 @@ def find_resumption(where: str | bool, topology: Topology, description: RunDescr
 def _find(where: str | bool, description: RunDescription) -> list[Any]:
     """Return the folder, and what a `Resumption` knows of the run, as JSON values."""
     args = description.run.args
-    read: dict[str, tuple[Any, ...]] = {}
 
-    def read_folder(folder: str) -> None:
+    # Once: reading a checkpoint hashes its files, which may be large.
+    @cache
+    def read(folder: str) -> tuple[Any, ...]:
         if is_plain(folder):
-            read[folder] = *read_progress(folder, description.data["num_samples"], args), None
-        else:
-            state = checkpoint.read_state(folder)
-            read[folder] = state.step, state.epoch, state.place, state
+            return *read_progress(folder, description.data["num_samples"], args), None
+        state = checkpoint.read_state(folder)
+        return state.step, state.epoch, state.place, state
 
     if where is True:
-        found, reasons = checkpoint.newest_verified(args.output_dir, read_folder)
+        found, reasons = checkpoint.newest_verified(args.output_dir, read)
         folder = _report_unsound(args.output_dir, found, reasons)
     else:
         folder = str(where)
         # First, as a file without permission would be reported as damaged.
         checkpoint.check_readable(folder)
         try:
-            read_folder(folder)
+            read(folder)
         except ValueError as error:
             raise ValueError(
                 f"{error} Name another checkpoint in resume_from_checkpoint, or take the newest whole one with True."
             ) from error
-    state = read[folder][-1]
+    *_progress, state = read(folder)
     if state is not None:
         warning = check_same_run(folder, state, description.identity, description.data)
     else:
@@ -386,7 +386,7 @@ def _find(where: str | bool, description: RunDescription) -> list[Any]:
         ).rstrip()
     if warning is not None:
         logger.warning(warning)
-    return [folder, *map(as_json, read[folder])]
+    return [folder, *map(as_json, read(folder))]
 
 
 def _report_unsound(output_dir: str, found: str | None, reasons: list[str]) -> str:
@@ -434,12 +434,12 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
         if is_replaced and layout.num_chunks == 1:
             layouts[step] = replace(layouts[step], schedule=runs)
         elif layout.schedule != runs:
-            remedy = f"set pipeline_schedule={layout.schedule!r}."
-            if is_replaced:
-                remedy = (
-                    f"all forwards of {layout.num_chunks} stages a rank cannot come first, which the loss of the "
-                    "whole batch takes. Set pipeline_loss='parts'."
-                )
+            remedy = (
+                f"all forwards of {layout.num_chunks} stages a rank cannot come first, which the loss of the whole "
+                "batch takes. Set pipeline_loss='parts'."
+                if is_replaced
+                else f"set pipeline_schedule={layout.schedule!r}."
+            )
             raise ValueError(
                 f"layout_plan={path!r} holds at step {step} a layout under {layout.schedule!r}, but "
                 f"pipeline_schedule={runs!r}: {remedy}"

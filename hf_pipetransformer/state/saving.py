@@ -381,8 +381,10 @@ def rotate(output_dir: str, limit: int | None, best: str | None, step: int) -> N
     # A link leads to a folder that is somebody else's: it neither counts nor goes.
     folders = [each for each in checkpoint.numbered_checkpoints(output_dir) if not os.path.islink(each[1])]
     kept = set() if best is None else {os.path.abspath(best)}
-    old = [each for each in folders if each[0] != step and os.path.abspath(each[1]) not in kept]
-    old.sort(key=lambda each: (each[0] <= step, each[0]))
+    old = sorted(
+        (each for each in folders if each[0] != step and os.path.abspath(each[1]) not in kept),
+        key=lambda each: (each[0] <= step, each[0]),
+    )
     for _step, folder in old[: max(0, len(folders) - limit)]:
         # If the process is killed during the deletion, the rest must not look like a checkpoint of weights alone.
         with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
@@ -22,8 +22,8 @@ from hf_pipetransformer.report.console import shorten_console
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog
 from hf_pipetransformer.report.failure import FailureReporter, recorded
 from hf_pipetransformer.runtime.context import PlanPrinted
-from hf_pipetransformer.state.saving import rotate, writing
 from hf_pipetransformer.trainer.overrides import (
+    CheckpointOverride,
     EvaluationOverrides,
     PipelineAccelerator,
     SavingOverrides,
@@ -158,7 +158,7 @@ def _only_one(values: dict[str, Any], kind: type) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrides):
+class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOverrides, SavingOverrides):
     """Splits a `Trainer`'s model into K pipeline stages and R replicas, with the same numerical results.
 
     Put it before the trainer in the bases: `class MyTrainer(PipeTransformerMixin, SomeTrainer)`. That trainer's own
@@ -308,19 +308,6 @@ class PipeTransformerMixin(TrainingOverrides, EvaluationOverrides, SavingOverrid
         loss_alone = prediction_loss_only and not trainer_compat.is_overridden(self, "prediction_step")
         with run.stored_parts.evaluating(inputs, generates, loss_alone):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-
-    # Here and not in `SavingOverrides`: it must also protect the checkpoints of runs that are left to Trainer.
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        run, step = self.pipeline_run, self.state.global_step
-        # No checkpoint without a look at what its steps have read.
-        run.stored_parts.serving.check_thoroughly()
-        folder = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        own = None if run.is_left_to_trainer else run.pipelined.training.checkpoints
-        with (
-            writing(folder, run.context, own) as complete,
-            trainer_compat.ending_checkpoints_with(self, complete, partial(rotate, step=step)),
-        ):
-            super()._save_checkpoint(model, trial)
 
     # The card is written from what the run recorded, and pushed by Trainer right after it.
     def create_model_card(

@@ -1,7 +1,8 @@
-"""Methods of Trainer and its accelerator that a pipeline replaces; each defers where a run needs no pipeline."""
+"""Methods of Trainer and its accelerator that a pipeline replaces; most of them defer where a run needs none."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_pipetransformer.comm.groups import let_group_threads_finish
 from hf_pipetransformer.compat import trainer_compat
@@ -19,6 +20,7 @@ from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.report.origin import outcome_of
+from hf_pipetransformer.state.saving import rotate, writing
 
 
 if TYPE_CHECKING:
@@ -258,6 +260,25 @@ class EvaluationOverrides(_Trainer):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
         as_in_trainer = partial(super()._get_num_items_in_batch, batch_samples, device)
         return self.pipeline_run.pipelined.evaluations.present.num_items_told(batch_samples, as_in_trainer, device)
+
+
+class CheckpointOverride(_Trainer):
+    """The method around a checkpoint, which also protects those of runs that are left to Trainer."""
+
+    pipeline_run: Session
+
+    # From the first file of a checkpoint to the last the folder is marked incomplete: `on_save` comes after.
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run, step = self.pipeline_run, self.state.global_step
+        # No checkpoint without a look at what its steps have read.
+        run.stored_parts.serving.check_thoroughly()
+        folder = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        own = None if run.is_left_to_trainer else run.pipelined.training.checkpoints
+        with (
+            writing(folder, run.context, own) as complete,
+            trainer_compat.ending_checkpoints_with(self, complete, partial(rotate, step=step)),
+        ):
+            super()._save_checkpoint(model, trial)
 
 
 @left_to_trainer
