@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.transfers import ObjectSender, recv_object
 from hf_pipetransformer.data.batches import (
+    PIECES,
     CommonLength,
     batch_size,
     detach_tags,
@@ -111,6 +112,8 @@ class PipelineLink:
             self._sender.isend(message, self.groups.batch_peers, self.groups.pipeline_control)
 
     def _as_sent(self, key: str, value: Any) -> Any:
+        if key == PIECES:
+            return [[size, {name: self._as_sent(name, each) for name, each in own.items()}] for size, own in value]
         is_placeholder = key in self.placeholders and isinstance(value, torch.Tensor)
         return value.new_zeros(1).expand(value.shape) if is_placeholder else value
 
@@ -225,10 +228,12 @@ class Reading:
 class ReplicaReading(Reading):
     """Reading on stage 0 of each replica, of its own part; workers may read ahead.
 
-    `common_length` makes the replicas pad to one length; None where the loss does not see padding.
+    `common_length` makes the replicas pad to one length; None where the loss does not see padding. With `by_pieces`
+    the first batch is read again, since it was collated whole.
     """
 
     common_length: CommonLength | None = None
+    by_pieces: bool = False
     _batches: Iterator[Any] | None = field(default=None, init=False)
     _num_stale: int = field(default=0, init=False)
 
@@ -277,7 +282,7 @@ class ReplicaReading(Reading):
         """Return this replica's part of global batch `index` as it was read, and its samples."""
         sampler, groups = self.sampler, self.link.groups
         begun = self.begun
-        if begun is not None and self.records is not None and groups.num_replicas > 1:
+        if begun is not None and (self.by_pieces or (self.records is not None and groups.num_replicas > 1)):
             # Records are those of samples padded for one replica, and the first batch was padded for all.
             begun.has_first = False
             begun.close()

@@ -17,6 +17,7 @@ from hf_pipetransformer.data.batches import (
     detach_tags,
     for_model,
     has_samples,
+    names_of,
     rows_per_sample,
     take_samples,
     with_rows,
@@ -155,7 +156,7 @@ class HeadJoin:
         """Return the join of a batch of training that was cut into `cut`."""
         whole, _ = detach_tags(batch)
         # A frozen reference has given entries to the micro-batches, which the batch does not have.
-        of_reference = [name for name in cut[0].inputs if name not in whole]
+        of_reference = sorted({*cut[0].inputs} - names_of(whole))
         inputs = whole | {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
         return cls(inputs, cut, prepare, replicas)
 

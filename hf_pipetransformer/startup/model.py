@@ -21,7 +21,7 @@ from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.options.refusals import keeps_statistics
 from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.adapters import bare_model
-from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of
+from hf_pipetransformer.splitters.base import Splitter, config_value, main_input_of, media_of
 from hf_pipetransformer.splitters.masters import HALVES, master_names
 from hf_pipetransformer.splitters.quantized import float32_products, is_packed, put_in_evaluation_mode
 from hf_pipetransformer.splitters.script_code import ScriptHooks, attributes_kept
@@ -134,9 +134,10 @@ def run_stage(
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Return True for a causal language model of transformers."""
+    """Return True for a causal language model of transformers that takes text alone."""
     config = getattr(model, "config", None)
-    return isinstance(bare_model(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ()))
+    is_of_text = isinstance(bare_model(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ()))
+    return is_of_text and media_of(model) is None
 
 
 def has_dropout(model: nn.Module) -> bool:

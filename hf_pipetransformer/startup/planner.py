@@ -149,8 +149,9 @@ class RunPlanner:
     def measures_microbatches(self) -> bool:
         """True if the number of micro-batches M is tuned on training steps; "auto" needs M to change rounding only."""
         asked = self.args.pipeline_parallel_num_microbatches
-        if not self.args.schedule.abilities.runs_steps_whole:
-            return False  # M is planned together with the slices, or there is no bubble to shrink.
+        if not self.args.schedule.abilities.runs_steps_whole or self.probe.structure.media is not None:
+            # M is planned together with the slices, there is no bubble to shrink, or batches are collated in M parts.
+            return False
         return asked == "measured" or (asked == "auto" and self._is_free)
 
     @property

@@ -28,7 +28,7 @@ from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 from hf_pipetransformer.runtime.stage import StageSettings
 from hf_pipetransformer.runtime.wiring import start_stage
 from hf_pipetransformer.splitters.adapters import bare_model
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, main_input_of
+from hf_pipetransformer.splitters.base import MediaSplitter, Splitter, UnsupportedModelError, main_input_of, media_of
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.splitters.script_code import hooked_by_script
@@ -266,6 +266,10 @@ class PipelineBuilder:
         check_communication_hook(trainer.accelerator)
         check_trained_model(trainer.model, options, trainer.optimizer if is_training else None)
         splitter = self.options.splitter or find_splitter(trainer.model)
+        # Not asked for stages, Trainer's loop computes what is frozen once, towers above all.
+        rows = trl_compat.rows_of_sample(trainer)
+        media = media_of(trainer.model) if options.divides_only and rows == 1 else None
+        splitter = splitter if media is None else MediaSplitter()
         shell = self.shell
         shell.forget_parameters()  # Some models build parts of themselves in their first forward.
         # A loss may read this flag.
@@ -276,9 +280,10 @@ class PipelineBuilder:
         is_whole = why_whole or why_whole_by_options(args, scope)
         may_slice_head = is_training and args.head_slices != 1 and is_whole is None
         # The run goes on from it, so the numbers that reading it draws are the run's.
-        rows = trl_compat.rows_of_sample(trainer)
         if isinstance(given, Request):
-            first = FirstBatch(self._begin(given).batch, self._begin(given).num_samples)
+            begun, names = self._begin(given), frozenset() if media is None else media.names
+            collated = begun.collated if begun.samples else None
+            first = FirstBatch(begun.batch, begun.num_samples, names, collated)
         else:
             first = FirstBatch(dict(note_samples(given, None, rows)))
         parts = (first, main_input_of(trainer.model), count, most_samples(args, may_slice_head))

@@ -143,6 +143,11 @@ class RunOptions:
         return self.args.world_size == 1 and self.args.num_microbatches in (None, 1)
 
     @property
+    def divides_only(self) -> bool:
+        """True if stages or micro-batches are asked for by options, and nothing freezes while the run goes on."""
+        return self._ask_for_parts and not self.freezes and self.splitter is None
+
+    @property
     def freezes(self) -> bool:
         """True if layers are to freeze while the run goes on, or before its first step."""
         return self.args.freeze_policy != "none" if self.policy is None else self.policy.freezes
