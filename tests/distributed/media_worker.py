@@ -85,7 +85,8 @@ def make_trainer(case: MediaCase, layout: Layout | None, output: Path) -> Traine
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
     options = {
-        "batch": GLOBAL_BATCH, "max_steps": STEPS, "learning_rate": 1e-3, "seed": 3, "remove_unused_columns": False,
+        "batch": GLOBAL_BATCH, "max_steps": STEPS, "learning_rate": 1e-3, "adam_epsilon": 1e-6, "seed": 3,
+        "remove_unused_columns": False,
         "per_device_eval_batch_size": GLOBAL_BATCH // WORLD_SIZE, "prediction_loss_only": True, **case.options,
     }  # fmt: skip
     data = {
