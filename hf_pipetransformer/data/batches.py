@@ -192,23 +192,21 @@ def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[s
 def pads_on_left(batch: Mapping[str, Any]) -> bool:
     """Return True if texts of a batch begin at different tokens, and all end at its last one."""
     mask = batch.get(MASK)
-    is_of_tokens = isinstance(mask, torch.Tensor) and mask.dim() == 2
-    return is_of_tokens and bool(mask[:, -1].all()) and not bool(mask[:, 0].all())
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return False
+    return bool(mask[:, -1].all()) and not bool(mask[:, 0].all())
 
 
-def join_pieces(
-    pieces: Sequence[Mapping[str, Any]], main_input: str, pad_token_id: int, on_left: bool = False
-) -> dict[str, Any]:
+def join_pieces(rule: CommonLength, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return pieces of a batch, each collated by itself, as one batch that notes them.
 
     Entries of tokens, `(batch, seq, ...)`, are padded to the longest piece and joined: what counts labels or gathers
     them sees the whole batch. All others stay with their piece.
-
-    Args:
-        on_left: the collator is known to pad on the left, which pieces of one row do not show.
     """
+    main_input, pad_token_id = rule.main_input, rule.pad_token_id
     length = max(sequence_length(piece, main_input) for piece in pieces)
-    on_left = on_left or any(map(pads_on_left, pieces))
+    # Pieces of one row do not show it.
+    on_left = rule.on_left or any(map(pads_on_left, pieces))
     padded = [pad_batch(piece, main_input, length, pad_token_id, on_left=on_left) for piece in pieces]
     shapes = [piece[main_input].shape[:2] for piece in padded]
 
@@ -399,10 +397,14 @@ def sequence_length(batch: Mapping[str, Any], main_input: str) -> int:
 
 @dataclass(frozen=True)
 class CommonLength:
-    """Rule for padding the batches of all replicas to one length; `main_input` names the token ids, `(batch, seq)`."""
+    """Rule for padding the batches of all replicas, or their pieces, to one length.
+
+    `main_input` names the token ids, `(batch, seq)`; with `on_left` the collator is known to pad there.
+    """
 
     main_input: str
     pad_token_id: int
+    on_left: bool = False
 
 
 def fill_value(key: str, main_input: str, pad_token_id: int) -> int:

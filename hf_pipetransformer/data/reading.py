@@ -268,10 +268,11 @@ class ReplicaReading(Reading):
             batch = self.records.complete(own.samples, own.read, batch, self._agreed_length)
             self.records.prefetch(sampler.upcoming())
         elif self.common_length is not None:
-            main_input, pad_token_id = self.common_length.main_input, self.common_length.pad_token_id
+            rule = self.common_length
             # A replica without samples takes part with length 0: the others wait for it in the all-reduce.
-            length = self._agreed_length(sequence_length(batch, main_input))
-            batch = pad_batch(batch, main_input, length, pad_token_id) if batch else {}
+            length = self._agreed_length(sequence_length(batch, rule.main_input))
+            if batch:
+                batch = pad_batch(batch, rule.main_input, length, rule.pad_token_id, on_left=rule.on_left)
         is_last = index == len(sampler) - 1
         if is_last:
             # Callers stop at the last batch and leave the loader's generator suspended; end the workers now.

@@ -408,7 +408,8 @@ class StartUp:
     """Findings about a model before its first step, the same on every rank.
 
     Args:
-        common_length: how replicas pad to a common length; None if padding does not change the loss.
+        padding: how batches are padded to a common length.
+        pads_alike: True if replicas pad to one, as padding may change the loss.
         sees_padding: True if hidden states at masked positions may change the loss, so that stored records keep them.
         reads_first: True if all layers are frozen and the head reads the first position alone of what they give.
         shape_without_rows: of an output that evaluations of the run gather, with no row for each sample; None if all
@@ -419,15 +420,20 @@ class StartUp:
     probe: Probe
     loss_rule: LossRule
     scope: LossScope
-    common_length: CommonLength | None
+    padding: CommonLength
+    pads_alike: bool
     sees_padding: bool
-    pad_token_id: int
     main_dtype: torch.dtype
     samples: dict[str, Any]
     plans: RunPlanner
     shape_without_rows: str | None = None
     trainer_adds_up: bool = False
     reads_first: bool = False
+
+    @property
+    def common_length(self) -> CommonLength | None:
+        """How replicas pad to a common length; None if padding does not change the loss."""
+        return self.padding if self.pads_alike else None
 
     @property
     def record_length(self) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.topology import Topology, check_agreement
-from hf_pipetransformer.data.batches import CommonLength, batch_size
+from hf_pipetransformer.data.batches import CommonLength, batch_size, pads_on_left
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.effects import buffers_kept
 from hf_pipetransformer.engine.head import HeadSlices
@@ -159,11 +159,11 @@ def inspect_model(
         probe=probe,
         loss_rule=target.rule,
         scope=target.scope,
-        common_length=CommonLength(target.main_input, target.pad_token_id) if found["pads_alike"] else None,
+        padding=CommonLength(target.main_input, target.pad_token_id, pads_on_left(target.inputs)),
+        pads_alike=found["pads_alike"],
         sees_padding=found["sees_padding"],
         reads_first=found["reads_first"],
         shape_without_rows=found["shape_without_rows"],
-        pad_token_id=target.pad_token_id,
         main_dtype=target.inputs[target.main_input].dtype,
         samples={key: each.cpu() if isinstance(each, torch.Tensor) else each for key, each in target.inputs.items()},
         plans=RunPlanner(

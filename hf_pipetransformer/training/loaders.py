@@ -16,7 +16,7 @@ from transformers.trainer_utils import seed_worker
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.compat import trainer_compat, trl_compat
-from hf_pipetransformer.data.batches import join_pieces, pads_on_left
+from hf_pipetransformer.data.batches import join_pieces
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.reading import (
@@ -262,13 +262,7 @@ def make_loader(context: TrainingContext, pipeline: Pipeline, begun: Begun) -> P
     # Workers have their own RNG states and read for all replicas in parallel: no dispatching with workers.
     # Samples that stay the same are read by each replica; a flattened batch does not say where a sample ends.
     if not is_stream(begun.dataset) and (args.dataloader_num_workers or not begun.draws):
-        join = partial(
-            join_pieces,
-            main_input=start_up.probe.activation.main_input,
-            pad_token_id=start_up.pad_token_id,
-            on_left=pads_on_left(start_up.samples),
-        )
-        how = {"num_pieces": num_pieces or 0, "join": join}
+        how = {"num_pieces": num_pieces or 0, "join": partial(join_pieces, start_up.padding)}
         reader = _reader(context, begun, shared, groups.replica, groups.num_replicas, **how)
         begun.reading.has_first &= not (begun.is_flattened and groups.num_replicas > 1)
         first = begun.reading if begun.reading.has_first else None

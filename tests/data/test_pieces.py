@@ -11,6 +11,7 @@ import torch
 from hf_pipetransformer.comm.staging import pinned
 from hf_pipetransformer.comm.transfers import pack, unpack
 from hf_pipetransformer.data.batches import (
+    CommonLength,
     batch_size,
     count_items,
     for_model,
@@ -27,7 +28,7 @@ from tests.support.media_models import MODELS, PAD, make_rows
 
 def collated(name: str, num_pieces: int, num_rows: int = 7) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     rows = make_rows(MODELS[name], num_rows)
-    join = partial(join_pieces, main_input="input_ids", pad_token_id=PAD, on_left=name.endswith("left"))
+    join = partial(join_pieces, CommonLength("input_ids", PAD, on_left=name.endswith("left")))
     return rows, BatchCollator(MODELS[name].collate, num_pieces=num_pieces, join=join)(rows)
 
 
@@ -58,7 +59,7 @@ def test_the_side_of_padding_shows_in_batches_of_several_lengths() -> None:
     assert not pads_on_left(MODELS["llava_left"].collate(rows[:1]))
     assert not pads_on_left({"input_ids": rows[0]["input_ids"]})
     pieces = [MODELS["llava_left"].collate(rows[:3]), MODELS["llava_left"].collate(rows[3:])]
-    joined = join_pieces(pieces, "input_ids", PAD)
+    joined = join_pieces(CommonLength("input_ids", PAD), pieces)
     assert torch.equal(joined["input_ids"], MODELS["llava_left"].collate(rows)["input_ids"])
 
 
