@@ -408,7 +408,7 @@ class StartUp:
     """Findings about a model before its first step, the same on every rank.
 
     Args:
-        padding: how batches are padded to a common length.
+        padding: how batches are padded to a common length, but for the side, which the collator tells.
         pads_alike: True if replicas pad to one, as padding may change the loss.
         sees_padding: True if hidden states at masked positions may change the loss, so that stored records keep them.
         reads_first: True if all layers are frozen and the head reads the first position alone of what they give.
@@ -429,11 +429,6 @@ class StartUp:
     shape_without_rows: str | None = None
     trainer_adds_up: bool = False
     reads_first: bool = False
-
-    @property
-    def common_length(self) -> CommonLength | None:
-        """How replicas pad to a common length; None if padding does not change the loss."""
-        return self.padding if self.pads_alike else None
 
     @property
     def record_length(self) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.topology import Topology, check_agreement
-from hf_pipetransformer.data.batches import CommonLength, batch_size, pads_on_left
+from hf_pipetransformer.data.batches import CommonLength, batch_size
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.effects import buffers_kept
 from hf_pipetransformer.engine.head import HeadSlices
@@ -159,7 +159,7 @@ def inspect_model(
         probe=probe,
         loss_rule=target.rule,
         scope=target.scope,
-        padding=CommonLength(target.main_input, target.pad_token_id, pads_on_left(target.inputs)),
+        padding=CommonLength(target.main_input, target.pad_token_id),
         pads_alike=found["pads_alike"],
         sees_padding=found["sees_padding"],
         reads_first=found["reads_first"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from transformers.trainer_utils import seed_worker
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.compat import trainer_compat, trl_compat
-from hf_pipetransformer.data.batches import join_pieces
+from hf_pipetransformer.data.batches import join_pieces, pads_on_left
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.reading import (
@@ -184,7 +184,9 @@ def begin_reading(
         # Workers do not tell it of a stream.
         found.num_samples, draws = reader.collate_fn.num_samples or None, reading.draws
     found.samples, reader.collate_fn.keeps = reader.collate_fn.samples, False
-    found.draws, found.is_flattened = topology.decide(lambda: [draws, sequences_of(found.batch) is not None])
+    found.draws, found.is_flattened, found.pads_on_left = topology.decide(
+        lambda: [draws, sequences_of(found.batch) is not None, pads_on_left(found.batch)]
+    )
     return found
 
 
@@ -209,6 +211,8 @@ class Begun:
     """True if reading it drew random numbers."""
     is_flattened: bool = field(default=False, init=False)
     """True if its samples are one after the other in one row."""
+    pads_on_left: bool = field(default=False, init=False)
+    """True if its texts begin later where they are shorter."""
     samples: list[Any] = field(default_factory=list, init=False)
     """Samples of the first batch, there, of a model whose batches cannot be cut."""
 
@@ -262,11 +266,13 @@ def make_loader(context: TrainingContext, pipeline: Pipeline, begun: Begun) -> P
     # Workers have their own RNG states and read for all replicas in parallel: no dispatching with workers.
     # Samples that stay the same are read by each replica; a flattened batch does not say where a sample ends.
     if not is_stream(begun.dataset) and (args.dataloader_num_workers or not begun.draws):
-        how = {"num_pieces": num_pieces or 0, "join": partial(join_pieces, start_up.padding)}
+        padding = replace(start_up.padding, on_left=begun.pads_on_left)
+        how = {"num_pieces": num_pieces or 0, "join": partial(join_pieces, padding)}
         reader = _reader(context, begun, shared, groups.replica, groups.num_replicas, **how)
         begun.reading.has_first &= not (begun.is_flattened and groups.num_replicas > 1)
         first = begun.reading if begun.reading.has_first else None
-        reading = ReplicaReading(reader, link, shared, start_up.common_length, num_pieces is not None, begun=first)
+        common = padding if start_up.pads_alike else None
+        reading = ReplicaReading(reader, link, shared, common, num_pieces is not None, begun=first)
     reading.link, reading.shared = link, shared
     pins_memory = args.dataloader_pin_memory and is_apart(args.device)
     batch_size = args.global_batch_size(request.batch_size)
