@@ -152,6 +152,12 @@ def test_a_collator_that_draws_is_refused_where_it_would_be_called_by_pieces(tmp
         trainer.train()
 
 
+def test_layers_do_not_freeze_while_a_run_on_stages_goes_on(tmp_path: Path) -> None:
+    case = MediaCase("llava", "trained", 2, ours={"freeze_policy": "fixed", "freeze_at": "2:1"})
+    with pytest.raises(UnsupportedModelError, match="its layers cannot freeze or move on stages while a run goes on"):
+        make_trainer(case, (1, 1), tmp_path).train()
+
+
 def test_without_an_option_for_stages_or_parts_it_is_left_to_trainer(tmp_path: Path) -> None:
     trainer = make_trainer(MediaCase("llava", "frozen", 1), (1, 1), tmp_path)
     assert isinstance(trainer, PipeTransformerTrainer)
