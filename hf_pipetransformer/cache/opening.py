@@ -131,7 +131,7 @@ class CacheInputs:
             hidden_size=activation.hidden_shape[-1],
             main_shape=activation.input_shape,
             main_dtype=start_up.main_dtype,
-            pad_token_id=start_up.pad_token_id,
+            pad_token_id=start_up.padding.pad_token_id,
             keeps_padding=start_up.sees_padding,
         )
 

@@ -52,6 +52,14 @@ _DIVIDED = {
 }
 """Classes of these tasks that read `num_items_in_batch`, of labels that are classes."""
 
+_NEXT_WORDS_BESIDE_MEDIA = {
+    *("Idefics3ForConditionalGeneration", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"),
+    *("LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration"),
+    *("PaliGemmaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    *("Qwen3VLForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+}
+"""Classes that predict the next word after images and text, which `tests/distributed/test_media.py` compares."""
+
 _MEANS_OF_NEXT_WORDS = {"Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration", "XLNetLMHeadModel"}
 """Classes that do not, as others do that predict the next word."""
 
@@ -83,7 +91,7 @@ _OF_BATCHES = {"sft", "aot", "aot_unpaired"}
 @cache
 def _tasks() -> dict[str, str]:
     """Return the tasks of classes by name; one that several tasks list counts for the first of them."""
-    found: dict[str, str] = {}
+    found = dict.fromkeys(_NEXT_WORDS_BESIDE_MEDIA, _NEXT_WORDS)
     for task in (*_MEANS_OF_TASKS, _NEXT_WORDS):
         for names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values():
             for name in (names,) if isinstance(names, str) else names:

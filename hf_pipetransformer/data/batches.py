@@ -3,12 +3,15 @@
 A sample is one row of a batch, or several: a pair of texts, say. Then the batch notes their number, and the rows are
 in blocks: first one row of every sample, in order, then the next one of each (TRL: all chosen texts, then all rejected
 ones). Entries with a single value a sample stand beside them.
+
+What has no row for each sample (patches, crops, grids of images) cannot be cut. A batch with such entries is collated
+piece by piece, and notes its pieces.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,8 +30,8 @@ from hf_pipetransformer.data.flattened import (
 )
 
 
-_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN, _ROWS = (
-    f"pipetransformer_{name}" for name in ("samples", "num_layers", "digests", "stamp", "hidden", "rows")
+_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN, _ROWS, PIECES = (
+    f"pipetransformer_{name}" for name in ("samples", "num_layers", "digests", "stamp", "hidden", "rows", "pieces")
 )
 
 
@@ -126,12 +129,17 @@ def rows_per_sample(inputs: Mapping[str, Any]) -> int:
 
 def marks_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that note how samples lie in a batch."""
-    return {key: value for key, value in inputs.items() if key in (_ROWS, SEQUENCES)}
+    return {key: value for key, value in inputs.items() if key in (_ROWS, SEQUENCES, PIECES)}
 
 
 def for_model(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch without these entries, which no model knows."""
-    return {key: value for key, value in inputs.items() if key not in (_ROWS, SEQUENCES)}
+    return {key: value for key, value in inputs.items() if key not in (_ROWS, SEQUENCES, PIECES)}
+
+
+def names_of(inputs: Mapping[str, Any]) -> set[str]:
+    """Return the names of a batch's entries, and of those that its pieces have for themselves."""
+    return {*inputs}.union(*(own for _, own in inputs.get(PIECES, ())))
 
 
 def _num_rows(inputs: Mapping[str, Any]) -> int:
@@ -154,12 +162,21 @@ def num_rows(inputs: Mapping[str, Any]) -> int:
     return batch_size(inputs) if flattened is None else len(flattened)
 
 
+def even_bounds(size: int, num_parts: int) -> list[int]:
+    """Return where at most `num_parts` parts of `size` samples begin, and where the last one ends; none is empty."""
+    count = min(num_parts, size)
+    # Rounded down one by one: no two sizes differ by more than a sample, without a remainder to deal out.
+    return [size * i // count for i in range(count + 1)]
+
+
 def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
     """Split a batch by samples into at most `num_microbatches` parts of nearly equal size.
 
     Sizes differ by at most one sample, and none is 0. Entries without a sample dimension go to every micro-batch. A
-    flattened batch is cut between its sequences, see `assign_sequences`.
+    flattened batch is cut between its sequences, see `assign_sequences`; one in pieces, into these.
     """
+    if PIECES in inputs:
+        return list(_in_pieces(inputs))
     flattened = sequences_of(inputs)
     if flattened is not None:
         parts = [take_sequences(inputs, part) for part in assign_sequences(flattened.lengths, num_microbatches)]
@@ -169,10 +186,45 @@ def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[s
     size = batch_size(inputs)
     if size == 0:
         return []
-    count = min(num_microbatches, size)
-    # Rounded down one by one: no two sizes differ by more than a sample, without a remainder to deal out.
-    bounds = [size * i // count for i in range(count + 1)]
-    return [take_samples(inputs, slice(bounds[i], bounds[i + 1])) for i in range(count)]
+    return [take_samples(inputs, slice(*each)) for each in pairwise(even_bounds(size, num_microbatches))]
+
+
+def pads_on_left(batch: Mapping[str, Any]) -> bool:
+    """Return True if texts of a batch begin at different tokens, and all end at its last one."""
+    mask = batch.get(MASK)
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return False
+    return bool(mask[:, -1].all()) and not bool(mask[:, 0].all())
+
+
+def join_pieces(rule: CommonLength, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return pieces of a batch, each collated by itself, as one batch that notes them.
+
+    Entries of tokens, `(batch, seq, ...)`, are padded to the longest piece and joined: what counts labels or gathers
+    them sees the whole batch. All others stay with their piece.
+    """
+    main_input, pad_token_id = rule.main_input, rule.pad_token_id
+    length = max(sequence_length(piece, main_input) for piece in pieces)
+    # Pieces of one row do not show it.
+    on_left = rule.on_left or any(map(pads_on_left, pieces))
+    padded = [pad_batch(piece, main_input, length, pad_token_id, on_left=on_left) for piece in pieces]
+    shapes = [piece[main_input].shape[:2] for piece in padded]
+
+    def is_of_tokens(name: str) -> bool:
+        values = [piece.get(name) for piece in padded]
+        pairs = zip(values, shapes, strict=True)
+        return all(isinstance(value, torch.Tensor) and value.shape[:2] == shape for value, shape in pairs)
+
+    joined = {name: torch.cat([piece[name] for piece in padded]) for name in padded[0] if is_of_tokens(name)}
+    own = [{name: value for name, value in piece.items() if name not in joined} for piece in padded]
+    return {**joined, PIECES: [[shape[0], each] for shape, each in zip(shapes, own, strict=True)]}
+
+
+def _in_pieces(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    size, start, joined = batch_size(inputs), 0, for_model(inputs)
+    for num_samples, own in inputs[PIECES]:
+        rows = slice(start, start := start + num_samples)
+        yield {name: value[rows] if has_samples(value, size) else value for name, value in joined.items()} | own
 
 
 def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
@@ -345,10 +397,14 @@ def sequence_length(batch: Mapping[str, Any], main_input: str) -> int:
 
 @dataclass(frozen=True)
 class CommonLength:
-    """Rule for padding the batches of all replicas to one length; `main_input` names the token ids, `(batch, seq)`."""
+    """Rule for padding the batches of all replicas, or their pieces, to one length.
+
+    `main_input` names the token ids, `(batch, seq)`; with `on_left` the collator is known to pad there.
+    """
 
     main_input: str
     pad_token_id: int
+    on_left: bool = False
 
 
 def fill_value(key: str, main_input: str, pad_token_id: int) -> int:
@@ -362,20 +418,24 @@ def pad_batch(
     length: int,
     pad_token_id: int,
     fills: Mapping[str, int | float] | None = None,
+    on_left: bool = False,
 ) -> dict[str, Any]:
-    """Pad every `(batch, seq, ...)` tensor of a batch on the right to `(batch, length, ...)`.
+    """Pad every `(batch, seq, ...)` tensor of a batch, on the right unless told otherwise, to `(batch, length, ...)`.
 
     Padding matches a collator that saw the whole global batch: see `fill_value`, which `fills` overrides by entry.
     """
     current = sequence_length(batch, main_input)
     if current == length:
         return dict(batch)
+    # Patches may be as wide as a text is long, but there are more of them than texts.
+    shape = batch[main_input].shape[:2] if current else ()
 
     def padded(key: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != current:
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
             return value
         fill = (fills or {}).get(key, fill_value(key, main_input, pad_token_id))
-        return torch.cat([value, value.new_full((value.shape[0], length - current, *value.shape[2:]), fill)], dim=1)
+        more = value.new_full((value.shape[0], length - current, *value.shape[2:]), fill)
+        return torch.cat([more, value] if on_left else [value, more], dim=1)
 
     return {key: padded(key, value) for key, value in batch.items()}
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hf_pipetransformer.comm.transfers import ObjectSender, recv_object, reduced
 from hf_pipetransformer.data.batches import (
+    PIECES,
     CommonLength,
     batch_size,
     detach_tags,
@@ -109,6 +110,8 @@ class PipelineLink:
             self._sender.isend(message, self.groups.batch_peers, self.groups.pipeline_control)
 
     def _as_sent(self, key: str, value: Any) -> Any:
+        if key == PIECES:
+            return [[size, {name: self._as_sent(name, each) for name, each in own.items()}] for size, own in value]
         is_placeholder = key in self.placeholders and isinstance(value, torch.Tensor)
         return value.new_zeros(1).expand(value.shape) if is_placeholder else value
 
@@ -224,10 +227,12 @@ class Reading:
 class ReplicaReading(Reading):
     """Reading on stage 0 of each replica, of its own part; workers may read ahead.
 
-    `common_length` makes the replicas pad to one length; None where the loss does not see padding.
+    `common_length` makes the replicas pad to one length; None where the loss does not see padding. With `by_pieces`
+    the first batch is read again, since it was collated whole.
     """
 
     common_length: CommonLength | None = None
+    by_pieces: bool = False
     _batches: Iterator[Any] | None = field(default=None, init=False)
     _num_stale: int = field(default=0, init=False)
 
@@ -262,10 +267,11 @@ class ReplicaReading(Reading):
             batch = self.records.complete(own.samples, own.read, batch, self._agreed_length)
             self.records.prefetch(sampler.upcoming())
         elif self.common_length is not None:
-            main_input, pad_token_id = self.common_length.main_input, self.common_length.pad_token_id
+            rule = self.common_length
             # A replica without samples takes part with length 0: the others wait for it in the all-reduce.
-            length = self._agreed_length(sequence_length(batch, main_input))
-            batch = pad_batch(batch, main_input, length, pad_token_id) if batch else {}
+            length = self._agreed_length(sequence_length(batch, rule.main_input))
+            if batch:
+                batch = pad_batch(batch, rule.main_input, length, rule.pad_token_id, on_left=rule.on_left)
         is_last = index == len(sampler) - 1
         if is_last:
             # Callers stop at the last batch and leave the loader's generator suspended; end the workers now.
@@ -276,7 +282,7 @@ class ReplicaReading(Reading):
         """Return this replica's part of global batch `index` as it was read, and its samples."""
         sampler, groups = self.sampler, self.link.groups
         begun = self.begun
-        if begun is not None and self.records is not None and groups.num_replicas > 1:
+        if begun is not None and (self.by_pieces or (self.records is not None and groups.num_replicas > 1)):
             # Records are those of samples padded for one replica, and the first batch was padded for all.
             begun.has_first = False
             begun.close()

@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_pipetransformer.data.batches import note_samples
+from hf_pipetransformer.data.batches import even_bounds, note_samples
 from hf_pipetransformer.data.node_shares import NodeOrder, replica_slice
 from hf_pipetransformer.data.rng import SharedRngState, States, fetch_samples
 from hf_pipetransformer.schedules.json_values import Count, NumSamples, Positive
@@ -364,13 +365,26 @@ class Samples(Dataset[Any]):
 class BatchCollator:
     """Collator around the user's: an empty batch for no samples, in others what `batches` knows of their samples.
 
-    `rows` is the number of rows of a sample, `num_samples` that of the samples in the last batch of this process.
+    Args:
+        rows: number of rows of a sample.
+        num_pieces: that a batch is collated in because it cannot be cut; 0 to collate it whole.
+        join: joins the pieces.
     """
 
     collate: Any
     rows: int = 1
+    num_pieces: int = 0
+    join: Callable[[list[Any]], dict[str, Any]] = dict
+    keeps: bool = False
+    """True to keep the samples of the last batch of this process."""
     num_samples: int = field(default=0, init=False)
+    """Their number."""
+    samples: list[Any] = field(default_factory=list, init=False)
 
     def __call__(self, samples: list[Any]) -> Any:
         self.num_samples = len(samples)
-        return note_samples(self.collate(samples), len(samples), self.rows) if samples else {}
+        self.samples = samples if self.keeps else []
+        if not samples or not self.num_pieces:
+            return note_samples(self.collate(samples), len(samples), self.rows) if samples else {}
+        bounds = even_bounds(len(samples), self.num_pieces)
+        return self.join([self.collate(samples[start:stop]) for start, stop in pairwise(bounds)])

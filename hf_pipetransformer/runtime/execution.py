@@ -23,6 +23,7 @@ from hf_pipetransformer.data.batches import (
     for_model,
     join_blocks,
     join_outputs,
+    names_of,
     rows_per_sample,
     split_batch,
     split_tags,
@@ -248,7 +249,7 @@ class StageRunner:
         of_all: BatchOfAll | None,
     ) -> LossCall:
         """Return the call of the loss of a batch that was cut into `cut`."""
-        names = [name for name in cut[0].inputs if name not in batch.inputs]
+        names = sorted({*cut[0].inputs} - names_of(batch.inputs))
 
         def parts(inputs: dict[str, Any], forward: Forward) -> list[MicroBatch]:
             given = replace(batch, inputs=inputs, forward=forward)
@@ -502,6 +503,9 @@ class StageRunner:
 
         `on_host`: what was read of each, if the batch is on the device.
         """
+        media = self.stage.view.structure.media
+        if media is not None and media.names & {*batch.inputs}:
+            num_microbatches = 1  # A batch that was collated whole, whose images have no row for each sample.
         cut: list[tuple[dict[str, Any], CacheTags | None, TokenSpan | None]] = []
         for number, whole in enumerate(split_batch(batch.inputs, num_microbatches)):
             part, tags = detach_tags(whole)

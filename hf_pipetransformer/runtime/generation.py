@@ -28,6 +28,7 @@ from hf_pipetransformer.engine.token_program import TokenSpan
 from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.schedules import FORWARD_ONLY
 from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.base import media_of
 
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def check_generation(model: Any, settings: GenerationConfig, options: dict[str, 
     is_stateful = bool({*kinds} - _ATTENTION) or getattr(model, "_is_stateful", False)
     num_sharing = getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
     found = [
+        (media_of(model) is not None, f"{type(model).__name__} takes images, videos or sounds beside tokens"),
         (model.config.is_encoder_decoder, f"{type(model).__name__} has an encoder and a decoder"),
         (is_stateful, f"layers keep a state beside keys and values ({others})"),
         (bool(num_sharing), f"{num_sharing} layers read keys and values of layers that may be on another stage"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,9 +30,10 @@ def config_value(model: nn.Module, name: str, default: Any = None) -> Any:
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Return True for a causal language model of transformers."""
+    """Return True for a causal language model of transformers that takes text alone."""
     config = getattr(model, "config", None)
-    return isinstance(bare_model(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ()))
+    is_of_text = isinstance(bare_model(model), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ()))
+    return is_of_text and media_of(model) is None
 
 
 def layers_of(splitter: Splitter, model: nn.Module) -> list[nn.Module]:
@@ -50,6 +51,42 @@ def layers_of(splitter: Splitter, model: nn.Module) -> list[nn.Module]:
             "transformers.Trainer for it."
         )
     return layers
+
+
+@dataclass(frozen=True)
+class Media:
+    """Images, videos or sounds that a model encodes and puts among the tokens of its language model.
+
+    Args:
+        module: innermost module that takes them beside tokens.
+        names: what `forward` calls them: `pixel_values` and the like.
+    """
+
+    module: nn.Module
+    names: frozenset[str]
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The language model inside."""
+        found: nn.Module = self.module.get_decoder()  # type: ignore[operator]
+        return found
+
+
+_KINDS_OF_MEDIA = ("image", "video", "audio")
+
+
+def media_of(model: nn.Module) -> Media | None:
+    """Return the media that a model takes beside tokens; None if it takes none, or takes none encoded already.
+
+    A family of transformers whose `forward` takes `mm_encoder_outputs` in place of pixels runs without either too.
+    """
+    modules = [module for module in bare_model(model).modules() if isinstance(module, PreTrainedModel)]
+    found = [each for each in modules if "mm_encoder_outputs" in inspect.signature(type(each).forward).parameters]
+    if not found or found[-1].get_decoder() is found[-1]:
+        return None
+    encoders = [getattr(type(found[-1]), f"get_{kind}_features", None) for kind in _KINDS_OF_MEDIA]
+    # Each takes first what it encodes.
+    return Media(found[-1], frozenset([*inspect.signature(each).parameters][1] for each in encoders if each))
 
 
 class Splitter(ABC):
@@ -72,6 +109,10 @@ class Splitter(ABC):
         Raises:
             UnsupportedModelError: the model has no single stack of uniform layers.
         """
+
+    def media(self, model: nn.Module) -> Media | None:
+        """Return the media that the embeddings encode; None if the model takes none beside tokens."""
+        return None
 
     @abstractmethod
     def mlp_parts(self, layer: nn.Module) -> Iterable[nn.Module | nn.Parameter]:
@@ -124,8 +165,10 @@ class GenericSplitter(Splitter):
                 "can neither freeze one by one nor lie on different stages. Use transformers.Trainer for it."
             )
         wanted = " or ".join(f"{key}={number}" for key, number in expected.items()) or "config.num_hidden_layers=None"
+        lacks_media = len(expected) > 1 and media_of(model) is None
+        lacks = "; its forward takes no encoded media (mm_encoder_outputs) either" if lacks_media else ""
         raise UnsupportedModelError(
-            f"{name} has no single stack of {wanted} uniform layers, found {_listed(stacks)}. "
+            f"{name} has no single stack of {wanted} uniform layers, found {_listed(stacks)}{lacks}. "
             "Only uniform stacks can be pipelined; pass `splitter=` with a Splitter of your own if it is one."
         )
 
@@ -176,6 +219,18 @@ def _unlike(stack: nn.ModuleList | nn.Sequential) -> str:
             if first.get(key) != other.get(key):
                 return f", layer {index} with {key} {other.get(key)} instead of {first.get(key)}"
     return ""
+
+
+class MediaSplitter(GenericSplitter):
+    """Splitter of a language model with encoders of images, videos or sounds, which belong to the embeddings."""
+
+    def media(self, model: nn.Module) -> Media | None:
+        return media_of(model)
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        media = media_of(model)
+        assert media is not None, "the model was asked for its media before"
+        return super().layers(media.decoder)
 
 
 class StackSplitter(GenericSplitter):

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_pipetransformer.schedules import placement as blocks
 from hf_pipetransformer.splitters.adapters import bare_model
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, layers_of
+from hf_pipetransformer.splitters.base import Media, Splitter, UnsupportedModelError, layers_of
 
 
 StandIn = Callable[[torch.Tensor], Any]
@@ -44,6 +44,9 @@ class Structure:
         changes_in_place: True if the activation entering a layer or leaving the last one is modified in place.
         enters_layers: True if no module returns the activation entering the first layer, because code around the
             modules computes it (OPT adds two embeddings). The received activation then replaces the layer's input.
+        media: what the embeddings encode beside tokens. Later stages run without any, as on text alone.
+        changed_before: number of the last layer before which code around the layers changes the activation; 0 if none
+            does. With media such code needs what is encoded, so that the first stage has all of it.
     """
 
     layers: list[nn.Module]
@@ -58,6 +61,8 @@ class Structure:
     other_stand_ins: list[StandIn] = field(default_factory=list)
     has_only_activations: bool = True
     returns_list: bool = False
+    media: Media | None = None
+    changed_before: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -69,6 +74,11 @@ class Structure:
 
     def cut_positions(self) -> list[int]:
         """Return the block indices before which a stage may begin, and the end of the chain."""
+        lowest = blocks.attention_of(self.changed_before) if self.media is not None and self.changed_before else 0
+        return [block for block in self.block_starts() if block == 0 or block > lowest]
+
+    def block_starts(self) -> list[int]:
+        """Return the block indices between which the model can be cut at all, and the end of the chain."""
         step = 1 if self.cuts_inside_layers else 2
         return [0, *range(1, self.num_blocks - 1, step), self.num_blocks - 1, self.num_blocks]
 
@@ -93,6 +103,7 @@ class _Trace(TorchFunctionMode):
         self.reads_between: set[int] = set()
         self._reads_since_layer: list[int] = []
         self.changes_between: list[tuple[int, int]] = []
+        self.changed_before = 0
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -122,8 +133,10 @@ class _Trace(TorchFunctionMode):
             self.spanning = list(self._stack)
         last, version = self.versions[-1] if self.versions else (None, None)
         # It is unchanged if it is the very tensor that the last layer gave, and nobody has written to it since.
-        if self.layer_outputs and self._reads_since_layer and not (hidden is last and _version(hidden) == version):
-            self.changes_between.append((len(self.layer_outputs), self._reads_since_layer[0]))
+        if self.layer_outputs and not (hidden is last and _version(hidden) == version):
+            self.changed_before = len(self.layer_outputs)
+            if self._reads_since_layer:
+                self.changes_between.append((self.changed_before, self._reads_since_layer[0]))
         self.reads_between.update(self._reads_since_layer)
         self._reads_since_layer = []
 
@@ -187,7 +200,14 @@ def trace_structure(
         entries = [module for module in outer if any(True for _ in module.parameters())]
     beside = [module for module in outer if module not in entries]
     outputs, first_output = [trace.outputs[id(entry)][0] for entry in entries], trace.layer_outputs[0]
-    users = _users(splitter, layers, entries, beside, trace)
+    users, media = _users(splitter, layers, entries, beside, trace), splitter.media(model)
+    if media is not None:
+        # All that encodes media, also what no sample of this batch had.
+        inside = {id(parameter) for parameter in media.decoder.parameters()}
+        encoders = (id(parameter) for parameter in media.module.parameters())
+        users |= {key: (blocks.EMBEDDINGS,) for key in encoders if key not in inside}
+        # On every stage transformers takes the device of the first parameter for that of the model.
+        users[id(next(media.module.parameters()))] = tuple(range(blocks.head_of(len(layers)) + 1))
     # Modules that never ran (an unused pooler) go to the head: some stage must own them when the model is saved.
     head = (blocks.head_of(len(layers)),)
     return Structure(
@@ -203,6 +223,8 @@ def trace_structure(
         stand_ins=[_stand_in(output, hidden_shape) for output in outputs],
         other_stand_ins=[_stand_in(output, hidden_shape, is_other=True, is_text=is_text) for output in outputs],
         has_only_activations=all(getattr(output, "shape", None) == hidden_shape for output in outputs),
+        media=media,
+        changed_before=trace.changed_before,
     )
 
 

@@ -83,6 +83,8 @@ class StageView:
         self._noted: list[torch.Tensor] | None = None
         self._around: list[nn.Module] | None = None
         self.blocks = range(0)
+        self._without_media: Any = None
+        """Handle of the hook that takes media from the inputs of later stages."""
         self.methods: dict[str, Callable[..., Any]] = {}
         """Methods that the transformers model has while it is installed, by the names of those that they replace."""
         self._own_methods: dict[str, Any] = {}
@@ -185,7 +187,10 @@ class StageView:
         if blocks == self.blocks and (blocks or self._overridden):
             return
         self._restore()
-        self.blocks = blocks
+        self.blocks, media = blocks, self.structure.media
+        if media is not None and 0 not in blocks:
+            # The first stage has encoded them; without any, the model's code runs as on text alone.
+            self._without_media = media.module.register_forward_pre_hook(_without(media.names), with_kwargs=True)
         if blocks not in self._forwards:
             # Cached: ranks with several stages switch between them many times per step.
             self._forwards[blocks] = self._forwards_of(blocks)
@@ -221,6 +226,8 @@ class StageView:
                 module.forward = own
         for module in self._called:
             del module.__dict__["_call_impl"]
+        if self._without_media is not None:
+            self._without_media = self._without_media.remove()
         self._overridden.clear()
         self._called.clear()
         self.blocks = range(0)
@@ -319,6 +326,15 @@ class StageView:
         if (index, part) not in self._faster:
             self._faster[index, part] = self._compiled(function)
         return self._faster[index, part]
+
+
+def _without(names: frozenset[str]) -> Callable[..., Any]:
+    """Return a hook that leaves the named arguments out of a module's call."""
+
+    def left_out(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {name: value for name, value in kwargs.items() if name not in names}
+
+    return left_out
 
 
 def _recomputed(run: Callable[..., Any], hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -96,9 +96,11 @@ def probe_model(target: ProbeTarget) -> Probe:
     structure = trace_structure(model, target.splitter, lambda: target.loss(inputs), target.is_text)
     with torch.no_grad(), _entry_errors_explained(model, structure):
         # In the precision of the run, whose dtypes between stages are wanted. The comparison below is in float32.
-        sent, flops = run_stages(target, structure, inputs)
+        sent, flops = run_stages(target, structure, inputs, of_stages=False)
     hidden_shape = tuple(sent[-2].shape)
-    multiple = _padding_multiple(target, structure, hidden_shape) if target.is_text else 1
+    # With fewer tokens, media would have none of theirs; what puts them among text pads nothing.
+    is_known = structure.media is not None or not target.is_text
+    multiple = 1 if is_known else _padding_multiple(target, structure, hidden_shape)
     activation = ActivationShape(main_input, tuple(value.shape[1:]), hidden_shape[1:], multiple)
     expected_shape = activation.of(inputs)
     if hidden_shape != expected_shape or len(hidden_shape) < 2:
@@ -110,10 +112,11 @@ def probe_model(target: ProbeTarget) -> Probe:
     # Such a hook may change what passes, or count its calls.
     with in_full_precision(model, target.twin, inputs), target.calling_hooks_below_head(structure):
         is_read = _check_split(replace(target, inputs=in_float32(inputs)), structure)
-    stages, twin = pairwise(target.twin.cut_positions(structure)), target.twin
+    stages, twin = pairwise(target.twin.cut_positions(structure, of_stages=False)), target.twin
     dtypes = [each.dtype for (start, end), each in zip(stages, sent[:-1], strict=False) for _ in range(start, end)]
     # What later stages do not read is not sent to them: they get a tensor of its shape.
     placeholders = frozenset[str]() if is_read else frozenset({main_input})
+    placeholders |= frozenset() if structure.media is None else structure.media.names
     return Probe(
         structure, tuple(twin.of_all_blocks(flops)), tuple(twin.of_all_blocks(dtypes)), activation, placeholders
     )
@@ -217,12 +220,13 @@ class _NoModules(nullcontext[None]):
 
 
 def run_stages(
-    target: ProbeTarget, structure: Structure, later_inputs: dict[str, Any]
+    target: ProbeTarget, structure: Structure, later_inputs: dict[str, Any], of_stages: bool = True
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Run every stage, and the backward if gradients are enabled.
 
     Args:
         later_inputs: batch of all stages but the first.
+        of_stages: False to cut also where no stage may begin.
 
     Returns:
         Each stage's output, the loss last, and the forward FLOPs by block, each stage's at its first block.
@@ -231,7 +235,7 @@ def run_stages(
     received, gradient = None, None
     done: list[tuple[range, torch.Tensor | None, torch.Tensor]] = []
     try:
-        for start, end in pairwise(target.twin.cut_positions(structure)):
+        for start, end in pairwise(target.twin.cut_positions(structure, of_stages)):
             given = dict(target.inputs if received is None else later_inputs)
             counter = FlopCounterMode(display=False)
             counter.mod_tracker = _NoModules()  # type: ignore[assignment]

@@ -122,7 +122,7 @@ def affordable_samples(wanted: int, pilot: BlockProfile, num_blocks_run: int, fr
 
 def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int = NUM_REPEATS) -> BlockProfile:
     """Time the embeddings, one middle layer and the head; the middle layer stands for all layers."""
-    size, num_blocks, cuts = batch_size(target.inputs), structure.num_blocks, structure.cut_positions()
+    size, num_blocks, cuts = batch_size(target.inputs), structure.num_blocks, structure.block_starts()
     forward, backward, edge_backward, saved, working = ([0.0] * num_blocks for _ in range(5))
     profile = BlockProfile(forward, backward, edge_backward, saved, working_bytes=working, num_samples=size)
     profile.table = kept_back(target, structure)

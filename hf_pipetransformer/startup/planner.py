@@ -143,8 +143,9 @@ class RunPlanner:
     def measures_microbatches(self) -> bool:
         """True if the number of micro-batches M is tuned on training steps; "auto" needs M to change rounding only."""
         asked = self.args.pipeline_parallel_num_microbatches
-        if not self.args.schedule.abilities.runs_steps_whole:
-            return False  # M is planned together with the slices, or there is no bubble to shrink.
+        if not self.args.schedule.abilities.runs_steps_whole or self.probe.structure.media is not None:
+            # M is planned together with the slices, there is no bubble to shrink, or batches are collated in M parts.
+            return False
         return asked == "measured" or (asked == "auto" and self._is_free)
 
     @property
@@ -398,7 +399,8 @@ class StartUp:
     """Findings about a model before its first step, the same on every rank.
 
     Args:
-        common_length: how replicas pad to a common length; None if padding does not change the loss.
+        padding: how batches are padded to a common length, but for the side, which the collator tells.
+        pads_alike: True if replicas pad to one, as padding may change the loss.
         sees_padding: True if hidden states at masked positions may change the loss, so that stored records keep them.
         reads_first: True if all layers are frozen and the head reads the first position alone of what they give.
         shape_without_rows: of an output that evaluations of the run gather, with no row for each sample; None if all
@@ -409,9 +411,9 @@ class StartUp:
     probe: Probe
     loss_rule: LossRule
     scope: LossScope
-    common_length: CommonLength | None
+    padding: CommonLength
+    pads_alike: bool
     sees_padding: bool
-    pad_token_id: int
     main_dtype: torch.dtype
     samples: dict[str, Any]
     plans: RunPlanner

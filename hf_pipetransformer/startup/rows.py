@@ -35,15 +35,26 @@ NUM_PROBE_SAMPLES = 6
 class FirstBatch:
     """First batch of a run, with what `batches` has noted of its samples; empty on ranks that do not read.
 
-    `num_samples` is the number of samples that it was made of; None if nobody tells.
+    Args:
+        num_samples: number of samples that it was made of; None if nobody tells.
+        media: names of what has no row for each sample, if the model takes images, videos or sounds beside tokens.
+        collated: collates some of its samples by themselves, which cannot be cut from it then; None if nobody can.
     """
 
     batch: dict[str, Any]
     num_samples: int | None = None
+    media: frozenset[str] = frozenset()
+    collated: Callable[[int, int], dict[str, Any]] | None = None
 
     def read(self, num_samples: int) -> dict[str, Any]:
-        """Return at most `num_samples` first samples as one batch."""
-        return take_samples(self.batch, slice(0, num_samples))
+        """Return at most `num_samples` samples, the first ones if they have what the batch has, as one batch."""
+        if not self.media:
+            return take_samples(self.batch, slice(0, num_samples))
+        if self.collated is None or self.num_samples is None or self.num_samples <= num_samples:
+            return self.batch
+        starts = range(0, self.num_samples, num_samples)
+        parts = (self.collated(start, start + num_samples) for start in starts)
+        return next(part for part in parts if self.media & {*part} or not self.media & {*self.batch})
 
 
 def probe_samples(
@@ -62,7 +73,15 @@ def probe_samples(
     if not size:
         raise ValueError("The data set is empty: expected at least one sample.")
     check_rows(batch, size, main_input)
-    found = batch if num_rows(batch) <= most else take_rows(batch, torch.arange(most))
+    if first.media and not first.media & {*batch}:
+        raise ValueError(
+            f"No sample of the first batch has {', '.join(sorted(first.media))}: expected one with images, videos or "
+            "sounds, with which the stages of this model are tried. Let the data set begin with it, use larger "
+            "batches, or another seed."
+        )
+    found = batch
+    if num_rows(batch) > most:
+        found = first.read(most) if first.media else take_rows(batch, torch.arange(most))
     labels = found.get("labels")
     # Without any label a loss is nan, which says nothing of a model's stages.
     if isinstance(labels, torch.Tensor) and not count(found):

@@ -159,11 +159,11 @@ def inspect_model(
         probe=probe,
         loss_rule=target.rule,
         scope=target.scope,
-        common_length=CommonLength(target.main_input, target.pad_token_id) if found["pads_alike"] else None,
+        padding=CommonLength(target.main_input, target.pad_token_id),
+        pads_alike=found["pads_alike"],
         sees_padding=found["sees_padding"],
         reads_first=found["reads_first"],
         shape_without_rows=found["shape_without_rows"],
-        pad_token_id=target.pad_token_id,
         main_dtype=target.inputs[target.main_input].dtype,
         samples={key: each.cpu() if isinstance(each, torch.Tensor) else each for key, each in target.inputs.items()},
         plans=RunPlanner(

@@ -57,8 +57,12 @@ class ProbeSubmodel:
         """Return the parameters and buffers that are read."""
         return [*self.parameters(model), *(buffer for buffer in model.buffers() if id(buffer) not in self.passing)]
 
-    def cut_positions(self, structure: Structure) -> list[int]:
-        """Return the blocks before which the checks cut: every possible place beside or inside a computing layer."""
+    def cut_positions(self, structure: Structure, of_stages: bool = True) -> list[int]:
+        """Return the blocks before which the checks cut: every possible place beside or inside a computing layer.
+
+        Args:
+            of_stages: False for places where no stage may begin, too.
+        """
         head = head_of(structure.num_layers)
 
         def is_checked(block: int) -> bool:
@@ -68,7 +72,8 @@ class ProbeSubmodel:
             is_beside = block == attention_of(layer) and (layer == 0 or self.computes(layer - 1))
             return is_beside or self.computes(layer)
 
-        return [block for block in structure.cut_positions() if is_checked(block)]
+        places = structure.cut_positions() if of_stages else structure.block_starts()
+        return [block for block in places if is_checked(block)]
 
     def of_all_blocks(self, values: Sequence[T]) -> list[T]:
         """Give every block the value of the computing one that it equals; the head's may be left out."""

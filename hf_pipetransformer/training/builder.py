@@ -29,7 +29,14 @@ from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 from hf_pipetransformer.runtime.stage import StageSettings
 from hf_pipetransformer.runtime.wiring import start_stage
 from hf_pipetransformer.splitters.adapters import bare_model
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, main_input_of
+from hf_pipetransformer.splitters.base import (
+    Media,
+    MediaSplitter,
+    Splitter,
+    UnsupportedModelError,
+    main_input_of,
+    media_of,
+)
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.splitters.script_code import hooked_by_script
@@ -58,6 +65,7 @@ if TYPE_CHECKING:
     from hf_pipetransformer.splitters.structure import Structure
     from hf_pipetransformer.startup.planner import StartUp
     from hf_pipetransformer.training.context import TrainingContext
+    from hf_pipetransformer.training.needs import RunOptions
     from hf_pipetransformer.training.session import Session
 
 
@@ -253,7 +261,7 @@ class PipelineBuilder:
         options = replace(self.options, args=args)
         check_communication_hook(trainer.accelerator)
         check_trained_model(trainer.model, options, trainer.optimizer if is_training else None)
-        splitter = self.options.splitter or find_splitter(trainer.model)
+        splitter, media = self._splitter(options)
         shell = self.shell
         shell.forget_parameters()  # Some models build parts of themselves in their first forward.
         # A loss may read this flag.
@@ -266,7 +274,9 @@ class PipelineBuilder:
         # The run goes on from it, so the numbers that reading it draws are the run's.
         rows = trl_compat.rows_of_sample(trainer)
         if isinstance(given, Request):
-            first = FirstBatch(self._begin(given).batch, self._begin(given).num_samples)
+            begun, names = self._begin(given), frozenset() if media is None else media.names
+            collated = begun.collated if begun.samples else None
+            first = FirstBatch(begun.batch, begun.num_samples, names, collated)
         else:
             first = FirstBatch(dict(note_samples(given, None, rows)))
         parts = (first, main_input_of(trainer.model), count, most_samples(args, may_slice_head))
@@ -322,6 +332,26 @@ class PipelineBuilder:
         if passes and known is KnownLoss.MEAN:
             start_up = self._dividing_itself(start_up, is_training)
         return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
+
+    def _splitter(self, options: RunOptions) -> tuple[Splitter, Media | None]:
+        """Return the splitter of the model, and the media that it takes beside tokens where stages are asked for.
+
+        Raises:
+            UnsupportedModelError: the options ask for what stages of a model with media cannot do.
+        """
+        model = self.context.trainer.model
+        # Not asked for stages, Trainer's loop computes what is frozen once, towers above all.
+        media = media_of(model) if options.asks_for_parts else None
+        if options.splitter is not None or media is None:
+            return options.splitter or find_splitter(model), None
+        if options.freezes or options.args.layout_plan or trl_compat.rows_of_sample(self.context.trainer) > 1:
+            raise UnsupportedModelError(
+                f"{type(bare_model(model)).__name__} takes images, videos or sounds beside tokens: its layers cannot "
+                "freeze or move on stages while a run goes on, and its samples have one row each. Leave out "
+                "freeze_policy and layout_plan (requires_grad_(False) freezes from the start), or use "
+                "transformers.Trainer for pairs of texts."
+            )
+        return MediaSplitter(), media
 
     def _scope_of_loss(self) -> LossScope:
         """Return the samples that one call of the loss sees, and set the schedule that this takes.

@@ -98,7 +98,8 @@ class Evaluation:
 
         Yields the batch for the model, with what a frozen reference says of it.
         """
-        trainer, shell, marks, batch = self.trainer, self.pipeline.shell, marks_of(inputs), for_model(inputs)
+        trainer, shell, batch = self.trainer, self.pipeline.shell, for_model(inputs)
+        marks = trainer_compat.sent(trainer, marks_of(inputs))
         if trl_compat.reference(trainer, shell) is not None:
             batch |= self.reference_of(batch, marks)
         self.told_num_items = False

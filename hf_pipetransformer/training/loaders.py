@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from transformers.trainer_utils import seed_worker
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.compat import trainer_compat, trl_compat
+from hf_pipetransformer.data.batches import join_pieces, pads_on_left
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.reading import (
@@ -42,6 +43,10 @@ from hf_pipetransformer.data.sampler import (
     order_of_run,
     torch_loader,
 )
+from hf_pipetransformer.engine.losses import LossScope
+from hf_pipetransformer.planning.layouts import evaluation_microbatches
+from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.base import media_of
 
 
 if TYPE_CHECKING:
@@ -162,7 +167,7 @@ def begin_reading(
     rank, ranks = topology.rank, tuple(range(topology.world_size))
     alone = PipelineGroups(1, len(ranks), 0, rank, (rank,), ranks, None, None, None, None)
     link = PipelineLink(alone, frozenset(), args.pipeline_timeout)
-    reader = _reader(context, found, shared, replica=0, num_replicas=1)
+    reader = _reader(context, found, shared, replica=0, num_replicas=1, keeps=media_of(trainer.model) is not None)
     kind = StreamReading if is_stream(dataset) else DispatchedReading
     found.reading = reading = kind(reader, link, shared, args.pipeline_timeout, request.is_training)
     if not is_stream(dataset) and (args.dataloader_num_workers or len(topology.nodes) > 1):
@@ -178,7 +183,10 @@ def begin_reading(
         found.batch = reading.begin_run((dataset, collate))
         # Workers do not tell it of a stream.
         found.num_samples, draws = reader.collate_fn.num_samples or None, reading.draws
-    found.draws, found.is_flattened = topology.decide(lambda: [draws, sequences_of(found.batch) is not None])
+    found.samples, reader.collate_fn.keeps = reader.collate_fn.samples, False
+    found.draws, found.is_flattened, found.pads_on_left = topology.decide(
+        lambda: [draws, sequences_of(found.batch) is not None, pads_on_left(found.batch)]
+    )
     return found
 
 
@@ -203,6 +211,15 @@ class Begun:
     """True if reading it drew random numbers."""
     is_flattened: bool = field(default=False, init=False)
     """True if its samples are one after the other in one row."""
+    pads_on_left: bool = field(default=False, init=False)
+    """True if its texts begin later where they are shorter."""
+    samples: list[Any] = field(default_factory=list, init=False)
+    """Samples of the first batch, there, of a model whose batches cannot be cut."""
+
+    def collated(self, start: int, stop: int) -> dict[str, Any]:
+        """Return some samples of the first batch by themselves."""
+        with generators_kept(self.collate):
+            return dict(self.collate(self.samples[start:stop]))
 
     def is_for(self, request: Request) -> bool:
         """Return True if a request is for the same batches."""
@@ -212,13 +229,13 @@ class Begun:
 
 
 def _reader(
-    context: TrainingContext, begun: Begun, shared: SharedRngState | None, replica: int, num_replicas: int
+    context: TrainingContext, begun: Begun, shared: SharedRngState | None, replica: int, num_replicas: int, **how: Any
 ) -> Any:
-    """Return torch's loader of a data set, of the parts of a replica."""
+    """Return torch's loader of a data set, of the parts of a replica; `how` is for `BatchCollator`."""
     args, request, dataset = context.args, begun.request, begun.dataset
     rows, batch_size = trl_compat.rows_of_sample(context.trainer), args.global_batch_size(request.batch_size)
     seconds = context.timeouts.step_seconds if request.is_training else context.timeouts.rest_seconds
-    collator = BatchCollator(begun.collate, rows)
+    collator = BatchCollator(begun.collate, rows, **how)
     if is_stream(dataset):
         return torch_loader(dataset, collator, args, seconds, batch_size=batch_size)
     order = begun.reading.order if "reading" in vars(begun) else None
@@ -245,17 +262,51 @@ def make_loader(context: TrainingContext, pipeline: Pipeline, begun: Begun) -> P
     placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
     link = PipelineLink(groups, placeholders, args.pipeline_timeout)
     reading: Reading = begun.reading
+    num_pieces = _num_pieces(pipeline, begun)
     # Workers have their own RNG states and read for all replicas in parallel: no dispatching with workers.
     # Samples that stay the same are read by each replica; a flattened batch does not say where a sample ends.
     if not is_stream(begun.dataset) and (args.dataloader_num_workers or not begun.draws):
-        reader = _reader(context, begun, shared, groups.replica, groups.num_replicas)
+        padding = replace(start_up.padding, on_left=begun.pads_on_left)
+        how = {"num_pieces": num_pieces or 0, "join": partial(join_pieces, padding)}
+        reader = _reader(context, begun, shared, groups.replica, groups.num_replicas, **how)
         begun.reading.has_first &= not (begun.is_flattened and groups.num_replicas > 1)
         first = begun.reading if begun.reading.has_first else None
-        reading = ReplicaReading(reader, link, shared, start_up.common_length, begun=first)
+        common = padding if start_up.pads_alike else None
+        reading = ReplicaReading(reader, link, shared, common, num_pieces is not None, begun=first)
     reading.link, reading.shared = link, shared
     pins_memory = args.dataloader_pin_memory and is_apart(args.device)
     batch_size = args.global_batch_size(request.batch_size)
     return PipelineLoader(begun.dataset, reading, batch_size, pins_memory)
+
+
+def _num_pieces(pipeline: Pipeline, begun: Begun) -> int | None:
+    """Return the number of pieces that a replica's batches are collated in, 0 for none; None if batches may be cut.
+
+    Raises:
+        ValueError: samples cannot be read or collated by pieces, or the loss sees those of all replicas.
+    """
+    layout, start_up, is_training = pipeline.layout, pipeline.start_up, begun.request.is_training
+    size = begun.request.batch_size * layout.pipeline_size
+    num_pieces = layout.num_microbatches if is_training else evaluation_microbatches(layout, size)
+    num_parts = num_pieces * layout.num_replicas
+    if start_up.probe.structure.media is None or num_parts == 1:
+        return None
+    name = type(bare_model(pipeline.stage.view.model)).__name__
+    reasons = {
+        "the data set or its collator draws random numbers": begun.draws,
+        "the data set is a stream": is_stream(begun.dataset),
+        "the collator puts all samples into one row": begun.is_flattened,
+        "the loss sees the samples of all replicas": start_up.scope is LossScope.BATCH and layout.num_replicas > 1,
+    }
+    if any(reasons.values()):
+        why = next(reason for reason, is_so in reasons.items() if is_so)
+        raise ValueError(
+            f"Images, videos and sounds have no row for each sample, so that a batch of {name} is collated in parts, "
+            f"{num_parts} here (micro-batches x replicas), and {why}. Use one part: as many stages as processes, and "
+            "pipeline_parallel_num_microbatches=1."
+        )
+    # An evaluation on one stage calls the model once a batch.
+    return num_pieces if is_training or layout.pipeline_size > 1 else 0
 
 
 def share_rng_state(topology: Topology) -> SharedRngState | None:

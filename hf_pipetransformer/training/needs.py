@@ -81,13 +81,13 @@ class RunOptions:
         args = self.args
         if args.plan_only:
             return Need.REQUIRED
-        if _leaves_adapters_to_trainer(model) and not (self._ask_for_parts or self.freezes):
+        if _leaves_adapters_to_trainer(model) and not (self.asks_for_parts or self.freezes):
             return Need.PREFERRED if args.activation_cache == "on" else Need.NONE
         # Trainer's own loop looks up what the script froze, see `cache.frozen_parts`.
         if self.only_store:
             return Need.NONE
         is_divided = args.world_size > 1 and args.pipeline_size != 1
-        if is_divided or self.freezes or self._ask_for_parts or args.activation_cache == "on":
+        if is_divided or self.freezes or self.asks_for_parts or args.activation_cache == "on":
             return Need.REQUIRED
         # Trainer's replicas do not give the numbers of one process, but that alone is worth no error.
         if args.world_size > 1 and not has_adapters(model):
@@ -104,7 +104,7 @@ class RunOptions:
         """
         has_parts = model is not None and bool(maximal_frozen(bare_model(model)))
         asks_for_cache = self.args.activation_cache == "on" and not has_parts
-        if self._ask_for_parts or self.freezes or asks_for_cache:
+        if self.asks_for_parts or self.freezes or asks_for_cache:
             return False
         if self.args.plan_only:
             return has_parts and isinstance(error, UnsupportedModelError)
@@ -112,7 +112,7 @@ class RunOptions:
 
     def refusal(self, error: ValueError) -> ValueError:
         """Return what to raise for a model or loss that no pipeline can run, with the option that asked for one."""
-        if self._ask_for_parts or not self.freezes or not isinstance(error, LEFT_TO_TRAINER):
+        if self.asks_for_parts or not self.freezes or not isinstance(error, LEFT_TO_TRAINER):
             return error
         args = self.args
         name = (
@@ -134,12 +134,12 @@ class RunOptions:
     @property
     def may_be_left(self) -> bool:
         """False if a run asks for what Trainer does not have."""
-        return not self._ask_for_parts
+        return not self.asks_for_parts
 
     @property
     def only_store(self) -> bool:
         """True if a pipeline could do nothing but store what the script froze."""
-        own = self.freezes or self._ask_for_parts or self.args.plan_only
+        own = self.freezes or self.asks_for_parts or self.args.plan_only
         return self.is_undivided and not own and self.args.head_slices is not None
 
     @property
@@ -153,7 +153,8 @@ class RunOptions:
         return self.args.freeze_policy != "none" if self.policy is None else self.policy.freezes
 
     @property
-    def _ask_for_parts(self) -> bool:
+    def asks_for_parts(self) -> bool:
+        """True if options ask for stages, micro-batches, or what these alone can do."""
         args = self.args
         return (
             args.pipeline_size not in (None, 1)

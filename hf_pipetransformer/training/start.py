@@ -197,6 +197,8 @@ class TrainingSetup:
                     f"nothing is cached. Choose a freeze_policy, or leave {name} out."
                 )
             return None
+        if self.pipeline.start_up.probe.structure.media is not None:
+            return None  # Images beside a text are no row that a record could be found by.
         return begin_cache(self.context, self.pipeline, loader, steps_per_epoch)
 
     def _known_microbatches(self) -> dict[tuple[int, int], int]:

@@ -20,7 +20,7 @@ from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError
 from hf_pipetransformer.comm.transfers import all_gather_trees
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.compat.known_losses import known_loss
-from hf_pipetransformer.data.batches import detach_tags, for_model
+from hf_pipetransformer.data.batches import detach_tags, for_model, names_of
 from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.engine.losses import (
@@ -172,7 +172,7 @@ class LossCheck:
         cut, hidden = [part for part, _ in entered], [each for _, each in entered]
         inputs, _ = detach_tags(batch.inputs)
         # A frozen reference has given entries to the micro-batches, which the batch does not have.
-        of_reference = [name for name in cut[0].inputs if name not in inputs]
+        of_reference = sorted({*cut[0].inputs} - names_of(inputs))
         inputs |= {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
         joined = join_parts(inputs, cut, hidden, replicas)
         share, inputs = joined.share, batch.prepare(for_model(joined.inputs))
