@@ -30,7 +30,7 @@ from hf_pipetransformer.training.evaluations import Evaluations
 from hf_pipetransformer.training.loaders import LateLoader, check_undivided
 from hf_pipetransformer.training.metrics import _sendable
 from hf_pipetransformer.training.needs import check_trained_model
-from hf_pipetransformer.training.session import PipelineSession
+from hf_pipetransformer.training.pipeline_session import PipelineSession
 from tests.support.models import build_model
 
 
