@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
 from hf_pipetransformer.data.node_shares import NodeOrder
 from hf_pipetransformer.data.sampler import EpochOrder
 from hf_pipetransformer.state import checkpoint, saving
@@ -39,8 +39,8 @@ FREEZES = {"freeze_policy": "fixed", "freeze_at": "4:2"}
 def make(base: type[Trainer], folder: Path, seed: int = 0, own_order: bool = False, **options: Any) -> Any:
     kind = TrainingArguments if base is Trainer else PipeTransformerArguments
     args = kind(
-        output_dir=str(folder), max_steps=6, logging_steps=1, save_steps=1, use_cpu=True, report_to="none",
-        disable_tqdm=True, learning_rate=1e-3, **{"per_device_train_batch_size": 4, **options},
+        output_dir=str(folder), max_steps=6, logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
+        learning_rate=1e-3, **{"save_steps": 1, "per_device_train_batch_size": 4, **options},
     )  # fmt: skip
     model = build_model("bert_sequence", seed)
     # As a user may give them: not as the model has them, and in groups of their own.
@@ -381,6 +381,49 @@ def test_old_checkpoints_go_by_their_steps(tmp_path: Path, options: dict[str, An
     trainer.add_callback(TouchesFirst())
     trainer.train()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-6"}
+
+
+@pytest.mark.parametrize("options", [DEFAULTS, FREEZES], ids=["left to Trainer", "freezing"])
+def test_a_checkpoint_is_pushed_when_it_is_whole_and_before_older_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    pushed = []
+
+    def push(self: Any, folder: str) -> None:
+        there = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+        pushed.append((Path(folder).name, there, checkpoint.is_complete(folder)))
+
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    trainer = make(PipeTransformerTrainer, tmp_path, save_total_limit=1, save_steps=2, **options)
+    trainer.args.push_to_hub = True
+    trainer.train()
+    is_whole = options is FREEZES
+    assert pushed == [
+        ("checkpoint-2", ["checkpoint-2"], is_whole),
+        ("checkpoint-4", ["checkpoint-2", "checkpoint-4"], is_whole),
+        ("checkpoint-6", ["checkpoint-4", "checkpoint-6"], is_whole),
+    ]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
+
+
+class SavesAlone(Trainer):
+    """Writes what Trainer does, and deletes nothing."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
+        self.save_model(folder, _internal_call=True)
+        self._save_optimizer_and_scheduler(folder)
+        self._save_rng_state(folder)
+        self.state.save_to_json(f"{folder}/trainer_state.json")
+
+
+class SavesAloneInStages(PipeTransformerMixin, SavesAlone):
+    pass
+
+
+def test_a_checkpoint_that_a_scripts_own_method_writes_is_completed(tmp_path: Path) -> None:
+    make(SavesAloneInStages, tmp_path, save_total_limit=1, save_steps=3, **FREEZES).train()
+    assert [checkpoint.read_state(str(tmp_path / f"checkpoint-{step}")).step for step in (3, 6)] == [3, 6]
 
 
 def test_the_best_and_the_last_checkpoint_stay_and_those_of_a_longer_run_go_first(tmp_path: Path) -> None:
