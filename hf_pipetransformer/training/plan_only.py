@@ -86,10 +86,8 @@ def _plan(builder: PipelineBuilder, start_up: StartUp, given: Any, length: tuple
     for text in check_policy(builder.policy, num_layers, length[0], args.freeze_min_active_layers):
         logger.warning(text)
     freezing, note, evidence = freezing_of(builder.policy, args, num_layers, plans.num_frozen_by_user, length)
-    storage = None
-    if freezing is not None:
-        storage = _storage(args, start_up, report, num_samples or 0)
-        measured += ["the cache's disk"] if storage.why_off is None else []
+    storage = None if freezing is None else _storage(args, start_up, report, num_samples or 0)
+    measured += ["the cache's disk"] if storage is not None and storage.why_off is None else []
     assumed = (f"{COMMUNICATOR_BYTES / 1e9:g} GB for each communicator",) if machine.communicator_bytes else ()
     course = RunSchedule(*length, num_samples, freezing, storage, note, tuple(measured), assumed, evidence)
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]

@@ -61,3 +61,12 @@ def train(folder: Path, names: list[str]) -> dict[str, Any]:
         if isinstance(trainer, SFTPipelineTrainer):
             found[name]["layout"] = trainer.layout.as_event()
     return found
+
+
+@scenario
+def log_each_step(folder: Path) -> list[dict[str, float]]:
+    """Return the log of two steps on two stages."""
+    options = {"max_steps": 2, "logging_steps": 1, "eval_strategy": "no", "pipeline_parallel_size": WORLD_SIZE}
+    trainer = make_sft_trainer(SFTPipelineTrainer, folder, **options, per_device_train_batch_size=8 // WORLD_SIZE)
+    trainer.train()
+    return logged(trainer)
