@@ -26,6 +26,7 @@ def test_a_layout_that_changes_behind_steps_that_were_read() -> None:
     training = SimpleNamespace(
         steps=SimpleNamespace(are_over=lambda _: False, num_read_ahead=1),
         loader=None,
+        resumption=None,
         transitions=SimpleNamespace(before_step=lambda: "moved"),
     )
     with pytest.raises(RuntimeError, match="The layout changes although steps were read ahead"):
