@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +94,17 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         kept.restore()
+
+
+@contextmanager
+def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules back into their modes, one by one, since a script may have put single ones into another mode."""
+    modes = [(module, module.training) for module in modules]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @dataclass(frozen=True)

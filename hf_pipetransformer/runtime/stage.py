@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_pipetransformer.comm.transfers import broadcast_tree, reduced
 from hf_pipetransformer.data.rng import drawing_with
+from hf_pipetransformer.engine.effects import modes_kept
 from hf_pipetransformer.engine.head import HeadPlan, HeadSlices
 from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.quantized import put_in_evaluation_mode
@@ -133,10 +134,9 @@ class Stage:
         states and modes of the modules are restored. What draws here gives the same at every call with this `seed`.
         """
         layout, groups, hidden = self.layout, self.groups, None
-        modes = [(module, module.training) for module in self.view.model.modules()]
-        self.set_modes()
         device = self.settings.device
-        with drawing_with(seed, device):
+        with modes_kept(self.view.model.modules()), drawing_with(seed, device):
+            self.set_modes()
             for stage in range(layout.stage_of(stop - 1) + 1):
                 blocks, position = layout.blocks_of(stage), layout.places.rank_of(stage)
                 if position == groups.position:
@@ -146,9 +146,6 @@ class Stage:
                 # To all ranks and not only to the next stage, as each of them returns the last one.
                 hidden = broadcast_tree(hidden, ranks[position], groups.pipeline_control, ranks[groups.position])
         self.view.widen()
-        # One by one, as the user may have put single modules into another mode.
-        for module, training in modes:
-            module.training = training
         assert hidden is not None
         return hidden
 
