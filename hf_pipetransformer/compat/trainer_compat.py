@@ -24,8 +24,6 @@ modules of other libraries is here:
   rotation, and the option to sort by step in Trainer.
 - `transformers.modeling_utils.safe_save_file`, `safetensors.torch.save_file` (`writing_tensors_with`): fetch weights
   from other stages while a file is written. Way out: `save_pretrained` taking tensors that are loaded as it writes.
-- `TrainingArguments.__class__` (`options/arguments.py`): plain arguments get the pipeline's options. Way out: pass
-  `PipeTransformerArguments`.
 - `torch.set_autocast_enabled` (`startup/model.py`): the probe runs in float32 whatever the model enables. Way out: a
   context that forbids autocast.
 - layers of bitsandbytes (`prepare_quantized` of `splitters/quantized.py`). `Linear4bit.support_avx512bf16_for_cpu`:
@@ -46,7 +44,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -63,6 +61,7 @@ from hf_pipetransformer.data.batches import count_items
 from hf_pipetransformer.report import announce
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 from hf_pipetransformer.splitters.base import CACHE_NAME, config_value
+from hf_pipetransformer.splitters.script_code import names_in
 
 
 if TYPE_CHECKING:
@@ -314,12 +313,6 @@ def check_loaders(kind: type, num_stages: int) -> None:
                 "with self._get_dataloader, override the sampler or the data collator instead, or set "
                 "pipeline_parallel_size=1."
             )
-
-
-def names_in(code: CodeType) -> set[str]:
-    """Return the globals and attributes that a function and its inner functions use."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*map(names_in, inner))
 
 
 def place_model(trainer: Trainer) -> None:

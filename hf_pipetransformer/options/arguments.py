@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import os
@@ -545,8 +544,8 @@ def with_pipeline_options(args: TrainingArguments) -> PipeTransformerArguments:
         # A dataclass again, as Trainer goes through `fields`, which would lack those of the subclass.
         both = dataclass(type(f"Pipeline{kind.__name__}", (PipeTransformerArguments, kind), {}))
     # Copied, not constructed: Trainer's __post_init__ has derived values already and must not run twice.
-    taken = copy.copy(args)
-    taken.__class__ = both
+    taken = object.__new__(both)
+    taken.__dict__.update(vars(args))
     # Through the readers, as defaults are written as a person would.
     for option in fields(PipeTransformerArguments):
         if option.name not in vars(taken):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -31,6 +33,20 @@ def is_installed(code: Any) -> bool:
     code = getattr(code, "func", code)
     name = getattr(code, "__module__", None)
     return _is_installed_module(str(name if isinstance(name, str) else type(code).__module__))
+
+
+def text_of(code: CodeType) -> str | None:
+    """Return the text of a function, with the rest of the lines that a lambda stands in; None if there is none."""
+    try:
+        return inspect.getsource(code)
+    except (OSError, TypeError):
+        return None
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Return the globals and attributes that a function and its inner functions use."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(names_in, inner))
 
 
 def own_classes(kind: type) -> Iterator[type]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dis
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,6 +16,7 @@ from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpoint
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.splitters.script_code import text_of
 
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def _users_methods(callback: TrainerCallback, event: str) -> list[Any]:
     return [vars(kind)[event] for kind in own if event in vars(kind)]
 
 
-# Asked at each event for each callback, and disassembling takes long.
+# Asked at each event for each callback.
 @cache
 def _reads_model(method: Any) -> bool:
     parameters = inspect.signature(method).parameters.values()
@@ -221,18 +222,7 @@ def _reads_model(method: Any) -> bool:
     others = next((each.name for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD), None)
     # What decorators put around a method has code of its own.
     code = getattr(inspect.unwrap(method), "__code__", None)
-    if others is None or code is None:
-        return False
-    steps = list(dis.get_instructions(code))
-    for place, step in enumerate(steps):
-        # Newer versions load two locals at once. The key follows `kwargs`, or the method `get` of it.
-        is_others = step.opname.startswith("LOAD_FAST") and others in (step.argval, *_parts(step.argval))
-        key = next((at for at in (place + 1, place + 2) if steps[at : at + 1] and steps[at].argval == "model"), None)
-        # Each rank has the config; with `get` it comes after a call.
-        if is_others and key is not None and all(each.argval != "config" for each in steps[key + 1 : key + 4]):
-            return True
-    return False
-
-
-def _parts(loaded: Any) -> tuple[Any, ...]:
-    return loaded if isinstance(loaded, tuple) else ()
+    text = None if others is None or code is None else text_of(code)
+    # Each rank has the config.
+    read = rf"""\b{others}\s*(\[|\.\s*\w+\()\s*["']model["'][^\])]*[\])](?!\s*\.\s*config\b)"""
+    return text is not None and re.search(read, text) is not None

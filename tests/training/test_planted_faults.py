@@ -522,7 +522,7 @@ FAULTS = {
     "outputs exchanged": Fault(hands_out(lambda found: {0: found[1], 1: found[0]}), case=ATTENTION, is_quick=True),
     "outputs rounded": Fault(hands_out(lambda found: {n: each.bfloat16().to(each) for n, each in found.items()})),
     "rows of the outputs exchanged": Fault(hands_out(lambda found: {n: each.flip(0) for n, each in found.items()})),
-    "rows put together in another order": Fault(put_together_in_another_order, after=3, is_quick=True),
+    "rows put together in another order": Fault(put_together_in_another_order, after=4, is_quick=True),
     "handed out twice": Fault(handed_out_twice, EPOCH, 8, case=replace(probe(reads=in_place), data=lambda: rows()[:4]),
                               told=WRONG.format(5, 8), options={"per_device_train_batch_size": 1}, is_quick=True),
     "padding cut too early": Fault(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
 from operator import is_
+from secrets import token_hex
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_pipetransformer.cache.chain import NOT_SETTINGS
 from hf_pipetransformer.comm.transfers import digest_of
-from hf_pipetransformer.splitters.script_code import is_installed, own_classes
+from hf_pipetransformer.splitters.script_code import is_installed, names_in, own_classes, text_of
 
 
 _DEPTH = 4
@@ -29,6 +32,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _CODE = (ModuleType, type, FunctionType, BuiltinFunctionType)
 _MOST_STATES = 8
 _WEIGHTS = ("_parameters", "_buffers")
+_START = time.time()
+"""From then on, the text of a file may be another one than what runs."""
 
 
 class ModuleState:
@@ -223,7 +228,7 @@ def reached_by(function: Any) -> dict[str, Any] | None:
         if not isinstance(each, FunctionType) or vars(each):
             return None
         # It may import a module itself.
-        named = {name: each.__globals__.get(name, sys.modules.get(name)) for name in _names_in(each.__code__)}
+        named = {name: each.__globals__.get(name, sys.modules.get(name)) for name in names_in(each.__code__)}
         try:
             inside = [cell.cell_contents for cell in each.__closure__ or ()]
         except ValueError:  # Not assigned yet.
@@ -237,11 +242,6 @@ def reached_by(function: Any) -> dict[str, Any] | None:
             elif not (isinstance(value, _CODE) and _is_of_package(value)):
                 return None
     return found
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inside = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
-    return set(code.co_names).union(*inside)
 
 
 def _is_of_package(value: Any) -> bool:
@@ -324,8 +324,12 @@ def _cells(function: FunctionType, depth: int) -> str:
 
 @cache
 def _code_text(code: CodeType) -> str:
-    inside = [_code_text(each) if isinstance(each, CodeType) else describe(each, 0) for each in code.co_consts]
-    text = repr((code.co_code, sorted(inside), code.co_names, code.co_varnames))
+    text = text_of(code)
+    is_changed = os.path.isfile(code.co_filename) and os.path.getmtime(code.co_filename) > _START
+    # Which of several lambdas in a line it is cannot be told.
+    if text is None or is_changed or (code.co_name == "<lambda>" and text.count("lambda") > 1):
+        # It is known in this process alone, and what it computes is not found again in another one.
+        text = token_hex()
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 

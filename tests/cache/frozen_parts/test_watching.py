@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import os
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from hf_pipetransformer.cache.frozen_parts import watching
 from hf_pipetransformer.cache.frozen_parts.call import Deferred
 from hf_pipetransformer.cache.frozen_parts.contents import Pick
 from hf_pipetransformer.cache.frozen_parts.part import PresentStep, maximal_frozen
-from hf_pipetransformer.cache.frozen_parts.state import ModuleState
+from hf_pipetransformer.cache.frozen_parts.state import ModuleState, _code_text
 from hf_pipetransformer.cache.frozen_parts.watching import Found, Watch
 
 
@@ -386,3 +390,43 @@ def test_frozen_modules_that_follow_each_other_are_one_part() -> None:
     (found,) = found_in(Connected())
     assert found.why_not is None and found.plan.name == "tower with connector"
     assert [each.plan.name for each in found_in(Connected(shows=True))] == ["tower", "tower with connector"]
+
+
+@pytest.fixture
+def forgotten() -> Iterator[Callable[[], None]]:
+    """Forgets texts of functions, as another process does not know them."""
+    yield _code_text.cache_clear
+    _code_text.cache_clear()
+
+
+def test_code_without_a_text_is_known_in_one_process_alone(forgotten: Callable[[], None]) -> None:
+    made: dict[str, Any] = {}
+    exec("def forward(self, hidden): return hidden", made)
+
+    def digest_with(forward: Any) -> bytes:
+        tower = Tower()
+        tower.change = forward
+        return ModuleState(tower, tower.forward).digest
+
+    one, other = (lambda hidden: hidden + 1), (lambda hidden: hidden + 2)
+    for function, is_told in ((made["forward"], False), (nn.functional.relu, True), (one, False), (other, False)):
+        digest = digest_with(function)
+        assert digest_with(function) == digest
+        forgotten()
+        assert (digest_with(function) == digest) == is_told
+    assert digest_with(one) != digest_with(other), "lambdas in one line"
+
+
+def test_code_of_a_file_that_was_changed_since_is_not_told_by_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: Callable[[], None]
+) -> None:
+    file = tmp_path / "changed_since.py"
+    file.write_text("def act(hidden):\n    return hidden\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    act = importlib.import_module("changed_since").act
+    for age, is_told in ((10**6, True), (-10, False)):
+        os.utime(file, (time.time() - age,) * 2)
+        forgotten()
+        text = _code_text(act.__code__)
+        forgotten()
+        assert (_code_text(act.__code__) == text) == is_told
