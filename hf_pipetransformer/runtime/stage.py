@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.comm.transfers import broadcast_tree, reduced
+from hf_pipetransformer.data.effects import modes_kept
 from hf_pipetransformer.data.rng import drawing_with
-from hf_pipetransformer.engine.effects import modes_kept
 from hf_pipetransformer.engine.head import HeadPlan, HeadSlices
 from hf_pipetransformer.schedules.placement import block_of
 from hf_pipetransformer.splitters.quantized import put_in_evaluation_mode
