@@ -183,7 +183,8 @@ def unused_by_trainer(args: Options, names: Iterable[str]) -> str | None:
         return None
     return (
         f"{', '.join(set_ones)}: no effect, because nothing freezes and no batch is divided, so that this run trains "
-        "as with Trainer. Choose a freeze_policy or pipeline_parallel_num_microbatches, or leave them out."
+        "as with Trainer. Freeze something (requires_grad_(False) in the script, freeze_layers), set "
+        "pipeline_parallel_num_microbatches, or leave them out."
     )
 
 

@@ -77,7 +77,7 @@ def in_bytes(size: float) -> str:
         if size >= factor:
             amount = size / factor
             return f"{amount:,.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
-    return f"{size / 1e3:.0f} kB"
+    return f"{size / 1e3:.0f} kB" if size >= 1e4 else f"{size / 1e3:.1f} kB"
 
 
 _JOINERS = "\u200c\u200d"
