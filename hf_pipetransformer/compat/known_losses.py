@@ -54,9 +54,9 @@ _DIVIDED = {
 
 _NEXT_WORDS_BESIDE_MEDIA = {
     *("Idefics3ForConditionalGeneration", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"),
-    *("LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration"),
-    *("PaliGemmaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
-    *("Qwen3VLForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+    *("LlavaOnevisionForConditionalGeneration", "PaliGemmaForConditionalGeneration"),
+    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
+    "SmolVLMForConditionalGeneration",
 }
 """Classes that predict the next word after images and text, which `tests/distributed/test_media.py` compares."""
 

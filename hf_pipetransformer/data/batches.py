@@ -425,10 +425,10 @@ def pad_batch(
     Padding matches a collator that saw the whole global batch: see `fill_value`, which `fills` overrides by entry.
     """
     current = sequence_length(batch, main_input)
-    if current == length:
+    if current in (0, length):
         return dict(batch)
     # Patches may be as wide as a text is long, but there are more of them than texts.
-    shape = batch[main_input].shape[:2] if current else ()
+    shape = batch[main_input].shape[:2]
 
     def padded(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:

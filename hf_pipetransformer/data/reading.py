@@ -227,12 +227,12 @@ class Reading:
 class ReplicaReading(Reading):
     """Reading on stage 0 of each replica, of its own part; workers may read ahead.
 
-    `common_length` makes the replicas pad to one length; None where the loss does not see padding. With `by_pieces`
-    the first batch is read again, since it was collated whole.
+    `common_length` makes the replicas pad to one length; None where the loss does not see padding.
     """
 
     common_length: CommonLength | None = None
-    by_pieces: bool = False
+    is_first_uncut: bool = field(default=False, init=False)
+    """True if the first batch was collated whole, and cannot be cut: each replica reads its part again."""
     _batches: Iterator[Any] | None = field(default=None, init=False)
     _num_stale: int = field(default=0, init=False)
 
@@ -282,7 +282,7 @@ class ReplicaReading(Reading):
         """Return this replica's part of global batch `index` as it was read, and its samples."""
         sampler, groups = self.sampler, self.link.groups
         begun = self.begun
-        if begun is not None and (self.by_pieces or (self.records is not None and groups.num_replicas > 1)):
+        if begun is not None and (self.is_first_uncut or (self.records is not None and groups.num_replicas > 1)):
             # Records are those of samples padded for one replica, and the first batch was padded for all.
             begun.has_first = False
             begun.close()

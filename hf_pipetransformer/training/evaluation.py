@@ -99,7 +99,7 @@ class Evaluation:
         Yields the batch for the model, with what a frozen reference says of it.
         """
         trainer, shell, batch = self.trainer, self.pipeline.shell, for_model(inputs)
-        marks = trainer_compat.sent(trainer, marks_of(inputs))
+        marks = send_to_device(marks_of(inputs), trainer.args.device)
         if trl_compat.reference(trainer, shell) is not None:
             batch |= self.reference_of(batch, marks)
         self.told_num_items = False

@@ -269,10 +269,10 @@ def make_loader(context: TrainingContext, pipeline: Pipeline, begun: Begun) -> P
         padding = replace(start_up.padding, on_left=begun.pads_on_left)
         how = {"num_pieces": num_pieces or 0, "join": partial(join_pieces, padding)}
         reader = _reader(context, begun, shared, groups.replica, groups.num_replicas, **how)
-        begun.reading.has_first &= not (begun.is_flattened and groups.num_replicas > 1)
         first = begun.reading if begun.reading.has_first else None
         common = padding if start_up.pads_alike else None
-        reading = ReplicaReading(reader, link, shared, common, num_pieces is not None, begun=first)
+        reading = ReplicaReading(reader, link, shared, common, begun=first)
+        reading.is_first_uncut = num_pieces is not None or (begun.is_flattened and groups.num_replicas > 1)
     reading.link, reading.shared = link, shared
     pins_memory = args.dataloader_pin_memory and is_apart(args.device)
     batch_size = args.global_batch_size(request.batch_size)
