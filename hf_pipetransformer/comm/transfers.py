@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -116,7 +116,7 @@ def _describe(tree: Any, chunks: list[torch.Tensor]) -> Any:
             flat = flat.as_strided((1,), (1,))  # A column of one row counts as contiguous whatever its stride.
         chunks.append(flat.view(torch.uint8))
         return {"t": str(tensor.dtype).removeprefix("torch."), "s": shape, "p": is_placeholder}
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         return {"d": [[key, _describe(value, chunks)] for key, value in tree.items()]}
     if isinstance(tree, (list, tuple)):
         return {"l" if isinstance(tree, list) else "u": [_describe(value, chunks) for value in tree]}

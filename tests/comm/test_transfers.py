@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import BatchEncoding
 
 from hf_pipetransformer.comm import transfers
 from hf_pipetransformer.comm.errors import PeerLostError
@@ -318,3 +319,11 @@ def test_a_value_of_a_column_is_packed_whatever_its_stride() -> None:
     column = torch.arange(12).view(2, 6)[1:, 3]
     assert column.stride() == (6,) and column.is_contiguous()
     assert transfers.unpack(transfers.pack(column)).tolist() == [9]
+
+
+def test_the_batch_of_a_tokenizer_arrives_as_a_dict() -> None:
+    """Collators of transformers give one, which is a mapping but no dict."""
+    batch = BatchEncoding({"input_ids": torch.tensor([[1, 2]]), "labels": [0]})
+    found = transfers.unpack(transfers.pack(batch))
+    assert type(found) is dict and found["labels"] == [0]
+    assert torch.equal(found["input_ids"], batch["input_ids"])

@@ -27,7 +27,6 @@ USED = (
     "a model that raises when it is inspected, always",
     "defaults: a model that raises when it is inspected, always",
     "defaults: a model that raises when it is inspected, on rank 1",
-    "defaults: a model that raises when it is inspected, on parts of a batch",
     "defaults: layers skipped at random",
     "batch normalisation",
     "defaults: batch normalisation",
