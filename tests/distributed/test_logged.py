@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 from transformers import TrainerCallback
-from trl import SFTTrainer
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from tests.distributed.scenarios import run, scenario
-from tests.distributed.sft_worker import log_each_step
-from tests.support import sft
 from tests.support.models import build_model, collate
 from tests.training.test_logged import LENGTH, NORM, NUM_EPOCHS, NUM_SAMPLES, First, padded_rows
 
@@ -122,14 +119,3 @@ def test_every_name_is_documented(logged: Any) -> None:
     names = {re.sub(r"layer_\d+", "layer_1", name) for name in names} | results.keys() - found["metrics"].keys()
     documented = set(re.findall(r"`([\w/]+)`", DOCS.read_text().partition("## Names of what is logged")[2]))
     assert names - documented == set()
-
-
-@pytest.mark.timeout(200)
-def test_what_trl_logs_beside_the_loss_comes_from_the_first_step_on(tmp_path: Path) -> None:
-    plain = sft.make_sft_trainer(SFTTrainer, tmp_path / "plain", max_steps=2, logging_steps=1, eval_strategy="no")
-    plain.train()
-    found = run(log_each_step, tmp_path / "stages", 2, timeout=150)
-    for entries in found:
-        assert len(entries) == 2 and {"loss", "entropy", "num_tokens"} <= entries[0].keys()
-        for own, expected in zip(entries, sft.logged(plain), strict=True):
-            assert own == pytest.approx(expected, rel=1e-5)
