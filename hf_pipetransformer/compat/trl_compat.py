@@ -50,6 +50,10 @@ def has_fused_head(trainer: Trainer) -> bool:
 # ---- metrics ----
 
 
+RECORDED = ("_metrics", "_total_train_tokens")
+"""Attributes of a TRL trainer that its loss writes; `MetricAccumulator` has them for all ranks."""
+
+
 def metrics(trainer: Trainer) -> Metrics | None:
     """Return the metrics of a TRL trainer; None for a trainer that records none."""
     found = getattr(trainer, "_metrics", None)

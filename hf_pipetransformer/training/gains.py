@@ -13,7 +13,7 @@ import xxhash
 from transformers import Trainer
 
 from hf_pipetransformer.comm.transfers import pack
-from hf_pipetransformer.compat import trainer_compat
+from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.report import logger
 
 
@@ -98,8 +98,11 @@ class LossGains:
     def _digests(self) -> dict[str, int]:
         """Return a digest of what each attribute holds that Trainer has not for its own work."""
         own = vars(self._trainer).items()
+        known = {*trainer_compat.NOT_OF_A_LOSS}
+        if trl_compat.metrics(self._trainer) is not None:
+            known.update(trl_compat.RECORDED)
         # By content, as a loss may append to the same list at each step.
-        return {name: _digest(value) for name, value in own if name not in trainer_compat.NOT_OF_A_LOSS}
+        return {name: _digest(value) for name, value in own if name not in known}
 
 
 def _digest(value: Any) -> int:

@@ -65,8 +65,9 @@ def train(folder: Path, names: list[str]) -> dict[str, Any]:
 
 @scenario
 def log_each_step(folder: Path) -> list[dict[str, float]]:
-    """Return the log of two steps on two stages."""
-    options = {"max_steps": 2, "logging_steps": 1, "eval_strategy": "no", "pipeline_parallel_size": WORLD_SIZE}
-    trainer = make_sft_trainer(SFTPipelineTrainer, folder, **options, per_device_train_batch_size=8 // WORLD_SIZE)
+    """Return the log of two steps on two stages, with an evaluation behind each."""
+    options = {"max_steps": 2, "logging_steps": 1, "eval_steps": 1, "pipeline_parallel_size": WORLD_SIZE}
+    batches = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 8 // WORLD_SIZE)
+    trainer = make_sft_trainer(SFTPipelineTrainer, folder, **options, **batches)
     trainer.train()
     return logged(trainer)

@@ -33,7 +33,7 @@ def planner_of(
     topology: Any = SimpleNamespace(
         world_size=num_devices, local_world_size=num_devices, pipeline_sizes=pipeline_sizes(num_devices, num_devices)
     )
-    structure = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
+    structure = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11), media=None)
     blocks = BlockCosts(
         forward=(1.0,) * 10, backward=(1.0,) * 10, edge_backward=(1.0,) * 10, parameters=(0,) * 10,
         activation_bytes=(0.0,) * 9 + (WHOLE,), boundary_bytes=(REST,) * 10,

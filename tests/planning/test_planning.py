@@ -47,7 +47,7 @@ SMALL = BlockCosts(
     parameters=(10, 20, 30, 40),
     activation_bytes=(1, 2, 3, 4),
 )
-WHOLE = SimpleNamespace(num_layers=1, cut_positions=lambda: range(5))
+WHOLE = SimpleNamespace(num_layers=1, cut_positions=lambda: range(5), media=None)
 """The structure of the model that has these blocks."""
 SMALL_LAYOUT = Layout(
     num_layers=1,
@@ -548,7 +548,7 @@ def test_the_number_of_micro_batches_is_the_users_then_the_measured_then_a_rule_
 
 
 def test_what_ran_out_of_memory_is_remembered_for_its_stages_of_a_rank(tmp_path: Path) -> None:
-    probe = SimpleNamespace(structure=SimpleNamespace(num_layers=4))
+    probe = SimpleNamespace(structure=SimpleNamespace(num_layers=4, media=None))
     found = [
         memory_conditions(
             PipeTransformerArguments(
@@ -772,7 +772,7 @@ def layouts_by_clock(folder: Path, slow: slice, has_dropout: bool, **options: An
         },
     )
     flops = (0.0, *(8.0, 16.0) * 12, 1.0)
-    structure = SimpleNamespace(num_layers=12, cut_positions=lambda: range(27))
+    structure = SimpleNamespace(num_layers=12, cut_positions=lambda: range(27), media=None)
     probe = SimpleNamespace(structure=structure, block_flops=flops)
     # Where the first layers are slow, so is the network, and no pipeline shrinks for the clock's sake.
     overheads = Overheads(hop=0.1 / (1 + first), reduction_per_byte=100.0 / (1 + first) ** 2, per_step=float(last))
@@ -822,7 +822,7 @@ def test_a_stage_with_a_large_embedding_gets_fewer_layers_by_work_too(tmp_path: 
         str(tmp_path), use_cpu=True, per_device_train_batch_size=1, pipeline_schedule="async_1f1b",
         pipeline_parallel_size=2,
     )  # fmt: skip
-    structure = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
+    structure = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11), media=None)
     probe = SimpleNamespace(structure=structure, block_flops=(0.0, *(2e6,) * 8, 0.0))
     found = []
     for elements in (10, 100_000):
