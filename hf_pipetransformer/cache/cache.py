@@ -14,9 +14,9 @@ import torch
 
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.parts import LENGTH_FIELD, BatchAssembler, Indices, SampleSource, positions_of
-from hf_pipetransformer.cache.records import Records, field_column
+from hf_pipetransformer.cache.records import Records
 from hf_pipetransformer.comm.staging import CopyStream, is_apart
-from hf_pipetransformer.data.batches import CacheTags, pad_batch, real_lengths, take_rows
+from hf_pipetransformer.data.batches import CacheTags, SampleBatch, real_lengths, take_rows
 from hf_pipetransformer.report import logger
 
 
@@ -123,27 +123,23 @@ class ActivationCache:
 
     def select(self, samples: list[int]) -> list[int]:
         """Return those of `samples` that must be read from the data set."""
-        index = np.asarray(samples, dtype=np.int64)
-        entries = self._entries(index)
+        index, entries, hit = self._found(samples)
         # A record of an earlier run counts only after its sample was read and compared in this run.
-        is_served = (self._levels(entries["weights_id"]) > 0) & self.store.are_compared(index, entries)
+        is_served = hit & self.store.are_compared(index, entries)
         return [sample for sample, served in zip(samples, is_served.tolist(), strict=True) if not served]
 
     def complete(
         self, samples: list[int], read: list[int], batch: Mapping[str, Any], agree: Callable[[int], int]
-    ) -> dict[str, Any]:
+    ) -> SampleBatch:
         """Return the batch of all `samples`, with stored activations of those that have one; see `RecordSource`."""
         source = self.source
         if not samples:
             # Collective: a replica without samples takes part as well.
             agree(0)
-            return {}
+            return SampleBatch()
         # A batch selected before the cache went off lacks samples; the way below reads them.
         if self.is_off and len(read) == len(samples):
-            length = agree(batch[source.main_input].shape[1] if source.is_text else 0)
-            if not source.is_text:
-                return dict(batch)
-            return pad_batch(batch, source.main_input, length, source.pad_token_id)
+            return SampleBatch.of(source.padded(batch, agree(source.length_of(batch))))
         agreed: list[int] = []
 
         # `_completed` may run twice, but the other replicas take part in `agree` only once.
@@ -162,22 +158,20 @@ class ActivationCache:
 
     def _completed(
         self, samples: list[int], read: list[int], batch: Mapping[str, Any], agree: Callable[[int], int]
-    ) -> dict[str, Any]:
-        index = np.asarray(samples, dtype=np.int64)
-        entries = self._entries(index)
-        hit = self._levels(entries["weights_id"]) > 0
+    ) -> SampleBatch:
+        index, entries, hit = self._found(samples)
         parts = BatchAssembler(self.source)
         # The store may have changed since `select`: use records that appeared, read samples whose record is gone.
         is_read = positions_of(read, samples)
         hit = self._compared(index, entries, hit, is_read, batch)
         parts.add(is_read & ~hit, batch, is_read)
         parts.read(~hit & ~is_read, samples)
-        lengths = entries[hit][field_column(LENGTH_FIELD)] if self.source.is_text else []
+        lengths = self.source.lengths_in(entries[hit])
         # Agreed on before records are read: the length sets the shape that they are read into.
         length = agree(parts.padded_length(lengths, is_checked=not self.is_off))
         if self.source.keeps_padding:
             # The record was stored as part of a shorter batch and lacks padding positions that the loss sees.
-            too_short = hit & (entries["length"] < (length if self.source.is_text else self.source.record_length))
+            too_short = hit & (entries["length"] < self.source.kept_of(length))
             parts.read(too_short, samples)
             hit &= ~too_short
         records = self._read_records(index[hit], length) if hit.any() else None
@@ -197,7 +191,7 @@ class ActivationCache:
         inputs, digests, hidden = parts.joined(levels > 0, records, length)
         # As int64 of the same bits, because torch supports uint64 in few operations.
         tagged, num_layers, known = (torch.from_numpy(values) for values in (index, levels, digests.view(np.int64)))
-        return CacheTags(tagged, num_layers, known, self.stamp, hidden).attach(inputs)
+        return CacheTags(tagged, num_layers, known, self.stamp, hidden).attach(SampleBatch(inputs))
 
     def _compared(self, index: Indices, entries: Any, hit: Any, is_read: Any, batch: Mapping[str, Any]) -> Any:
         """Return the part of the mask `hit` whose records match the inputs of the data set in this run.
@@ -223,13 +217,16 @@ class ActivationCache:
             )
         return known | same
 
-    def _entries(self, index: Indices) -> Any:
+    def _found(self, samples: list[int]) -> tuple[Indices, Any, Any]:
+        """Return samples as an array, their entries, and the mask of those that have a record for these weights."""
+        index = np.asarray(samples, dtype=np.int64)
         try:
-            return self.store.entries(index)
+            entries = self.store.entries(index)
         except StoreDamagedError as error:
             self.switch_off(str(error))
             # After `switch_off` the store touches no file: each entry comes back empty.
-            return self.store.entries(index)
+            entries = self.store.entries(index)
+        return index, entries, self._levels(entries["weights_id"]) > 0
 
     def _levels(self, weights_ids: Indices) -> Indices:
         """Return the number of blocks each record covers; 0 for other weights."""
@@ -258,7 +255,7 @@ class ActivationCache:
         entries = self.store.entries(samples)
         batch = source.read(samples.tolist())
         lengths, digests = source.digests(batch)
-        length = batch[source.main_input].shape[1] if source.is_text else source.num_positions
+        length = source.length_of(batch)
         records = self.store.read(samples, length)
         tokens = lengths if source.is_text else np.full(len(samples), length)
         tokens = np.where(digests == entries["input_digest"], np.minimum(tokens, records.lengths), 0)
@@ -270,14 +267,11 @@ class ActivationCache:
         Not if samples without a record, whose lengths are not known, decide to what length the others are padded.
         """
         self._ahead = None
-        index = np.asarray(samples, dtype=np.int64)
-        entries = self._entries(index)
-        hit = self._levels(entries["weights_id"]) > 0
+        index, entries, hit = self._found(samples)
         if not hit.any():
             return
         index = index[hit]
-        longest = int(entries[hit][field_column(LENGTH_FIELD)].max()) if self.source.is_text else 0
-        length = self.source.padded_length(longest)
+        length = self.source.padded_length(int(self.source.lengths_in(entries[hit]).max()))
         if not hit.all() and length != self.source.padded_length(1):
             return
         self._ahead = index, length, self._reader.submit(self._read_ahead, index, length)
@@ -390,7 +384,7 @@ class RecordWriter:
         arriving = self._copies.to_host(activation.to(store.record_format.dtype, copy=self._is_apart))
         samples, weights_id = tags.samples[chosen].numpy(), cache.weights_id
         fields = {name: inputs[name].cpu() for name in (*source.report.token_fields, *source.report.sample_fields)}
-        lengths = np.full(len(samples), activation.shape[1] if source.is_text else source.record_length)
+        lengths = np.full(len(samples), source.kept_of(activation.shape[1]))
         if source.is_text:
             real = real_lengths(fields, source.main_input)
             fields[LENGTH_FIELD] = torch.from_numpy(real.astype(np.int32))

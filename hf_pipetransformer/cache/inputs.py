@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hf_pipetransformer.data.batches import MASK, field_digests, real_lengths
-from hf_pipetransformer.data.flattened import find_sequences, sequences_of
+from hf_pipetransformer.data.flattened import find_sequences
 from hf_pipetransformer.data.rng import fetch_samples, generators_kept, seed_on_host
 
 
@@ -69,7 +69,7 @@ class Probe:
                 f"a batch without a tensor {self.main_input!r}, the model's main input ({names})",
                 "let the collator return a dict with it",
             )
-        if sequences_of(find_sequences(batch, count)) is not None:
+        if find_sequences(batch, count) is not None:
             raise UnfitError(
                 f"{count} samples in one row of {batch[self.main_input].shape[1]} tokens, of which no sample has a "
                 "record of its own",
@@ -226,15 +226,15 @@ def _check_dataset(dataset: Any) -> None:
 def _examine(probe: Probe, placeholders: frozenset[str]) -> InputReport:
     main_input, indices = probe.main_input, probe.indices
     whole = probe.batch(indices)
-    is_text = _is_text(whole[main_input], main_input, placeholders)
+    _check_main_input(whole[main_input], main_input, placeholders)
+    has_tokens = not whole[main_input].is_floating_point()
     parts = [indices[::-1], *([index] for index in indices), *pairwise(indices)]
     # Single samples and pairs expose padding and mixing that the full batch hides.
     groups: list[Sequence[int]] = [indices, *parts]
     batches = [whole, *(probe.batch(part) for part in parts)]
     _check_alike(batches)
     token_fields, fill_values = frozenset[str](), dict[str, int | float]()
-    if is_text:
-        # The main input is `(batch, seq)`, as `_is_text` has checked.
+    if has_tokens:
         token_fields = frozenset(
             name for name in whole if all(batch[name].shape == batch[main_input].shape for batch in batches)
         )
@@ -245,11 +245,11 @@ def _examine(probe: Probe, placeholders: frozenset[str]) -> InputReport:
     _check_mixing(groups, batches, token_fields, main_input)
     sample_fields = _find_sample_fields(batches, token_fields)
     # No record holds it: only the embeddings read it, and cached samples skip these.
-    if not is_text and main_input in placeholders:
+    if not has_tokens:
         del sample_fields[main_input]
     return InputReport(
         reason=None,
-        padding=find_padding(probe, batches) if is_text else PaddingRule("none"),
+        padding=find_padding(probe, batches) if has_tokens else PaddingRule("none"),
         token_fields={name: whole[name].dtype for name in whole if name in token_fields},
         sample_fields=sample_fields,
         seconds_per_sample=probe.seconds_per_sample,
@@ -257,21 +257,19 @@ def _examine(probe: Probe, placeholders: frozenset[str]) -> InputReport:
     )
 
 
-def _is_text(value: torch.Tensor, main_input: str, placeholders: frozenset[str]) -> bool:
-    if value.is_floating_point():
-        if main_input not in placeholders:
-            raise UnfitError(
-                f"that more than the embeddings reads {main_input!r}, which is too large to be stored beside an "
-                "activation",
-                "take a model whose layers and loss do without it",
-            )
-        return False
-    if value.dim() != 2:
+def _check_main_input(value: torch.Tensor, main_input: str, placeholders: frozenset[str]) -> None:
+    """Refuse a main input that is neither `(batch, seq)` of tokens nor what the embeddings alone read."""
+    if value.is_floating_point() and main_input not in placeholders:
+        raise UnfitError(
+            f"that more than the embeddings reads {main_input!r}, which is too large to be stored beside an "
+            "activation",
+            "take a model whose layers and loss do without it",
+        )
+    if not value.is_floating_point() and value.dim() != 2:
         raise UnfitError(
             f"{main_input!r} of shape {tuple(value.shape)} and {value.dtype}",
             "give token ids (batch, seq) or floating point images",
         )
-    return True
 
 
 def _check_alike(batches: list[Batch]) -> None:

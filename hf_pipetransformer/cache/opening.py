@@ -27,7 +27,6 @@ from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.storage import cache_base, stored_dtype
 from hf_pipetransformer.cache.store import ActivationStore
-from hf_pipetransformer.data.batches import rows_per_sample
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import NodeOrder
 from hf_pipetransformer.data.reading import DispatchedReading
@@ -167,7 +166,7 @@ class CacheInputs:
                 f"the data set is a stream ({type(loader.dataset).__name__}): without indices no sample is known "
                 "again. Use a data set with indices."
             )
-        if (rows := rows_per_sample(self.start_up.samples)) > 1:
+        if (rows := self.start_up.samples.rows) > 1:
             return f"each sample has {rows} rows, such as the two texts of a pair, and a stored record has one."
         if len(activation.hidden_shape) != 2:
             shape = ("batch", *activation.hidden_shape)
@@ -334,6 +333,6 @@ class CacheStores:
         # Input digests stop at the last real token; stored records may include padding.
         fills = sorted(source.report.fill_values.items())
         padded = f"\0{source.pad_token_id}\0{fills}" if source.is_text and source.keeps_padding else ""
-        part = "" if source.is_text or source.record_length == source.num_positions else f"\0{source.record_length}"
+        part = "" if source.record_length == source.num_positions else f"\0{source.record_length}"
         name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{record_format}{padded}{part}".encode())
         return f"{name}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hf_pipetransformer.cache.files import StoreDamagedError
+from hf_pipetransformer.cache.records import field_column
 from hf_pipetransformer.data.batches import fill_value, pad_batch, real_lengths, sample_digests, take_rows
 
 
@@ -61,7 +62,24 @@ class SampleSource:
     def padded_length(self, longest: int) -> int:
         """Return the sequence length of a batch whose longest sample has `longest` real tokens."""
         rule = self.report.padding
-        return self.num_positions if rule is None or not self.is_text else rule.length(longest)
+        return self.num_positions if rule is None or rule.kind == "none" else rule.length(longest)
+
+    def length_of(self, batch: Mapping[str, Any]) -> int:
+        """Return the sequence length of a batch."""
+        return int(batch[self.main_input].shape[1]) if self.is_text else self.num_positions
+
+    def kept_of(self, length: int) -> int:
+        """Return how many positions of a batch of this sequence length a record has."""
+        return length if self.is_text else self.record_length
+
+    def lengths_in(self, entries: Any) -> Any:
+        """Return the real lengths that entries of an index tell; zeros without a token dimension."""
+        return entries[field_column(LENGTH_FIELD)] if self.is_text else np.zeros(len(entries), dtype=np.int64)
+
+    def padded(self, batch: Mapping[str, Any], length: int) -> Mapping[str, Any]:
+        """Return a batch that was read, padded to a sequence length like the collator does."""
+        usual = (self.main_input, length, self.pad_token_id, self.report.fill_values)
+        return pad_batch(batch, *usual) if self.is_text else batch
 
     def stored_inputs(self, fields: Mapping[str, torch.Tensor], lengths: Any, length: int) -> dict[str, torch.Tensor]:
         """Rebuild the inputs of cached samples from their side fields, padded like the collator does."""
@@ -109,9 +127,7 @@ class BatchAssembler:
         the padding of what was read does not follow the rule that the probe found.
         """
         source = self.source
-        if not source.is_text:
-            return source.num_positions
-        read = max((batch[source.main_input].shape[1] for _, batch, _ in self.found), default=0)
+        read = max((source.length_of(batch) for _, batch, _ in self.found), default=0)
         expected = max(map(source.padded_length, self._longest), default=0)
         if is_checked and read != expected:
             raise StoreDamagedError(
@@ -128,13 +144,11 @@ class BatchAssembler:
 
         `records` are those of the samples in the mask `hit`.
         """
-        source, pieces, digests = self.source, [], np.zeros(len(hit), dtype=np.uint64)
+        source, digests = self.source, np.zeros(len(hit), dtype=np.uint64)
+        pieces: list[tuple[Any, Mapping[str, Any]]] = []
         for where, batch, found in self.found:
             digests[where] = found
-            if source.is_text:
-                fills = source.report.fill_values
-                batch = pad_batch(batch, source.main_input, length, source.pad_token_id, fills)
-            pieces.append((where, batch))
+            pieces.append((where, source.padded(batch, length)))
         if records is not None:
             pieces.append((hit, source.stored_inputs(records.fields, records.lengths, length)))
         hidden = _spread([(hit, records.activation)]) if records is not None and hit.any() else None

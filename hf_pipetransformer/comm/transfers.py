@@ -18,13 +18,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import xxhash
 
 from hf_pipetransformer.comm.errors import guarded, present_limit, wait_for
+
+
+T = TypeVar("T")
 
 
 def plain(value: Any, what: str) -> Any:
@@ -46,13 +49,22 @@ def plain(value: Any, what: str) -> Any:
     )
 
 
+_KINDS: dict[str, type] = {}
+
+
+def sendable(kind: type[T]) -> type[T]:
+    """Let objects of a class be sent: its attributes, which its constructor takes, and, of a dict, its `inputs`."""
+    _KINDS[kind.__name__] = kind
+    return kind
+
+
 # The size of an element of complex128, the largest dtype.
 _ALIGNMENT = 16
 _HEADER_BYTES = 8
 
 
 def pack(tree: Any) -> torch.Tensor:
-    """Serialize nested dicts, lists and tuples of tensors and JSON values into a `uint8` tensor.
+    """Serialize nested dicts, lists, tuples and `sendable` objects of tensors and JSON values into a `uint8` tensor.
 
     A tensor whose elements all share one memory cell (an expanded placeholder) is stored as that single element.
 
@@ -90,6 +102,8 @@ def unpack(message: torch.Tensor) -> Any:
             tensor = message[position : position + size].view(dtype)
             position += _aligned(size)
             return tensor.expand(shape) if is_placeholder else tensor.view(shape)
+        if "k" in node:
+            return _KINDS[node["k"]](**build(node["f"]))
         if "d" in node:
             return {key: build(value) for key, value in node["d"]}
         if "l" in node:
@@ -116,6 +130,9 @@ def _describe(tree: Any, chunks: list[torch.Tensor]) -> Any:
             flat = flat.as_strided((1,), (1,))  # A column of one row counts as contiguous whatever its stride.
         chunks.append(flat.view(torch.uint8))
         return {"t": str(tensor.dtype).removeprefix("torch."), "s": shape, "p": is_placeholder}
+    if _KINDS.get(type(tree).__name__) is type(tree):
+        inputs = {"inputs": dict(tree)} if isinstance(tree, dict) else {}
+        return {"k": type(tree).__name__, "f": _describe(inputs | vars(tree), chunks)}
     if isinstance(tree, Mapping):
         return {"d": [[key, _describe(value, chunks)] for key, value in tree.items()]}
     if isinstance(tree, (list, tuple)):

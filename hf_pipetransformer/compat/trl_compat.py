@@ -5,6 +5,7 @@ What the package sets on their objects is in the list of `trainer_compat`. TRL i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, for_model, rows_per_sample
+from hf_pipetransformer.data.batches import IGNORED_LABEL, SampleBatch
 from hf_pipetransformer.splitters.adapters import bare_model
 
 
@@ -42,9 +43,9 @@ def is_trls(kind: type) -> bool:
 
 def has_fused_head(trainer: Trainer) -> bool:
     """Return True if TRL has given the model a head that turns pieces of logits into log-probabilities at once."""
-    forward = getattr(vars(bare_model(trainer.model)).get("forward"), "__func__", None)
-    # By its code, since module, name and signature are those of the forward that it wraps.
-    return "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ())
+    forward = vars(bare_model(trainer.model)).get("forward")
+    # By the parameters that it has itself, since it says it has those of the forward that it wraps.
+    return forward is not None and "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters
 
 
 # ---- metrics ----
@@ -70,9 +71,9 @@ The others are averages over samples, or the least or largest value of a batch.
 """
 
 
-def metric_weights(inputs: Mapping[str, Any]) -> Callable[[str], int]:
+def metric_weights(batch: SampleBatch) -> Callable[[str], int]:
     """Return a function from a metric's name to the number of samples or tokens of a batch that it averages over."""
-    num_samples, tokens = batch_size(inputs), _label_tokens(inputs)
+    num_samples, tokens = batch.size, _label_tokens(batch)
 
     def weight(name: str) -> int:
         if name not in _OVER_TOKENS or not tokens:
@@ -83,19 +84,19 @@ def metric_weights(inputs: Mapping[str, Any]) -> Callable[[str], int]:
     return weight
 
 
-def _label_tokens(inputs: Mapping[str, Any]) -> list[int]:
+def _label_tokens(batch: SampleBatch) -> list[int]:
     """Count the predicted tokens by block of rows: not the first of a sequence. Empty for a batch without labels."""
     # Shifted already: the first place of a row is predicted as well.
-    if "shift_labels" in inputs:
-        is_label = inputs["shift_labels"] != IGNORED_LABEL
-    elif "labels" in inputs:
-        is_label = inputs["labels"][..., 1:] != IGNORED_LABEL
+    if "shift_labels" in batch:
+        is_label = batch["shift_labels"] != IGNORED_LABEL
+    elif "labels" in batch:
+        is_label = batch["labels"][..., 1:] != IGNORED_LABEL
     # DPOTrainer's batches have no labels: its loss counts the tokens that this mask marks.
-    elif "completion_mask" in inputs:
-        is_label = inputs["completion_mask"][..., 1:] != 0
+    elif "completion_mask" in batch:
+        is_label = batch["completion_mask"][..., 1:] != 0
     else:
         return []
-    counts: list[int] = is_label.reshape(rows_per_sample(inputs), -1).sum(dim=1).tolist()
+    counts: list[int] = is_label.reshape(batch.rows, -1).sum(dim=1).tolist()
     return counts
 
 
@@ -159,9 +160,9 @@ def reference_entries(trainer: Any, shell: nn.Module, inputs: dict[str, Any]) ->
                 parameter.requires_grad_(was_trained)
 
 
-def with_reference(trainer: Trainer, shell: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def with_reference(trainer: Trainer, shell: nn.Module, batch: SampleBatch) -> SampleBatch:
     """Return a batch with what the reference says of it, where the loss reads one."""
-    return inputs | reference_entries(trainer, shell, for_model(inputs)) if has_reference(trainer) else inputs
+    return batch | reference_entries(trainer, shell, dict(batch)) if has_reference(trainer) else batch
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """Batch operations: splitting, counting the items of a loss, padding, joining, tags and digests of stored samples.
 
-A sample is one row of a batch, or several: a pair of texts, say. Then the batch notes their number, and the rows are
-in blocks: first one row of every sample, in order, then the next one of each (TRL: all chosen texts, then all rejected
-ones). Entries with a single value a sample stand beside them.
+A sample is one row of a batch, or several: a pair of texts, say. Then the rows are in blocks: first one row of every
+sample, in order, then the next one of each (TRL: all chosen texts, then all rejected ones). Entries with a single
+value a sample stand beside them. `note_samples` looks how the samples of a new batch lie, which is a `SampleBatch`.
 
 What has no row for each sample (patches, crops, grids of images) cannot be cut. A batch with such entries is collated
-piece by piece, and notes its pieces.
+piece by piece, and knows its pieces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,18 +21,94 @@ import torch
 import xxhash
 
 from hf_pipetransformer.comm.staging import KnownMask, pinned
-from hf_pipetransformer.data.flattened import (
-    SEQUENCES,
-    assign_sequences,
-    find_sequences,
-    sequences_of,
-    take_sequences,
-)
+from hf_pipetransformer.comm.transfers import sendable
+from hf_pipetransformer.data.flattened import Sequences, assign_sequences, find_sequences, num_left_out
 
 
-_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN, _ROWS, PIECES = (
-    f"pipetransformer_{name}" for name in ("samples", "num_layers", "digests", "stamp", "hidden", "rows", "pieces")
+_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN = (
+    f"pipetransformer_{name}" for name in ("samples", "num_layers", "digests", "stamp", "hidden")
 )
+IGNORED_LABEL = -100
+MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
+"""Usual names of what the embeddings read. Text comes first: images beside it need not have a row a sample."""
+_UP_TO_THE_END = ("attention_mask",)
+"""Entries of which a token slice needs all tokens up to its own end."""
+
+
+@sendable
+class SampleBatch(dict[str, Any]):
+    """Batch that knows how its samples lie in it; Trainer and models take it as the dict that it is.
+
+    Args:
+        rows: number of rows of a sample.
+        sequences: those of a flattened batch; None for a batch with rows of its own for each sample.
+        pieces: number of samples, and entries that cannot be cut, of each piece that was collated by itself.
+    """
+
+    def __init__(
+        self,
+        inputs: Any = (),
+        rows: int = 1,
+        sequences: Sequences | None = None,
+        pieces: Sequence[tuple[int, Mapping[str, Any]]] = (),
+    ) -> None:
+        super().__init__(inputs)
+        self.rows, self.sequences, self.pieces = rows, sequences, pieces
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any]) -> SampleBatch:
+        """Return a batch as it is, and one of which nothing is known as one of a row a sample."""
+        return inputs if isinstance(inputs, SampleBatch) else cls(inputs)
+
+    def like(self, inputs: Mapping[str, Any]) -> SampleBatch:
+        """Return other entries of the same samples."""
+        return SampleBatch(inputs, self.rows, self.sequences, self.pieces)
+
+    def __or__(self, inputs: Mapping[str, Any]) -> SampleBatch:  # type: ignore[override]
+        return self.like({**self, **inputs})
+
+    def changed(self, call: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> SampleBatch:
+        """Return the batch with `call` applied to its entries, and to those that its pieces have for themselves."""
+        pieces = [(num_samples, call(own)) for num_samples, own in self.pieces]
+        return SampleBatch(call(self), self.rows, self.sequences, pieces)
+
+    def mapped(self, call: Callable[[torch.Tensor], torch.Tensor]) -> SampleBatch:
+        """Return the batch with `call` applied to its tensors."""
+        return self.changed(
+            lambda own: {key: call(each) if isinstance(each, torch.Tensor) else each for key, each in own.items()}
+        )
+
+    def with_placeholders(self, names: Collection[str]) -> SampleBatch:
+        """Return the batch with tensors of these names replaced by such of their form without storage behind them."""
+
+        def sent(key: str, value: Any) -> Any:
+            is_placeholder = key in names and isinstance(value, torch.Tensor)
+            return value.new_zeros(1).expand(value.shape) if is_placeholder else value
+
+        return self.changed(lambda own: {key: sent(key, value) for key, value in own.items()})
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the entries, and of those that its pieces have for themselves."""
+        return {*self}.union(*(own for _, own in self.pieces))
+
+    @property
+    def main_length(self) -> int:
+        """First dimension of the main input; of most tensors, if the main input has a name of its own."""
+        found = {name: len(value) for name, value in self.items() if isinstance(value, torch.Tensor) and value.dim()}
+        of_main = [found[name] for name in MAIN_INPUTS if name in found]
+        # Entries without a row a sample, such as the tiles of images, are outnumbered as a rule.
+        return next(iter([*of_main, *(rows for rows, _ in Counter(found.values()).most_common(1))]), 0)
+
+    @property
+    def size(self) -> int:
+        """Number of samples; 0 for an empty batch."""
+        return self.main_length // self.rows if self.sequences is None else self.sequences.num_samples
+
+    @property
+    def num_rows(self) -> int:
+        """Number of parts that `take_rows` knows: samples, or the sequences of a flattened batch."""
+        return self.size if self.sequences is None else len(self.sequences)
 
 
 @dataclass(frozen=True)
@@ -55,17 +131,17 @@ class CacheTags:
     stamp: int
     hidden: torch.Tensor | None
 
-    def attach(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def attach(self, batch: SampleBatch) -> SampleBatch:
         """Return the batch with these tags as entries, so they are cut, padded and sent with it."""
         # One for each sample, because entries are cut by samples.
         stamps = torch.full_like(self.samples, self.stamp)
         own = {_SAMPLES: self.samples, _NUM_LAYERS: self.num_layers, _DIGESTS: self.digests, _STAMP: stamps}
-        return {**batch, **own, **({} if self.hidden is None else {_HIDDEN: self.hidden})}
+        return batch | own | ({} if self.hidden is None else {_HIDDEN: self.hidden})
 
 
-def detach_tags(batch: Mapping[str, Any]) -> tuple[dict[str, Any], CacheTags | None]:
+def detach_tags(batch: Mapping[str, Any]) -> tuple[SampleBatch, CacheTags | None]:
     """Split a batch into the model's inputs and its tags; None for a batch without tags."""
-    inputs = dict(batch)
+    inputs = SampleBatch.of(batch).like(batch)
     about = [inputs.pop(key, None) for key in (_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP)]
     hidden = inputs.pop(_HIDDEN, None)
     if any(values is None for values in about):
@@ -75,27 +151,13 @@ def detach_tags(batch: Mapping[str, Any]) -> tuple[dict[str, Any], CacheTags | N
     return inputs, CacheTags(samples, num_layers, digests, int(stamps[0]), hidden)
 
 
-def split_tags(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into what it has without tags, and the entries that are its tags."""
-    names = (_SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN)
-    tags = {name: batch[name] for name in names if name in batch}
-    return {name: value for name, value in batch.items() if name not in tags}, tags
-
-
-def without_hidden(batch: Mapping[str, Any]) -> dict[str, Any]:
+def without_hidden(batch: SampleBatch) -> SampleBatch:
     """Return the batch for the later stages, which get stored activations through the pipeline."""
-    return {key: value for key, value in batch.items() if key != _HIDDEN}
-
-
-IGNORED_LABEL = -100
-MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
-"""Usual names of what the embeddings read. Text comes first: images beside it need not have a row a sample."""
-_UP_TO_THE_END = ("attention_mask",)
-"""Entries of which a token slice needs all tokens up to its own end."""
+    return batch.like({key: value for key, value in batch.items() if key != _HIDDEN})
 
 
 def note_samples(batch: Any, num_samples: int | None, rows: int = 1) -> Any:
-    """Note in a batch of `num_samples` samples how they lie in it, if they have not one row each.
+    """Return a batch of `num_samples` samples as a `SampleBatch`, after a look at how they lie in it.
 
     Args:
         num_samples: None for a batch of a user's own loader, which does not tell it.
@@ -107,59 +169,21 @@ def note_samples(batch: Any, num_samples: int | None, rows: int = 1) -> Any:
     if not isinstance(batch, Mapping):
         return batch
     if rows == 1:
-        return find_sequences(batch, num_samples or 1)
-    found = _num_rows(batch)
+        return SampleBatch(batch, rows, find_sequences(batch, num_samples or 1))
+    noted = SampleBatch(batch, rows)
+    found = noted.main_length
     if found % rows or num_samples not in (None, found // rows):
         raise ValueError(
             f"{'Some' if num_samples is None else num_samples} pairs of texts gave a batch of {found} rows: expected "
             f"{rows} rows a pair, first all chosen texts, then all rejected ones, as the trainer's own collator gives "
             "them."
         )
-    return with_rows(batch, rows)
-
-
-def with_rows(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return the batch with the number of rows of a sample."""
-    return {**inputs, _ROWS: rows} if rows > 1 else dict(inputs)
-
-
-def rows_per_sample(inputs: Mapping[str, Any]) -> int:
-    return int(inputs.get(_ROWS, 1))
-
-
-def marks_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that note how samples lie in a batch."""
-    return {key: value for key, value in inputs.items() if key in (_ROWS, SEQUENCES, PIECES)}
-
-
-def for_model(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch without these entries, which no model knows."""
-    return {key: value for key, value in inputs.items() if key not in (_ROWS, SEQUENCES, PIECES)}
-
-
-def names_of(inputs: Mapping[str, Any]) -> set[str]:
-    """Return the names of a batch's entries, and of those that its pieces have for themselves."""
-    return {*inputs}.union(*(own for _, own in inputs.get(PIECES, ())))
-
-
-def _num_rows(inputs: Mapping[str, Any]) -> int:
-    """Return the first dimension of the main input; of most tensors, if the main input has a name of its own."""
-    found = {name: len(value) for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()}
-    of_main = [found[name] for name in MAIN_INPUTS if name in found]
-    # Entries without a row a sample, such as the tiles of images, are outnumbered as a rule.
-    return next(iter([*of_main, *(rows for rows, _ in Counter(found.values()).most_common(1))]), 0)
+    return noted
 
 
 def batch_size(inputs: Mapping[str, Any]) -> int:
     """Return the number of samples; 0 for an empty batch."""
-    flattened = sequences_of(inputs)
-    return _num_rows(inputs) // rows_per_sample(inputs) if flattened is None else flattened.num_samples
-
-
-def num_rows(inputs: Mapping[str, Any]) -> int:
-    """Return the number of parts that `take_rows` knows: samples, or the sequences of a flattened batch."""
-    flattened = sequences_of(inputs)
-    return batch_size(inputs) if flattened is None else len(flattened)
+    return SampleBatch.of(inputs).size
 
 
 def even_bounds(size: int, num_parts: int) -> list[int]:
@@ -169,24 +193,24 @@ def even_bounds(size: int, num_parts: int) -> list[int]:
     return [size * i // count for i in range(count + 1)]
 
 
-def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
+def split_batch(inputs: Mapping[str, Any], num_microbatches: int) -> list[SampleBatch]:
     """Split a batch by samples into at most `num_microbatches` parts of nearly equal size.
 
     Sizes differ by at most one sample, and none is 0. Entries without a sample dimension go to every micro-batch. A
     flattened batch is cut between its sequences, see `assign_sequences`; one in pieces, into these.
     """
-    if PIECES in inputs:
-        return list(_in_pieces(inputs))
-    flattened = sequences_of(inputs)
-    if flattened is not None:
-        parts = [take_sequences(inputs, part) for part in assign_sequences(flattened.lengths, num_microbatches)]
+    batch = SampleBatch.of(inputs)
+    if batch.pieces:
+        return list(_in_pieces(batch))
+    if batch.sequences is not None:
+        parts = [take_sequences(batch, part) for part in assign_sequences(batch.sequences.lengths, num_microbatches)]
         # Copies of pinned tensors are not pinned, and the host would wait for the device to take them.
-        is_pinned = any(isinstance(value, torch.Tensor) and value.is_pinned() for value in inputs.values())
-        return [for_model(pinned(part) if is_pinned else part) for part in parts]
-    size = batch_size(inputs)
+        is_pinned = any(isinstance(value, torch.Tensor) and value.is_pinned() for value in batch.values())
+        return [SampleBatch(pinned(part) if is_pinned else part) for part in parts]
+    size = batch.size
     if size == 0:
         return []
-    return [take_samples(inputs, slice(*each)) for each in pairwise(even_bounds(size, num_microbatches))]
+    return [take_samples(batch, slice(*each)) for each in pairwise(even_bounds(size, num_microbatches))]
 
 
 def pads_on_left(batch: Mapping[str, Any]) -> bool:
@@ -197,8 +221,8 @@ def pads_on_left(batch: Mapping[str, Any]) -> bool:
     return bool(mask[:, -1].all()) and not bool(mask[:, 0].all())
 
 
-def join_pieces(rule: CommonLength, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return pieces of a batch, each collated by itself, as one batch that notes them.
+def join_pieces(rule: CommonLength, pieces: Sequence[Mapping[str, Any]]) -> SampleBatch:
+    """Return pieces of a batch, each collated by itself, as one batch that knows them.
 
     Entries of tokens, `(batch, seq, ...)`, are padded to the longest piece and joined: what counts labels or gathers
     them sees the whole batch. All others stay with their piece.
@@ -217,27 +241,45 @@ def join_pieces(rule: CommonLength, pieces: Sequence[Mapping[str, Any]]) -> dict
 
     joined = {name: torch.cat([piece[name] for piece in padded]) for name in padded[0] if is_of_tokens(name)}
     own = [{name: value for name, value in piece.items() if name not in joined} for piece in padded]
-    return {**joined, PIECES: [[shape[0], each] for shape, each in zip(shapes, own, strict=True)]}
+    return SampleBatch(joined, pieces=[(shape[0], each) for shape, each in zip(shapes, own, strict=True)])
 
 
-def _in_pieces(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    size, start, joined = batch_size(inputs), 0, for_model(inputs)
-    for num_samples, own in inputs[PIECES]:
+def _in_pieces(batch: SampleBatch) -> Iterator[SampleBatch]:
+    start = 0
+    for num_samples, own in batch.pieces:
         rows = slice(start, start := start + num_samples)
-        yield {name: value[rows] if has_samples(value, size) else value for name, value in joined.items()} | own
+        taken = {name: value[rows] if has_samples(value, batch.size) else value for name, value in batch.items()}
+        yield SampleBatch({**taken, **own})
 
 
-def take_samples(inputs: Mapping[str, Any], where: slice) -> dict[str, Any]:
+def take_samples(inputs: Mapping[str, Any], where: slice) -> SampleBatch:
     """Return the samples at `where`, or as large a share of the sequences of a flattened batch."""
-    size, flattened = batch_size(inputs), sequences_of(inputs)
-    if flattened is not None:
+    batch = SampleBatch.of(inputs)
+    size, sequences = batch.size, batch.sequences
+    if sequences is not None:
         start, stop, _ = where.indices(size)
         # By share, because a sample may have several sequences in the row.
-        which = range(len(flattened) * start // size, len(flattened) * stop // size)
-        return take_sequences(inputs, which, stop - start) if which else {}
-    if rows_per_sample(inputs) > 1:
-        return take_rows(inputs, torch.arange(size)[where])
-    return {key: value[where] if has_samples(value, size) else value for key, value in inputs.items()}
+        which = range(len(sequences) * start // size, len(sequences) * stop // size)
+        return take_sequences(batch, which, stop - start) if which else SampleBatch()
+    if batch.rows > 1:
+        return take_rows(batch, torch.arange(size)[where])
+    return SampleBatch({key: value[where] if has_samples(value, size) else value for key, value in batch.items()})
+
+
+def take_sequences(batch: SampleBatch, which: Sequence[int], num_samples: int | None = None) -> SampleBatch:
+    """Return the sequences `which` of a flattened batch, in this order; see `Sequences.take`."""
+    assert batch.sequences is not None, "the batch is flattened"
+    inputs, sequences = batch.sequences.take(batch, which, num_samples)
+    return SampleBatch(inputs, sequences=sequences)
+
+
+def first_tokens(batch: SampleBatch, num_tokens: int) -> SampleBatch:
+    """Return the first tokens of a flattened batch, whose last sequence may end early."""
+    own = batch.sequences
+    assert own is not None, "the batch is flattened"
+    bounds = (*(start for start in own.bounds if start < num_tokens), num_tokens)
+    cut = Sequences((*bounds, own.bounds[-1]) if num_tokens < own.bounds[-1] else bounds, own.num_samples)
+    return take_sequences(SampleBatch(batch, sequences=cut), range(len(bounds) - 1))
 
 
 def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[str, Any]]:
@@ -282,15 +324,16 @@ def cut_tokens(inputs: Mapping[str, Any], bounds: Sequence[int]) -> list[dict[st
     ]
 
 
-def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> SampleBatch:
     """Return the samples of a batch, or sequences of a flattened one, at the positions `rows`, `(n,)`, int64."""
-    if sequences_of(inputs) is not None:
-        return take_sequences(inputs, rows.tolist())
-    size, num_blocks = batch_size(inputs), rows_per_sample(inputs)
-    of_blocks = torch.cat([rows + size * block for block in range(num_blocks)])
+    batch = SampleBatch.of(inputs)
+    if batch.sequences is not None:
+        return take_sequences(batch, rows.tolist())
+    size = batch.size
+    of_blocks = torch.cat([rows + size * block for block in range(batch.rows)])
 
     def taken(value: Any) -> Any:
-        if not has_samples(value, size) and not has_samples(value, size * num_blocks):
+        if not has_samples(value, size) and not has_samples(value, size * batch.rows):
             return value
         own = rows if has_samples(value, size) else of_blocks
         if isinstance(value, torch.Tensor):
@@ -299,17 +342,7 @@ def take_rows(inputs: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
             return value.rows(own, there) if isinstance(value, KnownMask) else value[there]
         return [value[int(row)] for row in own]
 
-    return {key: taken(value) for key, value in inputs.items()}
-
-
-def labels_by_row(inputs: Mapping[str, Any]) -> Sequence[torch.Tensor] | None:
-    """Return views of the labels of the rows that `take_rows` knows; None if labels do not belong to rows."""
-    labels, flattened = inputs.get("labels"), sequences_of(inputs)
-    if not isinstance(labels, torch.Tensor):
-        return None
-    if flattened is not None:
-        return labels[0].split(flattened.lengths) if labels.shape == (1, flattened.bounds[-1]) else None
-    return labels.unbind() if has_samples(labels, batch_size(inputs)) else None
+    return batch.like({key: taken(value) for key, value in batch.items()})
 
 
 def has_samples(value: Any, size: int) -> bool:
@@ -364,7 +397,7 @@ def are_of_samples(outputs: Sequence[Any], sizes: Sequence[int], rows: int = 1) 
 
     Args:
         sizes: samples of each part.
-        rows: of a sample, see `join_blocks`.
+        rows: of a sample.
     """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
@@ -378,15 +411,59 @@ def are_of_samples(outputs: Sequence[Any], sizes: Sequence[int], rows: int = 1) 
     return True
 
 
-def join_blocks(outputs: Sequence[torch.Tensor], sizes: Sequence[int], rows: int) -> torch.Tensor:
-    """Join outputs of the parts of a batch in the order in which the rows of the whole batch lie.
+@dataclass(frozen=True)
+class Axis:
+    """Dimension along which parts of a batch are joined.
 
-    A part of as many samples as `sizes` says has one value a sample, or `rows` of them in blocks.
+    Args:
+        places: positions of the joined rows in the whole batch; None if the parts follow each other there.
+        lengths: of the parts.
     """
-    if rows == 1 or [len(output) for output in outputs] != [size * rows for size in sizes]:
-        return torch.cat(list(outputs))
-    blocks = [output.split(size) if size else [output] * rows for output, size in zip(outputs, sizes, strict=True)]
-    return torch.cat([block for of_parts in zip(*blocks, strict=True) for block in of_parts])
+
+    dim: int = 0
+    places: torch.Tensor | None = None
+    lengths: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, batch: SampleBatch, sizes: Sequence[int]) -> Axis:
+        """Return how activations of parts of `sizes` samples lie in that of the whole batch."""
+        if batch.sequences is not None:
+            parts = [batch.sequences.tokens(part) for part in assign_sequences(batch.sequences.lengths, len(sizes))]
+            return cls(1, torch.cat(parts), list(map(len, parts)))
+        if batch.rows == 1:
+            return cls()
+        # Rows of a sample lie in blocks: first one of every sample, then the next one of each.
+        ends, total = pairwise(accumulate(sizes, initial=0)), sum(sizes)
+        places = torch.cat([torch.arange(*each) + total * row for each in ends for row in range(batch.rows)])
+        return cls(0, places, [size * batch.rows for size in sizes])
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        # `argsort` inverts the order in which the parts lie.
+        whole, places = torch.cat(list(parts), self.dim), self.places
+        return whole if places is None else whole.index_select(self.dim, places.argsort().to(whole.device))
+
+    def cut(self, whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Cut what belongs to the whole batch as `parts` lie in it."""
+        if self.places is not None:
+            whole = whole.index_select(self.dim, self.places.to(whole.device))
+        return list(whole.split([part.shape[self.dim] for part in parts], self.dim))
+
+    def joined(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Join outputs: of rows or of samples; of a flattened batch `(1, tokens, ...)`.
+
+        Outputs `(1, tokens - 1, ...)` are those of a next-token loss, which is zero where the next token is of another
+        sequence.
+
+        Raises:
+            ValueError: a flattened batch has outputs of other shapes.
+        """
+        if self.dim == 0:
+            is_of_rows = [len(output) for output in outputs] == self.lengths
+            return self.join(outputs) if is_of_rows else torch.cat(list(outputs))
+        missing = num_left_out([output.shape for output in outputs], self.lengths)
+        # What each part lacks is the value of its last token, zero in the whole row, which lacks that of its own last.
+        full = [torch.cat([each, each.new_zeros(1, missing, *each.shape[2:])], dim=1) for each in outputs]
+        return self.join(full)[:, : sum(self.lengths) - missing]
 
 
 def sequence_length(batch: Mapping[str, Any], main_input: str) -> int:
@@ -419,14 +496,14 @@ def pad_batch(
     pad_token_id: int,
     fills: Mapping[str, int | float] | None = None,
     on_left: bool = False,
-) -> dict[str, Any]:
+) -> SampleBatch:
     """Pad every `(batch, seq, ...)` tensor of a batch, on the right unless told otherwise, to `(batch, length, ...)`.
 
     Padding matches a collator that saw the whole global batch: see `fill_value`, which `fills` overrides by entry.
     """
     current = sequence_length(batch, main_input)
     if current in (0, length):
-        return dict(batch)
+        return SampleBatch.of(batch)
     # Patches may be as wide as a text is long, but there are more of them than texts.
     shape = batch[main_input].shape[:2]
 
@@ -437,7 +514,7 @@ def pad_batch(
         more = value.new_full((value.shape[0], length - current, *value.shape[2:]), fill)
         return torch.cat([more, value] if on_left else [value, more], dim=1)
 
-    return {key: padded(key, value) for key, value in batch.items()}
+    return SampleBatch.of(batch).like({key: padded(key, value) for key, value in batch.items()})
 
 
 # ---- lengths and digests of samples, by which stored activations are found again ----
@@ -456,7 +533,7 @@ def real_lengths(batch: Mapping[str, Any], main_input: str = "input_ids") -> np.
         return shown_lengths(mask)
     if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
         return np.full(value.shape[0], value.shape[1])
-    return np.zeros(_num_rows(batch), dtype=np.int64)
+    return np.zeros(SampleBatch.of(batch).main_length, dtype=np.int64)
 
 
 def shown_lengths(mask: torch.Tensor) -> np.ndarray:

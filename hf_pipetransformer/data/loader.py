@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import has_length
 
 from hf_pipetransformer.comm.staging import pinned
+from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.node_shares import NodeOrder, replica_slice
 from hf_pipetransformer.data.reading import Part, Reading, RecordSource, ReplicaReading
 from hf_pipetransformer.data.sampler import Position
@@ -105,6 +106,8 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         self.pins_memory = pins_memory
         # accelerate's `begin` and `end` enter this loader there and take it out again.
         self.gradient_state = GradientState()
+        self.present = SampleBatch()
+        """Batch that was yielded last."""
         self.size = 0
         """Samples of the current batch, over all replicas."""
         self.num_seen = 0
@@ -122,7 +125,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         self._last: int | None = None
         """Index of the epoch's last one; None if not known yet."""
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[SampleBatch]:  # type: ignore[override]
         self.begin()
         # Where an earlier run had stopped is for one epoch; those after it begin at their first batch.
         start, self._start = self._start, None
@@ -144,7 +147,8 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
                 self._next += 1
                 # Set before the batch is handed out: accelerate asks for it while the batch is trained on.
                 self.end_of_dataloader = part.is_last
-                yield pinned(part.batch) if self.pins_memory else part.batch
+                self.present = part.batch.changed(pinned) if self.pins_memory else part.batch
+                yield self.present
             # Not in `finally`: after an error the receivers may be gone, and this would wait for them until its time
             # limit.
             self.link.flush()
@@ -241,7 +245,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
     def read(self, samples: list[int]) -> Any:
         return self.reading.reader.collate_fn(self.samples.__getitems__(samples))
 
-    def read_again(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def read_again(self, batch: dict[str, Any]) -> SampleBatch:
         """Return the samples of an earlier `batch` as `records` has them now. Call on every stage of a pipeline."""
         if not self.link.groups.is_first:
             return self.link.receive().batch

@@ -7,7 +7,7 @@ parts: `DispatchedReading` for data that draws at random, `StreamReading` for st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_pipetransformer.comm.transfers import ObjectSender, recv_object, reduced
+from hf_pipetransformer.comm.transfers import ObjectSender, recv_object, reduced, sendable
 from hf_pipetransformer.data.batches import (
-    PIECES,
     CommonLength,
-    batch_size,
+    SampleBatch,
     detach_tags,
-    for_model,
     pad_batch,
     sequence_length,
     take_samples,
@@ -52,8 +50,8 @@ class RecordSource(Protocol):
         """Return the members of `samples` that must be read from the data set."""
 
     def complete(
-        self, samples: list[int], read: list[int], batch: dict[str, Any], agree: Callable[[int], int]
-    ) -> dict[str, Any]:
+        self, samples: list[int], read: list[int], batch: Mapping[str, Any], agree: Callable[[int], int]
+    ) -> SampleBatch:
         """Return the batch of all `samples`.
 
         Args:
@@ -65,6 +63,7 @@ class RecordSource(Protocol):
         """Start to load `samples`, which come next."""
 
 
+@sendable
 @dataclass(frozen=True)
 class Part:
     """A replica's part of a global batch.
@@ -77,7 +76,7 @@ class Part:
         rng_state: torch's RNG state after reading; None if each rank knows it.
     """
 
-    batch: dict[str, Any]
+    batch: SampleBatch
     size: int
     is_last: bool
     is_none: bool = False
@@ -105,15 +104,8 @@ class PipelineLink:
         """Start to send, and wait until at most `num_under_way` earlier batches are in transit."""
         self._sender.flush(num_under_way)
         if self.groups.batch_peers:
-            batch = {key: self._as_sent(key, value) for key, value in without_hidden(part.batch).items()}
-            message = vars(replace(part, batch=batch))
-            self._sender.isend(message, self.groups.batch_peers, self.groups.pipeline_control)
-
-    def _as_sent(self, key: str, value: Any) -> Any:
-        if key == PIECES:
-            return [[size, {name: self._as_sent(name, each) for name, each in own.items()}] for size, own in value]
-        is_placeholder = key in self.placeholders and isinstance(value, torch.Tensor)
-        return value.new_zeros(1).expand(value.shape) if is_placeholder else value
+            batch = without_hidden(part.batch).with_placeholders(self.placeholders)
+            self._sender.isend(replace(part, batch=batch), self.groups.batch_peers, self.groups.pipeline_control)
 
     def receive(self, num_under_way: int = 0) -> Part:
         """Return the next batch; where it is passed on, at most `num_under_way` earlier ones are still in transit."""
@@ -122,11 +114,11 @@ class PipelineLink:
         assert source is not None, "stage 0 reads"
         through = "" if source == first else f" through rank {source}"
         what = f"receiving a batch from stage 0 (rank {first}){through}"
-        part = Part(**recv_object(source, groups.pipeline_control, what))
+        part: Part = recv_object(source, groups.pipeline_control, what)
         # Behind the receive, so that what was passed on travels while this stage waits for the next batch.
         self._sender.flush(num_under_way)
         if groups.batch_peers:
-            self._sender.isend(vars(part), groups.batch_peers, groups.pipeline_control)
+            self._sender.isend(part, groups.batch_peers, groups.pipeline_control)
         return part
 
     def flush(self) -> None:
@@ -276,7 +268,7 @@ class ReplicaReading(Reading):
         if is_last:
             # Callers stop at the last batch and leave the loader's generator suspended; end the workers now.
             self.close()
-        return Part(dict(batch), len(sampler.order.batches()[index]), is_last)
+        return Part(SampleBatch.of(batch), len(sampler.order.batches()[index]), is_last)
 
     def _read(self, index: int) -> tuple[Any, ReplicaBatch]:
         """Return this replica's part of global batch `index` as it was read, and its samples."""
@@ -323,11 +315,11 @@ class ReplicaReading(Reading):
         what = f"agreeing on a padded length with {groups.replicas}"
         return int(reduced(torch.tensor([length]), groups.replica_control, what, dist.ReduceOp.MAX))
 
-    def again(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def again(self, batch: dict[str, Any]) -> SampleBatch:
         """Return the samples of an earlier `batch` as `records` has them now, padded as before."""
         _, tags = detach_tags(batch)
         if self.records is None or tags is None:
-            return batch
+            return SampleBatch.of(batch)
         rule = self.common_length
         same = None if rule is None else sequence_length(batch, rule.main_input)
         # Without agreement: the replicas agreed when the batch was first read, and may not read it again now.
@@ -369,19 +361,19 @@ class DispatchedReading(Reading):
     def _reads(self) -> bool:
         return self.link.groups.is_first and self.link.groups.replica == 0
 
-    def begin_run(self, holders: Sequence[Any]) -> dict[str, Any]:
+    def begin_run(self, holders: Sequence[Any]) -> SampleBatch:
         """Begin the first epoch, and return its first batch on rank 0; the run then goes on from it.
 
         Collective: call on every rank. `holders` may have generators of their own, see `Generators`.
         """
         self._open(None, holders)
         self.has_first = True
-        return dict(self._ahead[0] or {}) if self._ahead else {}
+        return SampleBatch.of(self._ahead[0] or {}) if self._ahead else SampleBatch()
 
     def alone(self) -> Iterator[Any]:
         """Yield the batches of the first epoch on one process, from its first one on."""
         while not (part := self._global_batch(0)).is_none:
-            yield for_model(part.batch)
+            yield part.batch
             if part.is_last:
                 break
 
@@ -390,26 +382,27 @@ class DispatchedReading(Reading):
         self.has_first = False
         if groups.replica:
             return self._received(groups).batch
-        batch = self._ahead.popleft()
+        batch = SampleBatch.of(self._ahead.popleft())
         self.close()
-        if groups.num_replicas == 1:
-            return batch
-        own = self._dealt(Part(dict(batch), batch_size(batch), False), groups)
+        own = self._dealt(Part(batch, batch.size, False), groups)
         self._to_replicas.flush()
         return own.batch
 
     def _received(self, groups: PipelineGroups) -> Part:
-        return Part(**recv_object(0, groups.replica_control, "receiving this replica's part of a batch from rank 0"))
+        part: Part = recv_object(0, groups.replica_control, "receiving this replica's part of a batch from rank 0")
+        return part
 
     def _dealt(self, whole: Part, groups: PipelineGroups) -> Part:
         """Return the first replica's part of a batch, and start to send the others theirs."""
         num_replicas = groups.num_replicas
+        if num_replicas == 1:
+            return whole
         repeats = not self.is_training and whole.size < num_replicas
         parts = [whole if repeats else _part_of(whole, replica, num_replicas) for replica in range(num_replicas)]
         # Waits for the parts of the batch before, so that one batch at most is in transit.
         self._to_replicas.flush()
         for part, rank in zip(parts[1:], groups.replica_ranks[1:], strict=True):
-            self._to_replicas.isend(vars(part), [rank], groups.replica_control)
+            self._to_replicas.isend(part, [rank], groups.replica_control)
         return parts[0]
 
     def begin_epoch(self, start: Position | None) -> int | None:
@@ -464,10 +457,7 @@ class DispatchedReading(Reading):
 
     def next(self, _index: int, num_under_way: int) -> Part:
         groups = self.link.groups
-        if not self._reads:
-            return self._received(groups)
-        whole = self._global_batch(num_under_way)
-        return whole if groups.num_replicas == 1 else self._dealt(whole, groups)
+        return self._dealt(self._global_batch(num_under_way), groups) if self._reads else self._received(groups)
 
     def _global_batch(self, num_under_way: int) -> Part:
         batch = self._ahead.popleft()
@@ -484,8 +474,8 @@ class DispatchedReading(Reading):
             # Callers stop at the last batch and leave the loader's generator suspended; end the workers now.
             self._coming = iter(())
         state = None if self.shared is None else self.shared.torch_state
-        inputs = {} if batch is None else dict(batch)
-        return Part(inputs, batch_size(inputs), is_last, batch is None, state)
+        inputs = SampleBatch.of(batch or {})
+        return Part(inputs, inputs.size, is_last, batch is None, state)
 
     def ahead(self, num_ahead: int) -> tuple[States, int] | None:
         is_at_end = not num_ahead and (not self._ahead or self._ahead[0] is None)
@@ -505,7 +495,7 @@ class DispatchedReading(Reading):
 
 def _part_of(whole: Part, replica: int, num_replicas: int) -> Part:
     where = replica_slice(whole.size, replica, num_replicas)
-    return replace(whole, batch=take_samples(whole.batch, where) if where.start < where.stop else {})
+    return replace(whole, batch=take_samples(whole.batch, where) if where.start < where.stop else SampleBatch())
 
 
 def is_stream(dataset: Any) -> bool:

@@ -14,7 +14,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_pipetransformer.data.batches import even_bounds, note_samples
+from hf_pipetransformer.data.batches import SampleBatch, even_bounds, note_samples
 from hf_pipetransformer.data.node_shares import NodeOrder, replica_slice
 from hf_pipetransformer.data.rng import SharedRngState, States, fetch_samples
 from hf_pipetransformer.schedules.json_values import Count, NumSamples, Positive
@@ -374,7 +374,7 @@ class BatchCollator:
     collate: Any
     rows: int = 1
     num_pieces: int = 0
-    join: Callable[[list[Any]], dict[str, Any]] = dict
+    join: Callable[[list[Any]], SampleBatch] = SampleBatch
     keeps: bool = False
     """True to keep the samples of the last batch of this process."""
     num_samples: int = field(default=0, init=False)
@@ -385,6 +385,6 @@ class BatchCollator:
         self.num_samples = len(samples)
         self.samples = samples if self.keeps else []
         if not samples or not self.num_pieces:
-            return note_samples(self.collate(samples), len(samples), self.rows) if samples else {}
+            return note_samples(self.collate(samples), len(samples), self.rows) if samples else SampleBatch()
         bounds = even_bounds(len(samples), self.num_pieces)
         return self.join([self.collate(samples[start:stop]) for start, stop in pairwise(bounds)])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +13,16 @@ import torch
 from hf_pipetransformer.comm.staging import Arriving, CopyStream
 from hf_pipetransformer.comm.transfers import broadcast_tree, reduced
 from hf_pipetransformer.data.batches import (
+    Axis,
     CacheTags,
+    SampleBatch,
     are_of_samples,
-    batch_size,
     count_items,
     cut_tokens,
     detach_tags,
-    for_model,
-    join_blocks,
     join_outputs,
-    names_of,
-    rows_per_sample,
     split_batch,
-    split_tags,
-    with_rows,
 )
-from hf_pipetransformer.data.flattened import assign_sequences, join_tokens, sequences_of
 from hf_pipetransformer.engine.head import HeadMode
 from hf_pipetransformer.engine.linear_layers import linear_layers
 from hf_pipetransformer.engine.losses import LossRule, LossScope
@@ -82,7 +75,7 @@ class LoaderBatch:
         shared: random numbers that a loss of the whole batch draws alike on all ranks; None to draw this rank's own.
     """
 
-    inputs: dict[str, Any]
+    inputs: SampleBatch
     forward: Forward
     num_items: int
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
@@ -100,14 +93,14 @@ class Prediction:
         write: stores the activations that enter the entry block.
         reduce: replaces the output of a batch or a part of it, given with its inputs, by what is read.
         is_read_by_first: outputs are read on the first position only; elsewhere they are tensors of no samples.
-        marks: what `batches` has noted of the samples of the batch.
+        samples: batch that is predicted, which knows how its samples lie in what the model is given.
         joins_replicas: the loss sees the samples of all replicas.
     """
 
     write: Write | None = None
     reduce: Callable[[Any, dict[str, Any]], Any] | None = None
     is_read_by_first: bool = False
-    marks: Mapping[str, Any] = field(default_factory=dict)
+    samples: SampleBatch = field(default_factory=SampleBatch)
     joins_replicas: bool = False
 
 
@@ -221,8 +214,8 @@ class StageRunner:
             return share
         return self.loss_rule.weight(count_items(batch.inputs, self.shifts_labels), batch.num_items)
 
-    def _batch_of_all(self, inputs: dict[str, Any]) -> BatchOfAll:
-        return ReplicaJoin(self.stage.groups, frozenset()).exchange(split_tags(inputs)[0])
+    def _batch_of_all(self, inputs: SampleBatch) -> BatchOfAll:
+        return ReplicaJoin(self.stage.groups, frozenset()).exchange(detach_tags(inputs)[0])
 
     def _take_part(self) -> None:
         """Take part in the join of other replicas, whose last stages wait for this one."""
@@ -249,9 +242,9 @@ class StageRunner:
         of_all: BatchOfAll | None,
     ) -> LossCall:
         """Return the call of the loss of a batch that was cut into `cut`."""
-        names = sorted({*cut[0].inputs} - names_of(batch.inputs))
+        names = sorted({*cut[0].inputs} - batch.inputs.names)
 
-        def parts(inputs: dict[str, Any], forward: Forward) -> list[MicroBatch]:
+        def parts(inputs: SampleBatch, forward: Forward) -> list[MicroBatch]:
             given = replace(batch, inputs=inputs, forward=forward)
             return self.cut(given, LossRule.SUM, len(cut), on_host=[part.on_host for part in cut])
 
@@ -380,17 +373,17 @@ class StageRunner:
 
         `forward` runs a micro-batch through the stages, and the head on the whole batch.
         """
-        stage, inputs = self.stage, {**inputs, **how.marks}
-        total = count_items(inputs, self.shifts_labels)
+        stage, batch = self.stage, how.samples.like(inputs)
+        total = count_items(batch, self.shifts_labels)
         # Without num_items_in_batch every loss is a mean, even if it would be a sum with it.
-        rule = self.loss_rule if "num_items_in_batch" in inputs else LossRule.MEAN
-        count = evaluation_microbatches(stage.layout, batch_size(inputs))
-        cut = self.cut(LoaderBatch(inputs, forward, total, write=how.write), rule, count)
+        rule = self.loss_rule if "num_items_in_batch" in batch else LossRule.MEAN
+        count = evaluation_microbatches(stage.layout, batch.size)
+        cut = self.cut(LoaderBatch(batch, forward, total, write=how.write), rule, count)
         # The head comes later, as it sees the whole batch at once.
         cut = [replace(part, ends_before_head=True) for part in cut]
         actions = self.actions(FORWARD_ONLY[stage.layout.placement], len(cut))
         entering = stage.engine.begin(actions, cut, is_training=False).drain()
-        message = as_message(self._through_head(inputs, cut, entering, how, count)) if stage.groups.is_last else None
+        message = as_message(self._through_head(batch, cut, entering, how)) if stage.groups.is_last else None
         stage.view.widen()
         message = spread(message, stage.groups, stage.settings.timeout, how.is_read_by_first)
         return from_message(message, stage.settings.device)
@@ -401,11 +394,9 @@ class StageRunner:
         Collective: call on every rank of the pipeline.
         """
         stage, groups = self.stage, self.stage.groups
-        marked = {**batch.inputs, **how.marks}
-        of_all = self._batch_of_all(marked) if how.joins_replicas else None
-        cut = self.cut(
-            replace(batch, inputs=marked), LossRule.SUM, evaluation_microbatches(stage.layout, batch_size(marked))
-        )
+        batch = replace(batch, inputs=how.samples.like(batch.inputs), write=how.write)
+        of_all = self._batch_of_all(batch.inputs) if how.joins_replicas else None
+        cut = self.cut(batch, LossRule.SUM, evaluation_microbatches(stage.layout, batch.inputs.size))
 
         def forwards(parts: list[MicroBatch]) -> list[torch.Tensor] | None:
             # The head comes later, as it sees the whole batch at once.
@@ -414,7 +405,7 @@ class StageRunner:
             entered = stage.engine.begin(actions, parts, is_training=False).drain()
             return entered if groups.is_last else None
 
-        call = self._loss_call(replace(batch, inputs=marked, write=how.write), cut, forwards, of_all)
+        call = self._loss_call(batch, cut, forwards, of_all)
         found, message = self._computed(call, batch.forward), None
         if call.found is not None:
             # What has no row for each joined sample, such as the loss, is of all replicas, and stays as it is.
@@ -430,13 +421,12 @@ class StageRunner:
     @torch.no_grad()
     def _through_head(
         self,
-        inputs: dict[str, Any],
+        batch: SampleBatch,
         parts: Sequence[MicroBatch],
         entering: list[torch.Tensor],
         how: Prediction,
-        count: int,
     ) -> Any:
-        """Return the head's output for a batch that was cut into `count` parts, as it comes out of the last layer.
+        """Return the head's output for a batch that was cut into parts, as it comes out of the last layer.
 
         The head sees the whole batch at once, as in Trainer: its output need not have one row a sample, and its loss
         need not be a mean. Only what is reduced anyway (logits of a vocabulary) leaves the device part by part if it
@@ -457,12 +447,12 @@ class StageRunner:
                 self._growth = num_bytes(head(entering[0], parts[0].inputs)) / max(num_bytes(entering[0]), 1)
             if self._growth * num_bytes(entering) > JOINED_BYTES:
                 outputs = [run(hidden, part.inputs) for hidden, part in zip(entering, parts, strict=True)]
-                joined = _joined_outputs(outputs, inputs, parts, count)
+                joined = _joined_outputs(outputs, batch, parts)
                 if joined is not None:
                     return joined
-        marked, _ = detach_tags(inputs)
-        found = join_parts(marked, parts, entering, self._replicas if how.joins_replicas else None)
-        output, num_rows = run(found.entering, for_model(found.inputs)), len(found.entering)
+        joins = self._replicas if how.joins_replicas else None
+        found = join_parts(detach_tags(batch)[0], parts, entering, joins)
+        output, num_rows = run(found.entering, found.inputs), len(found.entering)
         # What has no row for each joined sample, such as the loss, is of all replicas, and stays as it is.
         return mapped(lambda each: found.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
 
@@ -517,7 +507,7 @@ class StageRunner:
         return [
             MicroBatch(
                 index=i,
-                inputs=for_model(part),
+                inputs=part,
                 # Where nothing depends on it, no device is asked for the number.
                 weight=1.0
                 if rule is LossRule.SUM
@@ -548,16 +538,12 @@ def _uses(actions: ActionList) -> Counter[int]:
     return Counter(action.micro_batch for action in actions if action.op not in SENDS)
 
 
-def _joined_outputs(outputs: list[Any], inputs: dict[str, Any], parts: Sequence[MicroBatch], count: int) -> Any:
-    """Return the outputs of `count` parts of a batch as one; None if they have no row for each sample."""
-    rows, sequences = rows_per_sample(inputs), sequences_of(inputs)
-    sizes = [batch_size(with_rows(part.inputs, rows)) for part in parts]
-    join: Callable[[list[torch.Tensor]], torch.Tensor] = partial(join_blocks, sizes=sizes, rows=rows)
-    if sequences is not None:
-        join = partial(join_tokens, sequences, assign_sequences(sequences.lengths, count))
-    elif not are_of_samples(outputs, sizes, rows):
+def _joined_outputs(outputs: list[Any], batch: SampleBatch, parts: Sequence[MicroBatch]) -> Any:
+    """Return the outputs of the parts of a batch as one; None if they have no row for each sample."""
+    sizes = [SampleBatch(part.inputs, batch.rows).size for part in parts]
+    if batch.sequences is None and not are_of_samples(outputs, sizes, batch.rows):
         return None
-    return join_outputs(outputs, [part.weight for part in parts], join)
+    return join_outputs(outputs, [part.weight for part in parts], Axis.of(batch, sizes).joined)
 
 
 class OnDevice(Sequence[MicroBatch]):

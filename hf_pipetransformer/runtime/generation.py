@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast, broadcast_tree, digest_of
+from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.rng import drawing_alike
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.token_program import TokenSpan
@@ -265,11 +266,13 @@ class Passes:
         count = max(1, min(most, num_rows // _FILLING_TOKENS))
         per_group = num_rows * num_new // count
         # What else is given may belong to places of the prompt, or have tokens read later ones.
-        is_text = not any(isinstance(value, torch.Tensor) for name, value in inputs.items() if name not in _OF_TEXT)
-        is_cut = num_kept == 0 and is_text
+        has_text_alone = not any(
+            isinstance(value, torch.Tensor) for name, value in inputs.items() if name not in _OF_TEXT
+        )
+        is_cut = num_kept == 0 and has_text_alone
         num_slices = max(1, min(most, num_new, per_group // _FILLING_TOKENS)) if is_cut else 1
         bounds = [num_new * number // num_slices for number in range(num_slices + 1)]
-        batch = LoaderBatch(inputs, self._last_logits, num_rows)
+        batch = LoaderBatch(SampleBatch(inputs), self._last_logits, num_rows)
         cut = runner.cut(batch, LossRule.MEAN, count, bounds if num_slices > 1 else ())
         if num_kept is not None:
             places = [part.place or TokenSpan(part.index, 0, num_new, None) for part in cut]

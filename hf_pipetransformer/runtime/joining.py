@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hf_pipetransformer.comm.transfers import all_gather_trees, gather_rows
-from hf_pipetransformer.data.batches import batch_size, has_samples, rows_per_sample, take_samples, with_rows
-from hf_pipetransformer.data.flattened import assign_sequences, sequences_of
+from hf_pipetransformer.data.batches import Axis, SampleBatch, has_samples, take_samples
 
 
 if TYPE_CHECKING:
@@ -29,54 +28,19 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Axis:
-    """Dimension along which parts of a batch are joined.
-
-    `places` are the positions of the joined rows in the whole batch; None if the parts follow each other there.
-    """
-
-    dim: int = 0
-    places: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, inputs: Mapping[str, Any], sizes: Sequence[int]) -> Axis:
-        """Return how activations of parts of `sizes` samples lie in that of the whole batch."""
-        flattened, rows = sequences_of(inputs), rows_per_sample(inputs)
-        if flattened is not None:
-            parts = assign_sequences(flattened.lengths, len(sizes))
-            return cls(1, torch.cat([flattened.tokens(part) for part in parts]))
-        if rows == 1:
-            return cls()
-        # Rows of a sample lie in blocks: first one of every sample, then the next one of each.
-        ends, total = pairwise(accumulate(sizes, initial=0)), sum(sizes)
-        return cls(0, torch.cat([torch.arange(*each) + total * row for each in ends for row in range(rows)]))
-
-    def join(self, parts: Tensors) -> torch.Tensor:
-        # `argsort` inverts the order in which the parts lie.
-        whole, places = torch.cat(list(parts), self.dim), self.places
-        return whole if places is None else whole.index_select(self.dim, places.argsort().to(whole.device))
-
-    def cut(self, whole: torch.Tensor, parts: Tensors) -> list[torch.Tensor]:
-        """Cut what belongs to the whole batch as `parts` lie in it."""
-        if self.places is not None:
-            whole = whole.index_select(self.dim, self.places.to(whole.device))
-        return list(whole.split([part.shape[self.dim] for part in parts], self.dim))
-
-
-@dataclass(frozen=True)
 class Joined:
     """Samples of a batch at the entrance of the head, of one replica or of all.
 
     Args:
         entering: activation that enters the head, `(batch, seq, hidden)`.
-        inputs: the batch, with its marks.
+        inputs: the batch.
         share: this replica's share of the loss, which all replicas compute.
         own_rows: returns the rows of this replica from a tensor with those of `entering`.
         cut: cuts the gradient of `entering`, times that share, into those of the parts that were joined.
     """
 
     entering: torch.Tensor
-    inputs: dict[str, Any]
+    inputs: SampleBatch
     share: float = 1.0
     own_rows: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     cut: Callable[[torch.Tensor], list[torch.Tensor]] = lambda gradient: [gradient]
@@ -87,25 +51,24 @@ class BatchOfAll:
     """Batches of all replicas as one.
 
     Args:
-        inputs: with its marks.
         sizes: samples of each replica that has any.
         number: place of this replica among these.
         first: the first replica that has any.
     """
 
-    inputs: dict[str, Any]
+    inputs: SampleBatch
     sizes: list[int]
     number: int
     first: int = 0
 
-    def own(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def own(self, inputs: SampleBatch) -> SampleBatch:
         """Return this replica's samples of a batch of all."""
         start = sum(self.sizes[: self.number])
         return take_samples(inputs, slice(start, start + self.sizes[self.number]))
 
 
 def join_parts(
-    inputs: Mapping[str, Any],
+    inputs: SampleBatch,
     parts: Sequence[MicroBatch],
     entered: Tensors,
     replicas: ReplicaJoin | None = None,
@@ -114,16 +77,16 @@ def join_parts(
     """Join what entered the head in the parts of a batch. Collective over the replicas, if they are joined.
 
     Args:
-        inputs: the batch of this replica, with its marks.
+        inputs: the batch of this replica.
         parts: its micro-batches, or their token slices.
         replicas: joins the batches of all replicas too; None to leave each its own loss.
         of_all: batch of all replicas, if they have exchanged theirs before.
     """
-    num_rows, slices = rows_per_sample(inputs), _slices_of(parts, entered)
-    sizes = [batch_size(with_rows(part.inputs, num_rows)) for part, *_ in _slices_of(parts, parts)]
+    slices = _slices_of(parts, entered)
+    sizes = [SampleBatch(part.inputs, inputs.rows).size for part, *_ in _slices_of(parts, parts)]
     rows = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in slices]
     axis = Axis.of(inputs, sizes)
-    found = Joined(rows[0] if len(rows) == 1 else axis.join(rows), dict(inputs))
+    found = Joined(rows[0] if len(rows) == 1 else axis.join(rows), inputs)
     found = found if replicas is None else replicas.join(found, of_all)
 
     def cut(gradient: torch.Tensor) -> list[torch.Tensor]:
@@ -150,7 +113,7 @@ class ReplicaJoin:
     groups: PipelineGroups
     placeholders: frozenset[str]
 
-    def exchange(self, inputs: Mapping[str, Any]) -> BatchOfAll:
+    def exchange(self, inputs: SampleBatch) -> BatchOfAll:
         """Return the batches of all replicas as one. Collective: call on every replica's rank of a position.
 
         Raises:
@@ -158,10 +121,10 @@ class ReplicaJoin:
         """
         return self._joined(self._exchange([], inputs)[1])
 
-    def _joined(self, found: Sequence[Mapping[str, Any]]) -> BatchOfAll:
+    def _joined(self, found: Sequence[SampleBatch]) -> BatchOfAll:
         # Replicas without samples are not in the join, so that they do not count.
         batches = [batch for batch in found if batch]
-        sizes = [batch_size(batch) for batch in batches]
+        sizes = [batch.size for batch in batches]
         number, first = sum(map(bool, found[: self.groups.replica])), [bool(batch) for batch in found].index(True)
         return BatchOfAll(_concatenated(batches, Axis.of(batches[0], sizes)), sizes, number, first)
 
@@ -173,7 +136,7 @@ class ReplicaJoin:
         Raises:
             BatchesDifferError: the batches of the replicas do not fit together.
         """
-        shapes, found = self._exchange(list(own.entering.shape), own.inputs if of_all is None else {})
+        shapes, found = self._exchange(list(own.entering.shape), own.inputs if of_all is None else SampleBatch())
         gathered = self._gather(own.entering, shapes)
         of_all = self._joined(found) if of_all is None else of_all
         parts = [each for each, shape in zip(gathered, shapes, strict=True) if shape]
@@ -182,17 +145,15 @@ class ReplicaJoin:
 
     def take_part(self, settings: StageSettings) -> None:
         """Take part in the exchanges of `join` without samples, for which the other replicas wait."""
-        shapes, _ = self._exchange([], {})
+        shapes, _ = self._exchange([], SampleBatch())
         shape, dtype = next(each for each in shapes if each), settings.probe.boundary_dtypes[-1]
         self._gather(torch.empty(0, *shape[1:], dtype=dtype, device=settings.device), shapes)
 
-    def _exchange(self, shape: list[int], inputs: Mapping[str, Any]) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    def _exchange(self, shape: list[int], inputs: SampleBatch) -> tuple[list[list[int]], list[SampleBatch]]:
         control, number = self.groups.replica_control, self.groups.num_replicas
-        sent = {
-            name: self._as_sent(name, value) if isinstance(value, torch.Tensor) else value
-            for name, value in inputs.items()
-        }
-        found = all_gather_trees({"shape": shape, "inputs": sent}, control, number)
+        # The head does not see the values of a placeholder.
+        sent = {"shape": shape, "inputs": inputs.with_placeholders(self.placeholders)}
+        found = all_gather_trees(sent, control, number)
         shapes = [each["shape"] for each in found]
         lengths = {tuple(each[1:]) for each in shapes if each}
         if len(lengths) > 1:
@@ -202,18 +163,14 @@ class ReplicaJoin:
             )
         return shapes, [each["inputs"] for each in found]
 
-    def _as_sent(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return an entry as others read it: the head does not see the values of a placeholder."""
-        return value.new_zeros(1).expand(value.shape) if name in self.placeholders else value.contiguous()
-
     def _gather(self, entering: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         rows, what = [shape[0] if shape else 0 for shape in shapes], f"joining the batches of {self.groups.replicas}"
         return gather_rows(entering, rows, self.groups.replica_group, what)
 
 
-def _concatenated(batches: Sequence[Mapping[str, Any]], axis: Axis) -> dict[str, Any]:
+def _concatenated(batches: Sequence[SampleBatch], axis: Axis) -> SampleBatch:
     """Concatenate the batches of the replicas that have samples; `axis` says how the rows of the samples lie."""
-    sizes, rows = [batch_size(batch) for batch in batches], rows_per_sample(batches[0])
+    sizes, rows = [batch.size for batch in batches], batches[0].rows
 
     def joined(name: str, values: Sequence[Any]) -> Any:
         for count in {1, rows}:
@@ -231,4 +188,4 @@ def _concatenated(batches: Sequence[Mapping[str, Any]], axis: Axis) -> dict[str,
             return (axis if count == rows else Axis()).join(values)
         return values[0]
 
-    return {name: joined(name, [batch[name] for batch in batches]) for name in batches[0]}
+    return batches[0].like({name: joined(name, [batch[name] for batch in batches]) for name in batches[0]})

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from hf_pipetransformer.comm.transfers import broadcast_tree
-from hf_pipetransformer.data.batches import batch_size, for_model, marks_of, split_tags
+from hf_pipetransformer.data.batches import SampleBatch, detach_tags
 from hf_pipetransformer.data.rng import same_states
 from hf_pipetransformer.runtime.joining import BatchOfAll, Joined, ReplicaJoin, join_parts
 from hf_pipetransformer.splitters.adapters import bare_model
@@ -57,7 +57,7 @@ class LossCall:
 
     Args:
         stage: this rank's.
-        inputs: batch of this replica, with marks and tags.
+        inputs: batch of this replica, with tags.
         prepare: moves a batch to this stage's device.
         called: runs a forward of the model as Trainer's wrapped model does.
         cut: cuts a batch, and what runs it, into micro-batches.
@@ -69,10 +69,10 @@ class LossCall:
     """
 
     stage: Stage
-    inputs: Mapping[str, Any]
+    inputs: SampleBatch
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
     called: Callable[[Callable[[], Any]], Any]
-    cut: Callable[[dict[str, Any], Forward], list[MicroBatch]]
+    cut: Callable[[SampleBatch, Forward], list[MicroBatch]]
     forwards: Callable[[list[MicroBatch]], list[torch.Tensor] | None]
     of_all: BatchOfAll | None = None
     replicas: ReplicaJoin | None = None
@@ -92,7 +92,7 @@ class LossCall:
             ValueError: the loss does not call the model, calls it twice, or in a way that stages cannot follow.
         """
         whole = self.inputs if self.of_all is None else self.of_all.inputs
-        self._given = self.prepare(for_model(split_tags(whole)[0]))
+        self._given = self.prepare(detach_tags(whole)[0])
         # The versions show what the loss has changed in place before it calls the model.
         self._versions = {id(each): each._version for each in self._given.values() if isinstance(each, torch.Tensor)}
         try:
@@ -190,7 +190,7 @@ class LossCall:
             entered = self.forwards(parts)
             if entered is None:
                 raise LeavesLoss
-            found = join_parts(split_tags(own)[0], parts, entered, self.replicas, self.of_all)
+            found = join_parts(detach_tags(own)[0], parts, entered, self.replicas, self.of_all)
             # A leaf, which collects the gradient that the layers wait for.
             self.found = replace(found, entering=found.entering.detach())
             self.found.entering.requires_grad_(torch.is_grad_enabled())
@@ -206,8 +206,8 @@ class LossCall:
         names = list(inspect.signature(kind.forward).parameters)[1:]
         return dict(zip(names, args, strict=False)) | kwargs
 
-    def _own(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the model's arguments for the samples of this replica, with marks, and tags if they are the batch's.
+    def _own(self, given: dict[str, Any]) -> SampleBatch:
+        """Return the model's arguments for the samples of this replica, with tags if they are the batch's.
 
         Raises:
             ValueError: a gradient would end at an argument, or the arguments are not those of the batch's samples.
@@ -220,22 +220,21 @@ class LossCall:
                 "stages begin: detach it, compute it inside the model, or set pipeline_parallel_size=1 and "
                 "pipeline_parallel_num_microbatches=1."
             )
-        marked = given | marks_of(self.inputs)
-        _, tags = split_tags(self.inputs)
+        own, (_, tags) = self.inputs.like(given), detach_tags(self.inputs)
         is_batchs = all(
             value is self._given.get(name) and value._version == self._versions[id(value)]
             for name, value in tensors.items()
         )
-        if self.of_all is None:
-            # What the loss has made of the samples is no record of them.
-            return marked | tags if is_batchs else marked
-        size, expected = batch_size(marked), sum(self.of_all.sizes)
-        if size != expected:
-            raise ValueError(
-                f"The loss gives {self._name} {size} rows of a batch of {expected}: with replicas each runs its own "
-                "rows, expected as many. Set pipeline_loss='replica', or use one replica."
-            )
-        return self.of_all.own(marked) | (tags if is_batchs else {})
+        if self.of_all is not None:
+            expected = sum(self.of_all.sizes)
+            if own.size != expected:
+                raise ValueError(
+                    f"The loss gives {self._name} {own.size} rows of a batch of {expected}: with replicas each runs "
+                    "its own rows, expected as many. Set pipeline_loss='replica', or use one replica."
+                )
+            own = self.of_all.own(own)
+        # What the loss has made of the samples is no record of them.
+        return own if tags is None or not is_batchs else tags.attach(own)
 
 
 OF_LAYERS = ("hidden_states", "attentions", "all_hidden_states", "all_self_attentions")

@@ -169,12 +169,14 @@ class _Trace(TorchFunctionMode):
 
 
 def trace_structure(
-    model: nn.Module, splitter: Splitter, run_forward: Callable[[], Any], is_text: bool = False
+    model: nn.Module, splitter: Splitter, run_forward: Callable[[], Any], numbers_vary: bool = False
 ) -> Structure:
     """Run the model once with hooks and read its structure.
 
     Args:
         run_forward: runs the whole model on a small batch, without gradient.
+        numbers_vary: numbers that the embeddings give beside the activation follow from the batch, as those of texts
+            do; images have one size in a run.
 
     Raises:
         UnsupportedModelError: the layers do not run once each in order, or a weight is applied between two of them.
@@ -210,6 +212,7 @@ def trace_structure(
         users[id(next(media.module.parameters()))] = tuple(range(blocks.head_of(len(layers)) + 1))
     # Modules that never ran (an unused pooler) go to the head: some stage must own them when the model is saved.
     head = (blocks.head_of(len(layers)),)
+    others = (torch.Tensor, bool, int, float) if numbers_vary else (torch.Tensor,)
     return Structure(
         layers=layers,
         cuts_inside_layers=splitter.cuts_inside_layers,
@@ -221,7 +224,7 @@ def trace_structure(
         changes_in_place=any(_version(value) != version for value, version in trace.versions),
         enters_layers=not makers,
         stand_ins=[_stand_in(output, hidden_shape) for output in outputs],
-        other_stand_ins=[_stand_in(output, hidden_shape, is_other=True, is_text=is_text) for output in outputs],
+        other_stand_ins=[_stand_in(output, hidden_shape, others) for output in outputs],
         has_only_activations=all(getattr(output, "shape", None) == hidden_shape for output in outputs),
         media=media,
         changed_before=trace.changed_before,
@@ -269,15 +272,15 @@ def _is_activation(module: nn.Module, outputs: dict[int, tuple[Any, int | None]]
     return is_like_hidden or any(True for _ in module.parameters())
 
 
-def _stand_in(output: Any, hidden_shape: torch.Size, is_other: bool = False, is_text: bool = False) -> StandIn:
+def _stand_in(output: Any, hidden_shape: torch.Size, others: tuple[Any, ...] = ()) -> StandIn:
     """Return a function that makes a value structured like `output` from the received activation.
 
-    Tensors of the hidden states' shape become the activation, others zeros with its batch size and length. With
-    `is_other` these are ones instead, and numbers beside a text change too: whoever reads their values, and not only
-    their form, then computes something else.
+    Tensors of the hidden states' shape become the activation, others zeros with its batch size and length. What is of
+    the types `others` gets another value, tensors ones: whoever reads their values, and not only their form, then
+    computes something else.
     """
     if isinstance(output, torch.Tensor):
-        shape, dtype, fill = output.shape, output.dtype, int(is_other)
+        shape, dtype, fill = output.shape, output.dtype, int(torch.Tensor in others)
         # A copy, because the code after the entry may write to it.
         if shape == hidden_shape:
             return lambda received: received.detach().clone()
@@ -297,15 +300,14 @@ def _stand_in(output: Any, hidden_shape: torch.Size, is_other: bool = False, is_
     if isinstance(output, Mapping):
         # A `ModelOutput` of transformers is constructed with keyword arguments.
         kind = type(output)
-        named = {key: _stand_in(value, hidden_shape, is_other, is_text) for key, value in output.items()}
+        named = {key: _stand_in(value, hidden_shape, others) for key, value in output.items()}
         return lambda received: kind(**{key: make(received) for key, make in named.items()})
     if isinstance(output, (tuple, list)):
-        sequence, parts = type(output), [_stand_in(value, hidden_shape, is_other, is_text) for value in output]
+        sequence, parts = type(output), [_stand_in(value, hidden_shape, others) for value in output]
         if sequence not in (tuple, list):  # A named tuple.
             return lambda received: sequence(*(make(received) for make in parts))
         return lambda received: sequence(make(received) for make in parts)
-    if is_other and is_text and isinstance(output, (bool, int, float)):
-        # Images have one size in a run, and so have numbers that follow from it.
+    if isinstance(output, others):
         changed = not output if isinstance(output, bool) else output + 1
         return lambda received: changed
     return lambda received: output

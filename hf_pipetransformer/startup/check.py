@@ -6,7 +6,7 @@ Functions of a `ProbeTarget` without communication. All compare in deterministic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_pipetransformer.data.flattened import first_tokens, sequences_of
+from hf_pipetransformer.data.batches import first_tokens
 from hf_pipetransformer.splitters.base import UnsupportedModelError, config_value
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, Structure, padded_length, trace_structure
 from hf_pipetransformer.startup.model import (
@@ -61,9 +61,14 @@ class Result:
 
 
 def run_whole(target: ProbeTarget) -> Result:
+    # A copy: a loss may take labels out of its inputs, as Trainer's label smoothing does.
+    return run_loss(target, lambda: target.loss(dict(target.inputs)))
+
+
+def run_loss(target: ProbeTarget, compute: Callable[[], torch.Tensor]) -> Result:
+    """Run a loss, and its backward."""
     with gradients_discarded(target.model):
-        # A copy: a loss may take labels out of its inputs, as Trainer's label smoothing does.
-        loss = target.loss(dict(target.inputs))
+        loss = compute()
         # An evaluation may inspect a model of which nothing is trained.
         if loss.requires_grad:
             loss.backward()
@@ -263,10 +268,10 @@ def _padding_multiple(target: ProbeTarget, structure: Structure, hidden_shape: t
 
     def length_for(tokens: int) -> int | None:
         """Return the activation's length for sequences of `tokens` tokens; None if the model does not take them."""
-        if sequences_of(target.inputs) is not None:
+        if target.inputs.sequences is not None:
             given = first_tokens(target.inputs, tokens)
         else:
-            given = {key: _of_length(value, length, tokens) for key, value in target.inputs.items()}
+            given = target.inputs.mapped(lambda value: _of_length(value, length, tokens))
         try:
             with torch.no_grad():
                 hidden = run_stage(view, range(1), None, lambda: target.loss(given))
@@ -297,7 +302,7 @@ def _padding_multiple(target: ProbeTarget, structure: Structure, hidden_shape: t
     return multiple if all(length_for(each) == padded_length(each, multiple) for each in lengths) else 0
 
 
-def _of_length(value: Any, length: int, wanted: int) -> Any:
-    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
+def _of_length(value: torch.Tensor, length: int, wanted: int) -> torch.Tensor:
+    if value.dim() < 2 or value.shape[1] != length:
         return value
     return torch.cat([value] * -(-wanted // length), dim=1)[:, :wanted]

@@ -20,8 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_pipetransformer.data.batches import batch_size
-from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
 from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.planning.blocks import BlockCosts
@@ -42,7 +41,7 @@ PROFILE_SECONDS = 10.0
 MEMORY_SHARE = 0.5
 """Share of the free memory that a measurement may use."""
 
-ReadBatch = Callable[[int], dict[str, Any]]
+ReadBatch = Callable[[int], SampleBatch]
 """Function from a number of samples to a batch of the first samples of the run."""
 
 
@@ -86,9 +85,9 @@ def measure_blocks(
     with trained_as_given(target.model, structure):
         if read is None:
             return profile_blocks(target, structure)
-        if sequences_of(target.inputs) is not None:
+        if target.inputs.sequences is not None:
             target = with_batch(target, read(1))  # A sample may be several sequences, and plans count samples.
-        size = batch_size(target.inputs)
+        size = target.inputs.size
         if wanted > size:
             # First with the few samples of the checks: a run of the full size could already be too large.
             pilot = profile_blocks(target, structure, num_repeats=1)
@@ -122,7 +121,7 @@ def affordable_samples(wanted: int, pilot: BlockProfile, num_blocks_run: int, fr
 
 def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int = NUM_REPEATS) -> BlockProfile:
     """Time the embeddings, one middle layer and the head; the middle layer stands for all layers."""
-    size, num_blocks, cuts = batch_size(target.inputs), structure.num_blocks, structure.block_starts()
+    size, num_blocks, cuts = target.inputs.size, structure.num_blocks, structure.block_starts()
     forward, backward, edge_backward, saved, working = ([0.0] * num_blocks for _ in range(5))
     profile = BlockProfile(forward, backward, edge_backward, saved, working_bytes=working, num_samples=size)
     profile.table = kept_back(target, structure)
@@ -169,7 +168,7 @@ def kept_back(target: ProbeTarget, structure: Structure) -> tuple[float, float]:
     if not kept or ids.is_floating_point():
         return 0.0, 0.0
     largest = max(kept, key=torch.Tensor.numel)
-    return float(num_bytes(largest)), tables[largest].num_embeddings * batch_size(target.inputs) / ids.numel()
+    return float(num_bytes(largest)), tables[largest].num_embeddings * target.inputs.size / ids.numel()
 
 
 def middle_layer(twin: ProbeSubmodel, structure: Structure) -> int:
@@ -303,7 +302,7 @@ def saved_activations(
         copies: tensors that do not count, like the weights.
     """
     saved, working = [0.0] * structure.num_blocks, [0.0] * structure.num_blocks
-    size = batch_size(target.inputs)
+    size = target.inputs.size
     runner = _Runner(target, structure, num_repeats=0)
     try:
         for start, end in pairwise(target.twin.cut_positions(structure)):
@@ -404,11 +403,10 @@ def affordable_sequences(blocks: BlockCosts, device: torch.device, num_ranks_her
     return max(1, int(MEMORY_SHARE * _free_bytes(device, num_ranks_here) / kept)) if kept else 1
 
 
-def with_batch(target: ProbeTarget, batch: dict[str, Any]) -> ProbeTarget:
+def with_batch(target: ProbeTarget, batch: SampleBatch) -> ProbeTarget:
     """Return the target with another batch, moved to the model's device and completed."""
     device = target.device
-    inputs = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in batch.items()}
-    return replace(target, inputs=target.complete(inputs))
+    return replace(target, inputs=target.complete(batch.mapped(lambda each: each.to(device))))
 
 
 def smallest_device_bytes(device: torch.device, topology: Topology) -> float:

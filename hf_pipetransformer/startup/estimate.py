@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel
 
+from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
@@ -179,7 +180,8 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
     splitter = find_splitter(model)
     lower = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     with as_twin(model, splitter) as twin, _OnDevice(lower) as device:
-        target = ProbeTarget(model, splitter, dict(batch), lambda given, _: model(**given).loss, lambda _: 1, twin)
+        inputs = SampleBatch(batch)
+        target = ProbeTarget(model, splitter, inputs, lambda given, _: model(**given).loss, lambda _: 1, twin)
         structure = trace_structure(model, splitter, lambda: target.loss(target.inputs), target.is_text)
         with torch.no_grad():
             sent, per_stage = run_stages(target, structure, target.inputs)

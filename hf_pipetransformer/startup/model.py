@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_pipetransformer.data.batches import SampleBatch
+from hf_pipetransformer.data.effects import modes_kept
 from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.options.refusals import keeps_statistics
 from hf_pipetransformer.schedules.placement import block_of
@@ -61,15 +63,15 @@ class ProbeTarget:
 
     model: nn.Module
     splitter: Splitter
-    inputs: dict[str, Any]
+    inputs: SampleBatch
     compute: Callable[[dict[str, Any], int], torch.Tensor]
     count: Callable[[Any], int]
     twin: ProbeSubmodel = WHOLE
-    complete: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    complete: Callable[[SampleBatch], SampleBatch] = SampleBatch.of
     has_reference: bool = False
     scope: LossScope = LossScope.PARTS
     rule: LossRule = LossRule.MEAN
-    shape_without_rows: Callable[[dict[str, Any]], str | None] = lambda _inputs: None
+    shape_without_rows: Callable[[SampleBatch], str | None] = lambda _inputs: None
     why_whole_head: str | None = None
     without_labels: Callable[[dict[str, Any], int], torch.Tensor] | None = None
     hooks: ScriptHooks | None = None
@@ -96,6 +98,11 @@ class ProbeTarget:
     def is_text(self) -> bool:
         tokens = self.inputs[self.main_input]
         return tokens.dim() == 2 and not tokens.is_floating_point()
+
+    @property
+    def has_padded_texts(self) -> bool:
+        """True if each sample is a row of tokens, or some rows."""
+        return self.is_text and self.inputs.sequences is None
 
     @property
     def pad_token_id(self) -> int:
@@ -212,20 +219,20 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
     Args:
         is_training: value of `model.training` on the outermost module, which a loss may read.
     """
-    modes = {module: module.training for module in model.modules()}
     own = {
         module: (vars(module).copy(), {name: vars(module)[name].copy() for name in _PARTS if name in vars(module)})
-        for module in modes
+        for module in model.modules()
     }
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    put_in_evaluation_mode(model)
-    model.training = is_training
     try:
         device = next(model.parameters()).device
         # Only the model's own GPU: by default the states of all GPUs are copied, which allocates memory on each.
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), attributes_kept(model):
-            yield
+        with modes_kept(own), torch.random.fork_rng(devices=devices):
+            put_in_evaluation_mode(model)
+            model.training = is_training
+            with attributes_kept(model):
+                yield
     except BaseException:
         for module, (attributes, parts) in own.items():
             # The dictionary itself stays: hooks and wrappers may hold references to it.
@@ -238,8 +245,6 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        for module, training in modes.items():
-            module.training = training
 
 
 @contextmanager
@@ -266,12 +271,9 @@ def in_full_precision(
         yield
 
 
-def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def in_float32(batch: SampleBatch) -> SampleBatch:
     """Return the batch with its half-precision tensors cast to float32."""
-    return {
-        key: value.float() if isinstance(value, torch.Tensor) and value.dtype in HALVES else value
-        for key, value in inputs.items()
-    }
+    return batch.mapped(lambda value: value.float() if value.dtype in HALVES else value)
 
 
 def with_masters(model: nn.Module, twin: ProbeSubmodel, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:

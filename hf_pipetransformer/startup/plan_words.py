@@ -259,11 +259,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Align columns to the right, the second one, if it has words, to the left."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    is_text = [any(line[column][:1].isalpha() for line in lines[1:]) for column in range(len(head))]
+    is_left = [any(line[column][:1].isalpha() for line in lines[1:]) for column in range(len(head))]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(line, widths, is_text, strict=True)
+            for cell, width, left in zip(line, widths, is_left, strict=True)
         ).rstrip()
         for line in lines
     )

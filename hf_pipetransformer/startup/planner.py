@@ -33,7 +33,7 @@ from hf_pipetransformer.schedules.placement import slice_bounds
 
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import Topology
-    from hf_pipetransformer.data.batches import CommonLength
+    from hf_pipetransformer.data.batches import CommonLength, SampleBatch
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.splitters.structure import Probe
 
@@ -415,7 +415,7 @@ class StartUp:
     pads_alike: bool
     sees_padding: bool
     main_dtype: torch.dtype
-    samples: dict[str, Any]
+    samples: SampleBatch
     plans: RunPlanner
     shape_without_rows: str | None = None
     trainer_adds_up: bool = False

@@ -11,14 +11,13 @@ import torch
 from hf_pipetransformer.data.batches import (
     IGNORED_LABEL,
     MAIN_INPUTS,
-    batch_size,
-    labels_by_row,
-    num_rows,
-    rows_per_sample,
+    SampleBatch,
+    first_tokens,
     take_rows,
     take_samples,
+    take_sequences,
 )
-from hf_pipetransformer.data.flattened import CUMULATIVE, MARKS, Sequences, first_tokens, sequences_of, take_sequences
+from hf_pipetransformer.data.flattened import CUMULATIVE, MARKS, Sequences
 from hf_pipetransformer.splitters.base import is_causal_lm
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
 
@@ -33,7 +32,7 @@ NUM_PROBE_SAMPLES = 6
 
 @dataclass(frozen=True)
 class FirstBatch:
-    """First batch of a run, with what `batches` has noted of its samples; empty on ranks that do not read.
+    """First batch of a run, empty on ranks that do not read.
 
     Args:
         num_samples: number of samples that it was made of; None if nobody tells.
@@ -41,12 +40,12 @@ class FirstBatch:
         collated: collates some of its samples by themselves, which cannot be cut from it then; None if nobody can.
     """
 
-    batch: dict[str, Any]
+    batch: SampleBatch
     num_samples: int | None = None
     media: frozenset[str] = frozenset()
-    collated: Callable[[int, int], dict[str, Any]] | None = None
+    collated: Callable[[int, int], SampleBatch] | None = None
 
-    def read(self, num_samples: int) -> dict[str, Any]:
+    def read(self, num_samples: int) -> SampleBatch:
         """Return at most `num_samples` samples, the first ones if they have what the batch has, as one batch."""
         if not self.media:
             return take_samples(self.batch, slice(0, num_samples))
@@ -59,7 +58,7 @@ class FirstBatch:
 
 def probe_samples(
     first: FirstBatch, main_input: str, count: Callable[[Mapping[str, Any]], int], most: int = NUM_PROBE_SAMPLES
-) -> dict[str, Any]:
+) -> SampleBatch:
     """Return a few rows of the run's first batch.
 
     Args:
@@ -69,7 +68,7 @@ def probe_samples(
         ValueError: the data set is empty, or the rows of a batch do not belong to one sample each.
     """
     batch = first.batch
-    size = batch_size(batch) if first.num_samples is None else first.num_samples
+    size = batch.size if first.num_samples is None else first.num_samples
     if not size:
         raise ValueError("The data set is empty: expected at least one sample.")
     check_rows(batch, size, main_input)
@@ -80,12 +79,12 @@ def probe_samples(
             "batches, or another seed."
         )
     found = batch
-    if num_rows(batch) > most:
+    if batch.num_rows > most:
         found = first.read(most) if first.media else take_rows(batch, torch.arange(most))
     labels = found.get("labels")
     # Without any label a loss is nan, which says nothing of a model's stages.
     if isinstance(labels, torch.Tensor) and not count(found):
-        found = {**found, "labels": torch.zeros_like(labels)}
+        found = found | {"labels": torch.zeros_like(labels)}
     return found
 
 
@@ -110,7 +109,7 @@ _REMEDY = (
 )
 
 
-def check_rows(inputs: Mapping[str, Any], num_samples: int, main_input: str | None = None) -> None:
+def check_rows(inputs: SampleBatch, num_samples: int, main_input: str | None = None) -> None:
     """Refuse a batch that is not flattened and whose rows do not belong to one sample of the data set each.
 
     Args:
@@ -121,16 +120,15 @@ def check_rows(inputs: Mapping[str, Any], num_samples: int, main_input: str | No
         ValueError: the collator put several samples into one row without position_ids that tell them apart or
             without labels of tokens, or the numbers of rows and samples differ.
     """
-    flattened = sequences_of(inputs)
-    if flattened is not None:
-        _check_flattened(inputs, flattened)
+    if inputs.sequences is not None:
+        _check_flattened(inputs, inputs.sequences)
         return
     marks = [name for name in MARKS if inputs.get(name) is not None]
     if marks:
         raise ValueError(
             f"The collator concatenates samples: {num_samples} samples gave a batch with {', '.join(marks)}. {_REMEDY}"
         )
-    positions, expected = inputs.get("position_ids"), num_samples * rows_per_sample(inputs)
+    positions, expected = inputs.get("position_ids"), num_samples * inputs.rows
     if isinstance(positions, torch.Tensor) and positions.dim() == 2 and len(positions) != expected:
         row = _first_restart(positions, inputs.get("attention_mask"))
         if row is not None:
@@ -182,7 +180,7 @@ def _first_restart(positions: torch.Tensor, attention_mask: Any) -> int | None:
 
 def why_across(target: ProbeTarget) -> str | None:
     """Return why the row of a flattened batch cannot be cut: a sample predicts the next one's first token."""
-    flattened, labels = sequences_of(target.inputs), target.inputs.get("labels")
+    flattened, labels = target.inputs.sequences, target.inputs.get("labels")
     if flattened is None or labels is None or "shift_labels" in target.inputs or not is_causal_lm(target.model):
         return None
     starts = list(flattened.bounds[1:-1])
@@ -200,16 +198,15 @@ def why_mixed(target: ProbeTarget, structure: Structure) -> str | None:
 
     The loss of one sequence must have no gradient in what the layers get of those before it, not even a tiny one.
     """
-    inputs, flattened = target.inputs, sequences_of(target.inputs)
-    if flattened is not None and len(flattened) == 1:
+    inputs = target.inputs
+    if inputs.sequences is not None and len(inputs.sequences) == 1:
         # Two samples with gradients may not fit into memory: half of one, twice.
-        inputs = take_sequences(first_tokens(inputs, -(-flattened.bounds[-1] // 2)), [0, 0])
-        flattened = sequences_of(inputs)
-    labels = labels_by_row(inputs)
-    if flattened is None or labels is None:
+        inputs = take_sequences(first_tokens(inputs, -(-inputs.sequences.bounds[-1] // 2)), [0, 0])
+    flattened, labels = inputs.sequences, inputs.get("labels")
+    if flattened is None or not isinstance(labels, torch.Tensor) or labels.shape != (1, flattened.bounds[-1]):
         return None
     # The token before a sequence predicts its first one, if that has a label.
-    counts = [int((each[1:] != IGNORED_LABEL).sum()) for each in labels]
+    counts = [int((each[1:] != IGNORED_LABEL).sum()) for each in labels[0].split(flattened.lengths)]
     # The sequence with most labels comes last, where all others could be seen from it.
     *before, last = sorted(range(len(flattened)), key=counts.__getitem__)
     if not counts[last]:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_pipetransformer.data.batches import IGNORED_LABEL, batch_size, cut_tokens, take_samples
-from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.data.batches import IGNORED_LABEL, cut_tokens, take_samples
 from hf_pipetransformer.engine.head import HeadPlan, HeadProgram, HeadSlices
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
@@ -91,7 +90,7 @@ def why_unsliceable(target: ProbeTarget, structure: Structure, rule: LossRule) -
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         # With gradient checkpointing, transformers silently drops the key/value cache, but only in training mode.
         return f"{name} recomputes its layers itself: leave that to pipeline_checkpoint='layers'."
-    if sequences_of(target.inputs) is not None:
+    if target.inputs.sequences is not None:
         return (
             "the collator puts several samples into one row, and a slice would hold tokens of several. Use a collator "
             "that pads, or set pipeline_schedule='1f1b'."
@@ -119,12 +118,12 @@ def why_unsliceable(target: ProbeTarget, structure: Structure, rule: LossRule) -
 def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSlices) -> str | None:
     """Return why head and loss in slices of a sequence do not give what whole ones do, without a period, or None."""
     name = type(target.model).__name__
-    if not target.is_text or sequences_of(target.inputs) is not None:
+    if not target.has_padded_texts:
         return f"{name} is not given rows of tokens, each of one text"
     labels, tokens = target.inputs.get("labels"), target.inputs[target.main_input]
     if isinstance(labels, torch.Tensor) and labels.shape == tokens.shape:
         # Every token is a target, those at the ends of slices, too.
-        target = replace(target, inputs={**target.inputs, "labels": labels.where(labels != IGNORED_LABEL, tokens)})
+        target = replace(target, inputs=target.inputs | {"labels": labels.where(labels != IGNORED_LABEL, tokens)})
     expected = run_whole(target)
     view, whole = target.view(structure), MicroBatch(0, target.inputs, 1.0, (), target.loss)
 
@@ -173,7 +172,7 @@ def slice_times(target: ProbeTarget, structure: Structure, rule: LossRule) -> li
     deadline = time.perf_counter() + PROFILE_SECONDS
     one = replace(target, inputs=take_samples(target.inputs, slice(0, 1)))
     settings = [(one, count) for count in SLICE_COUNTS]
-    settings += [(target, count) for count in SLICE_COUNTS[::2] if batch_size(target.inputs) > 1]
+    settings += [(target, count) for count in SLICE_COUNTS[::2] if target.inputs.size > 1]
     return [each for part, count in settings for each in _times_of(part, structure, rule, count, deadline)]
 
 
@@ -201,7 +200,7 @@ def _times_of(
             least = [min(pair) for pair in zip(least, seconds, strict=True)]
         if is_late:
             break
-    size = batch_size(target.inputs)
+    size = target.inputs.size
     return [
         SliceTime(size, start, end - start, each) for (start, end), each in zip(pairwise(bounds), least, strict=True)
     ]

@@ -12,9 +12,8 @@ from torch import nn
 
 from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError, PipelineError
 from hf_pipetransformer.comm.topology import Topology, check_agreement
-from hf_pipetransformer.data.batches import CommonLength, batch_size
+from hf_pipetransformer.data.batches import CommonLength, SampleBatch
 from hf_pipetransformer.data.effects import buffers_kept
-from hf_pipetransformer.data.flattened import sequences_of
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.planning.costs import Overheads
@@ -165,7 +164,7 @@ def inspect_model(
         reads_first=found["reads_first"],
         shape_without_rows=found["shape_without_rows"],
         main_dtype=target.inputs[target.main_input].dtype,
-        samples={key: each.cpu() if isinstance(each, torch.Tensor) else each for key, each in target.inputs.items()},
+        samples=target.inputs.mapped(torch.Tensor.cpu),
         plans=RunPlanner(
             args,
             topology,
@@ -178,7 +177,7 @@ def inspect_model(
             topology.decide(
                 lambda: read_unfit(events, memory_conditions(args, probe, device_bytes, args.head_slices or 1))
             ),
-            batch_size(given.inputs),
+            given.inputs.size,
             # What differs in training without a rate that names a layer counts from the first one on.
             dropout_from=1 if found["has_modes"] else drops_from,
             scope=target.scope,
@@ -202,7 +201,7 @@ class Inspection:
     def reading(self, read: ReadBatch) -> ReadBatch:
         """Wrap `read` so that its errors are attributed to the data set and raised unchanged."""
 
-        def noting_errors(num_samples: int) -> dict[str, Any]:
+        def noting_errors(num_samples: int) -> SampleBatch:
             try:
                 return read(num_samples)
             except Exception as error:
@@ -331,7 +330,7 @@ def _check_cut(
         return why
 
     why = inspection.on_first_rank(find)
-    if why is None and exact.scope is LossScope.BATCH and several and sequences_of(exact.inputs) is not None:
+    if why is None and exact.scope is LossScope.BATCH and several and exact.inputs.sequences is not None:
         why = (
             "The collator puts all samples of a batch into one row, and a loss that is not known to be a mean or sum "
             "sees the rows of all replicas at once: expected one row a sample. Use a collator that pads, or set "
@@ -377,7 +376,7 @@ def _check_head_slices(
 def _joins_texts(target: ProbeTarget, args: PipeTransformerArguments) -> bool:
     """Return True if replicas join their texts for one loss, or to check one, and so pad to a common length."""
     joins = target.scope is LossScope.BATCH or args.pipeline_loss == "parts"
-    return joins and target.is_text and sequences_of(target.inputs) is None
+    return joins and target.has_padded_texts
 
 
 def _measure_costs(

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.data.batches import pad_batch
-from hf_pipetransformer.data.effects import Alone, buffers_kept, effects_of
-from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.data.effects import Alone, buffers_kept, effects_of, modes_kept
 from hf_pipetransformer.data.rng import random_state, same_states, set_random_state
 from hf_pipetransformer.schedules.placement import first_above
 from hf_pipetransformer.splitters.base import config_value
-from hf_pipetransformer.startup.check import Result
-from hf_pipetransformer.startup.model import ProbeTarget, gradient_norms, gradients_discarded, run_stage
+from hf_pipetransformer.startup.check import Result, run_loss
+from hf_pipetransformer.startup.model import ProbeTarget, run_stage
 
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ SAME_LOSS_TOLERANCE = 1e-6
 
 def depends_on_length(target: ProbeTarget) -> bool:
     """Return True if one more position of padding changes the loss, so that replicas must pad to a common length."""
-    if not target.is_text or sequences_of(target.inputs) is not None:
+    if not target.has_padded_texts:
         return False
     padded = _with_more_padding(target)
     # Without a trial, the safe answer: padding to a common length only costs time.
@@ -90,11 +89,7 @@ def _is_unread(
     view, later = target.view(probe.structure), range(block, probe.structure.num_blocks)
 
     def result_of(entering: torch.Tensor) -> Result:
-        with gradients_discarded(target.model):
-            loss = run_stage(view, later, entering, lambda: target.loss(dict(inputs)))
-            if loss.requires_grad:
-                loss.backward()
-            return Result(float(loss.detach()), gradient_norms(target.parameters))
+        return run_loss(target, lambda: run_stage(view, later, entering, lambda: target.loss(dict(inputs))))
 
     try:
         hidden = run_stage(view, range(block), None, lambda: target.loss(dict(inputs))).detach()
@@ -205,13 +200,9 @@ def why_one_after_another(target: ProbeTarget) -> str | None:
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
     """Put all modules into training mode inside."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
+    with modes_kept(model.modules()):
+        model.train()
         yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _are_alike(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:

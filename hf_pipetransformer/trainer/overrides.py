@@ -16,7 +16,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Pr
 
 from hf_pipetransformer.comm.groups import let_group_threads_finish
 from hf_pipetransformer.compat import trainer_compat
-from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.report.origin import outcome_of
@@ -233,7 +232,8 @@ class EvaluationOverrides(_Trainer):
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Run one evaluation batch; returns the global batch's loss, repeated for each of this replica's samples."""
-        evaluation, given = self.pipeline_run.pipelined.evaluations.present, dict(inputs)
+        evaluation = self.pipeline_run.pipelined.evaluations.present
+        given = evaluation.noted(inputs)
         method = getattr(super().prediction_step, "__func__", None)
         may_generate = method is Seq2SeqTrainer.prediction_step
         reads_loss_only = prediction_loss_only or (may_generate and trainer_compat.generates(self))
@@ -242,7 +242,7 @@ class EvaluationOverrides(_Trainer):
         with evaluation.running(inputs, reads_loss_only and is_known, ignore_keys) as batch:
             loss, logits, labels = super().prediction_step(model, batch, prediction_loss_only, *args, **kwargs)
         count = trainer_compat.items_of if evaluation.told_num_items else trainer_compat.items_of_own_mean
-        return evaluation.global_loss(loss, count(self, given), batch_size(given)), logits, labels
+        return evaluation.global_loss(loss, count(self, given), given.size), logits, labels
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Return a data set of DPOTrainer with what the reference says of it, computed on the stages.

@@ -16,7 +16,7 @@ from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.compat.known_losses import KnownLoss, known_loss
-from hf_pipetransformer.data.batches import batch_size, for_model, note_samples
+from hf_pipetransformer.data.batches import SampleBatch, note_samples
 from hf_pipetransformer.data.loader import PipelineLoader, Request
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossRule, LossScope
@@ -278,7 +278,7 @@ class PipelineBuilder:
             collated = begun.collated if begun.samples else None
             first = FirstBatch(begun.batch, begun.num_samples, names, collated)
         else:
-            first = FirstBatch(dict(note_samples(given, None, rows)))
+            first = FirstBatch(note_samples(given, None, rows))
         parts = (first, main_input_of(trainer.model), count, most_samples(args, may_slice_head))
         # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
         samples = topology.decide(lambda: probe_samples(*parts))
@@ -419,7 +419,7 @@ class PipelineBuilder:
         if report.is_training and may_have_replicas and start_up.shape_without_rows is not None:
             raise ValueError(
                 f"Evaluations of this run join outputs of shape {start_up.shape_without_rows} of "
-                f"{batch_size(start_up.samples)} samples over replicas: expected one row a sample. {REMEDY}"
+                f"{start_up.samples.size} samples over replicas: expected one row a sample. {REMEDY}"
             )
         # A pipeline of one stage has the whole model on each rank, which callbacks may read and generate with.
         if max(layout.pipeline_size, longest) > 1:
@@ -548,10 +548,9 @@ def _shape_without_rows(
         return shape_without_rows(trainer, shell, _copied(inputs), ignored)
 
 
-def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
+def _copied(inputs: dict[str, Any]) -> SampleBatch:
     """Copy the tensors of a batch for the model: it runs many times, and a model may modify it in place."""
-    given = for_model(inputs)
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+    return SampleBatch.of(inputs).mapped(torch.Tensor.clone)
 
 
 def _length(dataset: Any) -> int | None:

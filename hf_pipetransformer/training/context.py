@@ -14,7 +14,6 @@ from transformers import Trainer, TrainerControl, TrainerState
 
 from hf_pipetransformer.comm.topology import Topology, check_agreement, get_topology
 from hf_pipetransformer.compat import trainer_compat
-from hf_pipetransformer.data.batches import for_model
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report.events import EventLog
@@ -70,7 +69,7 @@ class TrainerView:
 
     def loss_of(self, model: Any, batch: Mapping[str, Any]) -> Callable[[], Any]:
         trainer = self.trainer
-        given = trainer_compat.preparation(trainer)(for_model(batch))
+        given = trainer_compat.preparation(trainer)(dict(batch))
         passes = "labels" in batch and trainer_compat.takes_num_items(trainer)
         items = torch.tensor(trainer_compat.items_of(trainer, batch), device=trainer.args.device) if passes else None
 

@@ -15,8 +15,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hf_pipetransformer.comm.transfers import all_gather_trees, gather_rows, reduced
 from hf_pipetransformer.compat import trainer_compat, trl_compat
-from hf_pipetransformer.data.batches import batch_size, for_model, marks_of, rows_per_sample, sequence_length
-from hf_pipetransformer.data.flattened import num_left_out, sequences_of
+from hf_pipetransformer.data.batches import SampleBatch, sequence_length
+from hf_pipetransformer.data.flattened import num_left_out
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.runtime.messages import only_loss, without_rows
@@ -26,6 +26,7 @@ from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
 
 if TYPE_CHECKING:
     from hf_pipetransformer.data.loader import PipelineLoader
+    from hf_pipetransformer.runtime.execution import Prediction
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.training.context import TrainingContext
 
@@ -61,7 +62,7 @@ class Evaluation:
         self.fills_batches = self.trainer.gather_function == self.trainer.accelerator.gather
         """True if the last batch's loss counts as that of a full one, as with `Seq2SeqTrainer`, which takes `gather`
         in place of `gather_for_metrics` before each evaluation."""
-        self.is_flattened = sequences_of(pipeline.start_up.samples) is not None
+        self.is_flattened = pipeline.start_up.samples.sequences is not None
         """True if the rows `(1, tokens, ...)` of the replicas are joined to the row that one process has."""
         is_split = pipeline.layout.pipeline_size > 1 and trainer_compat.alone_reads_outputs(self.trainer)
         self.preprocess = self.trainer.preprocess_logits_for_metrics if is_split else None
@@ -90,6 +91,10 @@ class Evaluation:
             own["compute_metrics"] = on_first_rank(self.trainer.compute_metrics, self.context.topology)
         return trainer_compat.with_attributes(self.trainer, own)
 
+    def noted(self, inputs: dict[str, Any]) -> SampleBatch:
+        """Return the batch that was read last, of which a method of the script's may have made a dict of its own."""
+        return self.loader.present.like(inputs)
+
     @contextmanager
     def running(
         self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
@@ -98,27 +103,31 @@ class Evaluation:
 
         Yields the batch for the model, with what a frozen reference says of it.
         """
-        trainer, shell, batch = self.trainer, self.pipeline.shell, for_model(inputs)
-        marks = send_to_device(marks_of(inputs), trainer.args.device)
+        trainer, shell, batch = self.trainer, self.pipeline.shell, self.noted(inputs)
         if trl_compat.reference(trainer, shell) is not None:
-            batch |= self.reference_of(batch, marks)
+            batch = batch | self.reference_of(batch)
         self.told_num_items = False
-        self.metrics.begin_batch(inputs)
-        self._num_samples, self._rows, self._token_counts = batch_size(inputs), rows_per_sample(inputs), None
-        self._num_tokens = sequence_length(inputs, main_input_of(trainer.model))
+        self.metrics.begin_batch(batch)
+        self._num_samples, self._rows, self._token_counts = batch.size, batch.rows, None
+        self._num_tokens = sequence_length(batch, main_input_of(trainer.model))
         # Every replica has all of a smaller batch.
         is_cut = self.loader.size >= self.pipeline.layout.num_replicas
         prediction = replace(
-            shell.prediction,
-            marks=marks,
+            self._prediction_of(batch),
             reduce=self._reduction(inputs, loss_only, ignore_keys),
             is_read_by_first=self._is_sent_to_first,
         )
         with ExitStack() as stack:
-            stack.enter_context(self.metrics.record_part({**batch, **marks}))
+            stack.enter_context(self.metrics.record_part(batch))
             stack.enter_context(self.pipeline.evaluating(is_cut, prediction))
             stack.enter_context(trl_compat.reading_reference(trainer, batch))
             yield trainer_compat.sent(trainer, batch)
+
+    def _prediction_of(self, batch: SampleBatch) -> Prediction:
+        """Return how the shell predicts, with how the samples lie in a batch, whose entries Trainer prepares."""
+        # What pieces have for themselves is moved here.
+        samples = batch.like({}).changed(partial(trainer_compat.sent, self.trainer))
+        return replace(self.pipeline.shell.prediction, samples=samples)
 
     def _reduction(self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None) -> Any:
         """Return what the last stage makes of an output; None to send all of it."""
@@ -154,28 +163,24 @@ class Evaluation:
         else:
             # Trainer has prepared the batch already; what other replicas send is on the host.
             prepare = partial(send_to_device, device=self.trainer.args.device)
-            batch = LoaderBatch(inputs, forward, 0, prepare, shared=self.pipeline.shared_rng)
+            batch = LoaderBatch(SampleBatch(inputs), forward, 0, prepare, shared=self.pipeline.shared_rng)
             loss, outputs = runner.predict_whole(batch, shell.prediction)
         return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()
-    def reference_of(self, batch: dict[str, Any], marks: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return what a frozen reference says of a batch, of which `marks_of` has noted `marks`.
-
-        Collective: call on every rank of the pipeline.
-        """
+    def reference_of(self, batch: SampleBatch) -> dict[str, torch.Tensor]:
+        """Return what a frozen reference says of a batch. Collective: call on every rank of the pipeline."""
         prepared, shell = trainer_compat.preparation(self.trainer)(batch), self.pipeline.shell
         found: dict[str, torch.Tensor] = self.pipeline.runner.predict(
             prepared,
             partial(trl_compat.reference_entries, self.trainer, shell),
-            replace(shell.prediction, marks=marks),
+            self._prediction_of(batch),
         )
         return found
 
-    def gathered_reference(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def gathered_reference(self, batch: SampleBatch) -> dict[str, torch.Tensor]:
         """Return what a frozen reference says of a global batch. Collective: call on every rank."""
-        found = self.reference_of(for_model(inputs), marks_of(inputs))
-        return {name: self.gather(value).cpu() for name, value in found.items()}
+        return {name: self.gather(value).cpu() for name, value in self.reference_of(batch).items()}
 
     def num_items_told(
         self, batches: list[Any], _as_in_trainer: Callable[[], Any], device: torch.device
@@ -278,7 +283,7 @@ class Evaluation:
         if self._token_counts is None:
             counts = all_gather_trees(self._num_tokens, self.groups.replica_control, self.groups.num_replicas)
             self._token_counts = counts
-        # Outputs of one value less are zero between the replicas, see `flattened.join_tokens`.
+        # Outputs of one value less are zero between the replicas, see `Axis.joined`.
         missing = num_left_out([tensor.shape], [max(self._token_counts)])
         # A batch smaller than the number of replicas is whole on each.
         samples = self.loader.samples_of_replicas()
@@ -317,6 +322,9 @@ class UsersEvaluation:
         self.loader = loader
         self.told_num_items = False
 
+    def noted(self, inputs: dict[str, Any]) -> SampleBatch:
+        return SampleBatch(inputs)
+
     def running(
         self, inputs: dict[str, Any], _loss_only: bool, _ignore_keys: Any
     ) -> AbstractContextManager[dict[str, Any]]:
@@ -338,11 +346,11 @@ def has_rows(tensor: torch.Tensor, num_samples: int) -> bool:
     return tensor.dim() > 0 and len(tensor) == num_samples
 
 
-def shape_without_rows(trainer: Trainer, model: Any, inputs: dict[str, Any], ignored: list[str] | None) -> str | None:
+def shape_without_rows(trainer: Trainer, model: Any, batch: SampleBatch, ignored: list[str] | None) -> str | None:
     """Return the shape of the first tensor that evaluations of a training gather and that has no row for each sample.
 
     None if there is none, or if it takes an evaluation to know: it reads the loss alone, generates, or runs code of
-    the script's on the outputs. `inputs` is a batch for the model.
+    the script's on the outputs.
     """
     if trainer.compute_metrics is None or trainer.args.eval_strategy == "no" or trainer_compat.generates(trainer):
         return None
@@ -350,12 +358,11 @@ def shape_without_rows(trainer: Trainer, model: Any, inputs: dict[str, Any], ign
     # In the evaluation itself, the first batch is looked at.
     is_known &= trainer_compat.has_known_loss(trainer) or trainer_compat.has_plain_loss(trainer)
     is_known &= trainer.preprocess_logits_for_metrics is None
-    if not is_known or trainer.args.prediction_loss_only or sequences_of(inputs) is not None:
+    if not is_known or trainer.args.prediction_loss_only or batch.sequences is not None:
         return None
-    size = batch_size(inputs)
     found: list[str] = []
     # Of TRL's pairs, an output has a row for each pair or for each of its texts.
-    sizes = {size, size * rows_per_sample(inputs)}
+    sizes = {batch.size, batch.size * batch.rows}
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
         if not any(has_rows(tensor, each) for each in sizes):
@@ -364,7 +371,7 @@ def shape_without_rows(trainer: Trainer, model: Any, inputs: dict[str, Any], ign
 
     # What raises here raises in the evaluation, with its own cause.
     with suppress(Exception), torch.no_grad():
-        _, outputs = trainer.compute_loss(model, dict(inputs), return_outputs=True)
-        read = trainer_compat.preprocessed(trainer, lambda logits, _labels: logits, ignored, outputs, inputs)
+        _, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True)
+        read = trainer_compat.preprocessed(trainer, lambda logits, _labels: logits, ignored, outputs, batch)
         recursively_apply(look, read["preprocessed"])
     return found[0] if found else None

@@ -16,8 +16,7 @@ from transformers.trainer_utils import seed_worker
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.compat import trainer_compat, trl_compat
-from hf_pipetransformer.data.batches import join_pieces, pads_on_left
-from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.data.batches import SampleBatch, join_pieces, pads_on_left
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.reading import (
     DispatchedReading,
@@ -176,7 +175,8 @@ def begin_reading(
         size = min(len(dataset), max(2, args.global_batch_size(request.batch_size) // args.world_size))
         with generators_kept(dataset, collate):
             has_drawn = draws_from_now_on(dataset, collate)
-            found.batch = reader.collate_fn(Samples(dataset).__getitems__(list(range(size)))) if rank == 0 else {}
+            if rank == 0:
+                found.batch = reader.collate_fn(Samples(dataset).__getitems__(list(range(size))))
             draws = has_drawn()
         found.num_samples = size
     else:
@@ -185,7 +185,7 @@ def begin_reading(
         found.num_samples, draws = reader.collate_fn.num_samples or None, reading.draws
     found.samples, reader.collate_fn.keeps = reader.collate_fn.samples, False
     found.draws, found.is_flattened, found.pads_on_left = topology.decide(
-        lambda: [draws, sequences_of(found.batch) is not None, pads_on_left(found.batch)]
+        lambda: [draws, found.batch.sequences is not None, pads_on_left(found.batch)]
     )
     return found
 
@@ -203,7 +203,7 @@ class Begun:
     collate: Any
     last_seeded: int
     reading: DispatchedReading = field(init=False)
-    batch: dict[str, Any] = field(default_factory=dict, init=False)
+    batch: SampleBatch = field(default_factory=SampleBatch, init=False)
     """On rank 0."""
     num_samples: int | None = field(default=None, init=False)
     """Samples of that batch, there; None if nobody tells."""
@@ -216,10 +216,10 @@ class Begun:
     samples: list[Any] = field(default_factory=list, init=False)
     """Samples of the first batch, there, of a model whose batches cannot be cut."""
 
-    def collated(self, start: int, stop: int) -> dict[str, Any]:
+    def collated(self, start: int, stop: int) -> SampleBatch:
         """Return some samples of the first batch by themselves."""
         with generators_kept(self.collate):
-            return dict(self.collate(self.samples[start:stop]))
+            return SampleBatch(self.collate(self.samples[start:stop]))
 
     def is_for(self, request: Request) -> bool:
         """Return True if a request is for the same batches."""

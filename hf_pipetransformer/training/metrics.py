@@ -15,7 +15,7 @@ from transformers.trainer_utils import denumpify_detensorize
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.transfers import pack
 from hf_pipetransformer.compat import trainer_compat, trl_compat
-from hf_pipetransformer.data.batches import rows_per_sample, with_rows
+from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.engine.wrappers import runs_again
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules.layout import Layout, counted
@@ -88,10 +88,10 @@ class MetricAccumulator:
     _rows_per_sample: int = field(default=1, init=False)
     _parts: dict[str, list[Part]] = field(default_factory=lambda: {"train": [], "eval": []}, init=False)
 
-    def begin_batch(self, inputs: dict[str, Any], counts_tokens: bool = False) -> None:
+    def begin_batch(self, inputs: SampleBatch, counts_tokens: bool = False) -> None:
         """Start the next batch, and count its tokens if asked to: its parts overlap, so they cannot be counted."""
         self._batch += 1
-        self._rows_per_sample = rows_per_sample(inputs)
+        self._rows_per_sample = inputs.rows
         if trl_compat.metrics(self.context.trainer) is None:
             return
         if counts_tokens and inputs and trl_compat.num_tokens_read(self.context.trainer) is not None:
@@ -119,7 +119,7 @@ class MetricAccumulator:
             yield
         if runs_again():
             return  # Recomputation: the first run recorded it.
-        weight = trl_compat.metric_weights(with_rows(inputs, self._rows_per_sample))
+        weight = trl_compat.metric_weights(SampleBatch(inputs, self._rows_per_sample))
         for mode, recorded in apart.items():
             values = {
                 name: (values[-1], weight(name))

@@ -14,7 +14,7 @@ from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer
 
 from hf_pipetransformer.compat import trainer_compat, trl_compat
-from hf_pipetransformer.data.batches import batch_size, note_samples
+from hf_pipetransformer.data.batches import SampleBatch, note_samples
 from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.splitters.base import main_input_of
 
@@ -180,21 +180,23 @@ class Steps(ABC):
         `write` stores the activations that enter the entry block.
         """
         trainer, args, pipeline = self.trainer, self.trainer.args, self.pipeline
+        step, number = self._present, self._num_run
+        self._num_run += 1
+        # A method of the script's may have made a dict of its own of it.
+        batch: SampleBatch = step.batches[number].like(inputs)
         pipeline.shell.training = True  # A loss may read the shell's flag, and an evaluation has cleared it.
         pipeline.stage.set_modes()
-        value = inputs.get(self._main_input)
+        value = batch.get(self._main_input)
         num_tokens = value.numel() if isinstance(value, torch.Tensor) else 0
-        pipeline.settings.meter.count(batch_size(inputs), num_tokens)
+        pipeline.settings.meter.count(batch.size, num_tokens)
         # In place of Trainer's `training_step`, where optimizers change their mode and the device's cache is emptied.
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         if args.torch_empty_cache_steps and trainer.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
 
-        self.metrics.begin_batch(inputs, counts_tokens=self._counts_tokens)
-        step, number = self._present, self._num_run
-        self._num_run += 1
-        return self._loader_batch(inputs, number, step, num_items, write)
+        self.metrics.begin_batch(batch, counts_tokens=self._counts_tokens)
+        return self._loader_batch(batch, number, step, num_items, write)
 
     def loss_of_all(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a scalar whose mean over all ranks is the loss of the batch, from what `run` returned."""
@@ -203,7 +205,7 @@ class Steps(ABC):
         return loss.detach().to(self.trainer.args.device) * share
 
     def _loader_batch(
-        self, inputs: dict[str, Any], number: int, step: StepBatches, num_items: Any, write: Write | None = None
+        self, inputs: SampleBatch, number: int, step: StepBatches, num_items: Any, write: Write | None = None
     ) -> LoaderBatch:
         """Return batch `number` of a step with the loss that Trainer would compute."""
         trainer, shell, reference = self.trainer, self.pipeline.shell, self._reference

@@ -20,8 +20,8 @@ from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError
 from hf_pipetransformer.comm.transfers import all_gather_trees
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.compat.known_losses import known_loss
-from hf_pipetransformer.data.batches import detach_tags, for_model, names_of
-from hf_pipetransformer.data.flattened import sequences_of
+from hf_pipetransformer.data.batches import detach_tags
+from hf_pipetransformer.data.effects import modes_kept
 from hf_pipetransformer.data.rng import random_state, set_random_state
 from hf_pipetransformer.engine.losses import (
     PARTS_TOLERANCE,
@@ -137,7 +137,7 @@ class LossCheck:
         has_replicas = layout.num_replicas > 1
         is_cut = layout.num_microbatches > 1 or has_replicas
         # Rows that hold several samples are cut between them, but replicas' rows are not joined.
-        is_joinable = not (has_replicas and sequences_of(self.pipeline.start_up.samples) is not None)
+        is_joinable = not (has_replicas and self.pipeline.start_up.samples.sequences is not None)
         is_watched = self._runner.scope is LossScope.PARTS and is_cut and layout.abilities.runs_steps_whole
         # Of a model whose activations follow the tokens in another way, the head runs apart at one length only.
         return is_watched and is_joinable and self.pipeline.start_up.probe.activation.multiple != 0
@@ -172,11 +172,11 @@ class LossCheck:
         cut, hidden = [part for part, _ in entered], [each for _, each in entered]
         inputs, _ = detach_tags(batch.inputs)
         # A frozen reference has given entries to the micro-batches, which the batch does not have.
-        of_reference = sorted({*cut[0].inputs} - names_of(inputs))
-        inputs |= {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
+        of_reference = sorted({*cut[0].inputs} - inputs.names)
+        inputs = inputs | {name: torch.cat([part.inputs[name] for part in cut]) for name in of_reference}
         joined = join_parts(inputs, cut, hidden, replicas)
-        share, inputs = joined.share, batch.prepare(for_model(joined.inputs))
-        part = replace(cut[0], index=0, inputs=inputs, weight=share, activation_shape=(), tags=None, place=None)
+        share, given = joined.share, batch.prepare(joined.inputs)
+        part = replace(cut[0], index=0, inputs=given, weight=share, activation_shape=(), tags=None, place=None)
         whole, gradient = self._loss_of(part, joined.entering)
         of_parts = [self._loss_of(part, each) for part, each in entered]
         losses = [float(loss) * part.weight for (loss, _), part in zip(of_parts, cut, strict=True) if part.weight]
@@ -228,14 +228,10 @@ class LossCheck:
         view = self.pipeline.stage.view
         inside = {id(module) for layer in view.structure.layers for module in layer.modules()}
         modules: list[nn.Module] = [module for module in view.model.modules() if id(module) not in inside][1:]
-        trained = [module for module in modules if module.training]
-        for module in trained:
-            module.training = False
-        try:
+        with modes_kept(modules):
+            for module in modules:
+                module.training = False
             yield
-        finally:
-            for module in trained:
-                module.training = True
 
     def _decide(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of the last batch, after a second run of the step if parts do not add up to the whole."""

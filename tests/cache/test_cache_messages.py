@@ -20,6 +20,7 @@ from hf_pipetransformer.cache.opening import CacheInputs
 from hf_pipetransformer.cache.parts import BatchAssembler
 from hf_pipetransformer.cache.records import HEADER_FILE, RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
+from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.loader import PipelineLoader
 from tests.cache.test_store import PLAIN, put, values_of
 
@@ -166,7 +167,7 @@ def test_activations_that_are_not_one_a_token() -> None:
 
     activation = SimpleNamespace(hidden_shape=(5, 4), input_shape=(8,), changes_length=True)
     inputs = SimpleNamespace(
-        start_up=SimpleNamespace(probe=SimpleNamespace(activation=activation), samples={}),
+        start_up=SimpleNamespace(probe=SimpleNamespace(activation=activation), samples=SampleBatch()),
         args=SimpleNamespace(
             pipeline_schedule="1f1b", schedule=SimpleNamespace(abilities=SimpleNamespace(cuts_tokens=False))
         ),
@@ -177,7 +178,9 @@ def test_activations_that_are_not_one_a_token() -> None:
 
 
 def test_a_batch_that_is_padded_by_another_rule() -> None:
-    source = SimpleNamespace(is_text=True, main_input="input_ids", padded_length=lambda longest: longest)
+    source = SimpleNamespace(
+        length_of=lambda batch: batch["input_ids"].shape[1], padded_length=lambda longest: longest
+    )
     parts = SimpleNamespace(source=source, found=[(None, {"input_ids": torch.zeros(1, 9)}, None)], _longest=[8])
     assert BatchAssembler.padded_length(cast(BatchAssembler, parts), [], is_checked=False) == 9
     with pytest.raises(StoreDamagedError, match="a batch was padded to 9 tokens, after the first samples 8 were"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import datasets
@@ -17,21 +18,21 @@ from transformers.trainer_utils import has_length
 from hf_pipetransformer.comm.topology import PipelineGroups
 from hf_pipetransformer.comm.transfers import pack, unpack
 from hf_pipetransformer.data.batches import (
+    Axis,
+    SampleBatch,
     batch_size,
     count_items,
-    for_model,
-    join_blocks,
     join_outputs,
     note_samples,
     pad_batch,
-    rows_per_sample,
     sequence_length,
     split_batch,
     take_rows,
 )
+from hf_pipetransformer.data.flattened import Sequences
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import replica_slice
-from hf_pipetransformer.data.reading import PipelineLink, StreamReading
+from hf_pipetransformer.data.reading import Part, PipelineLink, StreamReading
 from hf_pipetransformer.data.rng import SharedRngState, States, random_state
 from hf_pipetransformer.data.sampler import EpochOrder, Position, ReplicaBatchSampler, Samples
 
@@ -76,20 +77,20 @@ def test_parts_of_a_batch_hold_all_rows_of_their_samples(size: int, num_parts: i
     numbers = torch.arange(rows * size)
     given_rows = {"input_ids": numbers[:, None], "margin": numbers[:size], "names": list(range(size))}
     whole = note_samples(given_rows, size, rows)
-    assert (batch_size(whole), rows_per_sample(whole), count_items(whole)) == (size, rows, size)
+    assert (whole.size, whole.rows, count_items(whole)) == (size, rows, size)
     parts = split_batch(whole, num_parts)
     for part in parts:
         samples = (part["input_ids"] % size).reshape(rows, -1)
         assert all(torch.equal(block, part["margin"]) for block in samples)
         assert part["names"] == part["margin"].tolist()
         assert batch_size(part) == len(part["margin"])
-    join = partial(join_blocks, sizes=list(map(batch_size, parts)), rows=rows)
+    join = Axis.of(whole, list(map(batch_size, parts))).joined
     for name in ("input_ids", "margin"):
         joined = join_outputs([part[name] for part in parts], [1.0] * len(parts), join)
         assert torch.equal(joined, whole[name])
     last = take_rows(whole, torch.tensor([size - 1, size - 1]))
     assert (last["input_ids"] % size).flatten().tolist() == [size - 1] * 2 * rows
-    assert set(for_model(last)) == {"input_ids", "margin", "names"}
+    assert set(last) == {"input_ids", "margin", "names"}
 
 
 def test_a_batch_of_pairs_has_two_rows_for_each() -> None:
@@ -98,7 +99,20 @@ def test_a_batch_of_pairs_has_two_rows_for_each() -> None:
     with pytest.raises(ValueError, match="Some pairs of texts gave a batch of 5 rows: expected 2 rows a pair"):
         note_samples({"input_ids": torch.zeros(5, 4)}, None, rows=2)
     of_loader = note_samples({"margin": torch.zeros(3), "input_ids": torch.zeros(6, 4)}, None, rows=2)
-    assert (batch_size(of_loader), rows_per_sample(of_loader)) == (3, 2)
+    assert (of_loader.size, of_loader.rows) == (3, 2)
+
+
+def test_a_batch_knows_how_its_samples_lie_wherever_it_goes() -> None:
+    """To another process, as a message or from a worker of a loader, and with other entries."""
+    sequences = Sequences((0, 2, 6), 2)
+    for batch in (SampleBatch({"x": torch.arange(6)}, rows=2), SampleBatch({"x": torch.ones(1, 6)}, 1, sequences)):
+        sent = unpack(pack([Part(batch, 3, True), {"first": batch}]))
+        copies = [sent[0].batch, sent[1]["first"], pickle.loads(pickle.dumps(batch)), copy.copy(batch)]
+        for found in (*copies, batch | {"y": 1}, batch.mapped(torch.Tensor.double)):
+            assert type(found) is SampleBatch and (found.rows, found.sequences) == (batch.rows, batch.sequences)
+            assert torch.equal(found["x"].double(), batch["x"].double())
+        assert (type(sent[0]), sent[0].size, sent[0].is_last) == (Part, 3, True)
+    assert (batch | {"y": 1})["y"] == 1 and "y" not in batch
 
 
 @pytest.mark.parametrize(

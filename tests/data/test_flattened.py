@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,24 +13,17 @@ from transformers import DataCollatorWithFlattening
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_pipetransformer.data.batches import (
-    batch_size,
+    Axis,
+    SampleBatch,
     count_items,
+    first_tokens,
     join_outputs,
-    num_rows,
+    note_samples,
     split_batch,
     take_rows,
     take_samples,
 )
-from hf_pipetransformer.data.flattened import (
-    MARKS,
-    SEQUENCES,
-    Sequences,
-    assign_sequences,
-    find_sequences,
-    first_tokens,
-    join_tokens,
-    sequences_of,
-)
+from hf_pipetransformer.data.flattened import MARKS, Sequences, assign_sequences, find_sequences
 from hf_pipetransformer.data.node_shares import replica_slice
 from hf_pipetransformer.planning.partition import partition
 from tests.support.decoders import make_rows
@@ -42,8 +34,10 @@ SAMPLES = [{"input_ids": [10 * length + place for place in range(length)]} for l
 EVERYTHING = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
 
 
-def flattened(samples: Any = SAMPLES, collate: Callable[..., Any] = EVERYTHING) -> dict[str, Any]:
-    return dict(find_sequences(collate(samples), len(samples)))
+def flattened(samples: Any = SAMPLES, collate: Callable[..., Any] = EVERYTHING) -> SampleBatch:
+    found = note_samples(collate(samples), len(samples))
+    assert isinstance(found, SampleBatch)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -56,7 +50,7 @@ def flattened(samples: Any = SAMPLES, collate: Callable[..., Any] = EVERYTHING) 
     ],
 )
 def test_sequences_begin_where_positions_begin_again(collate: Callable[..., Any]) -> None:
-    assert sequences_of(flattened(collate=collate)) == Sequences((0, 3, 4, 8, 10), 4)
+    assert flattened(collate=collate).sequences == Sequences((0, 3, 4, 8, 10), 4)
 
 
 def test_a_packed_sample_has_several_sequences() -> None:
@@ -66,8 +60,8 @@ def test_a_packed_sample_has_several_sequences() -> None:
     ]
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, pad_to_multiple_of=10)
     # Each token of padding is a sequence of its own.
-    assert sequences_of(flattened(rows, collate)) == Sequences((0, 2, 5, 8, 9, 10), 2)
-    assert sequences_of(flattened(rows[:1], collate)) == Sequences((0, 2, 5, 6, 7, 8, 9, 10), 1)
+    assert flattened(rows, collate).sequences == Sequences((0, 2, 5, 8, 9, 10), 2)
+    assert flattened(rows[:1], collate).sequences == Sequences((0, 2, 5, 6, 7, 8, 9, 10), 1)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +78,8 @@ def test_a_packed_sample_has_several_sequences() -> None:
 )
 def test_other_batches_stay_as_they_are(batch: dict[str, Any], num_samples: int) -> None:
     """A single packed row without marks may belong to a model that lets its texts see each other."""
-    assert find_sequences(batch, num_samples) is batch
+    assert find_sequences(batch, num_samples) is None
+    assert note_samples(batch, num_samples) == batch
 
 
 def test_what_names_sequences_is_that_of_the_sequences_taken() -> None:
@@ -101,8 +96,8 @@ def test_what_names_sequences_is_that_of_the_sequences_taken() -> None:
             assert torch.equal(own, other), name
         else:
             assert own == other
-    assert taken[SEQUENCES] == expected[SEQUENCES]
-    assert batch_size(taken) == num_rows(taken) == 2
+    assert taken.sequences == expected.sequences
+    assert taken.size == taken.num_rows == 2
 
 
 @pytest.mark.parametrize("num_parts", range(1, 9))
@@ -111,11 +106,9 @@ def test_parts_hold_each_sequence_once_and_their_outputs_join_to_the_row(num_par
     whole = flattened(samples)
     parts = split_batch(whole, num_parts)
     assert len(parts) == min(num_parts, 7)
-    assert all(SEQUENCES not in part and part["input_ids"].numel() for part in parts)
+    assert all(part.sequences is None and part["input_ids"].numel() for part in parts)
     assert sum(count_items(part, shifts_labels=True) for part in parts) == count_items(whole, shifts_labels=True)
-    own = sequences_of(whole)
-    assert own is not None
-    join = partial(join_tokens, own, assign_sequences(own.lengths, num_parts))
+    join = Axis.of(whole, [1] * len(parts)).joined
 
     def outputs_of(batch: dict[str, Any]) -> dict[str, Any]:
         of_next = batch["labels"][:, 1:].clamp(min=0) * 3
@@ -128,18 +121,18 @@ def test_parts_hold_each_sequence_once_and_their_outputs_join_to_the_row(num_par
 
 
 def test_outputs_that_are_not_by_token_are_not_joined() -> None:
-    own = Sequences((0, 3, 4, 8), 3)
+    places = torch.cat([torch.arange(3, 8), torch.arange(3)])
     for shapes in ([(1, 2, 5), (1, 5, 5)], [(1, 5), (1, 2)], [(5,), (3,)], [(5, 5), (3, 5)]):
         with pytest.raises(ValueError, match="are cut apart and joined again token by token"):
-            join_tokens(own, [[1, 2], [0]], [torch.zeros(shape) for shape in shapes])
+            Axis(1, places, [5, 3]).joined([torch.zeros(shape) for shape in shapes])
 
 
 def test_replicas_share_the_sequences_of_their_samples() -> None:
     whole = flattened([{"input_ids": [1] * (4 * number), "seq_lengths": [number] * 4} for number in range(1, 6)],
                       DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))  # fmt: skip
     parts = [take_samples(whole, slice(*bounds)) for bounds in pairwise((0, 2, 5))]
-    assert [batch_size(part) for part in parts] == [2, 3]
-    assert [num_rows(part) for part in parts] == [8, 12]
+    assert [part.size for part in parts] == [2, 3]
+    assert [part.num_rows for part in parts] == [8, 12]
     assert sum(part["input_ids"].shape[1] for part in parts) == whole["input_ids"].shape[1]
 
 
@@ -147,8 +140,8 @@ def test_replicas_share_the_sequences_of_their_samples() -> None:
 def test_each_replica_gets_tokens_if_some_samples_have_none(num_empty: int) -> None:
     rows = [{"input_ids": [1] * length} for length in (3, 4, 2, *[0] * num_empty)]
     whole = flattened(rows, DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))
-    size = batch_size(whole)
-    assert size == num_rows(whole) == 3
+    size = whole.size
+    assert size == whole.num_rows == 3
     for num_replicas in (2, 3):
         parts = [take_samples(whole, replica_slice(size, each, num_replicas)) for each in range(num_replicas)]
         assert sum(part["input_ids"].shape[1] for part in parts) == 9
@@ -158,7 +151,7 @@ def test_each_replica_gets_tokens_if_some_samples_have_none(num_empty: int) -> N
 def test_a_row_may_end_early(num_tokens: int, bounds: tuple[int, ...]) -> None:
     whole = flattened()
     own = first_tokens(whole, num_tokens)
-    assert sequences_of(own) == Sequences(bounds, len(bounds) - 1)
+    assert own.sequences == Sequences(bounds, len(bounds) - 1)
     assert torch.equal(own["input_ids"], whole["input_ids"][:, :num_tokens])
     assert own["cu_seq_lens_q"].tolist() == list(bounds)
 

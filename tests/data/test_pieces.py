@@ -12,21 +12,18 @@ from hf_pipetransformer.comm.staging import pinned
 from hf_pipetransformer.comm.transfers import pack, unpack
 from hf_pipetransformer.data.batches import (
     CommonLength,
+    SampleBatch,
     batch_size,
     count_items,
-    for_model,
     join_pieces,
-    marks_of,
-    names_of,
     pads_on_left,
     split_batch,
 )
-from hf_pipetransformer.data.reading import PipelineLink
 from hf_pipetransformer.data.sampler import BatchCollator
 from tests.support.media_models import MODELS, PAD, make_rows
 
 
-def collated(name: str, num_pieces: int, num_rows: int = 7) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def collated(name: str, num_pieces: int, num_rows: int = 7) -> tuple[list[dict[str, Any]], SampleBatch]:
     rows = make_rows(MODELS[name], num_rows)
     join = partial(join_pieces, CommonLength("input_ids", PAD, on_left=name.endswith("left")))
     return rows, BatchCollator(MODELS[name].collate, num_pieces=num_pieces, join=join)(rows)
@@ -63,21 +60,18 @@ def test_the_side_of_padding_shows_in_batches_of_several_lengths() -> None:
     assert torch.equal(joined["input_ids"], MODELS["llava_left"].collate(rows)["input_ids"])
 
 
-def test_what_pieces_have_for_themselves_is_a_mark_of_the_batch() -> None:
+def test_what_pieces_have_for_themselves_is_no_entry_of_the_batch() -> None:
     _, batch = collated("qwen2_vl", 3)
-    tokens = {"input_ids", "attention_mask", "labels", "mm_token_type_ids"}
-    assert {*for_model(batch)} == tokens
-    assert {*marks_of(batch)} == {*batch} - tokens
-    assert names_of(batch) - {*batch} == {"pixel_values", "image_grid_thw"}
+    assert {*batch} == {"input_ids", "attention_mask", "labels", "mm_token_type_ids"}
+    assert batch.names - {*batch} == {"pixel_values", "image_grid_thw"}
     # A loss may have changed the tokens that the model is called with.
-    again = split_batch({**for_model(batch), **marks_of(batch)}, 1)
+    again = split_batch(batch.like({**batch}), 1)
     assert [{*part} for part in again] == [{*part} for part in split_batch(batch, 1)]
 
 
 def test_later_stages_get_no_pixels() -> None:
     _, batch = collated("llava", 2)
-    link = PipelineLink(None, frozenset({"pixel_values"}), 1.0)  # type: ignore[arg-type]
-    sent = unpack(pack({key: link._as_sent(key, value) for key, value in batch.items()}))
+    sent = unpack(pack(batch.with_placeholders({"pixel_values"})))
     parts = split_batch(sent, 1)
     assert [part["pixel_values"].shape for part in parts] == [
         part["pixel_values"].shape for part in split_batch(batch, 1)
@@ -90,7 +84,7 @@ def test_pieces_are_pinned_with_their_batch(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[torch.Size] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (seen.append(tensor.shape), tensor)[1])
     _, batch = collated("llava", 2)
-    found = pinned(batch)
+    found = batch.changed(pinned)
     assert [{*part} for part in split_batch(found, 1)] == [{*part} for part in split_batch(batch, 1)]
     assert seen.count(batch["input_ids"].shape) == 3
     assert all(part["pixel_values"].shape in seen for part in split_batch(batch, 1))

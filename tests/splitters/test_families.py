@@ -26,7 +26,7 @@ from transformers import (
     SwinForImageClassification,
 )
 
-from hf_pipetransformer.data.flattened import find_sequences
+from hf_pipetransformer.data.batches import SampleBatch, note_samples
 from hf_pipetransformer.splitters.base import GenericSplitter, UnsupportedModelError
 from hf_pipetransformer.splitters.families import (
     BeitSplitter,
@@ -274,8 +274,8 @@ TEXTS = [{"input_ids": list(range(5, 5 + length)), "labels": [0] * length} for l
 
 def test_padded_batches_pass():
     for name in MODELS:
-        check_rows(collate(make_rows(name, 6)), 6)
-    check_rows({"features": torch.zeros(6, 2)}, 6)
+        check_rows(SampleBatch(collate(make_rows(name, 6))), 6)
+    check_rows(SampleBatch({"features": torch.zeros(6, 2)}), 6)
 
 
 @pytest.mark.parametrize(
@@ -288,16 +288,16 @@ def test_padded_batches_pass():
     ],
 )
 def test_positions_without_a_restart_pass(positions):
-    check_rows({"input_ids": torch.ones(2, 4).long(), "position_ids": torch.tensor(positions)}, 2)
+    check_rows(SampleBatch({"input_ids": torch.ones(2, 4).long(), "position_ids": torch.tensor(positions)}), 2)
 
 
 def test_masked_positions_do_not_count():
     """Padding on the left is often given position 1."""
     inputs = {"input_ids": torch.ones(2, 4).long(), "position_ids": torch.tensor([[1, 1, 0, 1], [0, 1, 2, 3]])}
     with pytest.raises(ValueError, match="begin again"):
-        check_rows(inputs, 3)
+        check_rows(SampleBatch(inputs), 3)
     with pytest.raises(ValueError, match="3 samples .* 2 rows"):
-        check_rows({**inputs, "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])}, 3)
+        check_rows(SampleBatch({**inputs, "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])}), 3)
 
 
 @pytest.mark.parametrize(
@@ -313,48 +313,48 @@ def test_masked_positions_do_not_count():
 )
 def test_flattened_samples_that_no_positions_tell_apart_are_refused(options, reason):
     with pytest.raises(ValueError, match=reason) as refused:
-        check_rows(find_sequences(DataCollatorWithFlattening(**options)(TEXTS), 3), 3)
+        check_rows(note_samples(DataCollatorWithFlattening(**options)(TEXTS), 3), 3)
     assert "DataCollatorWithPadding" in str(refused.value)
 
 
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
 def test_flattened_samples_with_positions_pass(options):
-    batch = find_sequences(DataCollatorWithFlattening(**options)(TEXTS), 3)
+    batch = note_samples(DataCollatorWithFlattening(**options)(TEXTS), 3)
     check_rows(batch, 3)
-    assert "pipetransformer_sequences" in batch
+    assert batch.sequences is not None
 
 
 def test_two_accounts_of_where_sequences_begin_are_refused():
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(TEXTS)
     batch["cu_seq_lens_k"] = torch.tensor([0, 4, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"cu_seq_lens_k says that the sequences .* \[0, 4, 8\], .* \[0, 3, 4, 8\]"):
-        check_rows(find_sequences(batch, 3), 3)
+        check_rows(note_samples(batch, 3), 3)
 
 
 def test_flattened_samples_with_one_label_are_refused():
     batch = DataCollatorWithFlattening()(TEXTS) | {"labels": torch.tensor([1])}
     with pytest.raises(ValueError, match=r"shape \(1,\): expected \(1, 8\), a label for each token"):
-        check_rows(find_sequences(batch, 3), 3)
+        check_rows(note_samples(batch, 3), 3)
 
 
 def test_rows_of_several_samples_each_are_refused():
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
     with pytest.raises(ValueError, match=r"Several samples stand in row 0 .* begin again, \[0, 1, 2, 0, 1\]"):
-        check_rows({"input_ids": torch.ones(2, 5).long(), "position_ids": positions}, 4)
+        check_rows(SampleBatch({"input_ids": torch.ones(2, 5).long(), "position_ids": positions}), 4)
 
 
 def test_a_packed_data_set_passes():
     """One row a sample, whatever stands in it: micro-batches and replicas take such rows whole."""
     inputs = {"input_ids": torch.ones(2, 5).long(), "position_ids": torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])}
-    check_rows(inputs, 2)
+    check_rows(SampleBatch(inputs), 2)
 
 
 @pytest.mark.parametrize("rows", [2, 8])
 def test_a_batch_with_other_rows_than_samples_is_refused(rows):
     with pytest.raises(ValueError, match=f"4 samples .* {rows} rows"):
-        check_rows({"pixel_values": torch.zeros(rows, 3, 4, 4)}, 4)
+        check_rows(SampleBatch({"pixel_values": torch.zeros(rows, 3, 4, 4)}), 4)
     with pytest.raises(ValueError, match=f"4 samples .* {rows} rows"):
-        check_rows({"features": torch.zeros(rows, 3)}, 4, main_input="features")
+        check_rows(SampleBatch({"features": torch.zeros(rows, 3)}), 4, main_input="features")
 
 
 def test_a_module_around_two_models_of_a_family_is_refused() -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, Trainer
 
 from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.runtime.generation import check_generation, settings_of
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.splitters.base import GenericSplitter, MediaSplitter, UnsupportedModelError, media_of
@@ -103,15 +104,15 @@ def test_images_are_looked_for_in_the_first_batch() -> None:
     without = [row for row in rows if not row["images"]]
 
     def first(rows: list[Any]) -> FirstBatch:
-        collated = lambda start, stop: family.collate(rows[start:stop])  # noqa: E731
-        return FirstBatch(family.collate(rows), len(rows), frozenset({"pixel_values"}), collated)
+        collated = lambda start, stop: SampleBatch(family.collate(rows[start:stop]))  # noqa: E731
+        return FirstBatch(SampleBatch(family.collate(rows)), len(rows), frozenset({"pixel_values"}), collated)
 
     found = probe_samples(first([*without, *rows]), "input_ids", lambda _: 1, most=3)
     assert len(found["input_ids"]) == 3
     assert "pixel_values" in found
     with pytest.raises(ValueError, match="No sample of the first batch has pixel_values: expected one with images"):
         probe_samples(first(without), "input_ids", lambda _: 1)
-    assert "pixel_values" in FirstBatch(family.collate(rows), 8, frozenset({"pixel_values"})).read(2)
+    assert "pixel_values" in FirstBatch(SampleBatch(family.collate(rows)), 8, frozenset({"pixel_values"})).read(2)
 
 
 def test_stages_do_not_generate_from_images() -> None:

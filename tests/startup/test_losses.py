@@ -31,8 +31,8 @@ import hf_pipetransformer
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.compat.known_losses import KnownLoss, known_loss, known_loss_of_model
-from hf_pipetransformer.data.batches import IGNORED_LABEL, count_items, note_samples, take_rows
-from hf_pipetransformer.data.flattened import Sequences, sequences_of
+from hf_pipetransformer.data.batches import IGNORED_LABEL, SampleBatch, count_items, note_samples, take_rows
+from hf_pipetransformer.data.flattened import Sequences
 from hf_pipetransformer.engine.losses import PARTS_TOLERANCE, SMALLEST_SCALE, LossRule
 from hf_pipetransformer.startup.rows import NUM_PROBE_SAMPLES, FirstBatch, probe_samples
 from tests.support.decoders import make_decoder
@@ -210,16 +210,16 @@ def stacked(rows: list[Row]) -> dict[str, torch.Tensor]:
     return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
 
 
-def probed(rows: list[Row], size: int = 6, most: int = NUM_PROBE_SAMPLES) -> dict[str, Any]:
-    return probe_samples(FirstBatch(stacked(rows[:size])), "input_ids", count_items, most)
+def probed(rows: list[Row], size: int = 6, most: int = NUM_PROBE_SAMPLES) -> SampleBatch:
+    return probe_samples(FirstBatch(SampleBatch(stacked(rows[:size]))), "input_ids", count_items, most)
 
 
 def test_that_a_collator_puts_samples_into_one_row_shows_in_some_of_them() -> None:
     rows = [{"input_ids": list(range(1, 3 + index))} for index in range(4)]
     first = FirstBatch(note_samples(DataCollatorWithFlattening()(rows), 4))
     found = probe_samples(first, "input_ids", count_items, most=1)
-    assert sequences_of(found) == Sequences((0, len(found["input_ids"][0])), 1)
-    assert sequences_of(first.read(3)) == Sequences((0, 2, 5, 9), 3)
+    assert found.sequences == Sequences((0, len(found["input_ids"][0])), 1)
+    assert first.read(3).sequences == Sequences((0, 2, 5, 9), 3)
 
 
 def test_no_more_samples_are_run_than_are_asked_for() -> None:
@@ -236,7 +236,7 @@ def test_where_no_sample_has_a_label_the_first_class_stands_for_it() -> None:
 
 def test_no_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="empty: expected at least one"):
-        probe_samples(FirstBatch({}), "input_ids", count_items)
+        probe_samples(FirstBatch(SampleBatch()), "input_ids", count_items)
 
 
 # ---- runs ----

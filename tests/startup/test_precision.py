@@ -10,6 +10,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.startup.model import in_float32, in_full_precision, undisturbed
@@ -31,7 +32,9 @@ def test_half_precision_is_lifted_and_comes_back_to_the_bit(dtype: torch.dtype) 
         model(**batch).loss.backward()
     assert all(parameters[name] is p and p.dtype is dtype for name, p in model.named_parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    images = in_float32({"pixel_values": torch.ones(2, dtype=torch.float16), "labels": torch.ones(2).long()})
+    images = in_float32(
+        SampleBatch({"pixel_values": torch.ones(2, dtype=torch.float16), "labels": torch.ones(2).long()})
+    )
     assert [value.dtype for value in images.values()] == [torch.float32, torch.int64]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hf_pipetransformer import PipeTransformerArguments, report
 from hf_pipetransformer.comm.topology import Topology
-from hf_pipetransformer.data.batches import count_items
+from hf_pipetransformer.data.batches import SampleBatch, count_items
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.startup import costs as profile
 from hf_pipetransformer.startup import start
@@ -54,7 +54,7 @@ def started(folder: Path, model_name: str, with_batches: bool = True, **options:
 
     noting_calls(model, note)
     args = arguments(folder, **options)
-    first = FirstBatch(collate(rows[: args.per_device_train_batch_size]))
+    first = FirstBatch(SampleBatch(collate(rows[: args.per_device_train_batch_size])))
     read = first.read if with_batches else None
     samples = probe_samples(first, model.main_input_name, count_items, most_samples(args))
     target = ProbeTarget(model, find_splitter(model), samples, compute, count_items)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.engine.weights.stage import Versions
 from hf_pipetransformer.pipe.flow import Flow
@@ -76,7 +77,8 @@ def test_a_model_that_fails_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(slices, "run_whole", lambda _: None)
     monkeypatch.setattr(slices, "run_slices", fail)
-    target = SimpleNamespace(model=nn.Linear(1, 1), inputs={"input_ids": torch.zeros(2, 8)}, main_input="input_ids")
+    inputs = SampleBatch({"input_ids": torch.zeros(2, 8)})
+    target = SimpleNamespace(model=nn.Linear(1, 1), inputs=inputs, main_input="input_ids")
     found = str(why_unsliceable(cast(Any, target), cast(Any, None), cast(Any, None)))
     assert "does not run on slices of a sequence (TypeError: planted)" in found
 

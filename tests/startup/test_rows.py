@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, DataCollatorWithFlattening
 
-from hf_pipetransformer.data.batches import count_items, for_model
-from hf_pipetransformer.data.flattened import find_sequences, take_sequences
+from hf_pipetransformer.data.batches import SampleBatch, count_items, note_samples, take_sequences
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import trace_structure
 from hf_pipetransformer.startup.model import ProbeTarget
@@ -34,14 +33,14 @@ def test_what_a_sample_sees_of_others_shows_in_gradients(name: str, num_samples:
     model: Any = make_encoder() if name == "bert" else make_decoder(name)
     model.eval().config.use_cache = False  # As Trainer sets it.
     rows = make_rows(4)
-    batch = take_sequences(find_sequences(DataCollatorWithFlattening()(rows), 4), range(num_samples))
+    batch = take_sequences(note_samples(DataCollatorWithFlattening()(rows), 4), range(num_samples))
 
     def compute(inputs: dict[str, Any], _num_items: int) -> torch.Tensor:
-        loss: torch.Tensor = model(**for_model(inputs)).loss
+        loss: torch.Tensor = model(**inputs).loss
         return loss
 
     target = ProbeTarget(model, find_splitter(model), batch, compute, partial(count_items, shifts_labels=True))
-    structure = trace_structure(model, target.splitter, lambda: target.loss(batch), is_text=True)
+    structure = trace_structure(model, target.splitter, lambda: target.loss(batch), numbers_vary=True)
     why = why_mixed(target, structure)
     assert (why is not None) == (name in ("opt", "bert"))
     assert why is None or "lets the samples of a row see each other" in why
@@ -50,6 +49,6 @@ def test_what_a_sample_sees_of_others_shows_in_gradients(name: str, num_samples:
 
 def test_rows_of_one_sample_each_are_not_asked() -> None:
     model = make_decoder("opt")
-    inputs = {"input_ids": torch.ones(2, 4).long(), "labels": torch.ones(2, 4).long()}
+    inputs = SampleBatch({"input_ids": torch.ones(2, 4).long(), "labels": torch.ones(2, 4).long()})
     target = ProbeTarget(model, find_splitter(model), inputs, lambda *_: torch.zeros(()), count_items)
     assert why_mixed(target, None) is None  # type: ignore[arg-type]

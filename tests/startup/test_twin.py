@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
-from hf_pipetransformer.data.batches import batch_size
+from hf_pipetransformer.data.batches import SampleBatch, batch_size
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe, Structure
@@ -45,7 +45,7 @@ def deep(name: str, num_layers: int = NUM_LAYERS) -> PreTrainedModel:
 
 
 def target_of(model: PreTrainedModel, name: str, twin: ProbeSubmodel) -> ProbeTarget:
-    batch = collate(make_rows(name, 4))
+    batch = SampleBatch(collate(make_rows(name, 4)))
     return ProbeTarget(model, find_splitter(model), batch, lambda given, _: model(**given).loss, batch_size, twin)
 
 

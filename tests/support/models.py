@@ -51,7 +51,7 @@ from transformers import (
     XLMRobertaForTokenClassification,
 )
 
-from hf_pipetransformer.data.batches import batch_size
+from hf_pipetransformer.data.batches import SampleBatch, batch_size
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.check import probe_model
@@ -420,4 +420,5 @@ def probed_with(
 ) -> Probe:
     """The start-up check of a split model, with a loss that divides by nothing."""
     with as_twin(model, splitter) as twin:
-        return probe_model(ProbeTarget(model, splitter, inputs, lambda given, _: loss(given), batch_size, twin))
+        batch = SampleBatch(inputs)
+        return probe_model(ProbeTarget(model, splitter, batch, lambda given, _: loss(given), batch_size, twin))

@@ -15,6 +15,7 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.compat.trl_compat import check_trainer, metric_weights
+from hf_pipetransformer.data.batches import SampleBatch
 from tests.support.adapted import adapted, lora
 from tests.support.decoders import make_decoder
 from tests.support.preferences import CONFIGS, OURS, assert_logged_alike, logged, make_preference_trainer
@@ -73,12 +74,36 @@ def test_pairs_of_an_own_loader_stay_together(
     assert_logged_alike(logged(runs[1]), logged(runs[0]), 1e-5)
 
 
+def copying(kind: type) -> type:
+    class Copying(kind):
+        """Hands dicts of its own on."""
+
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().training_step(model, {**inputs}, *args, **kwargs)
+
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().prediction_step(model, {**inputs}, *args, **kwargs)
+
+    return Copying
+
+
+def test_pairs_stay_together_in_a_dict_of_the_scripts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for each in (OURS[RewardTrainer], copying(OURS[RewardTrainer])):
+        monkeypatch.setitem(CONFIGS, each, CONFIGS[OURS[RewardTrainer]])
+        runs.append(make_preference_trainer(each, tmp_path / each.__name__, model="llama", max_steps=4, **IN_FOUR))
+        runs[-1].train()
+    assert_logged_alike(logged(runs[1]), logged(runs[0]), 1e-7)
+    evaluated = [run.evaluate() for run in runs]
+    assert evaluated[1]["eval_loss"] == pytest.approx(evaluated[0]["eval_loss"])
+
+
 def test_metrics_of_pairs_count_the_tokens_that_they_average_over() -> None:
     mask = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 0, 0], [1, 1, 1, 1]])
-    weight = metric_weights({"input_ids": mask, "completion_mask": mask, "pipetransformer_rows": 2})
+    weight = metric_weights(SampleBatch({"input_ids": mask, "completion_mask": mask}, rows=2))
     names = ("entropy", "mean_token_accuracy", "logits/rejected", "rewards/margins")
     assert [weight(name) for name in names] == [9, 5, 4, 2]
-    of_one = metric_weights({"input_ids": mask, "labels": torch.where(mask == 0, -100, mask)})
+    of_one = metric_weights(SampleBatch({"input_ids": mask, "labels": torch.where(mask == 0, -100, mask)}))
     assert (of_one("entropy"), of_one("mean_token_accuracy"), of_one("other")) == (9, 9, 4)
 
 

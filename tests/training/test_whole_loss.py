@@ -16,6 +16,7 @@ from transformers import BertConfig, Trainer
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError
 from hf_pipetransformer.compat.known_losses import KnownLoss
+from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.runtime import joining
 from hf_pipetransformer.startup.planner import RunPlanner
@@ -125,8 +126,8 @@ def test_replicas_whose_batches_do_not_fit_together_are_refused(monkeypatch: pyt
     found = [{"shape": [4, length, 8], "inputs": {}} for length in (5, 6)]
     monkeypatch.setattr(joining, "all_gather_trees", lambda *_: found)
     with pytest.raises(joining.BatchesDifferError, match="that enter the head have shapes"):
-        joining.ReplicaJoin(groups, frozenset())._exchange([4, 5, 8], {})
-    batches = [{"input_ids": torch.zeros(2, 3), "spans": torch.zeros(2, length)} for length in (3, 4)]
+        joining.ReplicaJoin(groups, frozenset())._exchange([4, 5, 8], SampleBatch())
+    batches = [SampleBatch({"input_ids": torch.zeros(2, 3), "spans": torch.zeros(2, each)}) for each in (3, 4)]
     with pytest.raises(joining.BatchesDifferError, match="needs equal ones behind the first dimension"):
         joining._concatenated(batches, joining.Axis())
 
