@@ -16,7 +16,28 @@ import pytest
 
 SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
-BUDGETS: dict[str, int] = {}
+BUDGETS = {
+    "cache": 4367,
+    "cli": 604,
+    "comm": 935,
+    "compat": 385,
+    "data": 1513,
+    "elastic": 584,
+    "engine": 1814,
+    "freeze": 320,
+    "options": 536,
+    "pipe": 1091,
+    "planning": 1270,
+    "report": 1260,
+    "runtime": 1781,
+    "schedules": 743,
+    "splitters": 1080,
+    "startup": 2074,
+    "state": 1309,
+    "the package itself": 62,
+    "trainer": 378,
+    "training": 3446,
+}
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 
 BESIDE = {"cli", "elastic", "engine", "pipe", "startup"}
