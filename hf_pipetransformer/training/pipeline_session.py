@@ -1,4 +1,4 @@
-"""What a pipeline adds to the runs of one trainer, and its calls of `train()`."""
+"""Additions of a pipeline to the runs of one trainer, through its calls of `train()`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class PipelineSession:
-    """What a pipeline adds to the runs of one trainer, one call of `train()` after the other.
+    """Additions of a pipeline to the runs of one trainer, one call of `train()` after the other.
 
     Only parts that follow the trainer's changing attributes (`state`, `args`, `model`, `optimizer`, ...) get the
     `Trainer` itself, in their `TrainingContext`.

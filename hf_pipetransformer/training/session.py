@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """What this library adds to one trainer; lives as long as it, through any number of calls of `train()`.
+    """Additions of this library to one trainer; lives as long as it, through any number of calls of `train()`.
 
     Collective: construct on every rank.
 
@@ -59,7 +59,7 @@ class Session:
 
     @cached_property
     def pipelined(self) -> PipelineSession:
-        """What a pipeline adds. Imported when it is first needed: most runs that store frozen parts have none."""
+        """Additions of a pipeline. Imported when first needed: most runs that store frozen parts have none."""
         from hf_pipetransformer.training.pipeline_session import PipelineSession
 
         return PipelineSession(self)
