@@ -12,12 +12,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerControl, TrainerState
 
-from hf_pipetransformer.comm.topology import Topology, check_agreement, get_topology
+from hf_pipetransformer.cache.frozen_parts.part import maximal_frozen
+from hf_pipetransformer.cache.frozen_parts.serving import Peers
+from hf_pipetransformer.comm.topology import (
+    PipelineGroups,
+    ReplicaPeers,
+    Topology,
+    check_agreement,
+    get_topology,
+)
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
+from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.base import Media
 from hf_pipetransformer.state.checkpoint import newest_by_sizes
 from hf_pipetransformer.training.gains import LossGains
 
@@ -104,8 +114,12 @@ class PartsOfTrainer(TrainerView):
     context: TrainingContext
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> Peers:
         return self.context.topology
+
+    @property
+    def frozen(self) -> Mapping[str, nn.Module]:
+        return maximal_frozen(bare_model(self.model))
 
     @property
     def eval_dataset(self) -> Any:
@@ -133,6 +147,36 @@ class PartsOfTrainer(TrainerView):
 
     def end_plan(self) -> NoReturn:
         self.context.end_plan()
+
+
+@dataclass(frozen=True)
+class PartsOfStage(PartsOfTrainer):
+    """Frozen encoders of images, videos or sounds on the first stage; layers of the stack have the activation cache.
+
+    Args:
+        groups: of this rank's pipeline.
+        media: what the model takes beside tokens; None if it takes none.
+    """
+
+    groups: PipelineGroups
+    media: Media | None
+
+    @property
+    def topology(self) -> Peers:
+        return ReplicaPeers(self.groups, self.context.topology.ranks_here)
+
+    @property
+    def frozen(self) -> Mapping[str, nn.Module]:
+        if self.media is None:
+            return {}
+        module, names = self.media.module, bare_model(self.model).named_modules()
+        path = next(name for name, each in names if each is module)
+        found = maximal_frozen(module, without=self.media.decoder)
+        return {f"{path}.{name}".removeprefix("."): each for name, each in found.items()}
+
+    @property
+    def is_whole(self) -> bool:
+        return self.groups.is_first
 
 
 def make_context(trainer: Trainer) -> TrainingContext:
