@@ -16,7 +16,6 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import ParallelMode
 
-from hf_pipetransformer.cache.frozen_parts.part import maximal_frozen
 from hf_pipetransformer.cache.frozen_parts.stored import StoredParts, named
 from hf_pipetransformer.comm.topology import Topology, get_topology
 from hf_pipetransformer.data.batches import batch_size
@@ -24,6 +23,7 @@ from hf_pipetransformer.data.rng import States, random_state, same_states
 from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.base import maximal_frozen
 from hf_pipetransformer.training.part_stores import PartStores
 
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerControl, TrainerState
 
-from hf_pipetransformer.cache.frozen_parts.part import maximal_frozen
 from hf_pipetransformer.cache.frozen_parts.serving import Peers
 from hf_pipetransformer.comm.topology import (
     PipelineGroups,
@@ -27,7 +26,7 @@ from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
 from hf_pipetransformer.splitters.adapters import bare_model
-from hf_pipetransformer.splitters.base import Media
+from hf_pipetransformer.splitters.base import Media, maximal_frozen
 from hf_pipetransformer.state.checkpoint import newest_by_sizes
 from hf_pipetransformer.training.gains import LossGains
 
@@ -167,12 +166,11 @@ class PartsOfStage(PartsOfTrainer):
 
     @property
     def frozen(self) -> Mapping[str, nn.Module]:
-        if self.media is None:
+        media = self.media
+        if media is None:
             return {}
-        module, names = self.media.module, bare_model(self.model).named_modules()
-        path = next(name for name, each in names if each is module)
-        found = maximal_frozen(module, without=self.media.decoder)
-        return {f"{path}.{name}".removeprefix("."): each for name, each in found.items()}
+        path = next(name for name, each in bare_model(self.model).named_modules() if each is media.module)
+        return {f"{path}.{name}".removeprefix("."): each for name, each in media.frozen.items()}
 
     @property
     def is_whole(self) -> bool:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import has_length
 
-from hf_pipetransformer.cache.frozen_parts.part import maximal_frozen
 from hf_pipetransformer.cache.opening import remove_old_stores
 from hf_pipetransformer.cache.training import TrainingCache, begin_cache
 from hf_pipetransformer.comm.topology import check_agreement
@@ -189,7 +188,7 @@ class TrainingSetup:
         if self.context.topology.is_first_here:
             remove_old_stores(self.context.args)
         media = self.pipeline.start_up.probe.structure.media
-        if media is not None and maximal_frozen(media.module, without=media.decoder):
+        if media is not None and media.frozen:
             return None  # Encoders that the script froze are parts of their own, see `Session.storing_on_stages`.
         if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
             args = self.context.args

@@ -18,6 +18,7 @@ from hf_pipetransformer.splitters.base import GenericSplitter, MediaSplitter, Un
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.startup.model import undisturbed
+from hf_pipetransformer.startup.planner import share_computed
 from hf_pipetransformer.startup.rows import FirstBatch, probe_samples
 from tests.distributed.media_worker import STEPS, MediaCase, make_trainer
 from tests.support.media_models import MODELS, build, make_rows, qwen3_vl
@@ -49,6 +50,39 @@ def test_every_family_is_whole_again_where_its_stages_are_put_together(name: str
         expected = range(structure.num_blocks) if model.get_parameter(path) is first else [0]
         assert list(structure.blocks_of_parameter[path]) == [*expected]
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_work_of_frozen_encoders_is_told_from_that_of_other_embeddings(name: str) -> None:
+    model = build(name)
+    media = media_of(model)
+    assert media is not None
+    assert media.frozen == {}
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(not path.startswith(MODELS[name].tower))
+    frozen = media.frozen
+    # Its last projection is no part any more.
+    last = [parameter for module in frozen.values() for parameter in module.parameters() if parameter.dim() == 2][-1]
+    assert probe(name, model).media_share == 1, "words are looked up, which is no product"
+    last.requires_grad_(True)
+    assert 0.4 < probe(name, model).media_share < 1
+    model.requires_grad_(False)
+    assert media.frozen == frozen, "nothing of the language model"
+
+
+def test_stages_are_cut_without_what_is_read_where_that_is_known(tmp_path: Path) -> None:
+    expected = {"auto": (1.0, "computed, since the first steps decide"), "on": (0.01, "read"), "off": (1.0, None)}
+    for cache, (share, told) in expected.items():
+        trainer = make_trainer(MediaCase("llava", "frozen", 2, ours={"activation_cache": cache}), (1, 1), tmp_path)
+        trainer.train()
+        planner = trainer.pipeline_run.in_force.start_up.plans  # type: ignore[attr-defined]
+        assert share_computed(planner.args, planner.probe) == share
+        text = planner.describe(trainer.layout, "none", False)["expectation"]  # type: ignore[attr-defined]
+        assert ("stages are cut as if these were" in text) == (told is not None)
+        assert told is None or f"as if these were {told}." in text
+        # A layer has more work than words that are looked up.
+        embeddings, layer, *_ = planner.costs.blocks.forward
+        assert cache != "on" or embeddings < layer
 
 
 def test_a_stage_above_the_first_needs_no_weights_of_the_tower() -> None:

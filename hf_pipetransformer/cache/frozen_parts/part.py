@@ -23,32 +23,6 @@ if TYPE_CHECKING:
     from hf_pipetransformer.cache.frozen_parts.served import Records
 
 
-def maximal_frozen(model: nn.Module, without: nn.Module | None = None) -> dict[str, nn.Module]:
-    """Return the modules that have parameters, none of them trained, and are in no larger such module, by their path.
-
-    Lists of modules, which are never called, are none. Whether a parameter is trained tells its own `requires_grad`,
-    never that of an activation. A module under several names has the first of them.
-
-    Args:
-        without: a module inside `model` that is left out, with all that it has inside.
-    """
-    found: dict[str, nn.Module] = {}
-
-    def look(name: str, module: nn.Module) -> None:
-        parameters = list(module.parameters())
-        is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        is_apart = without is None or all(inside is not without for inside in module.modules())
-        if parameters and is_called and is_apart and not any(parameter.requires_grad for parameter in parameters):
-            if all(module is not other for other in found.values()):
-                found[name] = module
-        elif parameters and module is not without:
-            for child, each in module.named_children():
-                look(f"{name}.{child}" if name else child, each)
-
-    look("", model)
-    return {name: module for name, module in found.items() if name}
-
-
 class PresentStep:
     """Facts of the step in progress that the parts of a model share: its batch, and how it is used.
 

@@ -19,9 +19,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from hf_pipetransformer.cache.frozen_parts import watching
 from hf_pipetransformer.cache.frozen_parts.call import Deferred
 from hf_pipetransformer.cache.frozen_parts.contents import Pick
-from hf_pipetransformer.cache.frozen_parts.part import PresentStep, maximal_frozen
+from hf_pipetransformer.cache.frozen_parts.part import PresentStep
 from hf_pipetransformer.cache.frozen_parts.state import ModuleState, _code_text
 from hf_pipetransformer.cache.frozen_parts.watching import Found, Watch
+from hf_pipetransformer.splitters.base import maximal_frozen
 
 
 @pytest.fixture(autouse=True)
