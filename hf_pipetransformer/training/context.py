@@ -16,7 +16,6 @@ from hf_pipetransformer.cache.frozen_parts.serving import Peers
 from hf_pipetransformer.comm.topology import (
     PipelineGroups,
     ReplicaPeers,
-    Topology,
     check_agreement,
     get_topology,
 )

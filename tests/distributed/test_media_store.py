@@ -10,7 +10,6 @@ import pytest
 
 from tests.distributed.launches import Outcome, Run, assert_trained_alike, launches_of, slow_unless
 from tests.distributed.media_store_worker import (
-    CASES,
     FAMILIES,
     KILLED_AT,
     NUM_EPOCHS,

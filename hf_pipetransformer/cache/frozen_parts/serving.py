@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
