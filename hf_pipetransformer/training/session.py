@@ -25,11 +25,8 @@ from hf_pipetransformer.training.part_stores import PartStores
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.frozen_parts.serving import PartsRun
-    from hf_pipetransformer.comm.topology import PipelineGroups
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.schedules.layout import Layout
-    from hf_pipetransformer.splitters.base import Media
     from hf_pipetransformer.training.pipeline_session import PipelineSession
 
 
@@ -55,7 +52,8 @@ class Session:
         """True while Trainer's own methods run instead of the overrides."""
         self._evaluates_alone = self.is_left_to_trainer
         """Value of `is_left_to_trainer` outside of `train()`."""
-        self.stored_parts = self._parts_of(PartsOfTrainer(trainer, self.context))
+        parts = PartsOfTrainer(trainer, self.context)
+        self.stored_parts = StoredParts(parts, PartStores(parts))
         """Frozen parts of the run in progress; on stages, those of this rank's stage."""
         self.results: dict[str, object] = {}
         """What the last training adds to `train_results.json`."""
@@ -132,12 +130,11 @@ class Session:
             self.pipelined.leave()
             self.is_left_to_trainer = self._evaluates_alone
 
-    def _parts_of(self, run: PartsRun) -> StoredParts:
-        return StoredParts(run, PartStores(run))
-
-    def storing_on_stages(self, groups: PipelineGroups, media: Media | None) -> AbstractContextManager[None]:
-        """Store frozen encoders of media inside, on the ranks of a pipeline's first stage."""
-        return self._storing(self._parts_of(PartsOfStage(self.context.trainer, self.context, groups, media)))
+    def storing_on_stages(self, pipeline: Pipeline, draws: bool) -> AbstractContextManager[None]:
+        """Store frozen encoders of media inside, on the ranks of the first stage; `draws` as for `StoredParts`."""
+        media = pipeline.start_up.probe.structure.media
+        parts = PartsOfStage(self.context.trainer, self.context, pipeline.stage.groups, media)
+        return self._storing(StoredParts(parts, PartStores(parts), draws))
 
     @contextmanager
     def _storing(self, parts: StoredParts) -> Iterator[None]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback
 
 from tests.distributed.launches import Layout, run_listed
@@ -38,7 +40,9 @@ OTHERS = [
     stored("llava", 2, pipeline_loss="batch"),
 ]
 TRAINED = replace(stored("llava", 2), tower="trained")
-CASES = {case.name: case for case in [QUICK, *FAMILIES, *OTHERS, TRAINED]}
+DRAWN = replace(stored("smolvlm"), options={**stored("smolvlm").options, "seed": 4})
+"""Its collator draws random numbers."""
+CASES = {case.name: case for case in [QUICK, *FAMILIES, *OTHERS, TRAINED, DRAWN]}
 PLAIN = {case.plain.name: case.plain for case in CASES.values()}
 KILLED = stored("llava", 2, activation_cache_keep=True)
 
@@ -47,10 +51,12 @@ class Counts(TrainerCallback):
     """Outputs of frozen parts that this process has read and computed by the end of each epoch."""
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.by_epoch = trainer, list[list[int]]()
+        self.trainer, self.by_epoch, self.num_stored = trainer, list[list[int]](), list[int]()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        counts = [each.counts for each in self.trainer.pipeline_run.stored_parts.served]
+        served = self.trainer.pipeline_run.stored_parts.served
+        counts = [each.counts for each in served]
+        self.num_stored.append(sum(len(each.store) for each in served))
         self.by_epoch.append([sum(each.hits for each in counts), sum(each.misses for each in counts)])
 
 
@@ -64,7 +70,16 @@ class Killed(TrainerCallback):
 
 def train(name: str, layout: Layout | None, output: Path) -> End:
     trainer = make_trainer(PLAIN[name] if layout is None else CASES[name], layout, output)
+    if name in (DRAWN.name, DRAWN.plain.name):
+        trainer.data_collator = partial(_drawn, trainer.data_collator)
     return _ended(trainer, layout is not None)
+
+
+def _drawn(collate: Any, rows: list[Any]) -> dict[str, Any]:
+    found = collate(rows)
+    if "pixel_values" in found:
+        found["pixel_values"] = found["pixel_values"] * torch.rand(())
+    return found
 
 
 def _ended(trainer: Trainer, is_ours: bool, where: bool | None = None) -> End:
@@ -74,7 +89,13 @@ def _ended(trainer: Trainer, is_ours: bool, where: bool | None = None) -> End:
     if is_ours:
         trainer.add_callback(counts)
     trainer.train(where)
-    return end_of(trainer, evaluated=trainer.evaluate()["eval_loss"], counts=counts.by_epoch, said=lines.lines)
+    return end_of(
+        trainer,
+        evaluated=trainer.evaluate()["eval_loss"],
+        counts=counts.by_epoch,
+        num_stored=counts.num_stored,
+        said=lines.lines,
+    )
 
 
 @scenario

@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.launches import Outcome, Run, assert_trained_alike, launches_of, slow_unless
 from tests.distributed.media_store_worker import (
+    DRAWN,
     FAMILIES,
     KILLED_AT,
     NUM_EPOCHS,
@@ -59,6 +60,12 @@ def test_a_frozen_tower_is_read_from_the_second_epoch_on(ours: Outcome, plain: O
     assert any("is frozen: it is computed once" in line for line in ours.ranks[0]["said"])
 
 
+@pytest.mark.parametrize("run", [slow_unless(False, Run(DRAWN.name, (2, 1), DRAWN.plain.name))])
+def test_images_that_are_drawn_anew_are_not_stored(ours: Outcome, plain: Outcome) -> None:
+    assert_trained_alike(ours, plain, ignored=is_key_bias)
+    assert ours.ranks[0]["num_stored"] == [0] * NUM_EPOCHS
+
+
 @pytest.mark.parametrize("run", [slow_unless(False, Run(TRAINED.name, (2, 1), TRAINED.plain.name))])
 def test_a_tower_that_is_trained_stays_computed(ours: Outcome, plain: Outcome) -> None:
     assert_trained_alike(ours, plain, ignored=is_key_bias)
@@ -67,7 +74,8 @@ def test_a_tower_that_is_trained_stays_computed(ours: Outcome, plain: Outcome) -
 
 @pytest.mark.slow
 def test_a_run_killed_while_it_fills_the_store_goes_on_at_another_number_of_stages(tmp_path: Path) -> None:
-    start(begin, tmp_path, 2, {"num_stages": 2}, timeout=120)
+    killed = start(begin, tmp_path, 2, {"num_stages": 2}, timeout=120, check=False)
+    assert killed.returncodes == [9, 9], killed.output
     assert (tmp_path / "ours" / f"checkpoint-{KILLED_AT - 1}").is_dir()
     found, *_ = run(go_on, tmp_path, 1, {"num_stages": 1}, timeout=120)
     expected, *_ = run(whole, tmp_path, 1, {}, timeout=120)
@@ -75,4 +83,8 @@ def test_a_run_killed_while_it_fills_the_store_goes_on_at_another_number_of_stag
         told = [entry[key] for entry in found["log_history"] if key in entry]
         assert told == pytest.approx([entry[key] for entry in expected["log_history"] if key in entry], rel=1e-5)
     assert found["weights"] == pytest.approx(expected["weights"], rel=1e-5)
-    assert any("outputs of an earlier run serve the same inputs" in line for line in found["said"])
+    (said,) = [line for line in found["said"] if "outputs of an earlier run serve the same inputs" in line]
+    num_found = int(said.split(": ")[1].split()[0])
+    *_, (_, computed), (_, last) = found["counts"]
+    assert 0 < num_found < NUM_IMAGES
+    assert computed == last, "the last epoch reads all"

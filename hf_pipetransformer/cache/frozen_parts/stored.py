@@ -33,10 +33,14 @@ from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
 
 
 class StoredParts:
-    """Stores of the frozen parts of a model in one training; each of its batches runs inside `step`."""
+    """Stores of the frozen parts of a model in one training; each of its batches runs inside `step`.
 
-    def __init__(self, run: PartsRun, stores: Stores) -> None:
-        self.run, self._stores = run, stores
+    Args:
+        draws: True if random numbers are known to be drawn where samples are read.
+    """
+
+    def __init__(self, run: PartsRun, stores: Stores, draws: bool = False) -> None:
+        self.run, self._stores, self._draws = run, stores, draws
         self.serving = ServingParts(run, stores)
         self._say = self.serving.say
         self._watch: Watch | None = None
@@ -225,7 +229,7 @@ class StoredParts:
                 f"once, with target_modules=r'{others}'."
             )
         self._step = PresentStep(model, self.args.device)
-        self._step.sends_buffers = self.run.sends_buffers
+        self._step.sends_buffers, self._step.reads_at_random = self.run.sends_buffers, self._draws
         self._step.defers = not self.args.torch_compile
         # Trainer may make another loader in a training, to try a smaller batch.
         self._step.keys_of_read = lambda each: None if self._unread is None else self._unread.keys_of(each)
