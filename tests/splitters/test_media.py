@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, Trainer
+from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.data.batches import SampleBatch
+from hf_pipetransformer.report.events import EVENTS_FILE
 from hf_pipetransformer.runtime.generation import check_generation, settings_of
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.splitters.base import GenericSplitter, MediaSplitter, UnsupportedModelError, media_of
@@ -198,3 +200,31 @@ def test_without_an_option_for_stages_or_parts_it_is_left_to_trainer(tmp_path: P
     assert isinstance(trainer, PipeTransformerTrainer)
     assert len(logged(trainer)) == 2 * STEPS
     assert trainer.pipeline_run.is_left_to_trainer
+
+
+class Scales(TrainerCallback):
+    """Changes the tower from outside at the begin of the third epoch."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if round(state.epoch) == 2:
+            with torch.no_grad():
+                model.model.vision_tower.get_parameter(SCALED).mul_(1.5)
+
+
+SCALED = "encoder.layers.0.mlp.fc1.weight"
+
+
+def test_a_stored_tower_that_is_changed_from_outside_is_computed_again(tmp_path: Path) -> None:
+    case = MediaCase("llava", "frozen", 2, options={"max_steps": 4 * STEPS}, ours={"activation_cache": "on"})
+    ours, plain = make_trainer(case, (1, 1), tmp_path / "ours"), make_trainer(case, None, tmp_path / "plain")
+    for trainer in (ours, plain):
+        trainer.add_callback(Scales())
+    expected = logged(plain)
+    assert expected != pytest.approx(logged(make_trainer(case, None, tmp_path / "other")), rel=1e-5)
+    assert logged(ours) == pytest.approx(expected, rel=1e-5)
+    events = [json.loads(line) for line in (tmp_path / "ours" / EVENTS_FILE).read_text().splitlines()]
+    epochs = [(each["hits"], each["misses"]) for each in events if each.get("what") == "epoch"]
+    (first, _), (second, _), (third, computed), (fourth, _) = epochs
+    assert (first, third) == (0, 0)
+    assert computed > second > 0
+    assert fourth > 0
