@@ -289,7 +289,8 @@ class RunPlanner:
         cache = self.args.activation_cache if may_cache else "off"
         if cache != "off" and costs.overheads.spans_nodes(layout.pipeline_size):
             cache = "off while pipelines span nodes"
-        if self.probe.media_share and self.args.activation_cache != "off":
+        stores = self.args.activation_cache != "off" and not layout.abilities.overlaps_steps
+        if self.probe.media_share and stores:
             is_read = share_computed(self.args, self.probe) < 1
             taken = "read" if is_read else "computed, since the first steps decide"
             cache = f"{self.args.activation_cache}, for frozen encoders; stages are cut as if these were {taken}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from transformers import Trainer, TrainerControl, TrainerState
 
 from hf_pipetransformer.cache.frozen_parts.serving import Peers
 from hf_pipetransformer.comm.topology import (
-    PipelineGroups,
     ReplicaPeers,
     check_agreement,
     get_topology,
@@ -25,9 +24,13 @@ from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
 from hf_pipetransformer.splitters.adapters import bare_model
-from hf_pipetransformer.splitters.base import Media, maximal_frozen
+from hf_pipetransformer.splitters.base import maximal_frozen
 from hf_pipetransformer.state.checkpoint import newest_by_sizes
 from hf_pipetransformer.training.gains import LossGains
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -149,23 +152,17 @@ class PartsOfTrainer(TrainerView):
 
 @dataclass(frozen=True)
 class PartsOfStage(PartsOfTrainer):
-    """Frozen encoders of images, videos or sounds on the first stage; layers of the stack have the activation cache.
+    """Frozen encoders of images, videos or sounds on the first stage; layers have the activation cache."""
 
-    Args:
-        groups: of this rank's pipeline.
-        media: what the model takes beside tokens; None if it takes none.
-    """
-
-    groups: PipelineGroups
-    media: Media | None
+    pipeline: Pipeline
 
     @property
     def topology(self) -> Peers:
-        return ReplicaPeers(self.groups, self.context.topology.ranks_here)
+        return ReplicaPeers(self.pipeline.stage.groups, self.context.topology.ranks_here)
 
     @property
     def frozen(self) -> Mapping[str, nn.Module]:
-        media = self.media
+        media = self.pipeline.start_up.probe.structure.media
         if media is None:
             return {}
         path = next(name for name, each in bare_model(self.model).named_modules() if each is media.module)
@@ -173,7 +170,7 @@ class PartsOfStage(PartsOfTrainer):
 
     @property
     def is_whole(self) -> bool:
-        return self.groups.is_first
+        return self.pipeline.stage.groups.is_first and not self.pipeline.layout.abilities.overlaps_steps
 
 
 def make_context(trainer: Trainer) -> TrainingContext:

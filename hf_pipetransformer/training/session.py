@@ -132,8 +132,7 @@ class Session:
 
     def storing_on_stages(self, pipeline: Pipeline, draws: bool) -> AbstractContextManager[None]:
         """Store frozen encoders of media inside, on the ranks of the first stage; `draws` as for `StoredParts`."""
-        media = pipeline.start_up.probe.structure.media
-        parts = PartsOfStage(self.context.trainer, self.context, pipeline.stage.groups, media)
+        parts = PartsOfStage(self.context.trainer, self.context, pipeline)
         return self._storing(StoredParts(parts, PartStores(parts), draws))
 
     @contextmanager
