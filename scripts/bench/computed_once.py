@@ -350,7 +350,7 @@ def run_on_stages(kind: str) -> dict[str, Any]:
     model, samples = vision_language(), captions(2 * NUM_STEPS)
     given = {"model": for_nothing(model, "model.vision_model") if kind == "free" else model, "train_dataset": samples}
     options = {
-        "num_train_epochs": 2 + SOME_STEPS // NUM_STEPS, "learning_rate": 1e-5, "lr_scheduler_type": "constant",
+        "num_train_epochs": 2 + NUM_EPOCHS, "learning_rate": 1e-5, "lr_scheduler_type": "constant",
         "logging_strategy": "steps", "logging_steps": 1, "remove_unused_columns": False, "pipeline_parallel_size": 2,
         "pipeline_parallel_num_microbatches": 2, "activation_cache": "on" if kind == "stored" else "off",
     }  # fmt: skip
