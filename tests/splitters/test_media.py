@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
@@ -22,7 +24,9 @@ from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.startup.model import undisturbed
 from hf_pipetransformer.startup.planner import share_computed
 from hf_pipetransformer.startup.rows import FirstBatch, probe_samples
+from tests.distributed import media_worker
 from tests.distributed.media_worker import STEPS, MediaCase, make_trainer
+from tests.distributed.scenarios import Lines
 from tests.support.media_models import MODELS, build, make_rows, qwen3_vl
 from tests.support.models import probed_with
 
@@ -228,3 +232,20 @@ def test_a_stored_tower_that_is_changed_from_outside_is_computed_again(tmp_path:
     assert (first, third) == (0, 0)
     assert computed > second > 0
     assert fourth > 0
+
+
+def test_a_tower_with_adapters_is_computed_on_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere = r".*(q_proj|v_proj)"
+    monkeypatch.setattr(
+        media_worker, "LoraConfig", lambda **given: LoraConfig(**{**given, "target_modules": everywhere})
+    )
+    case = MediaCase(
+        "llava", "frozen", 2, adapts=True, options={"max_steps": 2 * STEPS}, ours={"activation_cache": "on"}
+    )
+    lines = Lines()
+    monkeypatch.setattr(logging.getLogger("hf_pipetransformer"), "handlers", [lines])
+    ours, plain = make_trainer(case, (1, 1), tmp_path / "ours"), make_trainer(case, None, tmp_path / "plain")
+    assert logged(ours) == pytest.approx(logged(plain), rel=1e-5)
+    told = [line for line in lines.lines if "is computed in every epoch, because adapters train it" in line]
+    assert [line.partition(" ")[0] for line in told] == ["model.vision_tower"]
+    assert not any(line.startswith("model.vision_tower (") for line in lines.lines)
