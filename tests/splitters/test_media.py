@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from peft import LoraConfig
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
 from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.report.events import EVENTS_FILE
 from hf_pipetransformer.runtime.generation import check_generation, settings_of
@@ -249,3 +251,33 @@ def test_a_tower_with_adapters_is_computed_on_its_stage(tmp_path: Path, monkeypa
     told = [line for line in lines.lines if "is computed in every epoch, because adapters train it" in line]
     assert [line.partition(" ")[0] for line in told] == ["model.vision_tower"]
     assert not any(line.startswith("model.vision_tower (") for line in lines.lines)
+
+
+def test_what_stands_in_for_a_tower_leaves_no_trace_after_an_error_in_another_chunk() -> None:
+    """Chunks of a rank without the embeddings replace the tower, too: the last to come goes first."""
+    model = build("llava").requires_grad_(False)
+    structure, batch = probe("llava", model).structure, batch_of("llava")
+    view = StageView(model, MediaSplitter(), structure)
+    view.install(range(3), range(5, 7))
+    step = PresentStep(model, torch.device("cpu"))
+    media = media_of(model)
+    assert media is not None
+    parts = [
+        FrozenPart(name, module, step, lambda part, args, kwargs: part.compute(args, kwargs))
+        for name, module in media.frozen.items()
+    ]
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    def run() -> None:
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part.standing_in())
+            received = view.run(range(3), None, partial(model, **batch))
+            view.run(range(5, 7), received, fail)
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    view.remove()
+    assert all("forward" not in vars(module) for module in model.modules())
