@@ -98,6 +98,38 @@ class TransferTimes:
     node_hop_per_byte: float = 0.0
 
 
+@dataclass(frozen=True)
+class ReplicaPeers:
+    """Ranks that hold the same stages as this one, numbered by their replicas; see `Topology` for what they tell."""
+
+    groups: PipelineGroups
+    ranks_of_node: list[int]
+
+    @property
+    def rank(self) -> int:
+        return self.groups.replica
+
+    @property
+    def world_size(self) -> int:
+        return self.groups.num_replicas
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def ranks_here(self) -> list[int]:
+        return [number for number, rank in enumerate(self.groups.replica_ranks) if rank in self.ranks_of_node]
+
+    @property
+    def is_first_here(self) -> bool:
+        return self.rank == self.ranks_here[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every replica's `value`, see `Topology.gather`. Collective: call on the ranks of this position."""
+        return all_gather_trees(value, self.groups.replica_control, self.world_size)
+
+
 class Topology:
     """Ranks of a run and their process groups, which are made once, in the same order on every rank, and kept.
 

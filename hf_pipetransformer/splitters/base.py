@@ -53,6 +53,32 @@ def layers_of(splitter: Splitter, model: nn.Module) -> list[nn.Module]:
     return layers
 
 
+def maximal_frozen(model: nn.Module, without: nn.Module | None = None) -> dict[str, nn.Module]:
+    """Return the modules that have parameters, none of them trained, and are in no larger such module, by their path.
+
+    Lists of modules, which are never called, are none. Whether a parameter is trained tells its own `requires_grad`,
+    never that of an activation. A module under several names has the first of them.
+
+    Args:
+        without: a module inside `model` that is left out, with all that it has inside.
+    """
+    found: dict[str, nn.Module] = {}
+
+    def look(name: str, module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        is_apart = without is None or all(inside is not without for inside in module.modules())
+        if parameters and is_called and is_apart and not any(parameter.requires_grad for parameter in parameters):
+            if all(module is not other for other in found.values()):
+                found[name] = module
+        elif parameters and module is not without:
+            for child, each in module.named_children():
+                look(f"{name}.{child}" if name else child, each)
+
+    look("", model)
+    return {name: module for name, module in found.items() if name}
+
+
 @dataclass(frozen=True)
 class Media:
     """Images, videos or sounds that a model encodes and puts among the tokens of its language model.
@@ -70,6 +96,11 @@ class Media:
         """The language model inside."""
         found: nn.Module = self.module.get_decoder()  # type: ignore[operator]
         return found
+
+    @property
+    def frozen(self) -> dict[str, nn.Module]:
+        """Encoders and projectors that nothing trains, by their path inside `module`."""
+        return maximal_frozen(self.module, without=self.decoder)
 
 
 _KINDS_OF_MEDIA = ("image", "video", "audio")

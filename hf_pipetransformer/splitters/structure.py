@@ -432,6 +432,7 @@ class Probe:
         block_flops: forward floating-point operations of each block, for the whole probe batch.
         boundary_dtypes: dtype of the activation after each block except the head.
         placeholders: batch entries that only the embeddings read: other values on later stages change no bit.
+        media_share: share of the embeddings' operations in frozen encoders of media, whose outputs may be stored.
     """
 
     structure: Structure
@@ -439,3 +440,4 @@ class Probe:
     boundary_dtypes: tuple[torch.dtype, ...]
     activation: ActivationShape
     placeholders: frozenset[str]
+    media_share: float = 0.0

@@ -133,6 +133,10 @@ class StageView:
             stage_exit.__traceback__ = None
             ran.result = stage_exit.hidden
             return
+        except BaseException:
+            # What has put forwards in place before takes them away next.
+            self.widen()
+            raise
         finally:
             self.received, self.is_running = None, False
         if blocks.stop < self._num_blocks:
@@ -148,6 +152,9 @@ class StageView:
         self.received = received
         try:
             yield
+        except BaseException:
+            self.widen()
+            raise
         finally:
             self.received = None
 

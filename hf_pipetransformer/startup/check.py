@@ -102,6 +102,7 @@ def probe_model(target: ProbeTarget) -> Probe:
     with torch.no_grad(), _entry_errors_explained(model, structure):
         # In the precision of the run, whose dtypes between stages are wanted. The comparison below is in float32.
         sent, flops = run_stages(target, structure, inputs, of_stages=False)
+        media_share = share_of_media(target, structure)
     hidden_shape = tuple(sent[-2].shape)
     # With fewer tokens, media would have none of theirs; what puts them among text pads nothing.
     is_known = structure.media is not None or not target.is_text
@@ -122,9 +123,8 @@ def probe_model(target: ProbeTarget) -> Probe:
     # What later stages do not read is not sent to them: they get a tensor of its shape.
     placeholders = frozenset[str]() if is_read else frozenset({main_input})
     placeholders |= frozenset() if structure.media is None else structure.media.names
-    return Probe(
-        structure, tuple(twin.of_all_blocks(flops)), tuple(twin.of_all_blocks(dtypes)), activation, placeholders
-    )
+    flops, dtypes = twin.of_all_blocks(flops), twin.of_all_blocks(dtypes)
+    return Probe(structure, tuple(flops), tuple(dtypes), activation, placeholders, media_share)
 
 
 @contextmanager
@@ -224,6 +224,34 @@ class _NoModules(nullcontext[None]):
     parents: ClassVar = {"Global"}
 
 
+def _flop_counter() -> FlopCounterMode:
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
+
+
+def share_of_media(target: ProbeTarget, structure: Structure) -> float:
+    """Return the share of the embeddings' operations in frozen encoders of media, see `Probe`."""
+    frozen = [] if structure.media is None else [*structure.media.frozen.values()]
+    if not frozen:
+        return 0.0
+    view, counter, spent = target.view(structure), _flop_counter(), list[int]()
+
+    def noting(sign: int) -> Callable[..., None]:
+        return lambda *_: spent.append(sign * counter.get_total_flops())
+
+    hooks = [module.register_forward_pre_hook(noting(-1)) for module in frozen]
+    hooks += [module.register_forward_hook(noting(1)) for module in frozen]
+    try:
+        with counter:
+            run_stage(view, range(1), None, partial(target.loss, dict(target.inputs)))
+    finally:
+        view.remove()
+        for hook in hooks:
+            hook.remove()
+    return sum(spent) / max(1, counter.get_total_flops())
+
+
 def run_stages(
     target: ProbeTarget, structure: Structure, later_inputs: dict[str, Any], of_stages: bool = True
 ) -> tuple[list[torch.Tensor], list[float]]:
@@ -242,9 +270,7 @@ def run_stages(
     try:
         for start, end in pairwise(target.twin.cut_positions(structure, of_stages)):
             given = dict(target.inputs if received is None else later_inputs)
-            counter = FlopCounterMode(display=False)
-            counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-            with counter:
+            with _flop_counter() as counter:
                 output = run_stage(view, range(start, end), received, partial(target.loss, given))
             flops[start] = float(counter.get_total_flops())
             done.append((range(start, end), received, output))

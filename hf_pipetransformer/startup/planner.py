@@ -83,6 +83,16 @@ def samples_per_microbatch(args: PipeTransformerArguments) -> int:
     return -(-samples // (args.num_microbatches or choose_num_microbatches(size, samples, *rule)))
 
 
+def share_computed(args: PipeTransformerArguments, probe: Probe) -> float:
+    """Return the share of the embeddings' forward that is left once outputs of frozen encoders of media are read.
+
+    1 where it is not known at the start that they are: with `auto` the first steps decide.
+    """
+    is_read = args.activation_cache == "on" and (args.max_steps > 0 or args.num_train_epochs > 1)
+    # Words that are looked up are no products, and to read is not free.
+    return max(0.01, 1 - probe.media_share) if is_read else 1.0
+
+
 @dataclass(frozen=True)
 class MeasuredCosts:
     """Measured costs that plans start from; blocks were measured with a micro-batch of `num_samples`."""
@@ -190,7 +200,8 @@ class RunPlanner:
         if not any(counted):
             # `FlopCounterMode` counts matrix products only, and this model has none.
             return tuple(map(float, self.costs.blocks.parameters))
-        return tuple(each / self.num_probed for each in counted)
+        of_embeddings = counted[0] * share_computed(self.args, self.probe)
+        return tuple(each / self.num_probed for each in (of_embeddings, *counted[1:]))
 
     def inputs(
         self, began_under: Layout | None = None, known_microbatches: Mapping[tuple[int, int], int] | None = None
@@ -278,6 +289,11 @@ class RunPlanner:
         cache = self.args.activation_cache if may_cache else "off"
         if cache != "off" and costs.overheads.spans_nodes(layout.pipeline_size):
             cache = "off while pipelines span nodes"
+        stores = self.args.activation_cache != "off" and not layout.abilities.overlaps_steps
+        if self.probe.media_share and stores:
+            is_read = share_computed(self.args, self.probe) < 1
+            taken = "read" if is_read else "computed, since the first steps decide"
+            cache = f"{self.args.activation_cache}, for frozen encoders; stages are cut as if these were {taken}"
         freezing = f"Freezing: {policy}."
         if policy == "none" and layout.num_frozen_layers > self.num_frozen_by_user:
             freezing = f"Nothing more freezes, {layout.num_frozen_layers} of {layout.num_layers} layers stay frozen."

@@ -50,6 +50,7 @@ from hf_pipetransformer.startup.planner import (
     StartUp,
     memory_conditions,
     samples_per_microbatch,
+    share_computed,
 )
 from hf_pipetransformer.startup.rows import why_across, why_mixed
 from hf_pipetransformer.startup.slices import (
@@ -393,6 +394,7 @@ def _measure_costs(
         return asdict(measure_blocks(target, structure, samples_per_microbatch(args), topology.num_ranks_here, read))
 
     profile = BlockProfile(**inspection.on_first_rank(measure))
+    profile.forward[0] *= share_computed(args, probe)
     # Of the size that the blocks were timed with: both stand for one micro-batch.
     times = topology.measure(int(profile.boundary_bytes * profile.num_samples))
     # Plans are for training, also where an evaluation asks.

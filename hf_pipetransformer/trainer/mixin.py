@@ -283,30 +283,28 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
         """Train on a batch; the last one of an accumulation also reduces the gradients.
 
         On stages it returns a scalar whose mean over all ranks is the batch's loss; Trainer's loop sums it without
-        reading it. Of a run that is left to Trainer, frozen parts are looked up where they were computed.
+        reading it. Frozen parts are looked up where they were computed.
         """
         run = self.pipeline_run
-        if run.is_left_to_trainer:
-            with run.stored_parts.step(inputs), explaining_loss(self, inputs):
-                loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-            return loss
-        loss = run.pipelined.training.run_batch(inputs, num_items_in_batch)
+        with run.stored_parts.step(inputs):
+            if run.is_left_to_trainer:
+                with explaining_loss(self, inputs):
+                    loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+                return loss
+            loss = run.pipelined.training.run_batch(inputs, num_items_in_batch)
         if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
             return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
 
-    # Here and not in `EvaluationOverrides`: frozen parts are looked up in runs that are left to Trainer.
+    # Here and not in `EvaluationOverrides`: frozen parts are looked up in runs that are left to Trainer, too.
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Evaluate a batch; frozen parts of a run that is left to Trainer are looked up here, too."""
-        run = self.pipeline_run
-        if not run.is_left_to_trainer:
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        """Evaluate a batch; frozen parts are looked up here, too."""
         generates = bool(getattr(self.args, "predict_with_generate", False))
         # A method of the script's may read outputs that nobody asks for.
         loss_alone = prediction_loss_only and not trainer_compat.is_overridden(self, "prediction_step")
-        with run.stored_parts.evaluating(inputs, generates, loss_alone):
+        with self.pipeline_run.stored_parts.evaluating(inputs, generates, loss_alone):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     # The card is written from what the run recorded, and pushed by Trainer right after it.

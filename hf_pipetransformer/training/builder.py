@@ -126,6 +126,11 @@ class PipelineBuilder:
         """True while a training waits for its first batch, when its pipeline is started."""
         return self._waiting is not None
 
+    @property
+    def reads_at_random(self) -> bool:
+        """True if reading the first batch of the training that is started drew random numbers."""
+        return self._begun is not None and self._begun.draws
+
     def wait(self, start: Callable[[], None]) -> None:
         """Have `start` called by `start_training`."""
         self._waiting = start

@@ -22,6 +22,8 @@ from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.rng import States, random_state, same_states
 from hf_pipetransformer.options.arguments import READERS, PipeTransformerArguments
 from hf_pipetransformer.report import logger
+from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.base import maximal_frozen
 from hf_pipetransformer.training.part_stores import PartStores
 
 
@@ -48,6 +50,10 @@ class _Run:
     @property
     def train_dataset(self) -> Any:
         return getattr(self.train_loader, "dataset", None)
+
+    @property
+    def frozen(self) -> Mapping[str, nn.Module]:
+        return maximal_frozen(bare_model(self.model))
 
     @property
     def is_whole(self) -> bool:

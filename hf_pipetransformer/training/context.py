@@ -5,21 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerControl, TrainerState
 
-from hf_pipetransformer.comm.topology import Topology, check_agreement, get_topology
+from hf_pipetransformer.cache.frozen_parts.serving import Peers
+from hf_pipetransformer.comm.topology import ReplicaPeers, check_agreement, get_topology
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
+from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.base import maximal_frozen
 from hf_pipetransformer.state.checkpoint import newest_by_sizes
 from hf_pipetransformer.training.gains import LossGains
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.runtime.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,12 @@ class PartsOfTrainer(TrainerView):
     context: TrainingContext
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> Peers:
         return self.context.topology
+
+    @property
+    def frozen(self) -> Mapping[str, nn.Module]:
+        return maximal_frozen(bare_model(self.model))
 
     @property
     def eval_dataset(self) -> Any:
@@ -133,6 +144,29 @@ class PartsOfTrainer(TrainerView):
 
     def end_plan(self) -> NoReturn:
         self.context.end_plan()
+
+
+@dataclass(frozen=True)
+class PartsOfStage(PartsOfTrainer):
+    """Frozen encoders of images, videos or sounds on the first stage; layers have the activation cache."""
+
+    pipeline: Pipeline
+
+    @property
+    def topology(self) -> Peers:
+        return ReplicaPeers(self.pipeline.stage.groups, self.context.topology.ranks_here)
+
+    @property
+    def frozen(self) -> Mapping[str, nn.Module]:
+        media = self.pipeline.start_up.probe.structure.media
+        if media is None:
+            return {}
+        path = next(name for name, each in bare_model(self.model).named_modules() if each is media.module)
+        return {f"{path}.{name}".removeprefix("."): each for name, each in media.frozen.items()}
+
+    @property
+    def is_whole(self) -> bool:
+        return self.pipeline.stage.groups.is_first and not self.pipeline.layout.abilities.overlaps_steps
 
 
 def make_context(trainer: Trainer) -> TrainingContext:

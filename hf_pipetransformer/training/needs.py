@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from hf_pipetransformer.cache.frozen_parts.part import maximal_frozen
 from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError, ModelSettingError
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.freeze.policies import make_policy
@@ -27,7 +26,14 @@ from hf_pipetransformer.options.refusals import (
 )
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters, why_unsplittable
-from hf_pipetransformer.splitters.base import Splitter, UnsupportedModelError, is_causal_lm, layers_of, main_input_of
+from hf_pipetransformer.splitters.base import (
+    Splitter,
+    UnsupportedModelError,
+    is_causal_lm,
+    layers_of,
+    main_input_of,
+    maximal_frozen,
+)
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.script_code import hooked_by_script
 

@@ -117,7 +117,7 @@ class PartStores:
 
     def _num_rows(self, of_a_sample: float) -> int:
         if self.is_endless:
-            samples = self.args.train_batch_size * self.args.gradient_accumulation_steps * self._topology.world_size
+            samples = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
             return math.ceil(of_a_sample * samples * self._steps_of_pass)
         # Evaluations look parts up, too.
         evaluated = self._run.eval_dataset

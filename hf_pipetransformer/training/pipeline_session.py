@@ -228,6 +228,7 @@ class PipelineSession:
         # After the shared state is taken: from here on, each rank draws numbers of its own (dropout).
         context.seeds.begin(pipeline.stage.groups)
         self._until_left.enter_context(pipeline.stage.active())
+        self._until_left.enter_context(self.session.storing_on_stages(pipeline, builder.reads_at_random))
         self.signals = SavesOnSignal(context)
         self._until_left.callback(self.signals.give_back)
         self.loader = late

@@ -19,7 +19,7 @@ from hf_pipetransformer.splitters.adapters import has_adapters
 from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.state.only_run import only_run
 from hf_pipetransformer.state.resumption import find_for_trainer, is_of_pipeline, resumed_by_trainer
-from hf_pipetransformer.training.context import PartsOfTrainer, make_context
+from hf_pipetransformer.training.context import PartsOfStage, PartsOfTrainer, make_context
 from hf_pipetransformer.training.needs import RunOptions
 from hf_pipetransformer.training.part_stores import PartStores
 
@@ -54,6 +54,7 @@ class Session:
         """Value of `is_left_to_trainer` outside of `train()`."""
         parts = PartsOfTrainer(trainer, self.context)
         self.stored_parts = StoredParts(parts, PartStores(parts))
+        """Frozen parts of the run in progress; on stages, those of this rank's stage."""
         self.results: dict[str, object] = {}
         """What the last training adds to `train_results.json`."""
 
@@ -112,7 +113,7 @@ class Session:
         self._check_masters()
         if self.is_left_to_trainer:
             self.cast_to_masters()
-            with self._only_run(trial), self._parts_stored(), self._resumed_by_trainer(where):
+            with self._only_run(trial), self._storing(self.stored_parts), self._resumed_by_trainer(where):
                 yield where
             return
         try:
@@ -120,7 +121,7 @@ class Session:
             # The lock comes first: reported faults are written to the events file, which may belong to another run.
             with (
                 self._only_run(trial),
-                self._parts_stored(),
+                self._storing(self.stored_parts),
                 self.context.timeouts.reporting_faults(),
                 self.pipelined.train_call(where, ignored_outputs) as folder,
             ):
@@ -129,16 +130,21 @@ class Session:
             self.pipelined.leave()
             self.is_left_to_trainer = self._evaluates_alone
 
+    def storing_on_stages(self, pipeline: Pipeline, draws: bool) -> AbstractContextManager[None]:
+        """Store frozen encoders of media inside, on the ranks of the first stage; `draws` as for `StoredParts`."""
+        parts = PartsOfStage(self.context.trainer, self.context, pipeline)
+        return self._storing(StoredParts(parts, PartStores(parts), draws))
+
     @contextmanager
-    def _parts_stored(self) -> Iterator[None]:
+    def _storing(self, parts: StoredParts) -> Iterator[None]:
         """Check what is stored of frozen parts around the epochs inside, and give it back at the end."""
-        trainer, parts = self.context.trainer, self.stored_parts
+        trainer, outer = self.context.trainer, self.stored_parts
         trainer.callback_handler.callbacks.insert(0, parts.at_epoch_end)
-        parts.is_training = True
+        self.stored_parts, parts.is_training = parts, True
         try:
             yield
         finally:
-            parts.is_training = False
+            self.stored_parts, parts.is_training = outer, False
             trainer.remove_callback(parts.at_epoch_end)
             parts.end()
 

@@ -187,6 +187,9 @@ class TrainingSetup:
         # One rank of each node cleans up: several that delete the same files would get in each other's way.
         if self.context.topology.is_first_here:
             remove_old_stores(self.context.args)
+        media = self.pipeline.start_up.probe.structure.media
+        if media is not None and media.frozen:
+            return None  # Encoders that the script froze are parts of their own, see `Session.storing_on_stages`.
         if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
             args = self.context.args
             options = ("activation_cache", "activation_cache_keep")
@@ -197,7 +200,7 @@ class TrainingSetup:
                     f"nothing is cached. Choose a freeze_policy, or leave {name} out."
                 )
             return None
-        if self.pipeline.start_up.probe.structure.media is not None:
+        if media is not None:
             return None  # Images beside a text are no row that a record could be found by.
         return begin_cache(self.context, self.pipeline, loader, steps_per_epoch)
 

@@ -226,24 +226,21 @@ TASKS = {
 ROUNDS = {PROBE: 15, FILES: 3}
 
 
-class Given(Trainer):
-    """Plain Trainer that gets what the frozen part would give, of the first batch, for nothing."""
+def for_nothing(model: nn.Module, part: str) -> nn.Module:
+    """Let a part give again what it gave for inputs of the same shapes."""
+    bare: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    module = bare.get_submodule(part)
+    forward, kept = module.forward, dict[str, Any]()
 
-    part = ""
+    def first(*given: Any, **named: Any) -> Any:
+        shapes = str([each.shape for each in (*given, *named.values()) if isinstance(each, torch.Tensor)])
+        if shapes not in kept:
+            kept[shapes] = forward(*given, **named)
+        # Models of several modalities write into what they get.
+        return type(kept[shapes])(**kept[shapes]) if hasattr(kept[shapes], "to_tuple") else kept[shapes]
 
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-        module = bare.get_submodule(self.part)
-        if "forward" not in vars(module):
-            forward, kept = module.forward, []
-
-            def first(*given: Any, **named: Any) -> Any:
-                kept[:] = kept or [forward(*given, **named)]
-                # Models of several modalities write into what they get.
-                return type(kept[0])(**kept[0]) if hasattr(kept[0], "to_tuple") else kept[0]
-
-            module.forward = first
-        return super().training_step(model, inputs, *args, **kwargs)
+    module.forward = first
+    return model
 
 
 def run(name: str, kind: str, folder: str) -> dict[str, Any]:
@@ -258,12 +255,11 @@ def run(name: str, kind: str, folder: str) -> dict[str, Any]:
     steps = task.steps
     set_seed(0)
     samples = task.samples(steps * task.batch)
-    given = {"model": task.build(), "train_dataset": samples}
+    model = task.build()
+    given = {"model": for_nothing(model, task.part) if kind == "bound" else model, "train_dataset": samples}
     if kind == "ours":
         shutil.rmtree(folder, ignore_errors=True)
-    base = {"Trainer": Trainer, "bound": type("Bound", (Given,), {"part": task.part})}.get(
-        kind, PipeTransformerTrainer
-    )
+    base = Trainer if kind in ("Trainer", "bound") else PipeTransformerTrainer
     options = {
         "num_train_epochs": task.epochs(kind), "learning_rate": 1e-5, "lr_scheduler_type": "constant",
         "logging_strategy": "steps", "logging_steps": 1, "remove_unused_columns": False,
@@ -346,6 +342,49 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
             for ours, plain in zip(found["ours"], found["Trainer"], strict=True)
         ),
     }
+
+
+def run_on_stages(kind: str) -> dict[str, Any]:
+    """Return the seconds of a later step on two stages, and the losses: the tower `computed`, `stored`, or `free`."""
+    set_seed(0)
+    model, samples = vision_language(), captions(2 * NUM_STEPS)
+    given = {"model": for_nothing(model, "model.vision_model") if kind == "free" else model, "train_dataset": samples}
+    options = {
+        "num_train_epochs": 2 + NUM_EPOCHS, "learning_rate": 1e-5, "lr_scheduler_type": "constant",
+        "logging_strategy": "steps", "logging_steps": 1, "remove_unused_columns": False, "pipeline_parallel_size": 2,
+        "pipeline_parallel_num_microbatches": 2, "activation_cache": "on" if kind == "stored" else "off",
+    }  # fmt: skip
+    trainer, clock = make_trainer(given, 2, **options), StepClock()
+    trainer.add_callback(clock)
+    trainer.train()
+    later = clock.seconds[2 * NUM_STEPS - 1 :]
+    return {"seconds": statistics.median(later), "losses": losses_of(trainer)}
+
+
+def compare_on_stages(rounds: int) -> dict[str, Any]:
+    """Let the contenders take turns."""
+    found = alternate({kind: partial(run_on_stages, kind) for kind in ("computed", "stored", "free")}, rounds)
+    seconds = {kind: [each["seconds"] for each in runs] for kind, runs in found.items()}
+    pairs = zip(found["stored"], found["computed"], strict=True)
+    return {
+        "later epochs, times as fast as with the tower computed": summary(
+            ratios(seconds["computed"], seconds["stored"])
+        ),
+        "the bound, times as fast": summary(ratios(seconds["computed"], seconds["free"])),
+        "later epochs over the bound": summary(ratios(seconds["free"], seconds["stored"])),
+        "seconds of a step with the tower computed": summary(seconds["computed"]),
+        "largest relative difference of the losses": max(
+            largest_difference(stored["losses"], computed["losses"]) for stored, computed in pairs
+        ),
+    }
+
+
+@experiment("computed_on_stages.json", minutes=10, quick_minutes=3)
+def computed_on_stages(settings: Settings) -> dict[str, Any]:
+    """SmolVLM shapes on two stages: later epochs with the tower stored, beside the tower computed, and for nothing."""
+    found = launch(compare_on_stages, 2, settings.of(5, 1))
+    report("SmolVLM shapes on two stages", found)
+    return found
 
 
 def measured(settings: Settings, name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_pipetransformer.comm import topology
-from hf_pipetransformer.comm.topology import Topology
+from hf_pipetransformer.comm.topology import PipelineGroups, ReplicaPeers, Topology
 from hf_pipetransformer.schedules.placement import broadcast_route, pipeline_sizes, ranks_in_a_row, why_no_spanning
 
 
@@ -104,6 +104,14 @@ def test_what_the_first_rank_reads_travels_once_to_each_node(most: int, node_siz
         assert len(across) == max(1, size // node_size) - 1
         # Nobody waits for longer than two messages.
         assert all(source in (None, 0) for source, peers in way.values() if peers)
+
+
+def test_replicas_of_a_position_know_which_of_them_share_a_machine() -> None:
+    none = dict.fromkeys(("replica_group", "pipeline_group", "pipeline_control", "replica_control"))
+    groups = PipelineGroups(2, 4, position=0, replica=3, pipeline_ranks=(6, 7), replica_ranks=(0, 2, 4, 6), **none)
+    peers = ReplicaPeers(groups, [4, 5, 6, 7])
+    assert (peers.rank, peers.world_size, peers.ranks_here, peers.is_distributed) == (3, 4, [2, 3], True)
+    assert not peers.is_first_here
 
 
 def test_one_process_for_several_stages_is_told_how_to_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:

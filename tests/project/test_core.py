@@ -17,9 +17,9 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
-    "cache": 4367,
+    "cache": 4370,
     "cli": 604,
-    "comm": 935,
+    "comm": 950,
     "compat": 385,
     "data": 1513,
     "elastic": 584,
@@ -31,12 +31,12 @@ BUDGETS = {
     "report": 1260,
     "runtime": 1781,
     "schedules": 743,
-    "splitters": 1080,
-    "startup": 2074,
+    "splitters": 1101,
+    "startup": 2104,
     "state": 1309,
     "the package itself": 62,
-    "trainer": 378,
-    "training": 3446,
+    "trainer": 376,
+    "training": 3477,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 

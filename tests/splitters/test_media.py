@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, Trainer
+from peft import LoraConfig
+from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
 from hf_pipetransformer.data.batches import SampleBatch
+from hf_pipetransformer.report.events import EVENTS_FILE
 from hf_pipetransformer.runtime.generation import check_generation, settings_of
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.splitters.base import GenericSplitter, MediaSplitter, UnsupportedModelError, media_of
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.startup.model import undisturbed
+from hf_pipetransformer.startup.planner import share_computed
 from hf_pipetransformer.startup.rows import FirstBatch, probe_samples
+from tests.distributed import media_worker
 from tests.distributed.media_worker import STEPS, MediaCase, make_trainer
+from tests.distributed.scenarios import Lines
 from tests.support.media_models import MODELS, build, make_rows, qwen3_vl
 from tests.support.models import probed_with
 
@@ -49,6 +58,39 @@ def test_every_family_is_whole_again_where_its_stages_are_put_together(name: str
         expected = range(structure.num_blocks) if model.get_parameter(path) is first else [0]
         assert list(structure.blocks_of_parameter[path]) == [*expected]
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_work_of_frozen_encoders_is_told_from_that_of_other_embeddings(name: str) -> None:
+    model = build(name)
+    media = media_of(model)
+    assert media is not None
+    assert media.frozen == {}
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(not path.startswith(MODELS[name].tower))
+    frozen = media.frozen
+    # Its last projection is no part any more.
+    last = [parameter for module in frozen.values() for parameter in module.parameters() if parameter.dim() == 2][-1]
+    assert probe(name, model).media_share == 1, "words are looked up, which is no product"
+    last.requires_grad_(True)
+    assert 0.4 < probe(name, model).media_share < 1
+    model.requires_grad_(False)
+    assert media.frozen == frozen, "nothing of the language model"
+
+
+def test_stages_are_cut_without_what_is_read_where_that_is_known(tmp_path: Path) -> None:
+    expected = {"auto": (1.0, "computed, since the first steps decide"), "on": (0.01, "read"), "off": (1.0, None)}
+    for cache, (share, told) in expected.items():
+        trainer = make_trainer(MediaCase("llava", "frozen", 2, ours={"activation_cache": cache}), (1, 1), tmp_path)
+        trainer.train()
+        planner = trainer.pipeline_run.in_force.start_up.plans  # type: ignore[attr-defined]
+        assert share_computed(planner.args, planner.probe) == share
+        text = planner.describe(trainer.layout, "none", False)["expectation"]  # type: ignore[attr-defined]
+        assert ("stages are cut as if these were" in text) == (told is not None)
+        assert told is None or f"as if these were {told}." in text
+        # A layer has more work than words that are looked up.
+        embeddings, layer, *_ = planner.costs.blocks.forward
+        assert cache != "on" or embeddings < layer
 
 
 def test_a_stage_above_the_first_needs_no_weights_of_the_tower() -> None:
@@ -164,3 +206,78 @@ def test_without_an_option_for_stages_or_parts_it_is_left_to_trainer(tmp_path: P
     assert isinstance(trainer, PipeTransformerTrainer)
     assert len(logged(trainer)) == 2 * STEPS
     assert trainer.pipeline_run.is_left_to_trainer
+
+
+class Scales(TrainerCallback):
+    """Changes the tower from outside at the begin of the third epoch."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if round(state.epoch) == 2:
+            with torch.no_grad():
+                model.model.vision_tower.get_parameter(SCALED).mul_(1.5)
+
+
+SCALED = "encoder.layers.0.mlp.fc1.weight"
+
+
+def test_a_stored_tower_that_is_changed_from_outside_is_computed_again(tmp_path: Path) -> None:
+    case = MediaCase("llava", "frozen", 2, options={"max_steps": 4 * STEPS}, ours={"activation_cache": "on"})
+    ours, plain = make_trainer(case, (1, 1), tmp_path / "ours"), make_trainer(case, None, tmp_path / "plain")
+    for trainer in (ours, plain):
+        trainer.add_callback(Scales())
+    expected = logged(plain)
+    assert expected != pytest.approx(logged(make_trainer(case, None, tmp_path / "other")), rel=1e-5)
+    assert logged(ours) == pytest.approx(expected, rel=1e-5)
+    events = [json.loads(line) for line in (tmp_path / "ours" / EVENTS_FILE).read_text().splitlines()]
+    epochs = [(each["hits"], each["misses"]) for each in events if each.get("what") == "epoch"]
+    (first, _), (second, _), (third, computed), (fourth, _) = epochs
+    assert (first, third) == (0, 0)
+    assert computed > second > 0
+    assert fourth > 0
+
+
+def test_a_tower_with_adapters_is_computed_on_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere = r".*(q_proj|v_proj)"
+    monkeypatch.setattr(
+        media_worker, "LoraConfig", lambda **given: LoraConfig(**{**given, "target_modules": everywhere})
+    )
+    case = MediaCase(
+        "llava", "frozen", 2, adapts=True, options={"max_steps": 2 * STEPS}, ours={"activation_cache": "on"}
+    )
+    lines = Lines()
+    monkeypatch.setattr(logging.getLogger("hf_pipetransformer"), "handlers", [lines])
+    ours, plain = make_trainer(case, (1, 1), tmp_path / "ours"), make_trainer(case, None, tmp_path / "plain")
+    assert logged(ours) == pytest.approx(logged(plain), rel=1e-5)
+    told = [line for line in lines.lines if "is computed in every epoch, because adapters train it" in line]
+    assert [line.partition(" ")[0] for line in told] == ["model.vision_tower"]
+    assert not any(line.startswith("model.vision_tower (") for line in lines.lines)
+
+
+def test_what_stands_in_for_a_tower_leaves_no_trace_after_an_error_in_another_chunk() -> None:
+    """Chunks of a rank without the embeddings replace the tower, too: the last to come goes first."""
+    model = build("llava").requires_grad_(False)
+    structure, batch = probe("llava", model).structure, batch_of("llava")
+    view = StageView(model, MediaSplitter(), structure)
+    view.install(range(3), range(5, 7))
+    step = PresentStep(model, torch.device("cpu"))
+    media = media_of(model)
+    assert media is not None
+    parts = [
+        FrozenPart(name, module, step, lambda part, args, kwargs: part.compute(args, kwargs))
+        for name, module in media.frozen.items()
+    ]
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    def run() -> None:
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part.standing_in())
+            received = view.run(range(3), None, partial(model, **batch))
+            view.run(range(5, 7), received, fail)
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    view.remove()
+    assert all("forward" not in vars(module) for module in model.modules())

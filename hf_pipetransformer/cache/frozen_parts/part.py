@@ -23,28 +23,6 @@ if TYPE_CHECKING:
     from hf_pipetransformer.cache.frozen_parts.served import Records
 
 
-def maximal_frozen(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have parameters, none of them trained, and are in no larger such module, by their path.
-
-    Lists of modules, which are never called, are none. Whether a parameter is trained tells its own `requires_grad`,
-    never that of an activation. A module under several names has the first of them.
-    """
-    found: dict[str, nn.Module] = {}
-
-    def look(name: str, module: nn.Module) -> None:
-        parameters = list(module.parameters())
-        is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if parameters and is_called and not any(parameter.requires_grad for parameter in parameters):
-            if all(module is not other for other in found.values()):
-                found[name] = module
-        elif parameters:
-            for child, each in module.named_children():
-                look(f"{name}.{child}" if name else child, each)
-
-    look("", model)
-    return {name: module for name, module in found.items() if name}
-
-
 class PresentStep:
     """Facts of the step in progress that the parts of a model share: its batch, and how it is used.
 
@@ -56,7 +34,7 @@ class PresentStep:
         self._model, self.device = model, device
         self._memory_of_model: frozenset[int] | None = None
         self._of_batch = set[int]()
-        self._shapes: dict[str, torch.Size] = {}
+        self._shapes: dict[str, set[torch.Size]] = {}
         self._lengths: dict[int, Array] = {}
         self.reads_beyond = set[str]()
         """Names of parts of which the step used outputs that no record has."""
@@ -80,13 +58,15 @@ class PresentStep:
 
     def add(self, batch: Mapping[str, Any]) -> None:
         """Note more tensors of the batch in progress."""
-        self._shapes |= {name: each.shape for name, each in batch.items() if isinstance(each, torch.Tensor)}
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                self._shapes.setdefault(name, set()).add(value.shape)
         self.note(batch)
 
     def note(self, given: Mapping[str, Any]) -> None:
         """Note what the model is called with: the batch, copies of it (DistributedDataParallel), or more."""
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        own = (value for name, value in tensors.items() if self._shapes.get(name) == value.shape)
+        own = (value for name, value in tensors.items() if value.shape in self._shapes.get(name, ()))
         self._of_batch.update(map(memory_of, own))
         for name, of_mask in MASKS.items():
             tokens, mask = tensors.get(name), tensors.get(of_mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,13 +21,35 @@ if TYPE_CHECKING:
     from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
     from hf_pipetransformer.cache.frozen_parts.watching import Form
     from hf_pipetransformer.cache.records import RecordFormat
-    from hf_pipetransformer.comm.topology import Topology
 
 
 LEAST_TIMES, MOST_TIMES = 3, 512
 """Steps of which a median is told, and that one is taken of."""
 MOST_CHANGES = 3
 """Changes of a part after which nothing of it is stored any more."""
+
+
+class Peers(Protocol):
+    """Processes that call the same parts, by number: all of a run, or those that hold a pipeline's first stage."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def is_distributed(self) -> bool: ...
+
+    @property
+    def ranks_here(self) -> list[int]:
+        """Those on this node."""
+
+    @property
+    def is_first_here(self) -> bool: ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's `value`. Collective."""
 
 
 class PartsRun(Protocol):
@@ -40,11 +63,15 @@ class PartsRun(Protocol):
     def state(self) -> TrainerState: ...
 
     @property
-    def topology(self) -> Topology: ...
+    def topology(self) -> Peers: ...
 
     @property
     def model(self) -> nn.Module:
         """The model that the loss calls, with its adapters."""
+
+    @property
+    def frozen(self) -> Mapping[str, nn.Module]:
+        """Modules whose outputs may be stored, by their path in the bare model."""
 
     @property
     def train_dataset(self) -> Any: ...

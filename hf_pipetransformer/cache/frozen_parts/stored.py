@@ -18,14 +18,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.frozen_parts.contents import record_format
-from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, maximal_frozen
+from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
 from hf_pipetransformer.cache.frozen_parts.served import Plan, Records
 from hf_pipetransformer.cache.frozen_parts.serving import PartsRun, Price, ServingParts, Stores
 from hf_pipetransformer.cache.frozen_parts.state import is_script_free
 from hf_pipetransformer.cache.frozen_parts.unread import UnreadSamples
 from hf_pipetransformer.cache.frozen_parts.watching import Form, Found, Watch
 from hf_pipetransformer.cache.storage import stored_dtype
-from hf_pipetransformer.data.batches import batch_size
+from hf_pipetransformer.data.batches import SampleBatch, batch_size
 from hf_pipetransformer.data.rng import NotedDraws, States, random_state, same_states
 from hf_pipetransformer.options.refusals import precision_of
 from hf_pipetransformer.report import in_bytes
@@ -33,10 +33,14 @@ from hf_pipetransformer.splitters.adapters import adapted_tower, bare_model
 
 
 class StoredParts:
-    """Stores of the frozen parts of a model in one training; each of its batches runs inside `step`."""
+    """Stores of the frozen parts of a model in one training; each of its batches runs inside `step`.
 
-    def __init__(self, run: PartsRun, stores: Stores) -> None:
-        self.run, self._stores = run, stores
+    Args:
+        draws: True if random numbers are known to be drawn where samples are read.
+    """
+
+    def __init__(self, run: PartsRun, stores: Stores, draws: bool = False) -> None:
+        self.run, self._stores, self._draws = run, stores, draws
         self.serving = ServingParts(run, stores)
         self._say = self.serving.say
         self._watch: Watch | None = None
@@ -160,7 +164,7 @@ class StoredParts:
         if self.args.activation_cache != "off" and has_workers and hasattr(inside, "collate_fn"):
             self.loader_draws = inside.collate_fn = NotedDraws(inside.collate_fn)
         is_alone = self.is_training and not self.run.topology.is_distributed and not self.args.plan_only
-        is_stored = self.args.activation_cache != "off" and maximal_frozen(bare_model(self.run.model))
+        is_stored = self.args.activation_cache != "off" and self.run.frozen
         # Compiled code takes no tensors without values.
         if may_be_unread and is_alone and is_stored and not self.args.torch_compile:
             self._unread = UnreadSamples(loader, self._say, lambda: self.run.state.global_step)
@@ -182,6 +186,8 @@ class StoredParts:
     def _looked_up(self, step: PresentStep, inputs: Mapping[str, Any]) -> Iterator[None]:
         """Let calls of the parts come to them inside, and say if they read more than the first step did."""
         step.begin(named(inputs))
+        for _, inside in SampleBatch.of(inputs).pieces:
+            step.add(named(inside))
         with ExitStack() as stack:
             # An evaluation shows nothing of what training reads.
             for part in self._parts if not step.evaluates else (each for each in self._parts if each.watch is None):
@@ -214,7 +220,7 @@ class StoredParts:
     def _begin(self) -> None:
         model = bare_model(self.run.model)
         self._has_told_beyond = self._has_found = False
-        if self.args.activation_cache == "off" or not self.run.is_whole or not maximal_frozen(model):
+        if self.args.activation_cache == "off" or not self.run.is_whole or not (frozen := self.run.frozen):
             return
         if (adapted := adapted_tower(self.run.model)) is not None:
             name, others = adapted
@@ -223,13 +229,13 @@ class StoredParts:
                 f"once, with target_modules=r'{others}'."
             )
         self._step = PresentStep(model, self.args.device)
-        self._step.sends_buffers = self.run.sends_buffers
+        self._step.sends_buffers, self._step.reads_at_random = self.run.sends_buffers, self._draws
         self._step.defers = not self.args.torch_compile
         # Trainer may make another loader in a training, to try a smaller batch.
         self._step.keys_of_read = lambda each: None if self._unread is None else self._unread.keys_of(each)
         may_evaluate = self.args.activation_cache == "on"
         self._watch = Watch(
-            model, self.run.model, self._step, precision_of(self.args), may_evaluate, self.args.plan_only,
+            model, frozen, self.run.model, self._step, precision_of(self.args), may_evaluate, self.args.plan_only,
             self.run.reads_loss_alone,
         )  # fmt: skip
         root: nn.Module = self.run.model
@@ -328,7 +334,7 @@ class StoredParts:
                 return str(error)
 
         # One price for all: a part that only some processes store would leave the others waiting.
-        answer = topology.decide(priced)
+        answer = topology.gather(priced() if topology.rank == 0 else None)[0]
         if isinstance(answer, str):
             self._say_computed(plan.name, answer)
             return

@@ -21,7 +21,7 @@ from transformers import set_seed
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, any_differs, differs
 from hf_pipetransformer.cache.frozen_parts.call import NUM_TRIED, Deferred, Modes, PartCall, Template, undeferred
 from hf_pipetransformer.cache.frozen_parts.contents import Pick, Reading
-from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, maximal_frozen, memory_of, passed_on
+from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, memory_of, passed_on
 from hf_pipetransformer.cache.frozen_parts.served import Plan
 from hf_pipetransformer.cache.frozen_parts.state import is_script_free
 from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each, tensors_of
@@ -139,7 +139,8 @@ class Watch:
     """Watches the calls of the frozen parts of a model until something is known of each.
 
     Args:
-        model: frozen parts are found in it.
+        model: that has the parts.
+        frozen: its frozen modules, by their path.
         root: what the loss calls, the model itself or its adapters around it.
         precision: `fp32`, `bf16` or `fp16`.
         may_evaluate: True if parts with dropout may be run in evaluation mode instead.
@@ -148,15 +149,14 @@ class Watch:
     """
 
     def __init__(
-        self, model: nn.Module, root: nn.Module, step: PresentStep, precision: str, may_evaluate: bool,
-        is_hurried: bool = False, reads_loss_alone: bool = False,
+        self, model: nn.Module, frozen: Mapping[str, nn.Module], root: nn.Module, step: PresentStep, precision: str,
+        may_evaluate: bool, is_hurried: bool = False, reads_loss_alone: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.root, self.step, self.is_hurried = model, root, step, is_hurried
         self._precision, self._may_evaluate = precision, may_evaluate
         self._reads_loss_alone = reads_loss_alone
         self.parts = [
-            FrozenPart(_known_name(model, name), each, step, self.watched)
-            for name, each in maximal_frozen(model).items()
+            FrozenPart(_known_name(model, name), module, step, self.watched) for name, module in frozen.items()
         ]
         self._seen: dict[str, Watched] = {}
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []

@@ -19,9 +19,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from hf_pipetransformer.cache.frozen_parts import watching
 from hf_pipetransformer.cache.frozen_parts.call import Deferred
 from hf_pipetransformer.cache.frozen_parts.contents import Pick
-from hf_pipetransformer.cache.frozen_parts.part import PresentStep, maximal_frozen
+from hf_pipetransformer.cache.frozen_parts.part import PresentStep
 from hf_pipetransformer.cache.frozen_parts.state import ModuleState, _code_text
 from hf_pipetransformer.cache.frozen_parts.watching import Found, Watch
+from hf_pipetransformer.splitters.base import maximal_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +81,7 @@ def watch_of(
     batch = {"pixels": pixels, "attention_mask": mask, "input_ids": torch.zeros(3, 5, dtype=torch.long)}
     batch = {name: value[:number] for name, value in batch.items()}
     step = PresentStep(model.train(), torch.device("cpu"))
-    watch = Watch(model, model, step, "fp32", may_evaluate, reads_loss_alone=True)
+    watch = Watch(model, maximal_frozen(model), model, step, "fp32", may_evaluate, reads_loss_alone=True)
     step.begin(batch)
     torch.manual_seed(0)
     watch.begin_step()
@@ -122,7 +123,8 @@ def test_the_largest_modules_without_trained_parameters_are_frozen() -> None:
 def test_modules_that_have_numbers_alone_are_told_by_their_classes() -> None:
     def names(model: nn.Module) -> list[str]:
         step = PresentStep(model, torch.device("cpu"))
-        return [each.name for each in Watch(model, model, step, "fp32", may_evaluate=False).parts]
+        watch = Watch(model, maximal_frozen(model), model, step, "fp32", may_evaluate=False)
+        return [each.name for each in watch.parts]
 
     model = nn.Sequential(Tower(), nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
     assert names(model) == []
