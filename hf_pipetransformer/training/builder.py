@@ -117,11 +117,6 @@ class PipelineBuilder:
         """False if the model was inspected with samples without labels, of a data set to predict or of prompts."""
 
     @property
-    def may_be_left(self) -> bool:
-        """True if a run may be left to Trainer once the model has been inspected."""
-        return self.options.may_do_without(self.context.trainer.model) or self.options.may_be_left
-
-    @property
     def is_waiting(self) -> bool:
         """True while a training waits for its first batch, when its pipeline is started."""
         return self._waiting is not None
@@ -226,8 +221,7 @@ class PipelineBuilder:
         except LEFT_TO_TRAINER as error:
             # Trainer can only resume a run from its own kind of checkpoint.
             model = self.context.trainer.model
-            may_be_left = self.options.may_do_without(model) or self.options.does_without(error, model)
-            if resumes_own or not may_be_left:
+            if resumes_own or not self.options.may_leave(error, model, is_started=True):
                 refusal = self.options.refusal(error)
                 raise refusal from (error.__cause__ if refusal is error else error)
             say_left_to_trainer(error)

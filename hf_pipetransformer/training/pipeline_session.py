@@ -143,8 +143,10 @@ class PipelineSession:
         self.builder.renew_shell()
         # What a checkpoint says of the data comes before Trainer counts its steps; and a run that is left to Trainer's
         # loop may need a model that is compiled or shared with other processes before.
+        options = self.session.options
+        may_be_left = not options.asks_for_parts or (options.is_undivided and not options.freezes)
         is_other = self.context.topology.world_size > 1 or self.context.args.torch_compile
-        if self.resumption is not None or (self.builder.may_be_left and is_other):
+        if self.resumption is not None or (is_other and may_be_left):
             kept = Generators([loader])
             states = kept.states()
             if self._start():
