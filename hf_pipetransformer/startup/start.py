@@ -48,7 +48,7 @@ from hf_pipetransformer.startup.planner import (
     MeasuredCosts,
     RunPlanner,
     StartUp,
-    memory_conditions,
+    replacing_schedule,
     samples_per_microbatch,
 )
 from hf_pipetransformer.startup.rows import why_across, why_mixed
@@ -154,10 +154,27 @@ def inspect_model(
         # A model that is cut waits on the host, from where each rank takes its own stage.
         model.to("cpu")
     device_bytes = smallest_device_bytes(args.device, topology)
+    plans = RunPlanner(
+        args,
+        topology,
+        probe,
+        costs,
+        device_bytes,
+        frozen,
+        has_dropout(model),
+        unfit=0,
+        num_probed=given.inputs.size,
+        # What differs in training without a rate that names a layer counts from the first one on.
+        dropout_from=1 if found["has_modes"] else drops_from,
+        scope=target.scope,
+        replaced_by=replacing_schedule(args, target.scope),
+        why_whole_head=why_whole_head,
+        head_slices=args.head_slices or 1,
+    )
     return StartUp(
         probe=probe,
+        splitter=target.splitter,
         loss_rule=target.rule,
-        scope=target.scope,
         padding=CommonLength(target.main_input, target.pad_token_id),
         pads_alike=found["pads_alike"],
         sees_padding=found["sees_padding"],
@@ -165,24 +182,8 @@ def inspect_model(
         shape_without_rows=found["shape_without_rows"],
         main_dtype=target.inputs[target.main_input].dtype,
         samples=target.inputs.mapped(torch.Tensor.cpu),
-        plans=RunPlanner(
-            args,
-            topology,
-            probe,
-            costs,
-            device_bytes,
-            frozen,
-            has_dropout(model),
-            # Other nodes may not have the file that rank 0 reads.
-            topology.decide(
-                lambda: read_unfit(events, memory_conditions(args, probe, device_bytes, args.head_slices or 1))
-            ),
-            given.inputs.size,
-            # What differs in training without a rate that names a layer counts from the first one on.
-            dropout_from=1 if found["has_modes"] else drops_from,
-            scope=target.scope,
-            why_whole_head=why_whole_head,
-        ),
+        # Other nodes may not have the file that rank 0 reads.
+        plans=replace(plans, unfit=topology.decide(lambda: read_unfit(events, plans.conditions))),
     )
 
 

@@ -120,7 +120,7 @@ class TrainingOverrides(_Trainer):
 
         The first time, the pipeline is started with the first batch.
         """
-        self.pipeline_run.pipelined.builder.start_training()
+        self.pipeline_run.pipelined.start()
         if self.pipeline_run.is_left_to_trainer:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         return self.pipeline_run.pipelined.training.begin_step(epoch_iterator, num_batches)

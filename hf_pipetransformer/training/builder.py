@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.splitters.script_code import hooked_by_script
 from hf_pipetransformer.startup.model import ProbeTarget
+from hf_pipetransformer.startup.planner import StartDecision, replacing_schedule
 from hf_pipetransformer.startup.rows import FirstBatch, most_samples, probe_samples
 from hf_pipetransformer.startup.slices import why_whole_by_options
 from hf_pipetransformer.startup.start import inspect_model
@@ -59,35 +60,12 @@ from hf_pipetransformer.training.needs import (
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.training import TrainingCache
     from hf_pipetransformer.data.rng import SharedRngState
-    from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.splitters.structure import Structure
     from hf_pipetransformer.startup.planner import StartUp
     from hf_pipetransformer.training.context import TrainingContext
     from hf_pipetransformer.training.needs import RunOptions
     from hf_pipetransformer.training.session import Session
-
-
-@dataclass(frozen=True)
-class ModelReport:
-    """Findings on a model that is still in one piece; `shell` is the model as Trainer sees it."""
-
-    start_up: StartUp
-    shell: PipelineShell
-    splitter: Splitter
-    has_labels: bool
-    is_training: bool
-
-    def slicing_head(self, number: int, unfit: int) -> ModelReport:
-        """Return the report of a training that has chosen the slices of its head; see `RunPlanner`."""
-        plans = replace(self.start_up.plans, head_slices=number, unfit=unfit)
-        return replace(self, start_up=replace(self.start_up, plans=plans))
-
-    def adding(self, in_float32: bool) -> ModelReport:
-        """Return the report of a training whose gradients of half-precision weights are added in float32, or not."""
-        plans = replace(self.start_up.plans, sums=in_float32)
-        return replace(self, start_up=replace(self.start_up, plans=plans))
 
 
 class PipelineBuilder:
@@ -102,10 +80,7 @@ class PipelineBuilder:
         self.options = session.options
         self.policy = session.policy
         self.in_force: Pipeline | None = None
-        self.cache: TrainingCache | None = None
-        """Activation cache of the training in progress."""
         self._overrode_loss_kwargs = False
-        self._waiting: Callable[[], None] | None = None
         self._shell: PipelineShell | None = None
         self.shared_rng: SharedRngState | None = None
         """RNG states that one process would have, of a training that is started."""
@@ -116,24 +91,9 @@ class PipelineBuilder:
         self._knows_loss = True
         """False if the model was inspected with samples without labels, of a data set to predict or of prompts."""
 
-    @property
-    def is_waiting(self) -> bool:
-        """True while a training waits for its first batch, when its pipeline is started."""
-        return self._waiting is not None
-
-    def wait(self, start: Callable[[], None]) -> None:
-        """Have `start` called by `start_training`."""
-        self._waiting = start
-
-    def start_training(self) -> None:
-        """Start the training that waits for its first batch, if there is one. Collective: call on every rank."""
-        start, self._waiting = self._waiting, None
-        if start is not None:
-            start()
-
     def forget(self) -> None:
         """Forget what was begun for an earlier training or evaluation."""
-        self._waiting = self._begun = self.shared_rng = self.last_seeded = None
+        self._begun = self.shared_rng = self.last_seeded = None
 
     def renew_shell(self) -> None:
         """Make another shell for the next start."""
@@ -177,13 +137,14 @@ class PipelineBuilder:
         `request` is what `inspect` takes. False without one to start for, or if the run is left to Trainer.
         """
         # A training that waits for its first batch comes first: its optimizer has the weights as they are.
-        self.start_training()
+        self.session.pipelined.start()
         if self._is_of_this_model and (self._knows_loss or not self._has_labels(request)):
             return True
-        report = None if request is None else self.inspect_or_leave(request, is_training=False)
-        if report is not None:
-            self.start(report, report.start_up.plans.layout())
-        return report is not None
+        start_up = None if request is None else self.inspect_or_leave(request, is_training=False)
+        if start_up is not None:
+            layout = start_up.plans.layout()
+            self.start(start_up, StartDecision(start_up.plans, layout, layout.pipeline_size, is_training=False))
+        return start_up is not None
 
     def _has_labels(self, request: Request | Any | None) -> bool:
         """Return True if a request's data set has labels. Collective: call on every rank."""
@@ -209,7 +170,7 @@ class PipelineBuilder:
         is_training: bool,
         resumes_own: bool = False,
         ignored_outputs: list[str] | None = None,
-    ) -> ModelReport | None:
+    ) -> StartUp | None:
         """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over.
 
         Args:
@@ -231,9 +192,7 @@ class PipelineBuilder:
         self.session.leave_to_trainer()
         return None
 
-    def inspect(
-        self, given: Request | Any, is_training: bool, ignored_outputs: list[str] | None = None
-    ) -> ModelReport:
+    def inspect(self, given: Request | Any, is_training: bool, ignored_outputs: list[str] | None = None) -> StartUp:
         """Check data set, model and loss, and measure the model. Collective: call on every rank.
 
         `given` is the request made to Trainer's loader, or the first batch of a loader of the user's own.
@@ -315,7 +274,7 @@ class PipelineBuilder:
                 first.read if is_training else None,
                 self.context.journal.log.path if is_training else None,
             )
-        if not (trainer_compat.has_known_loss(trainer) or self.options.is_undivided):
+        if not (trainer_compat.has_known_loss(trainer) or args.is_undivided):
             _check_hooks(trainer.model, start_up.probe.structure)
         if not trainer_compat.has_known_loss(trainer):
             # It may read in later steps what it does not read of the first samples.
@@ -325,7 +284,7 @@ class PipelineBuilder:
             start_up = replace(start_up, probe=replace(start_up.probe, placeholders=frozenset()))
         if passes and known is KnownLoss.MEAN:
             start_up = self._dividing_itself(start_up, is_training)
-        return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
+        return start_up
 
     def _splitter(self, options: RunOptions) -> tuple[Splitter, Media | None]:
         """Return the splitter of the model, and the media that it takes beside tokens where stages are asked for.
@@ -348,13 +307,12 @@ class PipelineBuilder:
         return MediaSplitter(), media
 
     def _scope_of_loss(self) -> LossScope:
-        """Return the samples that one call of the loss sees, and set the schedule that this takes.
+        """Return the samples that one call of the loss sees.
 
         Raises:
             LossDoesNotDecomposeError: the loss sees whole batches, and the schedule never has one at once.
         """
         args, asked = self.context.args, self.context.args.pipeline_loss
-        args.runs_forwards_first = False
         # A loss that is not known may compare samples with each other, which a sum over micro-batches loses.
         if asked == "auto":
             asked = "batch" if known_loss(self.context.trainer) is None else "parts"
@@ -372,13 +330,11 @@ class PipelineBuilder:
                 "pipeline_loss='parts' adds the losses of micro-batches and replicas of a loss that is not known: "
                 "nothing checks that it is a mean over samples or label tokens, or divided by num_items_in_batch."
             )
-        if scope is not LossScope.PARTS and not self.options.is_undivided:
-            args.runs_forwards_first = True
-            if args.replaces_schedule and self.context.topology.rank == 0:
-                announce(
-                    f"One call of the loss sees the samples of the whole {scope.value} (pipeline_loss): all forwards "
-                    f"run before the first backward, as in gpipe, not {args.pipeline_schedule}."
-                )
+        if replacing_schedule(args, scope) is not None and self.context.topology.rank == 0:
+            announce(
+                f"One call of the loss sees the samples of the whole {scope.value} (pipeline_loss): all forwards "
+                f"run before the first backward, as in gpipe, not {args.pipeline_schedule}."
+            )
         return scope
 
     def _dividing_itself(self, start_up: StartUp, is_training: bool) -> StartUp:
@@ -398,32 +354,31 @@ class PipelineBuilder:
             )
         return replace(start_up, trainer_adds_up=adds_up)
 
-    def start(self, report: ModelReport, layout: Layout, longest: int = 1) -> Pipeline:
-        """Build this rank's stage under `layout`; `longest` is the largest number of stages K it may grow to.
-
-        Collective: call on every rank.
+    def start(self, start_up: StartUp, decision: StartDecision) -> Pipeline:
+        """Build this rank's stage as a start has decided. Collective: call on every rank.
 
         Raises:
             ValueError: a callback reads the model where it cannot have it, or an evaluation could not generate or
                 join what the replicas predict.
         """
-        trainer, args, start_up = self.context.trainer, self.context.args, report.start_up
+        trainer, args, plans, layout = self.context.trainer, self.context.args, decision.plans, decision.layout
+        start_up, is_training = replace(start_up, plans=plans), decision.is_training
         # Pipelines that get shorter when layers freeze leave ranks free, which become replicas.
         may_have_replicas = layout.num_replicas > 1 or (layout.num_stages > 1 and args.elastic and self.policy.freezes)
-        if report.is_training and may_have_replicas and start_up.shape_without_rows is not None:
+        if is_training and may_have_replicas and start_up.shape_without_rows is not None:
             raise ValueError(
                 f"Evaluations of this run join outputs of shape {start_up.shape_without_rows} of "
                 f"{start_up.samples.size} samples over replicas: expected one row a sample. {REMEDY}"
             )
         # A pipeline of one stage has the whole model on each rank, which callbacks may read and generate with.
-        if max(layout.pipeline_size, longest) > 1:
+        if decision.longest > 1:
             check_callbacks(trainer.callback_handler.callbacks, self.context.topology)
             if trainer_compat.generates(trainer):
                 model, beams = bare_model(trainer.model), getattr(args, "generation_num_beams", None)
                 options = {} if beams is None else {"num_beams": beams}
                 check_generation(model, settings_of(model, options), options)
         # Before weights move: should memory run out from here on, the record names the layout that was too large.
-        self.context.journal.tried = start_up.plans.trying(layout) if report.is_training else {}
+        self.context.journal.tried = plans.trying(layout) if is_training else {}
         compiled = None
         if args.torch_compile:
             compiled = partial(torch.compile, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
@@ -436,13 +391,12 @@ class PipelineBuilder:
             StepMeter(args.device),
             compiled,
             is_mixed=trainer.accelerator.native_amp,
-            sums_in_float32=report.is_training and start_up.plans.sums_in_float32(layout),
+            sums_in_float32=is_training and plans.sums_in_float32(layout),
             masters_in_float32=args.pipeline_master_dtype is not None,
-            head_slices=HeadSlices(start_up.plans.num_head_slices, start_up.loss_rule),
+            head_slices=HeadSlices(plans.num_head_slices, start_up.loss_rule),
         )
-        stage = start_stage(trainer.model, report.splitter, layout, settings, report.is_training)
-        shifts_labels = trainer_compat.shifts_labels(trainer)
-        self.in_force = Pipeline(start_up, report.shell, settings, shifts_labels, report.has_labels, stage)
+        stage = start_stage(trainer.model, start_up.splitter, layout, settings, is_training)
+        self.in_force = Pipeline(start_up, self.shell, settings, trainer_compat.shifts_labels(trainer), stage)
         generate_in_stages(self.in_force)
         return self.in_force
 
@@ -456,7 +410,8 @@ class PipelineBuilder:
         begun, self._begun = self._begin(request), None
         loader = make_loader(self.context, pipeline, begun)
         # Of a sample whose activation is stored, prompts are not read.
-        cache = None if request.is_training or trainer_compat.generates(self.context.trainer) else self.cache
+        is_read = request.is_training or trainer_compat.generates(self.context.trainer)
+        cache = None if is_read else self.session.pipelined.cache
         if cache is not None and not loader.is_stream:
             cache.serve(loader, request.dataset)
         if persists:

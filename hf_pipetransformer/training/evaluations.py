@@ -179,7 +179,7 @@ class Evaluations:
     def loop(self, given: Any) -> Iterator[Evaluation | UsersEvaluation]:
         """Wrap Trainer's evaluation loop; the yielded evaluation names the loader, the pipeline's or the user's."""
         builder, request = self.builder, request_of(given)
-        cache = builder.cache
+        cache = builder.session.pipelined.cache
         is_users = request is None and not isinstance(given, PipelineLoader)
         if is_users:
             check_undivided(given, "get_eval_dataloader or get_test_dataloader", builder.num_stages)

@@ -67,7 +67,7 @@ class RunOptions:
         return make_policy(args)
 
     def wants_pipeline(self, model: Any) -> bool:
-        """Return True if a pipeline is to train, unless it turns out that none can; `model` is None if not built yet."""
+        """Return True if a pipeline is to train unless none can; `model` is None if it is not built yet."""
         args, caches = self.args, self.args.activation_cache
         if args.plan_only or self.freezes or self.asks_for_parts:
             return True
@@ -94,7 +94,7 @@ class RunOptions:
             return is_kind and not (self.freezes or self.asks_for_parts) and _has_parts(model)
         if self.freezes:
             return False
-        if is_started and self.is_undivided:
+        if is_started and args.is_undivided:
             return True
         if self.asks_for_parts:
             return False
@@ -116,11 +116,6 @@ class RunOptions:
             f"{name}={asked} can freeze no layer: {error} What the script itself freezes (requires_grad_(False)) is "
             f"computed once without {name}, too."
         )
-
-    @property
-    def is_undivided(self) -> bool:
-        """True if one process computes each batch as a whole."""
-        return self.args.world_size == 1 and self.args.num_microbatches in (None, 1)
 
     @property
     def freezes(self) -> bool:
@@ -215,7 +210,7 @@ def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -
             "the model is then trained as by Trainer."
         )
     num_stages = 1 if options.args.world_size == 1 else options.args.pipeline_size
-    check_model(model, num_stages, options.is_undivided, (users_optimizer, None))
+    check_model(model, num_stages, options.args.is_undivided, (users_optimizer, None))
 
 
 @contextmanager

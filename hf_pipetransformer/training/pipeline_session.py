@@ -32,6 +32,7 @@ from hf_pipetransformer.training.weights import Ending, ModelSaving, WeightLoadi
 
 
 if TYPE_CHECKING:
+    from hf_pipetransformer.cache.training import TrainingCache
     from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
     from hf_pipetransformer.training.session import Session
     from hf_pipetransformer.training.training import Training
@@ -55,6 +56,8 @@ class PipelineSession:
         self.ending = Ending(self.builder)
         self.present: Training | None = None
         """Training in progress."""
+        self.is_waiting = False
+        """True while a training waits for its first batch, with which its pipeline is started."""
         self.resumption: Resumption | None = None
         self.loader: Any = None
         """Loader that the current training reads."""
@@ -139,12 +142,13 @@ class PipelineSession:
         self.late = LateLoader(loader)
         if request_of(loader) is None:
             check_undivided(loader, "get_train_dataloader", self.context.args.pipeline_size or 1)
+        self.is_waiting = False
         self.builder.forget()
         self.builder.renew_shell()
         # What a checkpoint says of the data comes before Trainer counts its steps; and a run that is left to Trainer's
         # loop may need a model that is compiled or shared with other processes before.
         options = self.session.options
-        may_be_left = not options.asks_for_parts or (options.is_undivided and not options.freezes)
+        may_be_left = not options.asks_for_parts or (options.args.is_undivided and not options.freezes)
         is_other = self.context.topology.world_size > 1 or self.context.args.torch_compile
         if self.resumption is not None or (is_other and may_be_left):
             kept = Generators([loader])
@@ -155,13 +159,13 @@ class PipelineSession:
             return loader
         self._max_steps = self._epoch = None
         self._flags = {name: parameter.requires_grad for name, parameter in trainer.model.named_parameters()}
-        self.builder.wait(self.start)
+        self.is_waiting = True
         return self.late
 
     @property
-    def is_waiting(self) -> bool:
-        """True while a training waits for its first batch."""
-        return self.builder.is_waiting
+    def cache(self) -> TrainingCache | None:
+        """Activation cache of the training in progress."""
+        return None if self.present is None else self.present.cache
 
     @property
     def shell(self) -> PipelineShell:
@@ -169,7 +173,10 @@ class PipelineSession:
         return self.builder.shell
 
     def start(self) -> None:
-        """Start the pipeline of a training that waits for it. Collective: call on every rank."""
+        """Start the pipeline of a training that waits for it, if one does. Collective: call on every rank."""
+        if not self.is_waiting:
+            return
+        self.is_waiting = False
         with self._flags_of_begin():
             if not self._start() or self._max_steps is None:
                 return
@@ -258,7 +265,6 @@ class PipelineSession:
             return
         topology = self.context.topology
         self.present = training = self._setup.training(self.loader, max_steps)
-        self.builder.cache = training.cache
         if training.cache is not None:
             training.cache.follow()
         if self.resumption is not None:
@@ -281,12 +287,12 @@ class PipelineSession:
 
     def finish(self) -> None:
         """End the training after the last step, and give the user the model back. Collective: call on every rank."""
-        self.builder.start_training()  # It had no step.
+        self.start()  # It had no step.
         if self.session.is_left_to_trainer:
             return
         pipeline, training, trainer = self.builder.pipeline, self.training, self.context.trainer
         self.ending.users_optimizer = training.optimizer if self._keeps_optimizer else None
-        self.present = self.builder.cache = None
+        self.present = None
         pipeline.steps = None
         training.metrics.publish("train", pipeline.stage.groups)  # Trainer logs once more after the loop.
         self.signals.give_back()  # Before Trainer's callback restores the signal handlers.
@@ -312,12 +318,11 @@ class PipelineSession:
 
         A model that an error left on several stages stays there; a model that is whole can be trained again.
         """
-        builder, training = self.builder, self.present
-        pipeline = builder.in_force
+        training, pipeline = self.present, self.builder.in_force
         if training is not None:
             self.ending.users_optimizer = training.optimizer if self._keeps_optimizer else None
-        self.present = self.builder.cache = None
-        builder.forget()
+        self.present, self.is_waiting = None, False
+        self.builder.forget()
         self.resumption = self.weights.expected = None
         if training is not None:
             training.end()

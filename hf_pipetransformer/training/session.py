@@ -48,7 +48,7 @@ class Session:
         self.policy = options.make_policy(warns=self.context.topology.rank == 0)
         """Freeze policy in use."""
         self.needs_pipeline = needs_pipeline
-        self.is_left_to_trainer = not needs_pipeline or options.is_undivided
+        self.is_left_to_trainer = not needs_pipeline or options.args.is_undivided
         """True while Trainer's own methods run instead of the overrides."""
         self._evaluates_alone = self.is_left_to_trainer
         """Value of `is_left_to_trainer` outside of `train()`."""
