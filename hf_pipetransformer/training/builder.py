@@ -189,7 +189,7 @@ class PipelineBuilder:
         # Both were the pipeline's task: to recompute, and to move the model, which Trainer has left where it was.
         self.context.args.leave_recomputing_to_trainer()
         trainer_compat.place_model(self.context.trainer)
-        self.session.leave_to_trainer()
+        self.session.trains_alone = self.session.evaluates_alone = True
         return None
 
     def inspect(self, given: Request | Any, is_training: bool, ignored_outputs: list[str] | None = None) -> StartUp:

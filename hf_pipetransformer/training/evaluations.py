@@ -183,7 +183,7 @@ class Evaluations:
         is_users = request is None and not isinstance(given, PipelineLoader)
         if is_users:
             check_undivided(given, "get_eval_dataloader or get_test_dataloader", builder.num_stages)
-        outer, left = self._present, builder.session.is_left_to_trainer
+        outer, alone = self._present, builder.session.evaluates_alone
         is_for_first_rank = self._take_first_rank_only()
         try:
             # Entered here as well: a user's own `evaluate` may call the loop directly.
@@ -191,7 +191,7 @@ class Evaluations:
                 if is_users or not is_up:
                     shared = builder.pipeline.shared_rng if is_up else None
                     self._present = UsersEvaluation(with_shared_rng(given, shared))
-                    builder.session.is_left_to_trainer = left or not is_up
+                    builder.session.evaluates_alone = alone or not is_up
                     yield self._present
                     return
                 loader = given if request is None else builder.loader(request)
@@ -202,4 +202,4 @@ class Evaluations:
         finally:
             self._present = outer
             if is_users:
-                builder.session.is_left_to_trainer = left
+                builder.session.evaluates_alone = alone

@@ -265,6 +265,7 @@ class PipelineSession:
             return
         topology = self.context.topology
         self.present = training = self._setup.training(self.loader, max_steps)
+        self.ending.users_optimizer = training.optimizer if self._keeps_optimizer else None
         if training.cache is not None:
             training.cache.follow()
         if self.resumption is not None:
@@ -291,7 +292,6 @@ class PipelineSession:
         if self.session.is_left_to_trainer:
             return
         pipeline, training, trainer = self.builder.pipeline, self.training, self.context.trainer
-        self.ending.users_optimizer = training.optimizer if self._keeps_optimizer else None
         self.present = None
         pipeline.steps = None
         training.metrics.publish("train", pipeline.stage.groups)  # Trainer logs once more after the loop.
@@ -319,8 +319,6 @@ class PipelineSession:
         A model that an error left on several stages stays there; a model that is whole can be trained again.
         """
         training, pipeline = self.present, self.builder.in_force
-        if training is not None:
-            self.ending.users_optimizer = training.optimizer if self._keeps_optimizer else None
         self.present, self.is_waiting = None, False
         self.builder.forget()
         self.resumption = self.weights.expected = None
