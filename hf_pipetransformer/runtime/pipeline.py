@@ -129,8 +129,6 @@ class Pipeline:
         """True if the data set used at start-up has labels."""
         self.shared_rng: SharedRngState | None = None
         """RNG state that one process would have, in a training with several ranks."""
-        self.last_seeded: int | None = None
-        """What torch was last seeded with when the training began, which the order of the samples follows."""
         self.steps: Settling | None = None
         """Training in progress, which may have work in flight between two steps."""
         self.persistent_loaders: dict[str, PipelineLoader] = {}

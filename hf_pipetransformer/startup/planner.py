@@ -445,24 +445,19 @@ class StartDecision:
         plans: planner with the schedule that runs, the samples that one call of the loss sees, the slices of the head
             and the precision of the sums of gradients.
         layout: stages, replicas and micro-batches that the run begins or goes on with.
-        first: layout that the run began under; None if that is `layout`.
-        replay: optimizer step to the layout from then on, of an earlier run; None lets the policy decide.
-        freezes: True if layers may freeze in the run, so that what they give is stored.
+        began_under: layout that the run began under, which may have had more stages.
         longest: largest number of stages K that it may come to have.
+        replay: optimizer step to the layout from then on, of an earlier run; None lets the policy decide.
+        freezes: True if layers may freeze in the run.
     """
 
     plans: RunPlanner
     layout: Layout
+    began_under: Layout
     longest: int
-    is_training: bool = True
-    first: Layout | None = None
     replay: Mapping[int, Layout] | None = None
     freezes: bool = False
-
-    @property
-    def began_under(self) -> Layout:
-        """Layout that the run began under, which may have had more stages."""
-        return self.first or self.layout
+    is_training: bool = True
 
     @property
     def stores(self) -> bool:

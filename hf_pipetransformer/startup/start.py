@@ -58,7 +58,6 @@ from hf_pipetransformer.startup.slices import (
     measure_slices,
     why_no_head_slices,
     why_unsliceable,
-    why_whole_by_options,
 )
 from hf_pipetransformer.startup.storable import (
     computes_otherwise_in_training,
@@ -72,7 +71,7 @@ from hf_pipetransformer.startup.twin import as_twin, moved
 
 if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.splitters.structure import Probe, Structure
+    from hf_pipetransformer.splitters.structure import Probe
 
 
 T = TypeVar("T")
@@ -108,7 +107,7 @@ def inspect_model(
     """
     model = given.model
     is_shown = topology.rank == 0 and not args.disable_tqdm
-    why_whole_head = given.why_whole_head or why_whole_by_options(args, given.scope)
+    why_whole_head = given.why_whole_head
     tries_slices = is_training and args.head_slices != 1 and why_whole_head is None
     num_parts = _NUM_PARTS + 2 * args.schedule.abilities.cuts_tokens + tries_slices
     with ExitStack() as stack:
@@ -143,7 +142,11 @@ def inspect_model(
             found = inspection.on_first_rank(lambda: _find_traits(exact, probe, args, topology, frozen, is_tried))
             if tries_slices:
                 slices = HeadSlices(args.head_slices or NUMBERS[0], target.rule)
-                why_whole_head = _check_head_slices(exact, probe.structure, args, inspection, slices)
+                why_whole_head = inspection.on_first_rank(lambda: why_no_head_slices(exact, probe.structure, slices))
+                if why_whole_head is not None and args.head_slices is not None:
+                    raise ValueError(
+                        f"pipeline_head_slices={slices.number} changes the numbers of this model: {why_whole_head}."
+                    )
             if args.schedule.abilities.cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, target.rule))
                 if why is not None:
@@ -351,33 +354,15 @@ def _find_traits(
 ) -> dict[str, Any]:
     """Return what a run has to know of its model to pad, store and gather: JSON values. Runs on one rank."""
     several, caches = topology.world_size > 1, args.activation_cache != "off"
+    # Replicas join their texts for one loss, or to check one.
+    joins = exact.has_padded_texts and (exact.scope is LossScope.BATCH or args.pipeline_loss == "parts")
     return {
-        "pads_alike": several and (_joins_texts(exact, args) or depends_on_length(exact)),
+        "pads_alike": several and (joins or depends_on_length(exact)),
         "sees_padding": not caches or depends_on_padding(exact, probe),
         "reads_first": caches and num_frozen == probe.structure.num_layers and reads_first_alone(exact, probe),
         "has_modes": caches and tries_modes and computes_otherwise_in_training(exact, probe.structure, num_frozen),
         "shape_without_rows": exact.shape_without_rows(exact.inputs) if several else None,
     }
-
-
-def _check_head_slices(
-    exact: ProbeTarget,
-    structure: Structure,
-    args: PipeTransformerArguments,
-    inspection: Inspection,
-    slices: HeadSlices,
-) -> str | None:
-    """Return why the head cannot be sliced, which is refused if the user asked for a number. Collective."""
-    why = inspection.on_first_rank(lambda: why_no_head_slices(exact, structure, slices))
-    if why is not None and args.head_slices is not None:
-        raise ValueError(f"pipeline_head_slices={slices.number} changes the numbers of this model: {why}.")
-    return why
-
-
-def _joins_texts(target: ProbeTarget, args: PipeTransformerArguments) -> bool:
-    """Return True if replicas join their texts for one loss, or to check one, and so pad to a common length."""
-    joins = target.scope is LossScope.BATCH or args.pipeline_loss == "parts"
-    return joins and target.has_padded_texts
 
 
 def _measure_costs(

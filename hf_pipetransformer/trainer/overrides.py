@@ -291,12 +291,12 @@ class SavingOverrides(_Trainer):
     # Callable at any time, also without a checkpoint, while each rank has one stage.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model for `from_pretrained`, on rank 0. Collective: call on every rank."""
-        with self.pipeline_run.pipelined.saving.model() as lends:
+        with self.pipeline_run.pipelined.weights.saving() as lends:
             if not lends:
                 super().save_model(output_dir, _internal_call)
                 return
             # Trainer's method takes no state to write, of which rank 0 fetches the values as it writes.
-            with self.pipeline_run.pipelined.saving.lent_state() as state:
+            with self.pipeline_run.pipelined.weights.lent_state() as state:
                 self._save(output_dir, state)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -324,7 +324,7 @@ class SavingOverrides(_Trainer):
         run = self.pipeline_run.pipelined
         if not run.weights.load_best(run.pipeline.stage):
             super()._load_best_model()
-        run.ending.give_back()
+        run.weights.give_back()
 
 
 class PipelineAccelerator(Accelerator):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.compat.known_losses import KnownLoss, known_loss
 from hf_pipetransformer.data.batches import SampleBatch, note_samples
-from hf_pipetransformer.data.loader import PipelineLoader, Request
+from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
@@ -47,7 +47,7 @@ from hf_pipetransformer.startup.slices import why_whole_by_options
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.evaluation import REMEDY, shape_without_rows
-from hf_pipetransformer.training.loaders import Begun, begin_reading, make_loader
+from hf_pipetransformer.training.loaders import Begun, begin_reading
 from hf_pipetransformer.training.metrics import discard_metrics
 from hf_pipetransformer.training.needs import (
     LEFT_TO_TRAINER,
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from hf_pipetransformer.data.rng import SharedRngState
     from hf_pipetransformer.splitters.structure import Structure
     from hf_pipetransformer.startup.planner import StartUp
+    from hf_pipetransformer.state.resumption import Resumption
     from hf_pipetransformer.training.context import TrainingContext
     from hf_pipetransformer.training.needs import RunOptions
     from hf_pipetransformer.training.session import Session
@@ -77,27 +78,21 @@ class PipelineBuilder:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.context = session.context
-        self.options = session.options
         self.policy = session.policy
         self.in_force: Pipeline | None = None
+        self.resumption: Resumption | None = None
+        self.ignored_outputs: list[str] | None = None
+        """Outputs that evaluations of the training do not gather."""
         self._overrode_loss_kwargs = False
         self._shell: PipelineShell | None = None
         self.shared_rng: SharedRngState | None = None
         """RNG states that one process would have, of a training that is started."""
         self.last_seeded: int | None = None
-        """What torch was last seeded with when that training began."""
+        """What torch was last seeded with when the last training began, with which evaluations go on."""
         self._begun: Begun | None = None
         """Data set whose first batch has been read, for a loader that is yet to be made."""
         self._knows_loss = True
         """False if the model was inspected with samples without labels, of a data set to predict or of prompts."""
-
-    def forget(self) -> None:
-        """Forget what was begun for an earlier training or evaluation."""
-        self._begun = self.shared_rng = self.last_seeded = None
-
-    def renew_shell(self) -> None:
-        """Make another shell for the next start."""
-        self._shell = None
 
     @property
     def shell(self) -> PipelineShell:
@@ -107,11 +102,6 @@ class PipelineBuilder:
             self._shell = PipelineShell(self.context.trainer.model, accelerator.autocast, accelerator.native_amp)
         return self._shell
 
-    def rest_of_epoch(self) -> Iterator[Any] | None:
-        """Return the batches of the epoch that was begun, for a run that is left to Trainer on one process, if any."""
-        begun, self._begun = self._begun, None
-        return begun.reading.alone() if begun is not None and begun.reading.has_first else None
-
     @property
     def pipeline(self) -> Pipeline:
         if self.in_force is None:
@@ -119,71 +109,26 @@ class PipelineBuilder:
         return self.in_force
 
     @property
-    def num_stages(self) -> int | None:
-        """Number of stages K now or at the next start; None if not known yet."""
-        if self._is_of_this_model:
-            return self.pipeline.layout.pipeline_size
-        size: int | None = self.context.args.pipeline_size
-        return 1 if self.context.topology.world_size == 1 else size
-
-    @property
     def _is_of_this_model(self) -> bool:
         """True if the pipeline was built from the model that the trainer has now."""
         return self.in_force is not None and self.in_force.stage.view.model is self.context.trainer.model
 
-    def is_started(self, request: Request | Any | None) -> bool:
-        """Return True if a pipeline of the current model exists, starting one for `request` if needed.
-
-        `request` is what `inspect` takes. False without one to start for, or if the run is left to Trainer.
-        """
-        # A training that waits for its first batch comes first: its optimizer has the weights as they are.
-        self.session.pipelined.start()
-        if self._is_of_this_model and (self._knows_loss or not self._has_labels(request)):
-            return True
-        start_up = None if request is None else self.inspect_or_leave(request, is_training=False)
-        if start_up is not None:
-            layout = start_up.plans.layout()
-            self.start(start_up, StartDecision(start_up.plans, layout, layout.pipeline_size, is_training=False))
-        return start_up is not None
-
-    def _has_labels(self, request: Request | Any | None) -> bool:
-        """Return True if a request's data set has labels. Collective: call on every rank."""
-        if not isinstance(request, Request):
-            return False
-        batch = self._begin(request).batch
-        names = self.context.topology.decide(lambda: [name for name, value in batch.items() if value is not None])
-        return set(self.context.trainer.label_names) <= {*names}
-
     def _begin(self, request: Request) -> Begun:
         """Read the first batch of a request, whose loader goes on from it. Collective: call on every rank."""
         if self._begun is None or not self._begun.is_for(request):
-            # Of a training, also one that is started now; behind it, evaluations go on with what it was seeded with.
-            seeded = self.last_seeded
-            if seeded is None and self.in_force is not None:
-                seeded = self.in_force.last_seeded
-            self._begun = begin_reading(self.context, request, self.shared_rng, seeded)
+            self._begun = begin_reading(self.context, request, self.shared_rng, self.last_seeded)
         return self._begun
 
-    def inspect_or_leave(
-        self,
-        given: Request | Any,
-        is_training: bool,
-        resumes_own: bool = False,
-        ignored_outputs: list[str] | None = None,
-    ) -> StartUp | None:
-        """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over.
-
-        Args:
-            resumes_own: the run resumes from a checkpoint that plain Trainer could not continue from.
-            ignored_outputs: `ignore_keys_for_eval` of a training.
-        """
+    def inspect_or_leave(self, given: Request | Any, is_training: bool) -> StartUp | None:
+        """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over."""
         try:
-            return self.inspect(given, is_training, ignored_outputs)
+            return self.inspect(given, is_training)
         except LEFT_TO_TRAINER as error:
             # Trainer can only resume a run from its own kind of checkpoint.
-            model = self.context.trainer.model
-            if resumes_own or not self.options.may_leave(error, model, is_started=True):
-                refusal = self.options.refusal(error)
+            model, resumption = self.context.trainer.model, self.resumption if is_training else None
+            resumes_own = resumption is not None and not resumption.is_plain
+            if resumes_own or not self.session.options.may_leave(error, model, is_started=True):
+                refusal = self.session.options.refusal(error)
                 raise refusal from (error.__cause__ if refusal is error else error)
             say_left_to_trainer(error)
         # Both were the pipeline's task: to recompute, and to move the model, which Trainer has left where it was.
@@ -192,7 +137,7 @@ class PipelineBuilder:
         self.session.trains_alone = self.session.evaluates_alone = True
         return None
 
-    def inspect(self, given: Request | Any, is_training: bool, ignored_outputs: list[str] | None = None) -> StartUp:
+    def inspect(self, given: Request | Any, is_training: bool) -> StartUp:
         """Check data set, model and loss, and measure the model. Collective: call on every rank.
 
         `given` is the request made to Trainer's loader, or the first batch of a loader of the user's own.
@@ -211,7 +156,7 @@ class PipelineBuilder:
             self._overrode_loss_kwargs = False
         scope = self._scope_of_loss()
         # A script may have replaced the arguments since the trainer was made.
-        options = replace(self.options, args=args)
+        options = replace(self.session.options, args=args)
         check_communication_hook(trainer.accelerator)
         check_trained_model(trainer.model, options, trainer.optimizer if is_training else None)
         splitter, media = self._splitter(options)
@@ -219,11 +164,10 @@ class PipelineBuilder:
         shell.forget_parameters()  # Some models build parts of themselves in their first forward.
         # A loss may read this flag.
         shell.training = is_training
-        count = partial(trainer_compat.items_of, trainer)
-        why_whole = why_whole_head(trainer)
+        count, ignored = partial(trainer_compat.items_of, trainer), self.ignored_outputs if is_training else None
+        why_whole = why_whole_head(trainer) or why_whole_by_options(args, scope)
         # Where the head stays whole whatever happens, as many samples run as in any run.
-        is_whole = why_whole or why_whole_by_options(args, scope)
-        may_slice_head = is_training and args.head_slices != 1 and is_whole is None
+        may_slice_head = is_training and args.head_slices != 1 and why_whole is None
         # The run goes on from it, so the numbers that reading it draws are the run's.
         rows = trl_compat.rows_of_sample(trainer)
         if isinstance(given, Request):
@@ -235,9 +179,9 @@ class PipelineBuilder:
         parts = (first, main_input_of(trainer.model), count, most_samples(args, may_slice_head))
         # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
         samples = topology.decide(lambda: probe_samples(*parts))
-        if is_training and (args.head_slices or 1) > 1 and is_whole is not None:
+        if is_training and (args.head_slices or 1) > 1 and why_whole is not None:
             raise ValueError(
-                f"pipeline_head_slices={args.head_slices} would change the numbers: {is_whole}. Leave the option out."
+                f"pipeline_head_slices={args.head_slices} would change the numbers: {why_whole}. Leave the option out."
             )
         # TRL's trainers compute their loss in evaluations too, also of batches that have no labels.
         needs_loss = is_training or trl_compat.metrics(trainer) is not None
@@ -263,7 +207,7 @@ class PipelineBuilder:
                     has_reference=trl_compat.reference(trainer, shell) is not None,
                     scope=scope,
                     rule=LossRule.SUM if is_sum else LossRule.MEAN,
-                    shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored_outputs),
+                    shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored),
                     why_whole_head=why_whole,
                     # A loss may make others of the labels than the model takes.
                     without_labels=None if has_loss else partial(_outputs, trainer, shell, trainer.label_names),
@@ -354,7 +298,7 @@ class PipelineBuilder:
             )
         return replace(start_up, trainer_adds_up=adds_up)
 
-    def start(self, start_up: StartUp, decision: StartDecision) -> Pipeline:
+    def build(self, start_up: StartUp, decision: StartDecision) -> Pipeline:
         """Build this rank's stage as a start has decided. Collective: call on every rank.
 
         Raises:
@@ -399,24 +343,6 @@ class PipelineBuilder:
         self.in_force = Pipeline(start_up, self.shell, settings, trainer_compat.shifts_labels(trainer), stage)
         generate_in_stages(self.in_force)
         return self.in_force
-
-    def loader(self, request: Request) -> PipelineLoader:
-        """Return the pipeline's loader for a request; evaluation loaders may persist."""
-        pipeline, args = self.pipeline, self.context.args
-        # As with Trainer, which keeps evaluation loaders for the sake of their workers alone.
-        persists = request.key is not None and args.dataloader_persistent_workers
-        if persists and request.key in pipeline.persistent_loaders:
-            return pipeline.persistent_loaders[str(request.key)]
-        begun, self._begun = self._begin(request), None
-        loader = make_loader(self.context, pipeline, begun)
-        # Of a sample whose activation is stored, prompts are not read.
-        is_read = request.is_training or trainer_compat.generates(self.context.trainer)
-        cache = None if is_read else self.session.pipelined.cache
-        if cache is not None and not loader.is_stream:
-            cache.serve(loader, request.dataset)
-        if persists:
-            pipeline.persistent_loaders[str(request.key)] = loader
-        return loader
 
 
 def _prepare_model(context: TrainingContext) -> None:

@@ -80,7 +80,7 @@ class Session:
     @property
     def in_force(self) -> Pipeline | None:
         """Pipeline that trains or has trained, if any."""
-        return self.pipelined.builder.in_force if "pipelined" in vars(self) else None
+        return self.pipelined.in_force if "pipelined" in vars(self) else None
 
     @property
     def layout(self) -> Layout | None:

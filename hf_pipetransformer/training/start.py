@@ -40,11 +40,10 @@ from hf_pipetransformer.training.training import Training
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.startup.planner import RunPlanner
-    from hf_pipetransformer.training.builder import PipelineBuilder
     from hf_pipetransformer.training.context import TrainingContext
+    from hf_pipetransformer.training.pipeline_session import PipelineSession
 
 
 @dataclass
@@ -53,23 +52,22 @@ class TrainingSetup:
 
     Args:
         names: `id` of each parameter of the whole model to its name.
-        keeps_optimizer: the optimizer is the user's, and is handed back whole.
     """
 
-    context: TrainingContext
-    policy: FreezePolicy
-    pipeline: Pipeline
+    run: PipelineSession
     decision: StartDecision
     names: Mapping[int, str]
     description: RunDescription
-    resumption: Resumption | None
-    keeps_optimizer: bool
+
+    @property
+    def context(self) -> TrainingContext:
+        return self.run.context
 
     def announce(self) -> None:
         """Report the start to the events file and the screen."""
-        layout, plans, saved = self.decision.layout, self.decision.plans, self.resumption
-        policy = self.policy.describe() if self.decision.replay is None else "replayed"
-        fields = plans.describe(layout, policy, self.decision.freezes, self.pipeline.start_up.trainer_adds_up)
+        layout, plans, saved = self.decision.layout, self.decision.plans, self.run.resumption
+        policy = self.run.policy.describe() if self.decision.replay is None else "replayed"
+        fields = plans.describe(layout, policy, self.decision.freezes, self.run.pipeline.start_up.trainer_adds_up)
         fields["nodes"] = list(map(len, self.context.topology.nodes))
         if saved is not None:
             fields["resumed_from"] = saved.folder
@@ -95,14 +93,15 @@ class TrainingSetup:
             check_agreement(self.context.topology, "training loaders", {"number of batches": length})
         steps_per_epoch = self._steps_per_epoch(given, max_steps)
         cache = self._cache(given, steps_per_epoch)
-        pipeline, stage, args, replay = self.pipeline, self.pipeline.stage, self.context.args, self.decision.replay
+        pipeline, replay = self.run.pipeline, self.decision.replay
+        stage, args = pipeline.stage, self.context.args
         clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
         decisions = self._decisions(clock, cache)
-        if replay is None and self.policy.freezes:
+        if replay is None and self.run.policy.freezes:
 
             def predict() -> None:
                 announce(decisions.outlook(stage.layout, steps_per_epoch))
-                if self.resumption is None:
+                if self.run.resumption is None:
                     self._expect(cache, steps_per_epoch, max_steps)
 
             # `decide` makes an error of a user's policy end the run on every rank.
@@ -133,7 +132,7 @@ class TrainingSetup:
 
     def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:
         """Announce the predicted training time on rank 0, next to the time with nothing frozen."""
-        args, policy, layout = self.context.args, self.policy, self.pipeline.layout
+        args, policy, layout = self.context.args, self.run.policy, self.run.pipeline.layout
         if policy.may_unfreeze:
             return
         clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
@@ -142,17 +141,17 @@ class TrainingSetup:
         # Nothing more freezes, so there is no second duration to compare with.
         if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
             return
-        forecast = make_forecast(self.context.trainer, self.pipeline, cache)
+        forecast = make_forecast(self.context.trainer, self.run.pipeline, cache)
         seconds, full = forecast.seconds(spans), forecast.full_seconds(max_steps)
         with self.context.journal.at(0, 0.0):
             self.context.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)
         announce(in_words(seconds, full, policy.is_certain, layout.num_frozen_layers))
 
     def _decisions(self, clock: DecisionClock, cache: TrainingCache | None) -> Decisions:
-        plans, stage, args = self.decision.plans, self.pipeline.stage, self.context.args
+        plans, stage, args = self.decision.plans, self.run.pipeline.stage, self.context.args
         blocks_of_parameter = stage.view.structure.blocks_of_parameter
         return Decisions(
-            policy=self.policy,
+            policy=self.run.policy,
             clock=clock,
             args=args,
             inputs=plans.inputs(self.decision.began_under, self._known_microbatches()),
@@ -164,8 +163,8 @@ class TrainingSetup:
         )
 
     def _steps_per_epoch(self, loader: Any, max_steps: int) -> int:
-        args, policy = self.context.args, self.policy
-        num_layers = self.pipeline.layout.num_layers
+        args, policy = self.context.args, self.run.policy
+        num_layers = self.run.pipeline.layout.num_layers
         warnings = list(check_policy(policy, num_layers, max_steps, args.freeze_min_active_layers))
         steps_per_epoch = max_steps
         if has_length(loader):
@@ -193,16 +192,16 @@ class TrainingSetup:
                     f"nothing is cached. Choose a freeze_policy, or leave {name} out."
                 )
             return None
-        if self.pipeline.start_up.probe.structure.media is not None:
+        if self.run.pipeline.start_up.probe.structure.media is not None:
             return None  # Images beside a text are no row that a record could be found by.
-        return begin_cache(self.context, self.pipeline, loader, steps_per_epoch)
+        return begin_cache(self.context, self.run.pipeline, loader, steps_per_epoch)
 
     def _known_microbatches(self) -> dict[tuple[int, int], int]:
         """Return the best number of micro-batches M by stages K and chunks V, from checkpoint or events file."""
-        saved = None if self.resumption is None else self.resumption.known_microbatches
+        saved = None if self.run.resumption is None else self.run.resumption.known_microbatches
         if saved is not None:
             return saved
-        plans, layout = self.decision.plans, self.pipeline.layout
+        plans, layout = self.decision.plans, self.run.pipeline.layout
         path = self.context.journal.log.path if plans.measures_microbatches and layout.pipeline_size > 1 else None
         samples = self.context.args.train_samples_per_device
         # Rank 0 alone has an events file.
@@ -214,7 +213,7 @@ class TrainingSetup:
 
     def _optimizer(self, cache: TrainingCache | None) -> OptimizerState:
         """Build this stage's part of the optimizer, and the groups that its migrations need."""
-        layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.context.args.elastic
+        layout, stage, elastic = self.run.pipeline.layout, self.run.pipeline.stage, self.context.args.elastic
         optimizer = trainer_compat.torch_optimizer(self.context.trainer)
         groups = {}
         if layout.pipeline_size > 1:
@@ -226,10 +225,10 @@ class TrainingSetup:
         adapts = elastic and (self.decision.freezes or cache is not None or layout.cache_level > 0)
         # A user's optimizer is reassembled at the end, and unfreezing may bring back the first number of stages.
         longest = self.decision.longest
-        may_move = self.decision.replay is not None or (longest > 1 and (adapts or self.keeps_optimizer))
+        may_move = self.decision.replay is not None or (longest > 1 and (adapts or self.run.keeps_optimizer))
         if adapts:
             # Create the process groups of later layouts now: that takes longer than a transition should.
-            most = len(self.pipeline.start_up.probe.structure.cut_positions()) - 1
+            most = len(self.run.pipeline.start_up.probe.structure.cut_positions()) - 1
             wanted = self.decision.plans.wanted_chunks
             sizes = pipeline_sizes(longest, self.context.topology.local_world_size)
             for size, num_chunks in reachable_shapes(layout.schedule, wanted, sizes, most):
@@ -241,14 +240,7 @@ class TrainingSetup:
         return state
 
 
-def start_training(
-    builder: PipelineBuilder,
-    loader: Any,
-    first: Any,
-    resumption: Resumption | None,
-    keeps_optimizer: bool,
-    ignored_outputs: list[str] | None,
-) -> TrainingSetup | None:
+def start_training(run: PipelineSession, loader: Any, first: Any) -> TrainingSetup | None:
     """Inspect the model, decide on its layout, and build this rank's stage; None if the run is left to Trainer.
 
     Collective: call on every rank.
@@ -256,19 +248,15 @@ def start_training(
     Args:
         loader: Trainer's own loader, or the user's.
         first: first batch of the user's loader; None of Trainer's own.
-        keeps_optimizer: the optimizer is the user's.
-        ignored_outputs: outputs that evaluations of the training do not gather.
 
     Raises:
         ValueError: the loader is the user's own, and there may be more than one stage.
     """
-    context, policy, request = builder.context, builder.policy, request_of(loader)
-    trainer = context.trainer
+    context, policy, resumption, request = run.context, run.policy, run.resumption, request_of(loader)
     # Before the model is split: stages may replace parameters, whereas a user's optimizer refers to these.
-    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    names = {id(parameter): name for name, parameter in context.trainer.model.named_parameters()}
     description = resumption.description if resumption else RunDescription(context.run, context.topology, policy)
-    given, resumes_own = first if request is None else request, resumption is not None and not resumption.is_plain
-    start_up = builder.inspect_or_leave(given, True, resumes_own, ignored_outputs)
+    start_up = run.inspect_or_leave(first if request is None else request, is_training=True)
     if start_up is None:
         return None
     decision = decide(context, start_up.plans, resumption, policy)
@@ -276,12 +264,11 @@ def start_training(
         # Once more: `auto`, or a layout to grow back to, has given the number of stages only now.
         check_undivided(loader, "get_train_dataloader", decision.longest)
     # Refused while the model is whole, before any weight moves.
-    users = start_up.probe.structure.blocks_of_parameter
-    trained = {name: users[name] for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
-    check_stages(decision.layout, trained, context.args)
+    named, users = context.trainer.model.named_parameters(), start_up.probe.structure.blocks_of_parameter
+    check_stages(decision.layout, {name: users[name] for name, p in named if p.requires_grad}, context.args)
     check_unfreezing(context.args, policy, decision.replay, decision.longest)
-    pipeline = builder.start(start_up, decision)
-    return TrainingSetup(context, policy, pipeline, decision, names, description, resumption, keeps_optimizer)
+    run.build(start_up, decision)
+    return TrainingSetup(run, decision, names, description)
 
 
 def decide(
@@ -308,7 +295,7 @@ def decide(
             )
     longest, freezes = longest_pipeline(layout, first, policy, replay), policy.freezes or replay is not None
     plans = replace(plans, sums=sums)
-    return StartDecision(plans, layout, longest, first=first, replay=replay, freezes=freezes)
+    return StartDecision(plans, layout, first or layout, longest, replay, freezes)
 
 
 def _with_head_slices(

@@ -39,7 +39,7 @@ def test_a_model_that_must_be_gathered_to_be_saved(
     monkeypatch.setattr(trainer_compat, "why_gathered_to_save", lambda _: "it saves in a way of its own")
     run = SimpleNamespace(context=SimpleNamespace(trainer=SimpleNamespace(model=nn.Linear(1, 1))), _warned=set())
     for _ in range(2):
-        assert weights.ModelSaving._gathered_to_save(cast(Any, run)) is None
+        assert weights.ModelWeights._gathered_to_save(cast(Any, run)) is None
     assert caplog.text.count("Saving gathers the whole model in the memory of rank 0") == 1
 
 
@@ -50,9 +50,9 @@ def test_a_second_training_of_a_model_that_fits_nowhere(monkeypatch: pytest.Monk
         is_training=False, is_spread=True, store=SimpleNamespace(named=dict), settings=SimpleNamespace(topology=None)
     )
     pipeline = SimpleNamespace(stage=stage)
-    ending = SimpleNamespace(builder=SimpleNamespace(is_started=lambda _: True, pipeline=pipeline))
+    put = SimpleNamespace(run=SimpleNamespace(is_started=lambda _: True, pipeline=pipeline))
     with pytest.raises(ValueError, match="was called again, and a training starts from the whole model"):
-        weights.Ending.put_together(cast(Any, ending))
+        weights.ModelWeights.put_together(cast(Any, put))
     room.needed = 1
 
 

@@ -159,7 +159,7 @@ def test_an_empty_data_set_is_named(tmp_path: Path) -> None:
     )
     trainer = PipeTransformerTrainer(whole_losses.Heads(BertConfig(num_hidden_layers=2)), args, train_dataset=[])
     with pytest.raises(ValueError, match="training data set has no samples"):
-        trainer.pipeline_run.pipelined.builder.inspect(Request([], "Training", 2, None, True), is_training=True)
+        trainer.pipeline_run.pipelined.inspect(Request([], "Training", 2, None, True), is_training=True)
 
 
 def test_predictions_of_replicas_need_one_row_a_sample() -> None:
