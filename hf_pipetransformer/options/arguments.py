@@ -352,11 +352,10 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
     )
 
     # Without annotations these are no dataclass fields, hence no options. They record that a trainer of this library
-    # uses the arguments, that it recomputes in place of activation_checkpointing, that it places the model, and that
-    # the script gave plain TrainingArguments.
+    # uses the arguments, that it recomputes in place of activation_checkpointing, and that the script gave plain
+    # TrainingArguments.
     is_taken = False
     recomputes_for_trainer = False
-    places_model = False
     was_plain = False
 
     @failure.recorded()
@@ -449,13 +448,13 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """False if the pipeline moves stages to their devices, None for Trainer's default.
+        """None, for Trainer's default.
 
         Every Trainer reads it in its constructor: the place to warn that a plain one ignores the pipeline's options.
         """
         if not self.is_taken:
             logger.warning(_NO_PIPELINE)
-        return False if self.places_model else None
+        return None
 
     @property
     def pipeline_size(self) -> int | None:

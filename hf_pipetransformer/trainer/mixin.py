@@ -191,8 +191,8 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
             trainer_compat.drop_marks_of_gguf(model)
         # The last class of this library before the user's trainer.
         wants_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, given.values)
-        # Before Trainer's constructor, which would move the whole model to the device of every rank.
-        args.places_model = wants_pipeline and args.world_size > 1
+        # Before Trainer's constructor, which reads it.
+        self.places_stages = wants_pipeline and args.world_size > 1
         num_stages = args.pipeline_size or 1
         if args.world_size > 1 and num_stages > 1:
             trainer_compat.check_loaders(type(self), num_stages)
@@ -201,8 +201,18 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
         check_handed_on(self)
         self.pipeline_run = self.accelerator.session = Session(self, options, wants_pipeline)
         shorten_console(self.callback_handler)
-        if args.places_model and not args.plan_only:
+        if self.places_stages and not args.plan_only:
             trl_compat.precompute_reference(self)
+
+    # Trainer moves the whole model to the device of every rank where this is true.
+    @property
+    def place_model_on_device(self) -> bool:
+        """False if each rank moves its stage to its device; otherwise what Trainer has set."""
+        return self._places_model and not self.places_stages
+
+    @place_model_on_device.setter
+    def place_model_on_device(self, value: bool) -> None:
+        self._places_model = value
 
     # Trainer has no other place for an accelerator of one's own, and makes a new one for each trial of a search.
     def create_accelerator_and_postprocess(self) -> None:

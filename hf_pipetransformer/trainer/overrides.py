@@ -184,6 +184,8 @@ class EvaluationOverrides(_Trainer):
     """Methods that make loaders, evaluate and predict."""
 
     pipeline_run: Session
+    places_stages: bool
+    """True if each rank moves its stage to its device."""
     args: PipeTransformerArguments
 
     # The accelerator, which prepares every loader, is not told what it is for.
@@ -250,7 +252,7 @@ class EvaluationOverrides(_Trainer):
         Collective: call on every rank. TRL's constructor computes nothing, see `trl_compat.precompute_reference`.
         """
         run = vars(self).get("pipeline_run")
-        if run is None and self.args.places_model:
+        if run is None and self.places_stages:
             return dataset
         found = None if run is None else run.pipelined.evaluations.reference_of(dataset, batch_size)
         return super()._precompute_ref_logps(dataset, name, batch_size) if found is None else found

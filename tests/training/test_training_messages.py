@@ -67,12 +67,12 @@ def test_parameters_that_freeze_in_use(caplog: pytest.LogCaptureFixture) -> None
 
 def test_decisions_by_the_epoch_of_a_stream(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(start, "check_policy", lambda *_: [])
+    pipeline = SimpleNamespace(layout=SimpleNamespace(num_layers=4))
     own = SimpleNamespace(
         context=SimpleNamespace(
             args=SimpleNamespace(freeze_interval="epoch", freeze_min_active_layers=1), topology=SimpleNamespace(rank=0)
         ),
-        policy=SimpleNamespace(freezes=True),
-        pipeline=SimpleNamespace(layout=SimpleNamespace(num_layers=4)),
+        run=SimpleNamespace(policy=SimpleNamespace(freezes=True), pipeline=pipeline),
     )
     assert start.TrainingSetup._steps_per_epoch(cast(Any, own), iter([]), 9) == 9
     assert "the data set has no length, so no decision comes before the end" in caplog.text
