@@ -441,6 +441,8 @@ class StartUp:
 class StartDecision:
     """Decision of a start, made once: nobody changes it, and later layouts are planned from it.
 
+    There is none of a run that Trainer's own loop trains.
+
     Args:
         plans: planner with the schedule that runs, the samples that one call of the loss sees, the slices of the head
             and the precision of the sums of gradients.
