@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import Topology
     from hf_pipetransformer.data.batches import CommonLength, SampleBatch
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.schedules.schedule import Schedule
     from hf_pipetransformer.splitters.base import Splitter
     from hf_pipetransformer.splitters.structure import Probe
 
@@ -51,11 +50,11 @@ _MEANING = {
 """Description of each value of `pipeline_weights`, for the start-up line."""
 
 
-def replacing_schedule(args: PipeTransformerArguments, scope: LossScope) -> Schedule | None:
-    """Return the schedule that runs in place of the one asked for, where a loss sees more than parts; None if none."""
-    first = forwards_first(args.schedule)
-    is_whole = scope is LossScope.PARTS or args.is_undivided or not args.schedule.abilities.runs_steps_whole
-    return None if is_whole or first is args.schedule else first
+def replacing_schedule(args: PipeTransformerArguments, scope: LossScope) -> str | None:
+    """Name the schedule that runs in place of the one asked for, where a loss sees more than parts; None if none."""
+    first = forwards_first(args.schedule).name
+    is_asked = scope is LossScope.PARTS or args.is_undivided or not args.schedule.abilities.runs_steps_whole
+    return None if is_asked or first == args.pipeline_schedule else first
 
 
 def samples_per_microbatch(args: PipeTransformerArguments) -> int:
@@ -87,7 +86,7 @@ class RunPlanner:
         sums: if gradients of half-precision weights are added in float32, once a training has begun; None before.
         dropout_from: see `model.dropout_from`.
         scope: samples that one call of the loss sees.
-        replaced_by: schedule that runs in place of the one asked for; None if that one runs.
+        replaced_by: name of the schedule that runs in place of the one asked for; None if that one runs.
         why_whole_head: reason why the head may not run in slices of the sequence; None if it may.
         head_slices: slices of the head, as asked for or chosen.
     """
@@ -104,7 +103,7 @@ class RunPlanner:
     sums: bool | None = None
     dropout_from: float = math.inf
     scope: LossScope = LossScope.PARTS
-    replaced_by: Schedule | None = None
+    replaced_by: str | None = None
     why_whole_head: str | None = None
     head_slices: int = 1
 
@@ -123,7 +122,7 @@ class RunPlanner:
         return {
             **{name: str(getattr(args, name)) for name in names},
             "num_microbatches": args.num_microbatches,
-            "schedule": self.schedule.name,
+            "schedule": self.schedule,
             "num_chunks": self.wanted_chunks,
             # Left out where they change nothing: conditions of runs without the option stay equal.
             **({"head_slices": slices} if slices > 1 else {}),
@@ -133,15 +132,16 @@ class RunPlanner:
         }
 
     @property
-    def schedule(self) -> Schedule:
-        """Schedule that runs."""
-        return self.replaced_by or self.args.schedule
+    def schedule(self) -> str:
+        """Name of the schedule that runs."""
+        return self.replaced_by or self.args.pipeline_schedule
 
     @property
     def wanted_chunks(self) -> int:
         """Number of stages on each rank V, if the pipeline has several ranks and the model the length."""
         # Only the schedule that was asked for may have the chunks that were asked for.
-        return self.args.num_chunks if self.replaced_by is None else self.replaced_by.abilities.default_chunks
+        asked = self.args.num_chunks
+        return asked if self.replaced_by is None else find_schedule(self.replaced_by).abilities.default_chunks
 
     @property
     def num_head_slices(self) -> int:
@@ -269,12 +269,12 @@ class RunPlanner:
     def num_chunks(self, size: int) -> int:
         """Return the stages per rank V of a pipeline of `size` ranks; 0 if the model is too short for it."""
         most = len(self.probe.structure.cut_positions()) - 1
-        return choose_num_chunks(self.schedule.name, self.wanted_chunks, size, most)
+        return choose_num_chunks(self.schedule, self.wanted_chunks, size, most)
 
     def plan(self, size: int, num_frozen: int) -> Layout:
         """Return the first layout with `size` stages. Pure."""
         replicas, chunks = self.topology.world_size // size, self.num_chunks(size)
-        return self.inputs().lay_out(self.schedule.name, size, replicas, chunks, num_frozen)
+        return self.inputs().lay_out(self.schedule, size, replicas, chunks, num_frozen)
 
     def describe(self, layout: Layout, policy: str, freezes: bool, trainer_adds_up: bool = False) -> dict[str, Any]:
         """Return the event of the choice: the expectation printed at start-up, and the costs behind it.

@@ -356,7 +356,7 @@ def _other_schedules(
     rows, refused = [], {}
     frozen = planner.num_frozen_by_user
     for name in SCHEDULE_NAMES:
-        if name == planner.schedule.name:
+        if name == planner.schedule:
             continue
         other = _with_options(planner, pipeline_schedule=name)
         try:

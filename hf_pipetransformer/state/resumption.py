@@ -431,7 +431,7 @@ def read_plan(plans: RunPlanner) -> dict[int, Layout] | None:
             )
         if layout.pipeline_size > topology.local_world_size:
             layouts[step] = replace(layout, cache_level=0)  # No store serves several nodes.
-        runs = plans.schedule.name
+        runs = plans.schedule
         is_replaced = plans.replaced_by is not None and layout.schedule == args.pipeline_schedule
         if is_replaced and layout.num_chunks == 1:
             layouts[step] = replace(layouts[step], schedule=runs)

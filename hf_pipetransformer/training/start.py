@@ -289,7 +289,7 @@ def decide(
         if is_replaced and topology.rank == 0 and not plans.fits(layout):
             logger.warning(
                 f"The loss of the whole batch takes all forwards before the first backward "
-                f"(pipeline_schedule={plans.schedule.name!r}), which is not expected to fit in memory. Use more "
+                f"(pipeline_schedule={plans.schedule!r}), which is not expected to fit in memory. Use more "
                 "stages, smaller batches or pipeline_checkpoint='layers'; or, for a loss that is a mean over samples "
                 "or label tokens, pipeline_loss='parts'."
             )

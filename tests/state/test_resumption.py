@@ -16,7 +16,6 @@ from hf_pipetransformer.elastic.transition import longest_pipeline
 from hf_pipetransformer.freeze.policies import Fixed
 from hf_pipetransformer.options.arguments import READERS
 from hf_pipetransformer.planning.layouts import plan_layout
-from hf_pipetransformer.schedules import Schedule, find_schedule
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint, resumption
@@ -161,9 +160,8 @@ def test_a_saved_layout_goes_on_where_the_nodes_allow_it(
     assert resumption._is_still_asked_for(replace(layout, cache_level=cache_level), plans, 4) == is_kept
 
 
-def planner_of(args: Any, structure: Any, topology: Any, replaced_by: Schedule | None) -> Any:
-    runs = replaced_by or find_schedule("1f1b")
-    probe = SimpleNamespace(structure=structure)
+def planner_of(args: Any, structure: Any, topology: Any, replaced_by: str | None) -> Any:
+    probe, runs = SimpleNamespace(structure=structure), replaced_by or "1f1b"
     return SimpleNamespace(args=args, probe=probe, topology=topology, schedule=runs, replaced_by=replaced_by)
 
 
@@ -192,7 +190,7 @@ def test_a_plan_is_replayed_under_a_loss_of_whole_batches(monkeypatch: pytest.Mo
     nodes: Any = {"local_world_size": 2, "pipeline_sizes": [1, 2], "world_size": 2}
     topology: Any = SimpleNamespace(gather=lambda value: [value], **nodes)
     structure = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
-    planner = planner_of(args, structure, topology, find_schedule("gpipe"))
+    planner = planner_of(args, structure, topology, "gpipe")
 
     def replayed(layout: Any) -> Any:
         monkeypatch.setattr(resumption, "read_layouts", lambda _: {0: layout})
