@@ -31,7 +31,7 @@ from hf_pipetransformer.options.reading import (
     whole_number,
 )
 from hf_pipetransformer.report import failure
-from hf_pipetransformer.schedules import SCHEDULE_NAMES, Schedule, find_schedule, forwards_first
+from hf_pipetransformer.schedules import SCHEDULE_NAMES, Schedule, find_schedule
 from hf_pipetransformer.schedules.placement import Plans
 from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
 
@@ -352,13 +352,11 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
     )
 
     # Without annotations these are no dataclass fields, hence no options. They record that a trainer of this library
-    # uses the arguments, that it recomputes in place of activation_checkpointing, that it places the model, that the
-    # script gave plain TrainingArguments, and that all forwards run first, whatever schedule was asked for.
+    # uses the arguments, that it recomputes in place of activation_checkpointing, and that the script gave plain
+    # TrainingArguments.
     is_taken = False
     recomputes_for_trainer = False
-    places_model = False
     was_plain = False
-    runs_forwards_first = False
 
     @failure.recorded()
     def __post_init__(self) -> None:
@@ -450,13 +448,13 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """False if the pipeline moves stages to their devices, None for Trainer's default.
+        """None, for Trainer's default.
 
         Every Trainer reads it in its constructor: the place to warn that a plain one ignores the pipeline's options.
         """
         if not self.is_taken:
             logger.warning(_NO_PIPELINE)
-        return False if self.places_model else None
+        return None
 
     @property
     def pipeline_size(self) -> int | None:
@@ -480,20 +478,17 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
     @property
     def num_chunks(self) -> int:
         """Number of stages on each rank V, if the pipeline has several ranks."""
-        # Only the schedule that was asked for may have the chunks that were asked for.
-        asked = None if self.replaces_schedule else self.pipeline_chunks
-        return asked or self.schedule.abilities.default_chunks
+        return self.pipeline_chunks or self.schedule.abilities.default_chunks
 
     @property
     def schedule(self) -> Schedule:
-        """Schedule that runs: for a loss of whole batches all forwards come first."""
-        asked = find_schedule(self.pipeline_schedule)
-        return forwards_first(asked) if self.runs_forwards_first and asked.abilities.runs_steps_whole else asked
+        """Schedule that was asked for; see `RunPlanner` for the one that runs."""
+        return find_schedule(self.pipeline_schedule)
 
     @property
-    def replaces_schedule(self) -> bool:
-        """True if another schedule runs than the option names."""
-        return self.schedule.name != self.pipeline_schedule
+    def is_undivided(self) -> bool:
+        """True if one process computes each batch as a whole."""
+        return self.world_size == 1 and self.num_microbatches in (None, 1)
 
     @property
     def token_slices(self) -> Plans | None:

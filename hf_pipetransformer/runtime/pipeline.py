@@ -107,7 +107,7 @@ class Settling(Protocol):
 class Pipeline:
     """Model on its stages, for the lifetime of one start-up. Transitions replace `stage` and `runner`.
 
-    `shifts_labels` is True for next-token losses; `has_labels`, if the data set used at start-up has labels.
+    `shifts_labels` is True for next-token losses.
     """
 
     stage: Stage
@@ -119,18 +119,16 @@ class Pipeline:
         shell: PipelineShell,
         settings: StageSettings,
         shifts_labels: bool,
-        has_labels: bool,
         stage: Stage,
     ) -> None:
         self.start_up = start_up
         self.shell = shell
         self.settings = settings
         self.shifts_labels = shifts_labels
-        self.has_labels = has_labels
+        self.has_labels = "labels" in start_up.samples
+        """True if the data set used at start-up has labels."""
         self.shared_rng: SharedRngState | None = None
         """RNG state that one process would have, in a training with several ranks."""
-        self.last_seeded: int | None = None
-        """What torch was last seeded with when the training began, which the order of the samples follows."""
         self.steps: Settling | None = None
         """Training in progress, which may have work in flight between two steps."""
         self.persistent_loaders: dict[str, PipelineLoader] = {}
@@ -153,7 +151,7 @@ class Pipeline:
         """Replace this rank's stage, and create a runner for it."""
         self.stage = stage
         found, activation = self.start_up, self.start_up.probe.activation
-        scope, shifts, called = found.scope, self.shifts_labels, self.shell.called
+        scope, shifts, called = found.plans.scope, self.shifts_labels, self.shell.called
         self.runner = StageRunner(stage, activation, found.loss_rule, scope, shifts, called)
         # One stage runs the model's own forward, for which nothing has to be cut.
         self.shell.runner = self.runner if stage.layout.pipeline_size > 1 else None

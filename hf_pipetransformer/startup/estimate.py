@@ -231,6 +231,7 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         has_dropout(model),
         0,
         dropout_from=dropout_from(model, structure),
+        head_slices=args.head_slices or 1,
         why_whole_head=why_whole_by_options(args, LossScope.PARTS)
         or (None if is_causal_lm(model) else f"{type(bare_model(model)).__name__} is no causal language model"),
     )

@@ -26,7 +26,7 @@ from hf_pipetransformer.planning.search import first_layout
 from hf_pipetransformer.planning.simulator import simulate_equal
 from hf_pipetransformer.planning.token_slices import WORTH, SlicePlanner
 from hf_pipetransformer.report import duration
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules import find_schedule, forwards_first
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import slice_bounds
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import Topology
     from hf_pipetransformer.data.batches import CommonLength, SampleBatch
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.splitters.base import Splitter
     from hf_pipetransformer.splitters.structure import Probe
 
 
@@ -49,30 +50,11 @@ _MEANING = {
 """Description of each value of `pipeline_weights`, for the start-up line."""
 
 
-def memory_conditions(
-    args: PipeTransformerArguments, probe: Probe, device_bytes: float, head_slices: int
-) -> dict[str, Any]:
-    """Return everything except the layout that a rank's memory depends on, as JSON values."""
-    names = (
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "bf16",
-        "fp16",
-        "pipeline_checkpoint",
-        "pipeline_master_dtype",
-        "optim",
-    )
-    return {
-        **{name: str(getattr(args, name)) for name in names},
-        "num_microbatches": args.num_microbatches,
-        "schedule": args.schedule.name,
-        "num_chunks": args.num_chunks,
-        # Left out where they change nothing: conditions of runs without the option stay equal.
-        **({"head_slices": head_slices} if head_slices > 1 else {}),
-        **({"weights": args.pipeline_weights} if args.schedule.abilities.overlaps_steps else {}),
-        "num_layers": probe.structure.num_layers,
-        "device_bytes": device_bytes,
-    }
+def replacing_schedule(args: PipeTransformerArguments, scope: LossScope) -> str | None:
+    """Name the schedule that runs in place of the one asked for, where a loss sees more than parts; None if none."""
+    first = forwards_first(args.schedule).name
+    is_asked = scope is LossScope.PARTS or args.is_undivided or not args.schedule.abilities.runs_steps_whole
+    return None if is_asked or first == args.pipeline_schedule else first
 
 
 def samples_per_microbatch(args: PipeTransformerArguments) -> int:
@@ -114,8 +96,9 @@ class RunPlanner:
         sums: if gradients of half-precision weights are added in float32, once a training has begun; None before.
         dropout_from: see `model.dropout_from`.
         scope: samples that one call of the loss sees.
+        replaced_by: name of the schedule that runs in place of the one asked for; None if that one runs.
         why_whole_head: reason why the head may not run in slices of the sequence; None if it may.
-        head_slices: slices of the head that the run has chosen; None if it goes by the options.
+        head_slices: slices of the head, as asked for or chosen.
     """
 
     args: PipeTransformerArguments
@@ -130,8 +113,9 @@ class RunPlanner:
     sums: bool | None = None
     dropout_from: float = math.inf
     scope: LossScope = LossScope.PARTS
+    replaced_by: str | None = None
     why_whole_head: str | None = None
-    head_slices: int | None = None
+    head_slices: int = 1
 
     def trying(self, layout: Layout) -> dict[str, Any]:
         """Return the fields that an out-of-memory event under `layout` records for `read_unfit`."""
@@ -139,13 +123,39 @@ class RunPlanner:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        return memory_conditions(self.args, self.probe, self.device_bytes, self.num_head_slices)
+        """Everything except the layout that a rank's memory depends on, as JSON values."""
+        args, slices = self.args, self.num_head_slices
+        names = (
+            *("per_device_train_batch_size", "per_device_eval_batch_size", "bf16", "fp16", "pipeline_checkpoint"),
+            *("pipeline_master_dtype", "optim"),
+        )
+        return {
+            **{name: str(getattr(args, name)) for name in names},
+            "num_microbatches": args.num_microbatches,
+            "schedule": self.schedule,
+            "num_chunks": self.wanted_chunks,
+            # Left out where they change nothing: conditions of runs without the option stay equal.
+            **({"head_slices": slices} if slices > 1 else {}),
+            **({"weights": args.pipeline_weights} if args.schedule.abilities.overlaps_steps else {}),
+            "num_layers": self.probe.structure.num_layers,
+            "device_bytes": self.device_bytes,
+        }
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule that runs."""
+        return self.replaced_by or self.args.pipeline_schedule
+
+    @property
+    def wanted_chunks(self) -> int:
+        """Number of stages on each rank V, if the pipeline has several ranks and the model the length."""
+        # Only the schedule that was asked for may have the chunks that were asked for.
+        asked = self.args.num_chunks
+        return asked if self.replaced_by is None else find_schedule(self.replaced_by).abilities.default_chunks
 
     @property
     def num_head_slices(self) -> int:
-        """Slices of the head, as chosen or as the options say."""
-        if self.head_slices is None:
-            return self.args.head_slices or 1
+        """Slices of the head under the schedule that runs."""
         # A plan compares schedules, of which some cannot slice.
         return self.head_slices if self.args.schedule.abilities.runs_steps_whole else 1
 
@@ -224,7 +234,7 @@ class RunPlanner:
             unfit=frozenset(range(1, self.unfit + 1)),
             initial_largest_size=largest,
             initial_size=size,
-            num_chunks=args.num_chunks,
+            num_chunks=self.wanted_chunks,
             token_slices=args.token_slices,
             weights=args.pipeline_weights,
             memory=memory,
@@ -270,12 +280,12 @@ class RunPlanner:
     def num_chunks(self, size: int) -> int:
         """Return the stages per rank V of a pipeline of `size` ranks; 0 if the model is too short for it."""
         most = len(self.probe.structure.cut_positions()) - 1
-        return choose_num_chunks(self.args.schedule.name, self.args.num_chunks, size, most)
+        return choose_num_chunks(self.schedule, self.wanted_chunks, size, most)
 
     def plan(self, size: int, num_frozen: int) -> Layout:
         """Return the first layout with `size` stages. Pure."""
         replicas, chunks = self.topology.world_size // size, self.num_chunks(size)
-        return self.inputs().lay_out(self.args.schedule.name, size, replicas, chunks, num_frozen)
+        return self.inputs().lay_out(self.schedule, size, replicas, chunks, num_frozen)
 
     def describe(self, layout: Layout, policy: str, freezes: bool, trainer_adds_up: bool = False) -> dict[str, Any]:
         """Return the event of the choice: the expectation printed at start-up, and the costs behind it.
@@ -425,8 +435,8 @@ class StartUp:
     """
 
     probe: Probe
+    splitter: Splitter
     loss_rule: LossRule
-    scope: LossScope
     padding: CommonLength
     pads_alike: bool
     sees_padding: bool
@@ -442,6 +452,32 @@ class StartUp:
         """Positions in a record of the activation cache, of a sample without tokens or of the longest."""
         return 1 if self.reads_first else int(self.probe.activation.hidden_shape[0])
 
-    def with_scope(self, scope: LossScope) -> StartUp:
-        """Return the findings for a run of which one call of the loss sees other samples."""
-        return replace(self, scope=scope, plans=replace(self.plans, scope=scope))
+
+@dataclass(frozen=True)
+class StartDecision:
+    """Decision of a start, made once: nobody changes it, and later layouts are planned from it.
+
+    There is none of a run that Trainer's own loop trains.
+
+    Args:
+        plans: planner with the schedule that runs, the samples that one call of the loss sees, the slices of the head
+            and the precision of the sums of gradients.
+        layout: stages, replicas and micro-batches that the run begins or goes on with.
+        began_under: layout that the run began under, which may have had more stages.
+        longest: largest number of stages K that it may come to have.
+        replay: optimizer step to the layout from then on, of an earlier run; None lets the policy decide.
+        freezes: True if layers may freeze in the run.
+    """
+
+    plans: RunPlanner
+    layout: Layout
+    began_under: Layout
+    longest: int
+    replay: Mapping[int, Layout] | None = None
+    freezes: bool = False
+    is_training: bool = True
+
+    @property
+    def stores(self) -> bool:
+        """True if a layer is frozen or will be, so that what it gives may be stored."""
+        return self.layout.num_frozen_layers > 0 or self.freezes

@@ -341,11 +341,12 @@ def _data_parallel(model: Any, planner: RunPlanner, machine: Machine) -> Iterato
 def _with_options(planner: RunPlanner, **changes: Any) -> RunPlanner:
     # A copy without `__post_init__`, which has read the options already.
     args = copy.copy(planner.args)
-    args.runs_forwards_first &= "pipeline_schedule" not in changes
     for name, value in changes.items():
         setattr(args, name, value)
     # What the run chose by itself gives way to what is changed.
-    return replace(planner, args=args, head_slices=None if "pipeline_head_slices" in changes else planner.head_slices)
+    replaced_by = None if "pipeline_schedule" in changes else planner.replaced_by
+    head_slices = changes.get("pipeline_head_slices", planner.head_slices)
+    return replace(planner, args=args, replaced_by=replaced_by, head_slices=head_slices)
 
 
 def _other_schedules(
@@ -355,7 +356,7 @@ def _other_schedules(
     rows, refused = [], {}
     frozen = planner.num_frozen_by_user
     for name in SCHEDULE_NAMES:
-        if name == planner.args.schedule.name:
+        if name == planner.schedule:
             continue
         other = _with_options(planner, pipeline_schedule=name)
         try:

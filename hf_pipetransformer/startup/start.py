@@ -48,7 +48,7 @@ from hf_pipetransformer.startup.planner import (
     MeasuredCosts,
     RunPlanner,
     StartUp,
-    memory_conditions,
+    replacing_schedule,
     samples_per_microbatch,
     share_computed,
 )
@@ -59,7 +59,6 @@ from hf_pipetransformer.startup.slices import (
     measure_slices,
     why_no_head_slices,
     why_unsliceable,
-    why_whole_by_options,
 )
 from hf_pipetransformer.startup.storable import (
     computes_otherwise_in_training,
@@ -73,7 +72,7 @@ from hf_pipetransformer.startup.twin import as_twin, moved
 
 if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.splitters.structure import Probe, Structure
+    from hf_pipetransformer.splitters.structure import Probe
 
 
 T = TypeVar("T")
@@ -109,7 +108,7 @@ def inspect_model(
     """
     model = given.model
     is_shown = topology.rank == 0 and not args.disable_tqdm
-    why_whole_head = given.why_whole_head or why_whole_by_options(args, given.scope)
+    why_whole_head = given.why_whole_head
     tries_slices = is_training and args.head_slices != 1 and why_whole_head is None
     num_parts = _NUM_PARTS + 2 * args.schedule.abilities.cuts_tokens + tries_slices
     with ExitStack() as stack:
@@ -144,7 +143,11 @@ def inspect_model(
             found = inspection.on_first_rank(lambda: _find_traits(exact, probe, args, topology, frozen, is_tried))
             if tries_slices:
                 slices = HeadSlices(args.head_slices or NUMBERS[0], target.rule)
-                why_whole_head = _check_head_slices(exact, probe.structure, args, inspection, slices)
+                why_whole_head = inspection.on_first_rank(lambda: why_no_head_slices(exact, probe.structure, slices))
+                if why_whole_head is not None and args.head_slices is not None:
+                    raise ValueError(
+                        f"pipeline_head_slices={slices.number} changes the numbers of this model: {why_whole_head}."
+                    )
             if args.schedule.abilities.cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, target.rule))
                 if why is not None:
@@ -155,10 +158,27 @@ def inspect_model(
         # A model that is cut waits on the host, from where each rank takes its own stage.
         model.to("cpu")
     device_bytes = smallest_device_bytes(args.device, topology)
+    plans = RunPlanner(
+        args,
+        topology,
+        probe,
+        costs,
+        device_bytes,
+        frozen,
+        has_dropout(model),
+        unfit=0,
+        num_probed=given.inputs.size,
+        # What differs in training without a rate that names a layer counts from the first one on.
+        dropout_from=1 if found["has_modes"] else drops_from,
+        scope=target.scope,
+        replaced_by=replacing_schedule(args, target.scope),
+        why_whole_head=why_whole_head,
+        head_slices=args.head_slices or 1,
+    )
     return StartUp(
         probe=probe,
+        splitter=target.splitter,
         loss_rule=target.rule,
-        scope=target.scope,
         padding=CommonLength(target.main_input, target.pad_token_id),
         pads_alike=found["pads_alike"],
         sees_padding=found["sees_padding"],
@@ -166,24 +186,8 @@ def inspect_model(
         shape_without_rows=found["shape_without_rows"],
         main_dtype=target.inputs[target.main_input].dtype,
         samples=target.inputs.mapped(torch.Tensor.cpu),
-        plans=RunPlanner(
-            args,
-            topology,
-            probe,
-            costs,
-            device_bytes,
-            frozen,
-            has_dropout(model),
-            # Other nodes may not have the file that rank 0 reads.
-            topology.decide(
-                lambda: read_unfit(events, memory_conditions(args, probe, device_bytes, args.head_slices or 1))
-            ),
-            given.inputs.size,
-            # What differs in training without a rate that names a layer counts from the first one on.
-            dropout_from=1 if found["has_modes"] else drops_from,
-            scope=target.scope,
-            why_whole_head=why_whole_head,
-        ),
+        # Other nodes may not have the file that rank 0 reads.
+        plans=replace(plans, unfit=topology.decide(lambda: read_unfit(events, plans.conditions))),
     )
 
 
@@ -351,33 +355,15 @@ def _find_traits(
 ) -> dict[str, Any]:
     """Return what a run has to know of its model to pad, store and gather: JSON values. Runs on one rank."""
     several, caches = topology.world_size > 1, args.activation_cache != "off"
+    # Replicas join their texts for one loss, or to check one.
+    joins = exact.has_padded_texts and (exact.scope is LossScope.BATCH or args.pipeline_loss == "parts")
     return {
-        "pads_alike": several and (_joins_texts(exact, args) or depends_on_length(exact)),
+        "pads_alike": several and (joins or depends_on_length(exact)),
         "sees_padding": not caches or depends_on_padding(exact, probe),
         "reads_first": caches and num_frozen == probe.structure.num_layers and reads_first_alone(exact, probe),
         "has_modes": caches and tries_modes and computes_otherwise_in_training(exact, probe.structure, num_frozen),
         "shape_without_rows": exact.shape_without_rows(exact.inputs) if several else None,
     }
-
-
-def _check_head_slices(
-    exact: ProbeTarget,
-    structure: Structure,
-    args: PipeTransformerArguments,
-    inspection: Inspection,
-    slices: HeadSlices,
-) -> str | None:
-    """Return why the head cannot be sliced, which is refused if the user asked for a number. Collective."""
-    why = inspection.on_first_rank(lambda: why_no_head_slices(exact, structure, slices))
-    if why is not None and args.head_slices is not None:
-        raise ValueError(f"pipeline_head_slices={slices.number} changes the numbers of this model: {why}.")
-    return why
-
-
-def _joins_texts(target: ProbeTarget, args: PipeTransformerArguments) -> bool:
-    """Return True if replicas join their texts for one loss, or to check one, and so pad to a common length."""
-    joins = target.scope is LossScope.BATCH or args.pipeline_loss == "parts"
-    return joins and target.has_padded_texts
 
 
 def _measure_costs(

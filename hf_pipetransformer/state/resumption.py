@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from hf_pipetransformer.freeze.policy import FreezePolicy
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.schedules.layout import Layout
-    from hf_pipetransformer.splitters.structure import Structure
-    from hf_pipetransformer.startup.planner import RunPlanner, StartUp
+    from hf_pipetransformer.startup.planner import RunPlanner
     from hf_pipetransformer.state.saving import Checkpoints
 
 
@@ -87,7 +86,7 @@ class Resumption:
         return self.saved
 
     def choose_layout(
-        self, start_up: StartUp, plan: Mapping[int, Layout] | None, world_size: int, policy: FreezePolicy
+        self, plans: RunPlanner, plan: Mapping[int, Layout] | None, world_size: int, policy: FreezePolicy
     ) -> Layout:
         """Return the saved layout or, if that does not fit this run, a new one that freezes the same number of layers.
 
@@ -95,14 +94,14 @@ class Resumption:
         step; None lets `policy` decide what freezes and unfreezes.
         """
         if self.is_plain:
-            return start_up.plans.layout() if plan is None else plan[0]
-        layout, step, structure = self.state.layout, self.state.step, start_up.probe.structure
+            return plans.layout() if plan is None else plan[0]
+        layout, step, structure = self.state.layout, self.state.step, plans.probe.structure
         if layout.num_layers != structure.num_layers:
             raise ValueError(
                 f"{self.folder!r} has {layout.num_layers} layers, expected {structure.num_layers}: pass the same "
                 "splitter as in the run that was saved."
             )
-        self.is_elsewhere = not self._is_still_asked_for(layout, start_up.plans, world_size)
+        self.is_elsewhere = not self._is_still_asked_for(layout, plans, world_size)
         # A checkpoint comes before the change that is due at its step, so the layout is that of the steps before.
         planned = layout if plan is None else plan[max(start for start in plan if start < step)]
         # A plan may be replayed without the activation cache it was recorded with.
@@ -116,8 +115,8 @@ class Resumption:
         if self.is_elsewhere and plan is None:
             if policy.may_unfreeze:
                 # A layout that fits the frozen model may have too few stages for what unfreezes later.
-                self._replanned = start_up.plans.layout()
-            return start_up.plans.layout(layout.num_frozen_layers)
+                self._replanned = plans.layout()
+            return plans.layout(layout.num_frozen_layers)
         return planned if self.is_elsewhere else layout
 
     def _is_still_asked_for(self, layout: Layout, plans: RunPlanner, world_size: int) -> bool:
@@ -158,8 +157,10 @@ class Resumption:
             )
         return planned
 
-    def saved_head_slices(self, plans: RunPlanner, world_size: int, unfit: Callable[[RunPlanner], int]) -> int | None:
-        """Return the saved number of slices of the head if the saved layout goes on with it; None to choose anew.
+    def saved_head_slices(
+        self, plans: RunPlanner, world_size: int, unfit: Callable[[RunPlanner], int]
+    ) -> RunPlanner | None:
+        """Return the planner with the saved slices of the head if the saved layout goes on with them, else None.
 
         Like the layout, it is not chosen again while it fits, since the choice depends on measured times.
         `unfit` returns the largest pipeline length that ran out of memory with the slices of a planner.
@@ -169,7 +170,7 @@ class Resumption:
             return None
         sliced = replace(plans, head_slices=number)
         sliced = replace(sliced, unfit=unfit(sliced))
-        return number if self._is_still_asked_for(self.state.layout, sliced, world_size) else None
+        return sliced if self._is_still_asked_for(self.state.layout, sliced, world_size) else None
 
     def compare_head_slices(self, number: int) -> None:
         """Warn if the run has chosen another number of slices of the head than it was saved with."""
@@ -401,13 +402,13 @@ def _report_unsound(output_dir: str, found: str | None, reasons: list[str]) -> s
     return found
 
 
-def read_plan(args: PipeTransformerArguments, structure: Structure, topology: Topology) -> dict[int, Layout] | None:
+def read_plan(plans: RunPlanner) -> dict[int, Layout] | None:
     """Read the layouts of an earlier run, by step; None without `layout_plan`. Collective: call on every rank.
 
     Raises:
         ValueError: the layouts are for another model, number of processes or schedule.
     """
-    path = args.layout_plan
+    args, structure, topology, path = plans.args, plans.probe.structure, plans.topology, plans.args.layout_plan
     if path is None:
         return None
     layouts = read_layouts(path)
@@ -430,7 +431,8 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
             )
         if layout.pipeline_size > topology.local_world_size:
             layouts[step] = replace(layout, cache_level=0)  # No store serves several nodes.
-        runs, is_replaced = args.schedule.name, args.replaces_schedule and layout.schedule == args.pipeline_schedule
+        runs = plans.schedule
+        is_replaced = plans.replaced_by is not None and layout.schedule == args.pipeline_schedule
         if is_replaced and layout.num_chunks == 1:
             layouts[step] = replace(layouts[step], schedule=runs)
         elif layout.schedule != runs:

@@ -30,7 +30,7 @@ from hf_pipetransformer.trainer.overrides import (
     TrainingOverrides,
 )
 from hf_pipetransformer.training.needs import RunOptions, check_constructor_arguments, explaining_loss
-from hf_pipetransformer.training.session import Session
+from hf_pipetransformer.training.session import Session, State
 
 
 if TYPE_CHECKING:
@@ -190,19 +190,29 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
         if model is not None:
             trainer_compat.drop_marks_of_gguf(model)
         # The last class of this library before the user's trainer.
-        needs_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, given.values)
-        # Before Trainer's constructor, which would move the whole model to the device of every rank.
-        args.places_model = needs_pipeline and args.world_size > 1
+        wants_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, given.values)
+        # Before Trainer's constructor, which reads it.
+        self.places_stages = wants_pipeline and args.world_size > 1
         num_stages = args.pipeline_size or 1
         if args.world_size > 1 and num_stages > 1:
             trainer_compat.check_loaders(type(self), num_stages)
         super().__init__(*given.positional, **given.named)
         # After the constructor, since only now it shows which arguments it gave to Trainer's.
         check_handed_on(self)
-        self.pipeline_run = self.accelerator.session = Session(self, options, needs_pipeline)
+        self.pipeline_run = self.accelerator.session = Session(self, options, wants_pipeline)
         shorten_console(self.callback_handler)
-        if args.places_model and not args.plan_only:
+        if self.places_stages and not args.plan_only:
             trl_compat.precompute_reference(self)
+
+    # Trainer moves the whole model to the device of every rank where this is true.
+    @property
+    def place_model_on_device(self) -> bool:
+        """False if each rank moves its stage to its device; otherwise what Trainer has set."""
+        return self._places_model and not self.places_stages
+
+    @place_model_on_device.setter
+    def place_model_on_device(self, value: bool) -> None:
+        self._places_model = value
 
     # Trainer has no other place for an accelerator of one's own, and makes a new one for each trial of a search.
     def create_accelerator_and_postprocess(self) -> None:
@@ -258,7 +268,7 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
             timeouts,
             timeouts.find_checkpoint,
             # Waits of a run that is left to Trainer are not watched, so the main thread may never get to a handler.
-            handles_sigterm=self.args.world_size == 1 or self.pipeline_run.needs_pipeline,
+            handles_sigterm=self.args.world_size == 1 or self.pipeline_run.wants_pipeline,
         )
         try:
             with (
@@ -276,7 +286,8 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
         loader, run = super().get_train_dataloader(), vars(self).get("pipeline_run")
         if run is None or not run.is_left_to_trainer:
             return loader
-        return run.stored_parts.following(loader, not trainer_compat.shows_batches(self))
+        is_unseen = run.state is State.STARTED and not trainer_compat.shows_batches(self)
+        return run.stored_parts.following(loader, is_unseen)
 
     # In place of the forward and backward of one rank.
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:

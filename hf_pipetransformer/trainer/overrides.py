@@ -120,7 +120,7 @@ class TrainingOverrides(_Trainer):
 
         The first time, the pipeline is started with the first batch.
         """
-        self.pipeline_run.pipelined.builder.start_training()
+        self.pipeline_run.pipelined.start()
         if self.pipeline_run.is_left_to_trainer:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         return self.pipeline_run.pipelined.training.begin_step(epoch_iterator, num_batches)
@@ -184,6 +184,8 @@ class EvaluationOverrides(_Trainer):
     """Methods that make loaders, evaluate and predict."""
 
     pipeline_run: Session
+    places_stages: bool
+    """True if each rank moves its stage to its device."""
     args: PipeTransformerArguments
 
     # The accelerator, which prepares every loader, is not told what it is for.
@@ -250,7 +252,7 @@ class EvaluationOverrides(_Trainer):
         Collective: call on every rank. TRL's constructor computes nothing, see `trl_compat.precompute_reference`.
         """
         run = vars(self).get("pipeline_run")
-        if run is None and self.args.places_model:
+        if run is None and self.places_stages:
             return dataset
         found = None if run is None else run.pipelined.evaluations.reference_of(dataset, batch_size)
         return super()._precompute_ref_logps(dataset, name, batch_size) if found is None else found
@@ -291,12 +293,12 @@ class SavingOverrides(_Trainer):
     # Callable at any time, also without a checkpoint, while each rank has one stage.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model for `from_pretrained`, on rank 0. Collective: call on every rank."""
-        with self.pipeline_run.pipelined.saving.model() as lends:
+        with self.pipeline_run.pipelined.weights.saving() as lends:
             if not lends:
                 super().save_model(output_dir, _internal_call)
                 return
             # Trainer's method takes no state to write, of which rank 0 fetches the values as it writes.
-            with self.pipeline_run.pipelined.saving.lent_state() as state:
+            with self.pipeline_run.pipelined.weights.lent_state() as state:
                 self._save(output_dir, state)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -324,7 +326,7 @@ class SavingOverrides(_Trainer):
         run = self.pipeline_run.pipelined
         if not run.weights.load_best(run.pipeline.stage):
             super()._load_best_model()
-        run.ending.give_back()
+        run.weights.give_back()
 
 
 class PipelineAccelerator(Accelerator):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.compat.known_losses import KnownLoss, known_loss
 from hf_pipetransformer.data.batches import SampleBatch, note_samples
-from hf_pipetransformer.data.loader import PipelineLoader, Request
+from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
@@ -41,12 +41,13 @@ from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.quantized import num_weights, prepare_quantized
 from hf_pipetransformer.splitters.script_code import hooked_by_script
 from hf_pipetransformer.startup.model import ProbeTarget
+from hf_pipetransformer.startup.planner import StartDecision, replacing_schedule
 from hf_pipetransformer.startup.rows import FirstBatch, most_samples, probe_samples
 from hf_pipetransformer.startup.slices import why_whole_by_options
 from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.evaluation import REMEDY, shape_without_rows
-from hf_pipetransformer.training.loaders import Begun, begin_reading, make_loader
+from hf_pipetransformer.training.loaders import Begun, begin_reading
 from hf_pipetransformer.training.metrics import discard_metrics
 from hf_pipetransformer.training.needs import (
     LEFT_TO_TRAINER,
@@ -59,35 +60,13 @@ from hf_pipetransformer.training.needs import (
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.training import TrainingCache
     from hf_pipetransformer.data.rng import SharedRngState
-    from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.splitters.structure import Structure
     from hf_pipetransformer.startup.planner import StartUp
+    from hf_pipetransformer.state.resumption import Resumption
     from hf_pipetransformer.training.context import TrainingContext
     from hf_pipetransformer.training.needs import RunOptions
     from hf_pipetransformer.training.session import Session
-
-
-@dataclass(frozen=True)
-class ModelReport:
-    """Findings on a model that is still in one piece; `shell` is the model as Trainer sees it."""
-
-    start_up: StartUp
-    shell: PipelineShell
-    splitter: Splitter
-    has_labels: bool
-    is_training: bool
-
-    def slicing_head(self, number: int, unfit: int) -> ModelReport:
-        """Return the report of a training that has chosen the slices of its head; see `RunPlanner`."""
-        plans = replace(self.start_up.plans, head_slices=number, unfit=unfit)
-        return replace(self, start_up=replace(self.start_up, plans=plans))
-
-    def adding(self, in_float32: bool) -> ModelReport:
-        """Return the report of a training whose gradients of half-precision weights are added in float32, or not."""
-        plans = replace(self.start_up.plans, sums=in_float32)
-        return replace(self, start_up=replace(self.start_up, plans=plans))
 
 
 class PipelineBuilder:
@@ -99,55 +78,26 @@ class PipelineBuilder:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.context = session.context
-        self.options = session.options
         self.policy = session.policy
         self.in_force: Pipeline | None = None
-        self.cache: TrainingCache | None = None
-        """Activation cache of the training in progress."""
+        self.resumption: Resumption | None = None
+        self.ignored_outputs: list[str] | None = None
+        """Outputs that evaluations of the training do not gather."""
         self._overrode_loss_kwargs = False
-        self._waiting: Callable[[], None] | None = None
         self._shell: PipelineShell | None = None
         self.shared_rng: SharedRngState | None = None
         """RNG states that one process would have, of a training that is started."""
         self.last_seeded: int | None = None
-        """What torch was last seeded with when that training began."""
+        """What torch was last seeded with when the last training began, with which evaluations go on."""
         self._begun: Begun | None = None
         """Data set whose first batch has been read, for a loader that is yet to be made."""
         self._knows_loss = True
         """False if the model was inspected with samples without labels, of a data set to predict or of prompts."""
 
     @property
-    def may_be_left(self) -> bool:
-        """True if a run may be left to Trainer once the model has been inspected."""
-        return self.options.may_do_without(self.context.trainer.model) or self.options.may_be_left
-
-    @property
-    def is_waiting(self) -> bool:
-        """True while a training waits for its first batch, when its pipeline is started."""
-        return self._waiting is not None
-
-    @property
     def reads_at_random(self) -> bool:
         """True if reading the first batch of the training that is started drew random numbers."""
         return self._begun is not None and self._begun.draws
-
-    def wait(self, start: Callable[[], None]) -> None:
-        """Have `start` called by `start_training`."""
-        self._waiting = start
-
-    def start_training(self) -> None:
-        """Start the training that waits for its first batch, if there is one. Collective: call on every rank."""
-        start, self._waiting = self._waiting, None
-        if start is not None:
-            start()
-
-    def forget(self) -> None:
-        """Forget what was begun for an earlier training or evaluation."""
-        self._waiting = self._begun = self.shared_rng = self.last_seeded = None
-
-    def renew_shell(self) -> None:
-        """Make another shell for the next start."""
-        self._shell = None
 
     @property
     def shell(self) -> PipelineShell:
@@ -157,11 +107,6 @@ class PipelineBuilder:
             self._shell = PipelineShell(self.context.trainer.model, accelerator.autocast, accelerator.native_amp)
         return self._shell
 
-    def rest_of_epoch(self) -> Iterator[Any] | None:
-        """Return the batches of the epoch that was begun, for a run that is left to Trainer on one process, if any."""
-        begun, self._begun = self._begun, None
-        return begun.reading.alone() if begun is not None and begun.reading.has_first else None
-
     @property
     def pipeline(self) -> Pipeline:
         if self.in_force is None:
@@ -169,82 +114,35 @@ class PipelineBuilder:
         return self.in_force
 
     @property
-    def num_stages(self) -> int | None:
-        """Number of stages K now or at the next start; None if not known yet."""
-        if self._is_of_this_model:
-            return self.pipeline.layout.pipeline_size
-        size: int | None = self.context.args.pipeline_size
-        return 1 if self.context.topology.world_size == 1 else size
-
-    @property
     def _is_of_this_model(self) -> bool:
         """True if the pipeline was built from the model that the trainer has now."""
         return self.in_force is not None and self.in_force.stage.view.model is self.context.trainer.model
 
-    def is_started(self, request: Request | Any | None) -> bool:
-        """Return True if a pipeline of the current model exists, starting one for `request` if needed.
-
-        `request` is what `inspect` takes. False without one to start for, or if the run is left to Trainer.
-        """
-        # A training that waits for its first batch comes first: its optimizer has the weights as they are.
-        self.start_training()
-        if self._is_of_this_model and (self._knows_loss or not self._has_labels(request)):
-            return True
-        report = None if request is None else self.inspect_or_leave(request, is_training=False)
-        if report is not None:
-            self.start(report, report.start_up.plans.layout())
-        return report is not None
-
-    def _has_labels(self, request: Request | Any | None) -> bool:
-        """Return True if a request's data set has labels. Collective: call on every rank."""
-        if not isinstance(request, Request):
-            return False
-        batch = self._begin(request).batch
-        names = self.context.topology.decide(lambda: [name for name, value in batch.items() if value is not None])
-        return set(self.context.trainer.label_names) <= {*names}
-
     def _begin(self, request: Request) -> Begun:
         """Read the first batch of a request, whose loader goes on from it. Collective: call on every rank."""
         if self._begun is None or not self._begun.is_for(request):
-            # Of a training, also one that is started now; behind it, evaluations go on with what it was seeded with.
-            seeded = self.last_seeded
-            if seeded is None and self.in_force is not None:
-                seeded = self.in_force.last_seeded
-            self._begun = begin_reading(self.context, request, self.shared_rng, seeded)
+            self._begun = begin_reading(self.context, request, self.shared_rng, self.last_seeded)
         return self._begun
 
-    def inspect_or_leave(
-        self,
-        given: Request | Any,
-        is_training: bool,
-        resumes_own: bool = False,
-        ignored_outputs: list[str] | None = None,
-    ) -> ModelReport | None:
-        """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over.
-
-        Args:
-            resumes_own: the run resumes from a checkpoint that plain Trainer could not continue from.
-            ignored_outputs: `ignore_keys_for_eval` of a training.
-        """
+    def inspect_or_leave(self, given: Request | Any, is_training: bool) -> StartUp | None:
+        """Call `inspect`; return None for an unsupported model or loss whose run Trainer can take over."""
         try:
-            return self.inspect(given, is_training, ignored_outputs)
+            return self.inspect(given, is_training)
         except LEFT_TO_TRAINER as error:
             # Trainer can only resume a run from its own kind of checkpoint.
-            model = self.context.trainer.model
-            may_be_left = self.options.may_do_without(model) or self.options.does_without(error, model)
-            if resumes_own or not may_be_left:
-                refusal = self.options.refusal(error)
+            model, resumption = self.context.trainer.model, self.resumption if is_training else None
+            resumes_own = resumption is not None and not resumption.is_plain
+            if resumes_own or not self.session.options.may_leave(error, model, is_started=True):
+                refusal = self.session.options.refusal(error)
                 raise refusal from (error.__cause__ if refusal is error else error)
             say_left_to_trainer(error)
         # Both were the pipeline's task: to recompute, and to move the model, which Trainer has left where it was.
         self.context.args.leave_recomputing_to_trainer()
         trainer_compat.place_model(self.context.trainer)
-        self.session.leave_to_trainer()
+        self.session.trains_alone = self.session.evaluates_alone = True
         return None
 
-    def inspect(
-        self, given: Request | Any, is_training: bool, ignored_outputs: list[str] | None = None
-    ) -> ModelReport:
+    def inspect(self, given: Request | Any, is_training: bool) -> StartUp:
         """Check data set, model and loss, and measure the model. Collective: call on every rank.
 
         `given` is the request made to Trainer's loader, or the first batch of a loader of the user's own.
@@ -263,7 +161,7 @@ class PipelineBuilder:
             self._overrode_loss_kwargs = False
         scope = self._scope_of_loss()
         # A script may have replaced the arguments since the trainer was made.
-        options = replace(self.options, args=args)
+        options = replace(self.session.options, args=args)
         check_communication_hook(trainer.accelerator)
         check_trained_model(trainer.model, options, trainer.optimizer if is_training else None)
         splitter, media = self._splitter(options)
@@ -271,11 +169,10 @@ class PipelineBuilder:
         shell.forget_parameters()  # Some models build parts of themselves in their first forward.
         # A loss may read this flag.
         shell.training = is_training
-        count = partial(trainer_compat.items_of, trainer)
-        why_whole = why_whole_head(trainer)
+        count, ignored = partial(trainer_compat.items_of, trainer), self.ignored_outputs if is_training else None
+        why_whole = why_whole_head(trainer) or why_whole_by_options(args, scope)
         # Where the head stays whole whatever happens, as many samples run as in any run.
-        is_whole = why_whole or why_whole_by_options(args, scope)
-        may_slice_head = is_training and args.head_slices != 1 and is_whole is None
+        may_slice_head = is_training and args.head_slices != 1 and why_whole is None
         # The run goes on from it, so the numbers that reading it draws are the run's.
         rows = trl_compat.rows_of_sample(trainer)
         if isinstance(given, Request):
@@ -287,9 +184,9 @@ class PipelineBuilder:
         parts = (first, main_input_of(trainer.model), count, most_samples(args, may_slice_head))
         # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
         samples = topology.decide(lambda: probe_samples(*parts))
-        if is_training and (args.head_slices or 1) > 1 and is_whole is not None:
+        if is_training and (args.head_slices or 1) > 1 and why_whole is not None:
             raise ValueError(
-                f"pipeline_head_slices={args.head_slices} would change the numbers: {is_whole}. Leave the option out."
+                f"pipeline_head_slices={args.head_slices} would change the numbers: {why_whole}. Leave the option out."
             )
         # TRL's trainers compute their loss in evaluations too, also of batches that have no labels.
         needs_loss = is_training or trl_compat.metrics(trainer) is not None
@@ -315,7 +212,7 @@ class PipelineBuilder:
                     has_reference=trl_compat.reference(trainer, shell) is not None,
                     scope=scope,
                     rule=LossRule.SUM if is_sum else LossRule.MEAN,
-                    shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored_outputs),
+                    shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored),
                     why_whole_head=why_whole,
                     # A loss may make others of the labels than the model takes.
                     without_labels=None if has_loss else partial(_outputs, trainer, shell, trainer.label_names),
@@ -326,7 +223,7 @@ class PipelineBuilder:
                 first.read if is_training else None,
                 self.context.journal.log.path if is_training else None,
             )
-        if not (trainer_compat.has_known_loss(trainer) or self.options.is_undivided):
+        if not (trainer_compat.has_known_loss(trainer) or args.is_undivided):
             _check_hooks(trainer.model, start_up.probe.structure)
         if not trainer_compat.has_known_loss(trainer):
             # It may read in later steps what it does not read of the first samples.
@@ -336,7 +233,7 @@ class PipelineBuilder:
             start_up = replace(start_up, probe=replace(start_up.probe, placeholders=frozenset()))
         if passes and known is KnownLoss.MEAN:
             start_up = self._dividing_itself(start_up, is_training)
-        return ModelReport(start_up, shell, splitter, "labels" in samples, is_training)
+        return start_up
 
     def _splitter(self, options: RunOptions) -> tuple[Splitter, Media | None]:
         """Return the splitter of the model, and the media that it takes beside tokens where stages are asked for.
@@ -359,13 +256,12 @@ class PipelineBuilder:
         return MediaSplitter(), media
 
     def _scope_of_loss(self) -> LossScope:
-        """Return the samples that one call of the loss sees, and set the schedule that this takes.
+        """Return the samples that one call of the loss sees.
 
         Raises:
             LossDoesNotDecomposeError: the loss sees whole batches, and the schedule never has one at once.
         """
         args, asked = self.context.args, self.context.args.pipeline_loss
-        args.runs_forwards_first = False
         # A loss that is not known may compare samples with each other, which a sum over micro-batches loses.
         if asked == "auto":
             asked = "batch" if known_loss(self.context.trainer) is None else "parts"
@@ -383,13 +279,11 @@ class PipelineBuilder:
                 "pipeline_loss='parts' adds the losses of micro-batches and replicas of a loss that is not known: "
                 "nothing checks that it is a mean over samples or label tokens, or divided by num_items_in_batch."
             )
-        if scope is not LossScope.PARTS and not self.options.is_undivided:
-            args.runs_forwards_first = True
-            if args.replaces_schedule and self.context.topology.rank == 0:
-                announce(
-                    f"One call of the loss sees the samples of the whole {scope.value} (pipeline_loss): all forwards "
-                    f"run before the first backward, as in gpipe, not {args.pipeline_schedule}."
-                )
+        if replacing_schedule(args, scope) is not None and self.context.topology.rank == 0:
+            announce(
+                f"One call of the loss sees the samples of the whole {scope.value} (pipeline_loss): all forwards "
+                f"run before the first backward, as in gpipe, not {args.pipeline_schedule}."
+            )
         return scope
 
     def _dividing_itself(self, start_up: StartUp, is_training: bool) -> StartUp:
@@ -409,32 +303,31 @@ class PipelineBuilder:
             )
         return replace(start_up, trainer_adds_up=adds_up)
 
-    def start(self, report: ModelReport, layout: Layout, longest: int = 1) -> Pipeline:
-        """Build this rank's stage under `layout`; `longest` is the largest number of stages K it may grow to.
-
-        Collective: call on every rank.
+    def build(self, start_up: StartUp, decision: StartDecision) -> Pipeline:
+        """Build this rank's stage as a start has decided. Collective: call on every rank.
 
         Raises:
             ValueError: a callback reads the model where it cannot have it, or an evaluation could not generate or
                 join what the replicas predict.
         """
-        trainer, args, start_up = self.context.trainer, self.context.args, report.start_up
+        trainer, args, plans, layout = self.context.trainer, self.context.args, decision.plans, decision.layout
+        start_up, is_training = replace(start_up, plans=plans), decision.is_training
         # Pipelines that get shorter when layers freeze leave ranks free, which become replicas.
         may_have_replicas = layout.num_replicas > 1 or (layout.num_stages > 1 and args.elastic and self.policy.freezes)
-        if report.is_training and may_have_replicas and start_up.shape_without_rows is not None:
+        if is_training and may_have_replicas and start_up.shape_without_rows is not None:
             raise ValueError(
                 f"Evaluations of this run join outputs of shape {start_up.shape_without_rows} of "
                 f"{start_up.samples.size} samples over replicas: expected one row a sample. {REMEDY}"
             )
         # A pipeline of one stage has the whole model on each rank, which callbacks may read and generate with.
-        if max(layout.pipeline_size, longest) > 1:
+        if decision.longest > 1:
             check_callbacks(trainer.callback_handler.callbacks, self.context.topology)
             if trainer_compat.generates(trainer):
                 model, beams = bare_model(trainer.model), getattr(args, "generation_num_beams", None)
                 options = {} if beams is None else {"num_beams": beams}
                 check_generation(model, settings_of(model, options), options)
         # Before weights move: should memory run out from here on, the record names the layout that was too large.
-        self.context.journal.tried = start_up.plans.trying(layout) if report.is_training else {}
+        self.context.journal.tried = plans.trying(layout) if is_training else {}
         compiled = None
         if args.torch_compile:
             compiled = partial(torch.compile, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
@@ -447,32 +340,14 @@ class PipelineBuilder:
             StepMeter(args.device),
             compiled,
             is_mixed=trainer.accelerator.native_amp,
-            sums_in_float32=report.is_training and start_up.plans.sums_in_float32(layout),
+            sums_in_float32=is_training and plans.sums_in_float32(layout),
             masters_in_float32=args.pipeline_master_dtype is not None,
-            head_slices=HeadSlices(start_up.plans.num_head_slices, start_up.loss_rule),
+            head_slices=HeadSlices(plans.num_head_slices, start_up.loss_rule),
         )
-        stage = start_stage(trainer.model, report.splitter, layout, settings, report.is_training)
-        shifts_labels = trainer_compat.shifts_labels(trainer)
-        self.in_force = Pipeline(start_up, report.shell, settings, shifts_labels, report.has_labels, stage)
+        stage = start_stage(trainer.model, start_up.splitter, layout, settings, is_training)
+        self.in_force = Pipeline(start_up, self.shell, settings, trainer_compat.shifts_labels(trainer), stage)
         generate_in_stages(self.in_force)
         return self.in_force
-
-    def loader(self, request: Request) -> PipelineLoader:
-        """Return the pipeline's loader for a request; evaluation loaders may persist."""
-        pipeline, args = self.pipeline, self.context.args
-        # As with Trainer, which keeps evaluation loaders for the sake of their workers alone.
-        persists = request.key is not None and args.dataloader_persistent_workers
-        if persists and request.key in pipeline.persistent_loaders:
-            return pipeline.persistent_loaders[str(request.key)]
-        begun, self._begun = self._begin(request), None
-        loader = make_loader(self.context, pipeline, begun)
-        # Of a sample whose activation is stored, prompts are not read.
-        cache = None if request.is_training or trainer_compat.generates(self.context.trainer) else self.cache
-        if cache is not None and not loader.is_stream:
-            cache.serve(loader, request.dataset)
-        if persists:
-            pipeline.persistent_loaders[str(request.key)] = loader
-        return loader
 
 
 def _prepare_model(context: TrainingContext) -> None:

@@ -27,7 +27,7 @@ from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 
 if TYPE_CHECKING:
     from hf_pipetransformer.runtime.pipeline import Pipeline
-    from hf_pipetransformer.training.builder import PipelineBuilder
+    from hf_pipetransformer.training.pipeline_session import PipelineSession
 
 
 @contextmanager
@@ -46,8 +46,8 @@ def _installed(pipeline: Pipeline) -> Iterator[None]:
 class Evaluations:
     """Calls of `evaluate()` and `predict()`, which may start a pipeline and may come inside a training."""
 
-    def __init__(self, builder: PipelineBuilder) -> None:
-        self.builder = builder
+    def __init__(self, run: PipelineSession) -> None:
+        self.run = run
         self._present: Evaluation | UsersEvaluation | None = None
         self._is_metrics_only = False
         """True if nobody reads more than the metrics of the next loop."""
@@ -68,8 +68,8 @@ class Evaluations:
                 stage only) or overrides `evaluate`, the data set is not known yet, and the start waits for the loader.
             is_metrics_only: True if predictions are dropped once the metrics are computed.
         """
-        trainer = self.builder.context.trainer
-        makes_loader = self.builder.num_stages == 1 and trainer_compat.is_overridden(trainer, method)
+        trainer = self.run.context.trainer
+        makes_loader = self.run.num_stages == 1 and trainer_compat.is_overridden(trainer, method)
         awaits_loader = makes_loader or trainer_compat.is_overridden(trainer, "evaluate")
         # Calls nest: a callback or `compute_metrics` may evaluate or predict inside of an evaluation.
         outer, self._is_metrics_only = self._is_metrics_only, is_metrics_only
@@ -81,7 +81,7 @@ class Evaluations:
 
     def generate(self, inputs: Any, options: dict[str, Any]) -> Any:
         """See `PipeTransformerMixin.generate`."""
-        context, left = self.builder.context, self.builder.session.is_left_to_trainer
+        context, left = self.run.context, self.run.session.is_left_to_trainer
         topology, model, device = context.topology, context.trainer.model, context.args.device
         given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
         # A mask may be a keyword argument: what has a row for each prompt is cut with them.
@@ -98,7 +98,7 @@ class Evaluations:
         with nullcontext(False) if left else self._up(given) as is_up:
             model.eval()
             given = send_to_device(given, device)
-            groups = self.builder.pipeline.stage.groups if is_up else None
+            groups = self.run.pipeline.stage.groups if is_up else None
             # One process draws random numbers for all rows in turn, and returns one list of scores.
             is_undivided = settings.do_sample or settings.return_dict_in_generate
             if groups is None or groups.num_replicas == 1 or is_undivided:
@@ -114,7 +114,7 @@ class Evaluations:
 
     def _take_first_rank_only(self) -> bool:
         """Decide where the next loop's metrics are computed; the one after it, in a callback say, is for all ranks."""
-        context, (is_wanted, self._is_metrics_only) = self.builder.context, (self._is_metrics_only, False)
+        context, (is_wanted, self._is_metrics_only) = self.run.context, (self._is_metrics_only, False)
         return (
             is_wanted
             and context.topology.world_size > 1
@@ -126,7 +126,7 @@ class Evaluations:
 
     def _request(self, dataset: Any) -> Request:
         """Return the request that Trainer will make; for a dict of data sets, the one for the first."""
-        trainer = self.builder.context.trainer
+        trainer = self.run.context.trainer
         dataset = trainer.eval_dataset if dataset is None else dataset
         dataset = trainer.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
@@ -136,16 +136,16 @@ class Evaluations:
     def _up(self, request: Any) -> Iterator[bool]:
         """Wrap an evaluation; yields False without a pipeline, which can start only for a known request.
 
-        `request` is what `PipelineBuilder.inspect` takes, or None.
+        `request` is what `PipelineSession.inspect` takes, or None.
         """
-        builder = self.builder
-        with builder.context.timeouts.reporting_faults():
-            if not builder.is_started(request):
+        run = self.run
+        with run.context.timeouts.reporting_faults():
+            if not run.is_started(request):
                 yield False
                 return
             # Stages of an asynchronous training may be some steps apart, and an evaluation needs the weights of one.
-            builder.pipeline.settle()
-            with running_callbacks(builder.context.trainer, builder.pipeline), _installed(builder.pipeline):
+            run.pipeline.settle()
+            with running_callbacks(run.context.trainer, run.pipeline), _installed(run.pipeline):
                 yield True
 
     def reference_of(self, dataset: Any, samples_per_rank: int) -> Any:
@@ -153,7 +153,7 @@ class Evaluations:
 
         Collective: call on every rank. The reference is the model as it is now, without its adapters.
         """
-        builder, trainer = self.builder, self.builder.context.trainer
+        run, trainer = self.run, self.run.context.trainer
         if is_stream(dataset):
             return None
         # All samples: each needs a value in the columns that are added.
@@ -162,8 +162,8 @@ class Evaluations:
         with self._up(request) as is_up:
             if not is_up:
                 return None
-            evaluation = Evaluation(builder.context, builder.pipeline, builder.loader(request))
-            is_shown = builder.context.topology.rank == 0 and not trainer.args.disable_tqdm
+            evaluation = Evaluation(run.context, run.pipeline, run.loader_of(request))
+            is_shown = run.context.topology.rank == 0 and not trainer.args.disable_tqdm
             entries = []
             trainer.model.eval()
             try:
@@ -178,28 +178,28 @@ class Evaluations:
     @contextmanager
     def loop(self, given: Any) -> Iterator[Evaluation | UsersEvaluation]:
         """Wrap Trainer's evaluation loop; the yielded evaluation names the loader, the pipeline's or the user's."""
-        builder, request = self.builder, request_of(given)
-        cache = builder.cache
+        run, request = self.run, request_of(given)
+        cache = run.cache
         is_users = request is None and not isinstance(given, PipelineLoader)
         if is_users:
-            check_undivided(given, "get_eval_dataloader or get_test_dataloader", builder.num_stages)
-        outer, left = self._present, builder.session.is_left_to_trainer
+            check_undivided(given, "get_eval_dataloader or get_test_dataloader", run.num_stages)
+        outer, alone = self._present, run.session.evaluates_alone
         is_for_first_rank = self._take_first_rank_only()
         try:
             # Entered here as well: a user's own `evaluate` may call the loop directly.
             with self._up(request) as is_up:
                 if is_users or not is_up:
-                    shared = builder.pipeline.shared_rng if is_up else None
+                    shared = run.pipeline.shared_rng if is_up else None
                     self._present = UsersEvaluation(with_shared_rng(given, shared))
-                    builder.session.is_left_to_trainer = left or not is_up
+                    run.session.evaluates_alone = alone or not is_up
                     yield self._present
                     return
-                loader = given if request is None else builder.loader(request)
-                self._present = evaluation = Evaluation(builder.context, builder.pipeline, loader, is_for_first_rank)
+                loader = given if request is None else run.loader_of(request)
+                self._present = evaluation = Evaluation(run.context, run.pipeline, loader, is_for_first_rank)
                 storing = nullcontext() if cache is None else cache.storing_for(loader)
                 with evaluation.in_trainers_loop(), storing:
                     yield evaluation
         finally:
             self._present = outer
             if is_users:
-                builder.session.is_left_to_trainer = left
+                run.session.evaluates_alone = alone

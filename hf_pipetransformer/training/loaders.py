@@ -288,7 +288,7 @@ def _num_pieces(pipeline: Pipeline, begun: Begun) -> int | None:
     layout, start_up, is_training = pipeline.layout, pipeline.start_up, begun.request.is_training
     size = begun.request.batch_size * layout.pipeline_size
     num_pieces = layout.num_microbatches if is_training else evaluation_microbatches(layout, size)
-    num_parts = num_pieces * layout.num_replicas
+    num_parts, scope = num_pieces * layout.num_replicas, start_up.plans.scope
     if start_up.probe.structure.media is None or num_parts == 1:
         return None
     name = type(bare_model(pipeline.stage.view.model)).__name__
@@ -296,7 +296,7 @@ def _num_pieces(pipeline: Pipeline, begun: Begun) -> int | None:
         "the data set or its collator draws random numbers": begun.draws,
         "the data set is a stream": is_stream(begun.dataset),
         "the collator puts all samples into one row": begun.is_flattened,
-        "the loss sees the samples of all replicas": start_up.scope is LossScope.BATCH and layout.num_replicas > 1,
+        "the loss sees the samples of all replicas": layout.num_replicas > 1 and scope is LossScope.BATCH,
     }
     if any(reasons.values()):
         why = next(reason for reason, is_so in reasons.items() if is_so)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
@@ -46,15 +45,6 @@ LEFT_TO_TRAINER = (UnsupportedModelError, ModelSettingError, LossDoesNotDecompos
 """Reasons for which a run without a pipeline of its own is Trainer's."""
 
 
-class Need(Enum):
-    """Need of a run for features that Trainer does not have."""
-
-    NONE = "none"
-    PREFERRED = "wish"
-    """Trainer is an acceptable fallback: it lacks stored activations, and on replicas the numbers of one process."""
-    REQUIRED = "must"
-
-
 @dataclass(frozen=True)
 class RunOptions:
     """Options of a run; `policy` and `splitter` are the user's own, if any."""
@@ -82,39 +72,42 @@ class RunOptions:
             logger.warning(text)
         return make_policy(args)
 
-    def need(self, model: Any) -> Need:
-        """Return what the options and the model require; `model` is None if it is not built yet."""
-        args = self.args
-        if args.plan_only:
-            return Need.REQUIRED
-        if _leaves_adapters_to_trainer(model) and not (self.asks_for_parts or self.freezes):
-            return Need.PREFERRED if args.activation_cache == "on" else Need.NONE
-        # Trainer's own loop looks up what the script froze, see `cache.frozen_parts`.
-        if self.only_store:
-            return Need.NONE
-        is_divided = args.world_size > 1 and args.pipeline_size != 1
-        if is_divided or self.freezes or self.asks_for_parts or args.activation_cache == "on":
-            return Need.REQUIRED
-        # Trainer's replicas do not give the numbers of one process, but that alone is worth no error.
-        if args.world_size > 1 and not has_adapters(model):
-            return Need.PREFERRED
-        # `auto` can slice the head in a pipeline only, and does without where none can run.
-        if args.head_slices is None:
-            return Need.PREFERRED
-        return Need.PREFERRED if args.activation_cache == "auto" and _may_store(model) else Need.NONE
+    def wants_pipeline(self, model: Any) -> bool:
+        """Return True if a pipeline is to train unless none can; `model` is None if it is not built yet."""
+        args, caches = self.args, self.args.activation_cache
+        if args.plan_only or self.freezes or self.asks_for_parts:
+            return True
+        if _leaves_adapters_to_trainer(model):
+            return caches == "on"
+        # Trainer's own loop looks up what the script froze, see `cache.frozen_parts`; but `auto` slices of the head
+        # take a pipeline.
+        if args.world_size == 1 or args.head_slices is None:
+            return args.head_slices is None
+        # Trainer's replicas do not give the numbers of one process.
+        return args.pipeline_size != 1 or not has_adapters(model) or caches == "on" or self._may_store(model)
 
-    def does_without(self, error: ValueError, model: Any) -> bool:
-        """Return True if `error` may leave the run to Trainer: the user asked for nothing that needs a pipeline.
+    def may_leave(self, error: ValueError, model: Any, is_started: bool) -> bool:
+        """Return True if `error`, for which no pipeline can train, leaves the run to Trainer's loop.
 
-        Frozen parts of a model that Trainer trains may be stored, see `cache.frozen_parts`.
+        It does unless the user asked for what Trainer lacks. What is frozen may be stored there, too.
+
+        Args:
+            is_started: the model was inspected, so that the options are known to be sound.
         """
-        has_parts = model is not None and bool(maximal_frozen(bare_model(model)))
-        asks_for_cache = self.args.activation_cache == "on" and not has_parts
-        if self.asks_for_parts or self.freezes or asks_for_cache:
+        args, caches = self.args, self.args.activation_cache == "on"
+        if args.plan_only:
+            is_kind = isinstance(error, UnsupportedModelError)
+            return is_kind and not (self.freezes or self.asks_for_parts) and _has_parts(model)
+        if self.freezes:
             return False
-        if self.args.plan_only:
-            return has_parts and isinstance(error, UnsupportedModelError)
-        return isinstance(error, LEFT_TO_TRAINER)
+        if is_started and args.is_undivided:
+            return True
+        if self.asks_for_parts:
+            return False
+        # A run that merely would gain by a pipeline goes on without one, for whatever reason.
+        if _leaves_adapters_to_trainer(model) or not (caches or (args.world_size > 1 and args.pipeline_size != 1)):
+            return True
+        return isinstance(error, LEFT_TO_TRAINER) and (not caches or _has_parts(model))
 
     def refusal(self, error: ValueError) -> ValueError:
         """Return what to raise for a model or loss that no pipeline can run, with the option that asked for one."""
@@ -130,33 +123,20 @@ class RunOptions:
             f"computed once without {name}, too."
         )
 
-    def may_do_without(self, model: Any) -> bool:
-        """Return True if a run of this model goes on without a pipeline, for whatever reason it has none."""
-        if self.args.plan_only or self.freezes:
-            # With `plan_only` a model that cannot be split is refused with the reason.
-            return False
-        return self.is_undivided or self.need(model) is not Need.REQUIRED
-
-    @property
-    def may_be_left(self) -> bool:
-        """False if a run asks for what Trainer does not have."""
-        return not self.asks_for_parts
-
-    @property
-    def only_store(self) -> bool:
-        """True if a pipeline could do nothing but store what the script froze."""
-        own = self.freezes or self.asks_for_parts or self.args.plan_only
-        return self.is_undivided and not own and self.args.head_slices is not None
-
-    @property
-    def is_undivided(self) -> bool:
-        """True if one process computes each batch as a whole."""
-        return self.args.world_size == 1 and self.args.num_microbatches in (None, 1)
-
     @property
     def freezes(self) -> bool:
         """True if layers are to freeze while the run goes on, or before its first step."""
         return self.args.freeze_policy != "none" if self.policy is None else self.policy.freezes
+
+    def _may_store(self, model: Any) -> bool:
+        """Return True if parameters below the adapters look frozen, so their activations could be stored."""
+        if self.args.activation_cache != "auto":
+            return False
+        try:
+            first = layers_of(find_splitter(model), bare_model(model))[0]
+        except Exception:  # Any error in finding layers means there are none to store.
+            return False
+        return not any(parameter.requires_grad for parameter in first.parameters())
 
     @property
     def asks_for_parts(self) -> bool:
@@ -178,13 +158,9 @@ def _leaves_adapters_to_trainer(model: Any) -> bool:
     return has_adapters(model) and (why_unsplittable(model) is not None or bool(getattr(model, "hf_device_map", None)))
 
 
-def _may_store(model: Any) -> bool:
-    """Return True if parameters below the adapters look frozen, so their activations could be stored."""
-    try:
-        first = layers_of(find_splitter(model), bare_model(model))[0]
-    except Exception:  # Any error in finding layers means there are none to store.
-        return False
-    return not any(parameter.requires_grad for parameter in first.parameters())
+def _has_parts(model: Any) -> bool:
+    """Return True if modules of the model are frozen, whose outputs Trainer's own loop may store."""
+    return model is not None and bool(maximal_frozen(bare_model(model)))
 
 
 def check_constructor_arguments(below: Any, options: RunOptions, model: Any, values: Mapping[str, Any]) -> bool:
@@ -197,11 +173,10 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
     # Before anything else: independent trainings would pass every check below.
     check_launch(args)
     check_output_dir(args)
-    need = options.need(model)
-    if need is Need.NONE:
+    if not options.wants_pipeline(model):
         args.leave_recomputing_to_trainer()
         # Of what is frozen, Trainer's own loop stores what it can.
-        stores = options.only_store and (model is None or bool(maximal_frozen(bare_model(model))))
+        stores = args.world_size == 1 and args.head_slices is not None and (model is None or _has_parts(model))
         text = unused_by_trainer(args, [each for each in READERS if not (stores and each.startswith("activation_"))])
         if text is not None and args.process_index == 0:
             logger.warning(text)
@@ -213,9 +188,8 @@ def check_constructor_arguments(below: Any, options: RunOptions, model: Any, val
         if model is not None:
             check_trained_model(model, options, values.get("optimizers", (None, None))[0])
         check_dataset(values.get("train_dataset"), "training")
-    # A run that merely would gain by a pipeline goes on without one; what the user asked for must not be dropped.
     except ValueError as error:
-        if need is Need.REQUIRED and not options.does_without(error, model):
+        if not options.may_leave(error, model, is_started=False):
             refusal = options.refusal(error)
             raise refusal from (None if refusal is error else error)
         say_left_to_trainer(error)
@@ -242,7 +216,7 @@ def check_trained_model(model: Any, options: RunOptions, users_optimizer: Any) -
             "the model is then trained as by Trainer."
         )
     num_stages = 1 if options.args.world_size == 1 else options.args.pipeline_size
-    check_model(model, num_stages, options.is_undivided, (users_optimizer, None))
+    check_model(model, num_stages, options.args.is_undivided, (users_optimizer, None))
 
 
 @contextmanager

@@ -12,32 +12,34 @@ from transformers import TrainerControl
 
 from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat
-from hf_pipetransformer.data.loader import request_of
+from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.rng import Generators, set_random_state
 from hf_pipetransformer.report import announce
 from hf_pipetransformer.runtime.gathering import check_whole
+from hf_pipetransformer.startup.planner import StartDecision
 from hf_pipetransformer.state.description import RunDescription, check_shared_folder, saves_state
-from hf_pipetransformer.state.resumption import Resumption, find_resumption
+from hf_pipetransformer.state.resumption import find_resumption
 from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import SavesOnSignal, running_callbacks
 from hf_pipetransformer.training.evaluations import Evaluations
 from hf_pipetransformer.training.loaders import (
     LateLoader,
     check_undivided,
+    make_loader,
     share_rng_state,
     states_of_first_rank,
 )
 from hf_pipetransformer.training.start import TrainingSetup, start_training
-from hf_pipetransformer.training.weights import Ending, ModelSaving, WeightLoading
+from hf_pipetransformer.training.weights import ModelWeights
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
+    from hf_pipetransformer.cache.training import TrainingCache
     from hf_pipetransformer.training.session import Session
     from hf_pipetransformer.training.training import Training
 
 
-class PipelineSession:
+class PipelineSession(PipelineBuilder):
     """Additions of a pipeline to the runs of one trainer, one call of `train()` after the other.
 
     Only parts that follow the trainer's changing attributes (`state`, `args`, `model`, `optimizer`, ...) get the
@@ -45,17 +47,13 @@ class PipelineSession:
     """
 
     def __init__(self, session: Session) -> None:
-        self.session = session
-        self.builder = PipelineBuilder(session)
-        self.context = session.context
-        self.policy = session.policy
-        self.evaluations = Evaluations(self.builder)
-        self.saving = ModelSaving(self.builder)
-        self.weights = WeightLoading(session)
-        self.ending = Ending(self.builder)
+        super().__init__(session)
+        self.evaluations = Evaluations(self)
+        self.weights = ModelWeights(self)
         self.present: Training | None = None
         """Training in progress."""
-        self.resumption: Resumption | None = None
+        self.is_waiting = False
+        """True while a training waits for its first batch, with which its pipeline is started."""
         self.loader: Any = None
         """Loader that the current training reads."""
         self.signals: SavesOnSignal
@@ -65,11 +63,10 @@ class PipelineSession:
         # A policy changes its state in place, and a second `train()` must find it as it was.
         self._policys_start = deepcopy(dict(self.policy.state()))
         self._made_optimizer: Any = None
-        self._ignored_outputs: list[str] | None = None
         self._setup: TrainingSetup
         self.late: LateLoader
         """Loader of the current training, as Trainer's loop has it."""
-        self._keeps_optimizer = False
+        self.keeps_optimizer = False
         self._flags: dict[str, bool] = {}
         """Which parameters required gradients when the training began."""
         self._max_steps: int | None = None
@@ -79,8 +76,9 @@ class PipelineSession:
         """What `start` has entered, for the call in progress."""
 
     @property
-    def pipeline(self) -> Pipeline:
-        return self.builder.pipeline
+    def cache(self) -> TrainingCache | None:
+        """Activation cache of the training in progress."""
+        return None if self.present is None else self.present.cache
 
     @property
     def training(self) -> Training:
@@ -94,12 +92,12 @@ class PipelineSession:
     def train_call(self, where: str | bool | None, ignored_outputs: list[str] | None) -> Iterator[str | bool | None]:
         """Wrap a call of `Trainer.train`, see `Session.train_call`; `leave` ends it, also after an error."""
         trainer, topology = self.context.trainer, self.context.topology
-        self._ignored_outputs = ignored_outputs
+        self.ignored_outputs = ignored_outputs
         with ExitStack() as self._until_left:
             topology.decide(self.context.journal.log.check)
             # With `model_init` Trainer makes a new model, and the old one need not be whole.
             if trainer.model_init is None:
-                self.ending.put_together()
+                self.weights.put_together()
                 check_whole(trainer.model)
             check_agreement(topology, "arguments of train()", {"resume_from_checkpoint": str(where)})
             check_shared_folder(trainer.args, topology)
@@ -120,7 +118,7 @@ class PipelineSession:
 
         request, (_, steps_per_epoch, *_, max_steps) = request_of(loader), values
         given = LateLoader(loader).read_first(None, is_kept=False) if request is None else request
-        print_plan(self.builder, given, max_steps, steps_per_epoch)
+        print_plan(self, given, max_steps, steps_per_epoch)
 
     def begin(self, loader: Any) -> Any:
         """Begin a training, whose pipeline is started when the loop asks for its first batch, or now if it resumes.
@@ -128,23 +126,25 @@ class PipelineSession:
         Collective: call on every rank. Returns the loader to read instead of the given one.
         """
         trainer = self.context.trainer
-        self.ending.users_optimizer = None
+        self.weights.users_optimizer = None
         self.operations.clear()  # The model may be another one now.
         # Forget an earlier training's policy state; on a resume, `prepare` restores the checkpoint's.
         # A copy again, as the policy may go on to change what it is given.
         self.policy.load_state(deepcopy(self._policys_start))
         if trainer.optimizer is self._made_optimizer:
             trainer.optimizer = None  # It was built for other stages and other frozen layers.
-        self._keeps_optimizer = trainer.optimizer is not None
+        self.keeps_optimizer = trainer.optimizer is not None
         self.late = LateLoader(loader)
         if request_of(loader) is None:
             check_undivided(loader, "get_train_dataloader", self.context.args.pipeline_size or 1)
-        self.builder.forget()
-        self.builder.renew_shell()
+        self.is_waiting = False
+        self._begun = self.last_seeded = self._shell = None
         # What a checkpoint says of the data comes before Trainer counts its steps; and a run that is left to Trainer's
         # loop may need a model that is compiled or shared with other processes before.
+        options = self.session.options
+        may_be_left = not options.asks_for_parts or (options.args.is_undivided and not options.freezes)
         is_other = self.context.topology.world_size > 1 or self.context.args.torch_compile
-        if self.resumption is not None or (self.builder.may_be_left and is_other):
+        if self.resumption is not None or (is_other and may_be_left):
             kept = Generators([loader])
             states = kept.states()
             if self._start():
@@ -153,21 +153,14 @@ class PipelineSession:
             return loader
         self._max_steps = self._epoch = None
         self._flags = {name: parameter.requires_grad for name, parameter in trainer.model.named_parameters()}
-        self.builder.wait(self.start)
+        self.is_waiting = True
         return self.late
 
-    @property
-    def is_waiting(self) -> bool:
-        """True while a training waits for its first batch."""
-        return self.builder.is_waiting
-
-    @property
-    def shell(self) -> PipelineShell:
-        """Model as Trainer's loop sees it."""
-        return self.builder.shell
-
     def start(self) -> None:
-        """Start the pipeline of a training that waits for it. Collective: call on every rank."""
+        """Start the pipeline of a training that waits for it, if one does. Collective: call on every rank."""
+        if not self.is_waiting:
+            return
+        self.is_waiting = False
         with self._flags_of_begin():
             if not self._start() or self._max_steps is None:
                 return
@@ -208,33 +201,92 @@ class PipelineSession:
         Raises:
             ValueError: the loader is the user's own, and there may be more than one stage.
         """
-        builder, context, trainer, late = self.builder, self.context, self.context.trainer, self.late
+        context, trainer, late = self.context, self.context.trainer, self.late
         loader, request = late.given, request_of(late.given)
         # Before anything is read or drawn: they go on with what one process would draw.
-        builder.shared_rng = shared = share_rng_state(context.topology)
-        builder.last_seeded = context.topology.broadcast(torch.initial_seed())
+        self.shared_rng = shared = share_rng_state(context.topology)
+        self.last_seeded = context.topology.broadcast(torch.initial_seed())
         first = late.read_first(shared, is_kept=self.resumption is None) if request is None else None
-        setup = start_training(builder, loader, first, self.resumption, self._keeps_optimizer, self._ignored_outputs)
+        setup = start_training(self, loader, first)
         if setup is None:
             self.session.cast_to_masters()
             self.weights.load_expected(None)
-            late.begun = late.begun or builder.rest_of_epoch()
+            late.begun = late.begun or self._rest_of_epoch()
             return False
-        self._setup, pipeline = setup, setup.pipeline
+        self._setup, pipeline = setup, self.pipeline
         self.weights.load_expected(pipeline.stage)
         self._until_left.enter_context(running_callbacks(trainer, pipeline, self))
         setup.announce()
-        pipeline.shared_rng, pipeline.last_seeded = shared, builder.last_seeded
+        pipeline.shared_rng = shared
         # After the shared state is taken: from here on, each rank draws numbers of its own (dropout).
         context.seeds.begin(pipeline.stage.groups)
         self._until_left.enter_context(pipeline.stage.active())
-        self._until_left.enter_context(self.session.storing_on_stages(pipeline, builder.reads_at_random))
+        self._until_left.enter_context(self.session.storing_on_stages(pipeline, self.reads_at_random))
         self.signals = SavesOnSignal(context)
         self._until_left.callback(self.signals.give_back)
         self.loader = late
         if request is not None:
-            self.loader = late.loader = builder.loader(request)
+            self.loader = late.loader = self.loader_of(request)
         return True
+
+    # ---- a pipeline for evaluations, and its loaders ----
+
+    @property
+    def num_stages(self) -> int | None:
+        """Number of stages K now or at the next start; None if not known yet."""
+        if self._is_of_this_model:
+            return self.pipeline.layout.pipeline_size
+        size: int | None = self.context.args.pipeline_size
+        return 1 if self.context.topology.world_size == 1 else size
+
+    def is_started(self, request: Request | Any | None) -> bool:
+        """Return True if a pipeline of the current model exists, starting one for `request` if needed.
+
+        `request` is what `inspect` takes. False without one to start for, or if the run is left to Trainer.
+        """
+        # A training that waits for its first batch comes first: its optimizer has the weights as they are.
+        self.start()
+        if self._is_of_this_model and (self._knows_loss or not self._has_labels(request)):
+            return True
+        start_up = None if request is None else self.inspect_or_leave(request, is_training=False)
+        if start_up is not None:
+            layout = start_up.plans.layout()
+            alone = StartDecision(start_up.plans, layout, layout, layout.pipeline_size, is_training=False)
+            self.build(start_up, alone)
+        return start_up is not None
+
+    def _has_labels(self, request: Request | Any | None) -> bool:
+        """Return True if a request's data set has labels. Collective: call on every rank."""
+        if not isinstance(request, Request):
+            return False
+        batch = self._begin(request).batch
+        names = self.context.topology.decide(lambda: [name for name, value in batch.items() if value is not None])
+        return set(self.context.trainer.label_names) <= {*names}
+
+    def loader_of(self, request: Request) -> PipelineLoader:
+        """Return the pipeline's loader for a request; evaluation loaders may persist."""
+        pipeline, args = self.pipeline, self.context.args
+        # As with Trainer, which keeps evaluation loaders for the sake of their workers alone.
+        persists = request.key is not None and args.dataloader_persistent_workers
+        if persists and request.key in pipeline.persistent_loaders:
+            return pipeline.persistent_loaders[str(request.key)]
+        begun, self._begun = self._begin(request), None
+        loader = make_loader(self.context, pipeline, begun)
+        # Of a sample whose activation is stored, prompts are not read.
+        is_read = request.is_training or trainer_compat.generates(self.context.trainer)
+        cache = None if is_read else self.cache
+        if cache is not None and not loader.is_stream:
+            cache.serve(loader, request.dataset)
+        if persists:
+            pipeline.persistent_loaders[str(request.key)] = loader
+        return loader
+
+    def _rest_of_epoch(self) -> Iterator[Any] | None:
+        """Return the batches of the epoch that was begun, for a run that is left to Trainer on one process, if any."""
+        begun, self._begun = self._begun, None
+        return begun.reading.alone() if begun is not None and begun.reading.has_first else None
+
+    # ---- the loop ----
 
     def counts(self, values: tuple[Any, ...], loader: Any) -> tuple[Any, ...]:
         """Adjust the result of `Trainer.set_initial_training_values` for a resumed run."""
@@ -250,14 +302,14 @@ class PipelineSession:
         Raises:
             ValueError: on every rank, if the state cannot be restored, or this run's cannot be saved.
         """
-        if not self._keeps_optimizer:
+        if not self.keeps_optimizer:
             self._made_optimizer = self.context.trainer.optimizer
         if self.is_waiting:
             self._max_steps = max_steps
             return
         topology = self.context.topology
         self.present = training = self._setup.training(self.loader, max_steps)
-        self.builder.cache = training.cache
+        self.weights.users_optimizer = training.optimizer if self.keeps_optimizer else None
         if training.cache is not None:
             training.cache.follow()
         if self.resumption is not None:
@@ -280,12 +332,11 @@ class PipelineSession:
 
     def finish(self) -> None:
         """End the training after the last step, and give the user the model back. Collective: call on every rank."""
-        self.builder.start_training()  # It had no step.
+        self.start()  # It had no step.
         if self.session.is_left_to_trainer:
             return
-        pipeline, training, trainer = self.builder.pipeline, self.training, self.context.trainer
-        self.ending.users_optimizer = training.optimizer if self._keeps_optimizer else None
-        self.present = self.builder.cache = None
+        pipeline, training, trainer = self.pipeline, self.training, self.context.trainer
+        self.present = None
         pipeline.steps = None
         training.metrics.publish("train", pipeline.stage.groups)  # Trainer logs once more after the loop.
         self.signals.give_back()  # Before Trainer's callback restores the signal handlers.
@@ -299,9 +350,9 @@ class PipelineSession:
         # The best model is read stage by stage, so the stages stay until `_load_best_model`, which Trainer calls next.
         loads_best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None
         if not loads_best or trainer_compat.is_overridden(trainer, "_load_best_model"):
-            self.ending.give_back()
+            self.weights.give_back()
         shared, pipeline.shared_rng = pipeline.shared_rng, None
-        self.builder.shared_rng = None
+        self.shared_rng = None
         if shared is not None:
             # Only rank 0 reads data sets that draw random numbers, so its RNG state is ahead of the others'.
             set_random_state(*states_of_first_rank(self.context.topology, shared.states))
@@ -311,13 +362,9 @@ class PipelineSession:
 
         A model that an error left on several stages stays there; a model that is whole can be trained again.
         """
-        builder, training = self.builder, self.present
-        pipeline = builder.in_force
-        if training is not None:
-            self.ending.users_optimizer = training.optimizer if self._keeps_optimizer else None
-        self.present = self.builder.cache = None
-        builder.forget()
-        self.resumption = self.weights.expected = None
+        training, pipeline = self.present, self.in_force
+        self.present, self.is_waiting = None, False
+        self._begun = self.shared_rng = self.resumption = self.weights.expected = None
         if training is not None:
             training.end()
         if pipeline is not None:
@@ -328,7 +375,7 @@ class PipelineSession:
         if pipeline.stage.is_spread:
             pipeline.stage.reducer.remove()
         else:
-            self.ending.give_back()
+            self.weights.give_back()
 
     def before_callbacks(self) -> None:
         """Correct the epoch that Trainer counts, see `StepEnds`."""
@@ -344,7 +391,7 @@ class PipelineSession:
     @property
     def counts_inputs(self) -> bool:
         """True if this rank counts inputs: one rank per pipeline does."""
-        pipeline = self.builder.in_force
+        pipeline = self.in_force
         return pipeline is None or pipeline.stage.groups.is_first
 
     @contextmanager

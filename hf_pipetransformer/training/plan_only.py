@@ -42,10 +42,9 @@ def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_e
     Collective: call on every rank. `given` is what `PipelineBuilder.inspect` takes.
     """
     context = builder.context
-    report = builder.inspect_or_leave(given, is_training=True)
-    if report is None:
+    start_up = builder.inspect_or_leave(given, is_training=True)
+    if start_up is None:
         return
-    start_up = report.start_up
 
     def tell() -> None:
         plan = _plan(builder, start_up, given, (num_steps, steps_per_epoch))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -30,33 +31,45 @@ if TYPE_CHECKING:
     from hf_pipetransformer.training.pipeline_session import PipelineSession
 
 
+class State(Enum):
+    """States of a session: before, in and behind a call of `train()`."""
+
+    MADE = "made"
+    STARTED = "started"
+    ENDED = "ended"
+
+
 class Session:
     """Additions of this library to one trainer; lives as long as it, through any number of calls of `train()`.
 
     Collective: construct on every rank.
 
     Args:
-        needs_pipeline: False if Trainer's own methods train and evaluate.
+        wants_pipeline: False if Trainer's own methods train and evaluate, but for a checkpoint of a pipeline.
 
     Raises:
         ValueError: the ranks were started with different options, or two policies are asked for.
     """
 
-    def __init__(self, trainer: Trainer, options: RunOptions, needs_pipeline: bool) -> None:
+    def __init__(self, trainer: Trainer, options: RunOptions, wants_pipeline: bool) -> None:
         self.context = make_context(trainer)
         self.options = options
         self.policy = options.make_policy(warns=self.context.topology.rank == 0)
         """Freeze policy in use."""
-        self.needs_pipeline = needs_pipeline
-        self.is_left_to_trainer = not needs_pipeline or options.is_undivided
-        """True while Trainer's own methods run instead of the overrides."""
-        self._evaluates_alone = self.is_left_to_trainer
-        """Value of `is_left_to_trainer` outside of `train()`."""
+        self.state = State.MADE
+        self.wants_pipeline = wants_pipeline
+        self.trains_alone = self.evaluates_alone = not wants_pipeline or options.args.is_undivided
+        """True if Trainer's own methods run in `train()`, and outside of it, instead of the overrides."""
         parts = PartsOfTrainer(trainer, self.context)
         self.stored_parts = StoredParts(parts, PartStores(parts))
         """Frozen parts of the run in progress; on stages, those of this rank's stage."""
         self.results: dict[str, object] = {}
         """What the last training adds to `train_results.json`."""
+
+    @property
+    def is_left_to_trainer(self) -> bool:
+        """True while Trainer's own methods run instead of the overrides."""
+        return self.trains_alone if self.state is State.STARTED else self.evaluates_alone
 
     @cached_property
     def pipelined(self) -> PipelineSession:
@@ -68,7 +81,7 @@ class Session:
     @property
     def in_force(self) -> Pipeline | None:
         """Pipeline that trains or has trained, if any."""
-        return self.pipelined.builder.in_force if "pipelined" in vars(self) else None
+        return self.pipelined.in_force if "pipelined" in vars(self) else None
 
     @property
     def layout(self) -> Layout | None:
@@ -89,10 +102,6 @@ class Session:
         """See `Pipeline.whole_model`."""
         return nullcontext() if self.in_force is None else self.in_force.whole_model(device)
 
-    def leave_to_trainer(self) -> None:
-        """Leave this run to Trainer: its model or loss cannot be split, and it can do without."""
-        self.is_left_to_trainer = self._evaluates_alone = True
-
     # ---- one call of `train()` ----
 
     @contextmanager
@@ -110,25 +119,27 @@ class Session:
         """
         self.results = {}
         where = self._choose_who_trains(resume_from_checkpoint or None)
-        self._check_masters()
-        if self.is_left_to_trainer:
-            self.cast_to_masters()
-            with self._only_run(trial), self._storing(self.stored_parts), self._resumed_by_trainer(where):
-                yield where
-            return
-        try:
-            self.context.timeouts.rest()
+        self.state = State.STARTED
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            self._check_masters()
+            if self.trains_alone:
+                self.cast_to_masters()
+            else:
+                stack.callback(self.pipelined.leave)
+                self.context.timeouts.rest()
             # The lock comes first: reported faults are written to the events file, which may belong to another run.
-            with (
-                self._only_run(trial),
-                self._storing(self.stored_parts),
-                self.context.timeouts.reporting_faults(),
-                self.pipelined.train_call(where, ignored_outputs) as folder,
-            ):
-                yield folder
-        finally:
-            self.pipelined.leave()
-            self.is_left_to_trainer = self._evaluates_alone
+            stack.enter_context(self._only_run(trial))
+            stack.enter_context(self._storing(self.stored_parts))
+            if self.trains_alone:
+                stack.enter_context(self._resumed_by_trainer(where))
+            else:
+                stack.enter_context(self.context.timeouts.reporting_faults())
+                where = stack.enter_context(self.pipelined.train_call(where, ignored_outputs))
+            yield where
+
+    def _end(self) -> None:
+        self.state = State.ENDED
 
     def storing_on_stages(self, pipeline: Pipeline, draws: bool) -> AbstractContextManager[None]:
         """Store frozen encoders of media inside, on the ranks of the first stage; `draws` as for `StoredParts`."""
@@ -140,26 +151,26 @@ class Session:
         """Check what is stored of frozen parts around the epochs inside, and give it back at the end."""
         trainer, outer = self.context.trainer, self.stored_parts
         trainer.callback_handler.callbacks.insert(0, parts.at_epoch_end)
-        self.stored_parts, parts.is_training = parts, True
+        self.stored_parts = parts
         try:
             yield
         finally:
-            self.stored_parts, parts.is_training = outer, False
+            self.stored_parts = outer
             trainer.remove_callback(parts.at_epoch_end)
             parts.end()
 
     def _choose_who_trains(self, where: str | bool | None) -> str | bool | None:
         """Decide whether Trainer trains; return the checkpoint to resume from, or True if it still has to be found."""
         trainer, topology, output_dir = self.context.trainer, self.context.topology, self.context.args.output_dir
-        if not self.needs_pipeline:
+        if not self.wants_pipeline:
             # The search below is collective, so all ranks must come to it or none.
             check_agreement(topology, "arguments of train()", {"resume_from_checkpoint=True": where is True})
-        if self.needs_pipeline or where is not True or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            self.is_left_to_trainer = not self.needs_pipeline and not is_of_pipeline(where, output_dir)
+        if self.wants_pipeline or where is not True or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            self.trains_alone = not self.wants_pipeline and not is_of_pipeline(where, output_dir)
             return where
         needs_weights = not trainer_compat.is_overridden(trainer, "_load_from_checkpoint")
         folder, is_pipelines = topology.decide(lambda: list(find_for_trainer(output_dir, needs_weights)))
-        self.is_left_to_trainer = not is_pipelines
+        self.trains_alone = not is_pipelines
         # Without a checkpoint, Trainer raises its own error; `find_resumption` later picks the newest sound one.
         if is_pipelines or folder is None:
             return True
@@ -168,7 +179,7 @@ class Session:
 
     def _only_run(self, trial: object) -> AbstractContextManager[None]:
         """Lock `output_dir` against concurrent runs; hyperparameter trials have their own folders and need no lock."""
-        args, is_ours = self.context.args, not self.is_left_to_trainer
+        args, is_ours = self.context.args, not self.trains_alone
         writes = is_ours or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
         return only_run(args.output_dir, self.context.topology) if writes and trial is None else nullcontext()
 
@@ -184,7 +195,7 @@ class Session:
         trainer, args = self.context.trainer, self.context.args
         if not args.pipeline_master_dtype:
             return
-        if self.is_left_to_trainer and trainer.model_init is not None:
+        if self.trains_alone and trainer.model_init is not None:
             raise ValueError(
                 "pipeline_master_dtype with model_init: Trainer trains this run, and makes the model after train() "
                 "begins. Load it in float32 in model_init, and leave pipeline_master_dtype out."

@@ -25,6 +25,7 @@ from hf_pipetransformer.report.events import read_known_microbatches, read_unfit
 from hf_pipetransformer.report.origin import origin_of
 from hf_pipetransformer.runtime.optimizer_state import OptimizerState, keep_parameters
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
+from hf_pipetransformer.startup.planner import StartDecision
 from hf_pipetransformer.startup.slices import choose_head_slices
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption, read_plan
@@ -39,11 +40,10 @@ from hf_pipetransformer.training.training import Training
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.startup.planner import RunPlanner
-    from hf_pipetransformer.training.builder import ModelReport, PipelineBuilder
     from hf_pipetransformer.training.context import TrainingContext
+    from hf_pipetransformer.training.pipeline_session import PipelineSession
 
 
 @dataclass
@@ -51,27 +51,23 @@ class TrainingSetup:
     """Training before its optimizer exists.
 
     Args:
-        replay: optimizer step to the layout from then on, of an earlier run; None lets the policy decide.
         names: `id` of each parameter of the whole model to its name.
-        keeps_optimizer: the optimizer is the user's, and is handed back whole.
     """
 
-    context: TrainingContext
-    policy: FreezePolicy
-    pipeline: Pipeline
-    replay: Mapping[int, Layout] | None
+    run: PipelineSession
+    decision: StartDecision
     names: Mapping[int, str]
     description: RunDescription
-    resumption: Resumption | None
-    keeps_optimizer: bool
+
+    @property
+    def context(self) -> TrainingContext:
+        return self.run.context
 
     def announce(self) -> None:
         """Report the start to the events file and the screen."""
-        layout, saved = self.pipeline.layout, self.resumption
-        policy = self.policy.describe() if self.replay is None else "replayed"
-        freezes = self.policy.freezes or self.replay is not None
-        start_up = self.pipeline.start_up
-        fields = start_up.plans.describe(layout, policy, freezes, start_up.trainer_adds_up)
+        layout, plans, saved = self.decision.layout, self.decision.plans, self.run.resumption
+        policy = self.run.policy.describe() if self.decision.replay is None else "replayed"
+        fields = plans.describe(layout, policy, self.decision.freezes, self.run.pipeline.start_up.trainer_adds_up)
         fields["nodes"] = list(map(len, self.context.topology.nodes))
         if saved is not None:
             fields["resumed_from"] = saved.folder
@@ -80,7 +76,7 @@ class TrainingSetup:
         # With step and epoch, which Trainer has not set yet.
         self.context.journal.log.write("run", step, epoch, layout=layout.as_event(), **fields)
         if self.context.topology.rank == 0:
-            one_stage = start_up.plans.one_stage_in_words(layout)
+            one_stage = plans.one_stage_in_words(layout)
             announce(
                 f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}{one_stage}", is_decision=True
             )
@@ -97,22 +93,21 @@ class TrainingSetup:
             check_agreement(self.context.topology, "training loaders", {"number of batches": length})
         steps_per_epoch = self._steps_per_epoch(given, max_steps)
         cache = self._cache(given, steps_per_epoch)
-        pipeline, stage, args = self.pipeline, self.pipeline.stage, self.context.args
-        # A resumed run began under an earlier layout, which may have had more stages.
-        began_under = (self.resumption and self.resumption.first_layout) or pipeline.layout
+        pipeline, replay = self.run.pipeline, self.decision.replay
+        stage, args = pipeline.stage, self.context.args
         clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
-        decisions = self._decisions(clock, cache, began_under)
-        if self.replay is None and self.policy.freezes:
+        decisions = self._decisions(clock, cache)
+        if replay is None and self.run.policy.freezes:
 
             def predict() -> None:
                 announce(decisions.outlook(stage.layout, steps_per_epoch))
-                if self.resumption is None:
+                if self.run.resumption is None:
                     self._expect(cache, steps_per_epoch, max_steps)
 
             # `decide` makes an error of a user's policy end the run on every rank.
             self.context.topology.decide(predict)
-        controller = LayoutController(self.context, decisions, stage, self.replay)
-        optimizer = self._optimizer(cache, began_under)
+        controller = LayoutController(self.context, decisions, stage, replay)
+        optimizer = self._optimizer(cache)
         metrics = MetricAccumulator(self.context)
 
         def make_steps() -> Steps:
@@ -129,7 +124,7 @@ class TrainingSetup:
             transitions=Transitions(self.context, pipeline, controller, optimizer, cache, loader),
             cache=cache,
             checkpoints=Checkpoints(
-                self.context, pipeline, loader, optimizer, controller, self.description, began_under
+                self.context, pipeline, loader, optimizer, controller, self.description, self.decision.began_under
             ),
             metrics=metrics,
             make_steps=make_steps,
@@ -137,7 +132,7 @@ class TrainingSetup:
 
     def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:
         """Announce the predicted training time on rank 0, next to the time with nothing frozen."""
-        args, policy, layout = self.context.args, self.policy, self.pipeline.layout
+        args, policy, layout = self.context.args, self.run.policy, self.run.pipeline.layout
         if policy.may_unfreeze:
             return
         clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
@@ -146,20 +141,20 @@ class TrainingSetup:
         # Nothing more freezes, so there is no second duration to compare with.
         if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
             return
-        forecast = make_forecast(self.context.trainer, self.pipeline, cache)
+        forecast = make_forecast(self.context.trainer, self.run.pipeline, cache)
         seconds, full = forecast.seconds(spans), forecast.full_seconds(max_steps)
         with self.context.journal.at(0, 0.0):
             self.context.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)
         announce(in_words(seconds, full, policy.is_certain, layout.num_frozen_layers))
 
-    def _decisions(self, clock: DecisionClock, cache: TrainingCache | None, began_under: Layout) -> Decisions:
-        plans, stage, args = self.pipeline.start_up.plans, self.pipeline.stage, self.context.args
+    def _decisions(self, clock: DecisionClock, cache: TrainingCache | None) -> Decisions:
+        plans, stage, args = self.decision.plans, self.run.pipeline.stage, self.context.args
         blocks_of_parameter = stage.view.structure.blocks_of_parameter
         return Decisions(
-            policy=self.policy,
+            policy=self.run.policy,
             clock=clock,
             args=args,
-            inputs=plans.inputs(began_under, self._known_microbatches()),
+            inputs=plans.inputs(self.decision.began_under, self._known_microbatches()),
             num_frozen=stage.layout.num_frozen_layers,
             blocks_of_parameter={n: blocks for n, blocks in blocks_of_parameter.items() if stage.store.trainable[n]},
             write=self.context.journal.write,
@@ -168,8 +163,8 @@ class TrainingSetup:
         )
 
     def _steps_per_epoch(self, loader: Any, max_steps: int) -> int:
-        args, policy = self.context.args, self.policy
-        num_layers = self.pipeline.layout.num_layers
+        args, policy = self.context.args, self.run.policy
+        num_layers = self.run.pipeline.layout.num_layers
         warnings = list(check_policy(policy, num_layers, max_steps, args.freeze_min_active_layers))
         steps_per_epoch = max_steps
         if has_length(loader):
@@ -187,10 +182,10 @@ class TrainingSetup:
         # One rank of each node cleans up: several that delete the same files would get in each other's way.
         if self.context.topology.is_first_here:
             remove_old_stores(self.context.args)
-        media = self.pipeline.start_up.probe.structure.media
+        media = self.run.pipeline.start_up.probe.structure.media
         if media is not None and media.frozen:
             return None  # Encoders that the script froze are parts of their own, see `Session.storing_on_stages`.
-        if not (self.pipeline.layout.num_frozen_layers or self.policy.freezes or self.replay is not None):
+        if not self.decision.stores:
             args = self.context.args
             options = ("activation_cache", "activation_cache_keep")
             asked = [name for name in options if getattr(args, name) not in ("auto", "off", 0, False)]
@@ -202,14 +197,14 @@ class TrainingSetup:
             return None
         if media is not None:
             return None  # Images beside a text are no row that a record could be found by.
-        return begin_cache(self.context, self.pipeline, loader, steps_per_epoch)
+        return begin_cache(self.context, self.run.pipeline, loader, steps_per_epoch)
 
     def _known_microbatches(self) -> dict[tuple[int, int], int]:
         """Return the best number of micro-batches M by stages K and chunks V, from checkpoint or events file."""
-        saved = None if self.resumption is None else self.resumption.known_microbatches
+        saved = None if self.run.resumption is None else self.run.resumption.known_microbatches
         if saved is not None:
             return saved
-        plans, layout = self.pipeline.start_up.plans, self.pipeline.layout
+        plans, layout = self.decision.plans, self.run.pipeline.layout
         path = self.context.journal.log.path if plans.measures_microbatches and layout.pipeline_size > 1 else None
         samples = self.context.args.train_samples_per_device
         # Rank 0 alone has an events file.
@@ -219,9 +214,9 @@ class TrainingSetup:
         )
         return {(k, v): m for k, v, m in known}
 
-    def _optimizer(self, cache: TrainingCache | None, began_under: Layout) -> OptimizerState:
+    def _optimizer(self, cache: TrainingCache | None) -> OptimizerState:
         """Build this stage's part of the optimizer, and the groups that its migrations need."""
-        layout, stage, elastic = self.pipeline.layout, self.pipeline.stage, self.context.args.elastic
+        layout, stage, elastic = self.run.pipeline.layout, self.run.pipeline.stage, self.context.args.elastic
         optimizer = trainer_compat.torch_optimizer(self.context.trainer)
         groups = {}
         if layout.pipeline_size > 1:
@@ -230,15 +225,14 @@ class TrainingSetup:
             groups = keep_parameters(optimizer, {**self.names, **now}, stage.trained_here())
         # With a cache, cuts can move even if layers are frozen only from the start, also in a resumed run that lost
         # its cache.
-        freezes = self.policy.freezes or self.replay is not None
-        adapts = elastic and (freezes or cache is not None or layout.cache_level > 0)
+        adapts = elastic and (self.decision.freezes or cache is not None or layout.cache_level > 0)
         # A user's optimizer is reassembled at the end, and unfreezing may bring back the first number of stages.
-        longest = longest_pipeline(layout, began_under, self.policy, self.replay)
-        may_move = self.replay is not None or (longest > 1 and (adapts or self.keeps_optimizer))
+        longest = self.decision.longest
+        may_move = self.decision.replay is not None or (longest > 1 and (adapts or self.run.keeps_optimizer))
         if adapts:
             # Create the process groups of later layouts now: that takes longer than a transition should.
-            most = len(self.pipeline.start_up.probe.structure.cut_positions()) - 1
-            wanted = self.context.args.num_chunks
+            most = len(self.run.pipeline.start_up.probe.structure.cut_positions()) - 1
+            wanted = self.decision.plans.wanted_chunks
             sizes = pipeline_sizes(longest, self.context.topology.local_world_size)
             for size, num_chunks in reachable_shapes(layout.schedule, wanted, sizes, most):
                 self.context.topology.groups(Placement(size, num_chunks, layout.placement))
@@ -249,14 +243,7 @@ class TrainingSetup:
         return state
 
 
-def start_training(
-    builder: PipelineBuilder,
-    loader: Any,
-    first: Any,
-    resumption: Resumption | None,
-    keeps_optimizer: bool,
-    ignored_outputs: list[str] | None,
-) -> TrainingSetup | None:
+def start_training(run: PipelineSession, loader: Any, first: Any) -> TrainingSetup | None:
     """Inspect the model, decide on its layout, and build this rank's stage; None if the run is left to Trainer.
 
     Collective: call on every rank.
@@ -264,51 +251,61 @@ def start_training(
     Args:
         loader: Trainer's own loader, or the user's.
         first: first batch of the user's loader; None of Trainer's own.
-        keeps_optimizer: the optimizer is the user's.
-        ignored_outputs: outputs that evaluations of the training do not gather.
 
     Raises:
         ValueError: the loader is the user's own, and there may be more than one stage.
     """
-    context, policy = builder.context, builder.policy
-    trainer, topology, args = context.trainer, context.topology, context.args
-    request = request_of(loader)
-    if request is None:
-        check_undivided(loader, "get_train_dataloader", args.pipeline_size or 1)
+    context, policy, resumption, request = run.context, run.policy, run.resumption, request_of(loader)
     # Before the model is split: stages may replace parameters, whereas a user's optimizer refers to these.
-    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-    description = resumption.description if resumption else RunDescription(context.run, topology, policy)
-    resumes_own = resumption is not None and not resumption.is_plain
-    given = first if request is None else request
-    report = builder.inspect_or_leave(given, True, resumes_own, ignored_outputs)
-    if report is None:
+    names = {id(parameter): name for name, parameter in context.trainer.model.named_parameters()}
+    description = resumption.description if resumption else RunDescription(context.run, context.topology, policy)
+    start_up = run.inspect_or_leave(first if request is None else request, is_training=True)
+    if start_up is None:
         return None
-    replay = read_plan(args, report.start_up.probe.structure, topology)
-    if args.head_slices is None:
-        report = _with_head_slices(context, report, resumption, replay)
-    layout = _first_layout(builder, report, resumption, replay)
-    start_up, plans = report.start_up, report.start_up.plans
-    longest = longest_pipeline(layout, None if resumption is None else resumption.first_layout, policy, replay)
+    decision = decide(context, start_up.plans, resumption, policy)
     if request is None:
         # Once more: `auto`, or a layout to grow back to, has given the number of stages only now.
-        check_undivided(loader, "get_train_dataloader", longest)
-    trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
-    users = start_up.probe.structure.blocks_of_parameter
+        check_undivided(loader, "get_train_dataloader", decision.longest)
     # Refused while the model is whole, before any weight moves.
-    check_stages(layout, {name: users[name] for name in trained}, args)
-    check_unfreezing(args, policy, replay, longest)
-    sums = plans.sums_in_float32(layout) if resumption is None else resumption.sums_in_float32(plans, layout)
-    pipeline = builder.start(report.adding(sums), layout, longest)
-    return TrainingSetup(context, policy, pipeline, replay, names, description, resumption, keeps_optimizer)
+    named, users = context.trainer.model.named_parameters(), start_up.probe.structure.blocks_of_parameter
+    check_stages(decision.layout, {name: users[name] for name, p in named if p.requires_grad}, context.args)
+    check_unfreezing(context.args, policy, decision.replay, decision.longest)
+    run.build(start_up, decision)
+    return TrainingSetup(run, decision, names, description)
+
+
+def decide(
+    context: TrainingContext, plans: RunPlanner, resumption: Resumption | None, policy: FreezePolicy
+) -> StartDecision:
+    """Decide how a training begins, or goes on as it was saved. Collective: call on every rank."""
+    args, topology = context.args, context.topology
+    replay, first = read_plan(plans), None
+    if args.head_slices is None:
+        plans = _with_head_slices(context, plans, resumption, replay)
+    if resumption is not None:
+        layout = resumption.choose_layout(plans, replay, topology.world_size, policy)
+        first, sums = resumption.first_layout, resumption.sums_in_float32(plans, layout)
+    else:
+        layout = plans.layout() if replay is None else replay[0]
+        sums = plans.sums_in_float32(layout)
+        is_replaced = replay is None and plans.replaced_by is not None and args.pipeline_loss == "auto"
+        if is_replaced and topology.rank == 0 and not plans.fits(layout):
+            logger.warning(
+                f"The loss of the whole batch takes all forwards before the first backward "
+                f"(pipeline_schedule={plans.schedule!r}), which is not expected to fit in memory. Use more "
+                "stages, smaller batches or pipeline_checkpoint='layers'; or, for a loss that is a mean over samples "
+                "or label tokens, pipeline_loss='parts'."
+            )
+    longest, freezes = longest_pipeline(layout, first, policy, replay), policy.freezes or replay is not None
+    plans = replace(plans, sums=sums)
+    return StartDecision(plans, layout, first or layout, longest, replay, freezes)
 
 
 def _with_head_slices(
-    context: TrainingContext, report: ModelReport, resumption: Resumption | None, replay: Mapping[int, Layout] | None
-) -> ModelReport:
+    context: TrainingContext, plans: RunPlanner, resumption: Resumption | None, replay: Mapping[int, Layout] | None
+) -> RunPlanner:
     """Choose the slices of the head for a run that leaves them open. Collective: call on every rank."""
-    plans, topology = report.start_up.plans, context.topology
-
-    num_frozen = plans.num_frozen_by_user
+    topology, num_frozen = context.topology, plans.num_frozen_by_user
     if resumption is not None and not resumption.is_plain:
         num_frozen = max(num_frozen, resumption.state.layout.num_frozen_layers)
 
@@ -318,40 +315,18 @@ def _with_head_slices(
     def unfit(planner: RunPlanner) -> int:
         return read_unfit(context.journal.log.path, planner.conditions)
 
-    def choose() -> list[Any]:
+    def choose() -> list[int]:
         if context.args.pipeline_size is not None:
             topology.check_pipeline_size(context.args.pipeline_size)
-        number = None if resumption is None else resumption.saved_head_slices(plans, topology.world_size, unfit)
-        if number is not None:
-            announce(f"pipeline_head_slices='auto': {number} as in the run that was saved.", is_decision=True)
-            return [number, unfit(replace(plans, head_slices=number))]
-        chosen, line = choose_head_slices(plans, first, unfit)
+        saved = None if resumption is None else resumption.saved_head_slices(plans, topology.world_size, unfit)
+        if saved is not None:
+            chosen, line = saved, f"pipeline_head_slices='auto': {saved.head_slices} as in the run that was saved."
+        else:
+            chosen, line = choose_head_slices(plans, first, unfit)
         announce(line, is_decision=True)
         return [chosen.num_head_slices, chosen.unfit]
 
     number, num_unfit = topology.decide(choose)
     if resumption is not None and topology.rank == 0:
         resumption.compare_head_slices(number)
-    return report.slicing_head(number, num_unfit)
-
-
-def _first_layout(
-    builder: PipelineBuilder, report: ModelReport, resumption: Resumption | None, replay: Mapping[int, Layout] | None
-) -> Layout:
-    """Return the layout that a training begins or goes on with."""
-    args, world_size = builder.context.args, builder.context.topology.world_size
-    if resumption is not None:
-        return resumption.choose_layout(report.start_up, replay, world_size, builder.policy)
-    if replay is not None:
-        return replay[0]
-    plans = report.start_up.plans
-    layout = plans.layout()
-    is_first = builder.context.topology.rank == 0
-    if is_first and args.replaces_schedule and args.pipeline_loss == "auto" and not plans.fits(layout):
-        logger.warning(
-            f"The loss of the whole batch takes all forwards before the first backward "
-            f"(pipeline_schedule={args.schedule.name!r}), which is not expected to fit in memory. Use more "
-            "stages, smaller batches or pipeline_checkpoint='layers'; or, for a loss that is a mean over samples or "
-            "label tokens, pipeline_loss='parts'."
-        )
-    return layout
+    return replace(plans, head_slices=number, unfit=num_unfit)

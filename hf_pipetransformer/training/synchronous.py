@@ -269,7 +269,7 @@ class LossCheck:
                 "Set pipeline_loss='batch', which computes the loss of the whole batch at once; or, for "
                 "pipeline_loss='parts' of a loss that is the mean of its batch, trainer.loss_is_scaled_for_ga=False."
             )
-        plans = self.pipeline.start_up.with_scope(LossScope.BATCH).plans
+        plans = replace(self.pipeline.start_up.plans, scope=LossScope.BATCH)
         if not plans.fits(replace(layout, schedule="gpipe")):
             return (
                 "That of the whole batch takes all forwards before the first backward, which does not fit in memory: "
@@ -280,7 +280,8 @@ class LossCheck:
     def _run_again(self) -> torch.Tensor:
         """Run the batches of this step with the loss of the whole batch, from where the step began."""
         states, mark = self._start
-        self.pipeline.start_up = self.pipeline.start_up.with_scope(LossScope.BATCH)
+        start_up = self.pipeline.start_up
+        self.pipeline.start_up = replace(start_up, plans=replace(start_up.plans, scope=LossScope.BATCH))
         self._runner.scope = LossScope.BATCH
         # Nothing of the first run may count: its gradients, metrics and random numbers.
         self.pipeline.shell.zero_grad()

@@ -29,18 +29,28 @@ from hf_pipetransformer.state.weights import find_weights, has_weights, is_of_ad
 if TYPE_CHECKING:
     from hf_pipetransformer.runtime.optimizer_state import OptimizerState
     from hf_pipetransformer.runtime.stage import Stage
-    from hf_pipetransformer.training.builder import PipelineBuilder
-    from hf_pipetransformer.training.session import Session
+    from hf_pipetransformer.training.pipeline_session import PipelineSession
 
 
-class WeightLoading:
-    """Reads saved weights rank by rank. Trainer resumes before the model is split, when no rank knows its stage."""
+class ModelWeights:
+    """Reads, saves and puts together the weights of a trainer's model, of which each rank may have one stage.
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.context = session.context
+    Trainer resumes before the model is split, when no rank knows its stage. After a training it is given back as
+    `pipeline_gather_at_end` says.
+    """
+
+    def __init__(self, run: PipelineSession) -> None:
+        self.run = run
+        self.context = run.context
         self.expected: str | None = None
         """Folder of weights that `load_expected` loads."""
+        self.users_optimizer: OptimizerState | None = None
+        """Optimizer of the training that ends, if it is the user's: it goes back with the model."""
+        self._refusal: Any = None
+        """Handle of the hook that refuses to run a model that is split."""
+        self._warned: set[str] = set()
+
+    # ---- from a checkpoint ----
 
     def expect(self, folder: str) -> None:
         """Check that saved weights fit, and expect them. Collective: call on every rank.
@@ -53,7 +63,7 @@ class WeightLoading:
         model, topology = self.context.trainer.model, self.context.topology
         if topology.together(lambda: is_of_adapters(folder)):
             # Before the adapters are read into the weights, whose half precision would round them.
-            self.session.cast_to_masters()
+            self.run.session.cast_to_masters()
             topology.together(lambda: load_weights(model, folder))
             return
         self.expected = folder
@@ -90,20 +100,11 @@ class WeightLoading:
         names = stage.own_names() | stage.own_buffers() if stage is not None and stage.is_spread else None
         self.context.topology.together(lambda: load_weights(self.context.trainer.model, folder, names))
 
-
-class Ending:
-    """Gives the model back after each training of a trainer, as `pipeline_gather_at_end` says."""
-
-    def __init__(self, builder: PipelineBuilder) -> None:
-        self.builder = builder
-        self.users_optimizer: OptimizerState | None = None
-        """Optimizer of the training that ends, if it is the user's: it goes back with the model."""
-        self._refusal: Any = None
-        """Handle of the hook that refuses to run a model that is split."""
+    # ---- back to the user ----
 
     def give_back(self) -> None:
         """Give the user the model after a training, once. Collective: call on every rank."""
-        stage = self.builder.pipeline.stage
+        stage = self.run.pipeline.stage
         if not stage.is_training:
             return
         end_training(stage)
@@ -112,7 +113,7 @@ class Ending:
             make_whole(stage)
         else:
             self._refuse_calls(stage)
-            if self.builder.context.topology.rank == 0:
+            if self.context.topology.rank == 0:
                 announce(
                     f"The model stays on its {stage.layout.shape_in_words}: {reason}. On every process save_model, "
                     "push_to_hub, evaluate and predict work as before; train() first puts the model together. Other "
@@ -127,9 +128,9 @@ class Ending:
         Raises:
             ValueError: on every rank, if it does not fit in the memory of a node.
         """
-        if not self.builder.is_started(None):
+        if not self.run.is_started(None):
             return
-        stage = self.builder.pipeline.stage
+        stage = self.run.pipeline.stage
         if stage.is_training or not stage.is_spread:
             return
         missing = {name: p for name, p in stage.store.named().items() if p.is_meta}
@@ -147,7 +148,7 @@ class Ending:
 
     def _why_split(self, stage: Stage) -> str | None:
         """Return why the model stays split; None to gather it. Collective: call on every rank."""
-        wanted = self.builder.context.args.pipeline_gather_at_end
+        wanted = self.context.args.pipeline_gather_at_end
         if wanted != "auto":
             return None if wanted == "always" else "pipeline_gather_at_end='never'"
         room = least_room(num_bytes_of(stage.store.named()), stage.settings.topology)
@@ -169,19 +170,12 @@ class Ending:
             held = stage.store.held()
             self.users_optimizer.hold({name: p for name, p in held.items() if p.requires_grad}, {})
 
-
-class ModelSaving:
-    """Saves the model, of which each rank may have one stage."""
-
-    def __init__(self, builder: PipelineBuilder) -> None:
-        self.builder = builder
-        self.context = builder.context
-        self._warned: set[str] = set()
+    # ---- into files ----
 
     @contextmanager
-    def model(self) -> Iterator[bool]:
+    def saving(self) -> Iterator[bool]:
         """Wrap `save_model`; yields True if `lent_state` is to be saved. In training or split, collective."""
-        pipeline, topology, timeouts = self.builder.in_force, self.context.topology, self.context.timeouts
+        pipeline, topology, timeouts = self.run.in_force, self.context.topology, self.context.timeouts
         stage = None if pipeline is None else pipeline.stage
         if pipeline is None or stage is None or not (stage.is_training or stage.is_spread):
             with timeouts.reporting_faults(together=False):
@@ -215,7 +209,7 @@ class ModelSaving:
 
         Collective: call on every rank of the first replica.
         """
-        with fetching(self.builder.pipeline.stage) as fetch:
+        with fetching(self.run.pipeline.stage) as fetch:
             if self.context.topology.rank != 0:
                 yield None
                 return

@@ -51,7 +51,7 @@ def read_alone(folder: Path) -> None:
     expected = batches_of(made(Trainer, folder / "plain", given=given))
     trainer = made(PipeTransformerTrainer, folder / "ours", given=given, pipeline_parallel_size=2)
     found = batches_of(trainer)
-    assert trainer.layout is None and trainer.pipeline_run.pipelined.builder.in_force is None
+    assert trainer.layout is None and trainer.pipeline_run.pipelined.in_force is None
     assert not Path(trainer.events.path or folder / "none").exists()
     assert close(found, expected)
     loss = trainer.evaluate()["eval_loss"]

@@ -262,7 +262,7 @@ def observe(base: type, observer: Observer) -> type:
 
         def get_batch_samples(self, *args: Any) -> Any:
             # With the first batch, which is asked for here.
-            self.pipeline_run.pipelined.builder.start_training()
+            self.pipeline_run.pipelined.start()
             if self.pipeline_run.pipelined.training is not self.observed:
                 self.observed = self.pipeline_run.pipelined.training
                 self.observe(self.observed.transitions)

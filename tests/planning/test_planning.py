@@ -36,7 +36,7 @@ from hf_pipetransformer.planning.search import choose_by_throughput, first_layou
 from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import pipeline_sizes
-from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner, memory_conditions
+from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
 
 
 # One layer; blocks are embeddings, attention, MLP, head.
@@ -550,14 +550,14 @@ def test_the_number_of_micro_batches_is_the_users_then_the_measured_then_a_rule_
 def test_what_ran_out_of_memory_is_remembered_for_its_stages_of_a_rank(tmp_path: Path) -> None:
     probe = SimpleNamespace(structure=SimpleNamespace(num_layers=4, media=None))
     found = [
-        memory_conditions(
+        RunPlanner(
             PipeTransformerArguments(
                 output_dir=str(tmp_path), use_cpu=True, pipeline_schedule="interleaved_1f1b", pipeline_chunks=chunks
             ),
-            probe,
-            1e9,
-            1,
-        )
+            *(SimpleNamespace(), probe, SimpleNamespace(), 1e9, 0),
+            has_dropout=False,
+            unfit=0,
+        ).conditions
         for chunks in (None, 2, 3)
     ]
     assert found[0] == found[1] != found[2]

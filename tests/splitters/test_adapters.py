@@ -30,7 +30,7 @@ from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.startup.costs import middle_layer
 from hf_pipetransformer.startup.twin import WHOLE
 from hf_pipetransformer.state.weights import check_weights, load_weights
-from hf_pipetransformer.training.needs import Need, RunOptions
+from hf_pipetransformer.training.needs import RunOptions
 from tests.planning.test_planning import rank_bytes
 from tests.support.adapted import ADDS, METHODS, OUTSIDE, adapted, base_of, data_of, lora
 from tests.support.decoders import make_decoder
@@ -132,16 +132,17 @@ def test_a_model_that_is_wrapped_is_known_by_its_own_name() -> None:
 
 @pytest.mark.parametrize("make", [with_adapters, pytest.param(with_added_adapter, marks=ADDS)])
 def test_what_neither_splits_nor_freezes_nor_stores_is_trainers(make: Any, tmp_path: Path) -> None:
-    assert RunOptions(arguments(tmp_path, **NOTHING)).need(make()) is Need.NONE
-    assert RunOptions(arguments(tmp_path, freeze_policy="gradient_norm")).need(make()) is Need.REQUIRED
-    assert (
-        RunOptions(arguments(tmp_path, **NOTHING, pipeline_parallel_num_microbatches=2)).need(make()) is Need.REQUIRED
-    )
+    refusal = UnsupportedModelError("It cannot be split.")
+    assert not RunOptions(arguments(tmp_path, **NOTHING)).wants_pipeline(make())
+    for asked in ({"freeze_policy": "gradient_norm"}, {**NOTHING, "pipeline_parallel_num_microbatches": 2}):
+        options = RunOptions(arguments(tmp_path, **asked))
+        assert options.wants_pipeline(make())
+        assert not options.may_leave(refusal, make(), is_started=True)
 
 
 def test_layers_below_the_first_adapter_are_stored(tmp_path: Path) -> None:
-    assert RunOptions(arguments(tmp_path, **NOTHING)).need(adapted("llama", "upper")) is Need.NONE
-    assert RunOptions(arguments(tmp_path, **NOTHING)).need(adapted("llama", "scattered")) is Need.NONE
+    assert not RunOptions(arguments(tmp_path, **NOTHING)).wants_pipeline(adapted("llama", "upper"))
+    assert not RunOptions(arguments(tmp_path, **NOTHING)).wants_pipeline(adapted("llama", "scattered"))
     ours = trainer_of(
         adapted("llama", "upper"), tmp_path / "ours", "llama", freeze_policy="none", activation_cache="on",
         max_steps=12, save_strategy="no", pipeline_parallel_num_microbatches=2,

@@ -16,7 +16,6 @@ from hf_pipetransformer.elastic.transition import longest_pipeline
 from hf_pipetransformer.freeze.policies import Fixed
 from hf_pipetransformer.options.arguments import READERS
 from hf_pipetransformer.planning.layouts import plan_layout
-from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint, resumption
@@ -116,10 +115,11 @@ def gone_on_with(policy: Any, plan: dict[int, Layout] | None, saved_size: int) -
         return SHORT if num_frozen else WHOLE
 
     topology = SimpleNamespace(local_world_size=2, pipeline_sizes=[1, 2])
-    plans = SimpleNamespace(layout=planned, probe=SimpleNamespace(structure=structure), unfit=0, topology=topology)
-    start_up: Any = SimpleNamespace(plans=plans, probe=plans.probe)
+    plans: Any = SimpleNamespace(
+        layout=planned, probe=SimpleNamespace(structure=structure), unfit=0, topology=topology
+    )
     resumption = Resumption("checkpoint-5", description, state.step, state.epoch, state.place, state)
-    return resumption, resumption.choose_layout(start_up, plan, 2, policy)
+    return resumption, resumption.choose_layout(plans, plan, 2, policy)
 
 
 def test_a_run_that_goes_on_elsewhere_may_grow_to_what_it_would_have_begun_under() -> None:
@@ -160,20 +160,23 @@ def test_a_saved_layout_goes_on_where_the_nodes_allow_it(
     assert resumption._is_still_asked_for(replace(layout, cache_level=cache_level), plans, 4) == is_kept
 
 
+def planner_of(args: Any, structure: Any, topology: Any, replaced_by: str | None) -> Any:
+    probe, runs = SimpleNamespace(structure=structure), replaced_by or "1f1b"
+    return SimpleNamespace(args=args, probe=probe, topology=topology, schedule=runs, replaced_by=replaced_by)
+
+
 def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what it stored under pipelines that span the present nodes."""
     shapes = {0: (4, 1), 5: (2, 2)}
     layouts = {step: plan_layout([1.0] * 10, range(11), "1f1b", *shape, 1, 1, 3, 2) for step, shape in shapes.items()}
     monkeypatch.setattr(resumption, "read_layouts", lambda _: dict(layouts))
-    args: Any = SimpleNamespace(
-        layout_plan="plan", pipeline_schedule="1f1b", schedule=find_schedule("1f1b"), replaces_schedule=False
-    )
-    structure: Any = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
+    args: Any = SimpleNamespace(layout_plan="plan", pipeline_schedule="1f1b")
+    structure = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
 
     def replayed(local: int, allowed: list[int]) -> Any:
         nodes = {"local_world_size": local, "pipeline_sizes": allowed, "world_size": 4}
         topology: Any = SimpleNamespace(gather=lambda value: [value], **nodes)
-        return read_plan(args, structure, topology)
+        return read_plan(planner_of(args, structure, topology, None))
 
     assert replayed(4, [1, 2, 4]) == layouts
     assert replayed(2, [1, 2, 4]) == {0: replace(layouts[0], cache_level=0), 5: layouts[5]}
@@ -183,16 +186,15 @@ def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pyt
 
 def test_a_plan_is_replayed_under_a_loss_of_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has replaced the schedule that the script asked for."""
-    args: Any = SimpleNamespace(
-        layout_plan="plan", pipeline_schedule="1f1b", schedule=find_schedule("gpipe"), replaces_schedule=True
-    )
+    args: Any = SimpleNamespace(layout_plan="plan", pipeline_schedule="1f1b")
     nodes: Any = {"local_world_size": 2, "pipeline_sizes": [1, 2], "world_size": 2}
     topology: Any = SimpleNamespace(gather=lambda value: [value], **nodes)
-    structure: Any = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
+    structure = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
+    planner = planner_of(args, structure, topology, "gpipe")
 
     def replayed(layout: Any) -> Any:
         monkeypatch.setattr(resumption, "read_layouts", lambda _: {0: layout})
-        return read_plan(args, structure, topology)
+        return read_plan(planner)
 
     layout = plan_layout([1.0] * 10, range(11), "1f1b", 2, 1, 2)
     assert replayed(layout) == {0: replace(layout, schedule="gpipe")}

@@ -141,9 +141,9 @@ def test_a_run_of_other_layers_or_batches() -> None:
         args=SimpleNamespace(train_samples_per_device=1), is_plain=False, folder="saved",
         state=SimpleNamespace(layout=layout, step=1),
     )  # fmt: skip
-    start_up = SimpleNamespace(probe=SimpleNamespace(structure=SimpleNamespace(num_layers=6)))
+    plans = SimpleNamespace(probe=SimpleNamespace(structure=SimpleNamespace(num_layers=6)))
     with pytest.raises(ValueError, match="has 4 layers, expected 6: pass the same splitter"):
-        Resumption.choose_layout(cast(Any, resumption), cast(Any, start_up), None, 1, cast(Any, None))
+        Resumption.choose_layout(cast(Any, resumption), cast(Any, plans), None, 1, cast(Any, None))
 
     class Stream(PipelineLoader):
         order, total_batch_size = None, 8

@@ -61,7 +61,7 @@ def test_numbers_with_kernels_of_liger(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(logged(ours), plain, rtol=1e-5)
     # Its loss is known, so that parts of a batch may run one after the other.
     assert vars(ours.model)["forward"].__module__.startswith("liger_kernel.")
-    assert ours.pipeline_run.pipelined.pipeline.start_up.scope is LossScope.PARTS
+    assert ours.pipeline_run.pipelined.pipeline.start_up.plans.scope is LossScope.PARTS
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_model_that_must_be_gathered_to_be_saved(
     monkeypatch.setattr(trainer_compat, "why_gathered_to_save", lambda _: "it saves in a way of its own")
     run = SimpleNamespace(context=SimpleNamespace(trainer=SimpleNamespace(model=nn.Linear(1, 1))), _warned=set())
     for _ in range(2):
-        assert weights.ModelSaving._gathered_to_save(cast(Any, run)) is None
+        assert weights.ModelWeights._gathered_to_save(cast(Any, run)) is None
     assert caplog.text.count("Saving gathers the whole model in the memory of rank 0") == 1
 
 
@@ -50,9 +50,9 @@ def test_a_second_training_of_a_model_that_fits_nowhere(monkeypatch: pytest.Monk
         is_training=False, is_spread=True, store=SimpleNamespace(named=dict), settings=SimpleNamespace(topology=None)
     )
     pipeline = SimpleNamespace(stage=stage)
-    ending = SimpleNamespace(builder=SimpleNamespace(is_started=lambda _: True, pipeline=pipeline))
+    put = SimpleNamespace(run=SimpleNamespace(is_started=lambda _: True, pipeline=pipeline))
     with pytest.raises(ValueError, match="was called again, and a training starts from the whole model"):
-        weights.Ending.put_together(cast(Any, ending))
+        weights.ModelWeights.put_together(cast(Any, put))
     room.needed = 1
 
 
@@ -67,12 +67,12 @@ def test_parameters_that_freeze_in_use(caplog: pytest.LogCaptureFixture) -> None
 
 def test_decisions_by_the_epoch_of_a_stream(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(start, "check_policy", lambda *_: [])
+    pipeline = SimpleNamespace(layout=SimpleNamespace(num_layers=4))
     own = SimpleNamespace(
         context=SimpleNamespace(
             args=SimpleNamespace(freeze_interval="epoch", freeze_min_active_layers=1), topology=SimpleNamespace(rank=0)
         ),
-        policy=SimpleNamespace(freezes=True),
-        pipeline=SimpleNamespace(layout=SimpleNamespace(num_layers=4)),
+        run=SimpleNamespace(policy=SimpleNamespace(freezes=True), pipeline=pipeline),
     )
     assert start.TrainingSetup._steps_per_epoch(cast(Any, own), iter([]), 9) == 9
     assert "the data set has no length, so no decision comes before the end" in caplog.text

@@ -49,6 +49,25 @@ def test_parts_of_a_loss_that_is_not_known_are_added_at_the_word_of_the_script(
     assert "nothing checks that it is a mean over samples" in caplog.text
 
 
+def test_arguments_stay_as_the_script_gave_them(tmp_path: Path) -> None:
+    """Also where another schedule runs than they name, as for a loss of whole batches; but for a trainer's mark."""
+    options: dict[str, Any] = {
+        "use_cpu": True, "report_to": "none", "save_strategy": "no", "max_steps": 1, "remove_unused_columns": False,
+        "per_device_train_batch_size": 4, "pipeline_parallel_num_microbatches": 2,
+    }  # fmt: skip
+    args = PipeTransformerArguments(str(tmp_path), **options)
+    before = dict(vars(args))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=60, **sizes)
+    trainer = whole_losses.PipedOwn(
+        whole_losses.Heads(config), args, train_dataset=whole_losses.rows(), data_collator=whole_losses.collate
+    )
+    trainer.loss = LOSSES["contrastive"]
+    trainer.train()
+    assert trainer.layout is not None and trainer.layout.schedule == "gpipe" != args.pipeline_schedule
+    assert {name for name, value in vars(args).items() if name not in before or before[name] != value} == {"is_taken"}
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_whose_parts_do_not_add_up_runs_again_as_a_whole(
     accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -159,7 +178,7 @@ def test_an_empty_data_set_is_named(tmp_path: Path) -> None:
     )
     trainer = PipeTransformerTrainer(whole_losses.Heads(BertConfig(num_hidden_layers=2)), args, train_dataset=[])
     with pytest.raises(ValueError, match="training data set has no samples"):
-        trainer.pipeline_run.pipelined.builder.inspect(Request([], "Training", 2, None, True), is_training=True)
+        trainer.pipeline_run.pipelined.inspect(Request([], "Training", 2, None, True), is_training=True)
 
 
 def test_predictions_of_replicas_need_one_row_a_sample() -> None:

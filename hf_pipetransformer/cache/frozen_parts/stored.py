@@ -55,8 +55,6 @@ class StoredParts:
         """Parts that may be stored, until it is known how often their inputs come again."""
         self.loader_draws: NotedDraws | None = None
         self._unread: UnreadSamples | None = None
-        self.is_training = False
-        """True inside of `train()`."""
         self.at_epoch_end = _ChecksEpochs(self)
         """For Trainer, before callbacks of the user's that may change a part when an epoch has ended."""
 
@@ -156,14 +154,15 @@ class StoredParts:
         """Follow what a loader of the training reads: the random numbers that its processes draw, and its samples.
 
         Args:
-            may_be_unread: True if no code of the script's but data set and collator sees a batch before the model.
+            may_be_unread: True in a training if no code of the script's but data set and collator sees a batch before
+                the model.
         """
         has_workers = bool(getattr(loader, "num_workers", 0))
         # Of a loader that accelerate has prepared, the one inside collates.
         inside = getattr(loader, "base_dataloader", loader)
         if self.args.activation_cache != "off" and has_workers and hasattr(inside, "collate_fn"):
             self.loader_draws = inside.collate_fn = NotedDraws(inside.collate_fn)
-        is_alone = self.is_training and not self.run.topology.is_distributed and not self.args.plan_only
+        is_alone = not self.run.topology.is_distributed and not self.args.plan_only
         is_stored = self.args.activation_cache != "off" and self.run.frozen
         # Compiled code takes no tensors without values.
         if may_be_unread and is_alone and is_stored and not self.args.torch_compile:
