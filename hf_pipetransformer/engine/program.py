@@ -18,7 +18,7 @@ from hf_pipetransformer.splitters.adapters import bare_model
 if TYPE_CHECKING:
     from hf_pipetransformer.data.batches import CacheTags
     from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
-    from hf_pipetransformer.schedules import ActionList
+    from hf_pipetransformer.schedules.actions import ActionList
     from hf_pipetransformer.splitters.view import Ran, StageView
 
 

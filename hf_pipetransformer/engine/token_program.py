@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_pipetransformer.schedules import BEGINS_BACKWARD, ActionList
+from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, ActionList
 from hf_pipetransformer.splitters.base import CACHE_NAME
 
 

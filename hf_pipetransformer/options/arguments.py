@@ -31,9 +31,14 @@ from hf_pipetransformer.options.reading import (
     whole_number,
 )
 from hf_pipetransformer.report import failure
-from hf_pipetransformer.schedules import SCHEDULE_NAMES, Schedule, find_schedule, forwards_first
+from hf_pipetransformer.schedules.abilities import (
+    FORWARDS_FIRST,
+    SCHEDULE_NAMES,
+    WEIGHTS_NAMES,
+    Abilities,
+    abilities_of,
+)
 from hf_pipetransformer.schedules.placement import Plans
-from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
 
 
 logger = logging.getLogger(__name__)
@@ -408,7 +413,7 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
             ValueError: CUDA has started, and loads kernels one by one.
         """
         is_needed = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not self.use_cpu and self.ddp_backend != "gloo"
-        if not is_needed or not self.schedule.abilities.overlaps_steps or not torch.cuda.is_available():
+        if not is_needed or not self.abilities.overlaps_steps or not torch.cuda.is_available():
             return
         if torch.cuda.is_initialized() and os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
             raise ValueError(
@@ -427,16 +432,14 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
             self.bf16, self.fp16 = of_launcher == "bf16", of_launcher == "fp16"
 
     def _recompute_in_pipeline(self) -> None:
-        if self.activation_checkpointing and (
-            self.pipeline_parallel_size != "1" or self.schedule.abilities.cuts_tokens
-        ):
+        if self.activation_checkpointing and (self.pipeline_parallel_size != "1" or self.abilities.cuts_tokens):
             if self.pipeline_checkpoint != "never":
                 raise ValueError(
                     f"activation_checkpointing=True and pipeline_checkpoint={self.pipeline_checkpoint!r} say the same "
                     "thing twice: set only one of them."
                 )
             # One process runs the model's own forward, which recomputes as with Trainer.
-            if self.world_size > 1 or self.schedule.abilities.cuts_tokens:
+            if self.world_size > 1 or self.abilities.cuts_tokens:
                 # The engine recomputes; the model must not do so a second time.
                 self.pipeline_checkpoint = "layers"
                 self.activation_checkpointing = False
@@ -482,18 +485,23 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
         """Number of stages on each rank V, if the pipeline has several ranks."""
         # Only the schedule that was asked for may have the chunks that were asked for.
         asked = None if self.replaces_schedule else self.pipeline_chunks
-        return asked or self.schedule.abilities.default_chunks
+        return asked or self.abilities.default_chunks
 
     @property
-    def schedule(self) -> Schedule:
-        """Schedule that runs: for a loss of whole batches all forwards come first."""
-        asked = find_schedule(self.pipeline_schedule)
-        return forwards_first(asked) if self.runs_forwards_first and asked.abilities.runs_steps_whole else asked
+    def schedule(self) -> str:
+        """Name of the schedule that runs: for a loss of whole batches all forwards come first."""
+        is_replaced = self.runs_forwards_first and abilities_of(self.pipeline_schedule).runs_steps_whole
+        return FORWARDS_FIRST if is_replaced else self.pipeline_schedule
+
+    @property
+    def abilities(self) -> Abilities:
+        """Abilities of the schedule that runs, on several ranks."""
+        return abilities_of(self.schedule)
 
     @property
     def replaces_schedule(self) -> bool:
         """True if another schedule runs than the option names."""
-        return self.schedule.name != self.pipeline_schedule
+        return self.schedule != self.pipeline_schedule
 
     @property
     def token_slices(self) -> Plans | None:

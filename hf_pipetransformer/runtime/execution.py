@@ -35,17 +35,11 @@ from hf_pipetransformer.runtime.loss_call import LossCall
 from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, num_bytes, spread
 from hf_pipetransformer.runtime.stage import GradientNorms, Stage
 from hf_pipetransformer.runtime.window import Batch, Window
-from hf_pipetransformer.schedules import (
-    BEGINS_BACKWARD,
-    FORWARD_ONLY,
-    SENDS,
-    Action,
-    ActionList,
-    Schedule,
-    find_schedule,
-    forwards_first,
-)
+from hf_pipetransformer.schedules.abilities import FORWARDS_FIRST
+from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, SENDS, Action, ActionList
 from hf_pipetransformer.schedules.placement import slice_bounds
+from hf_pipetransformer.schedules.schedule import FORWARD_ONLY, Schedule
+from hf_pipetransformer.schedules.tables import find_schedule
 
 
 if TYPE_CHECKING:
@@ -191,7 +185,7 @@ class StageRunner:
         def forwards(parts: list[MicroBatch]) -> list[torch.Tensor] | None:
             nonlocal run
             # The loss needs what enters the head in all micro-batches.
-            actions = self.actions(forwards_first(find_schedule(stage.layout.schedule)), len(parts))
+            actions = self.actions(find_schedule(FORWARDS_FIRST), len(parts))
             run = stage.engine.begin(actions, parts)
             run.advance(before=next((action for action in actions if action.op in BEGINS_BACKWARD), None))
             entered = stage.head.entered

@@ -27,7 +27,7 @@ from hf_pipetransformer.data.rng import drawing_alike
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.token_program import TokenSpan
 from hf_pipetransformer.runtime.execution import LoaderBatch
-from hf_pipetransformer.schedules import FORWARD_ONLY
+from hf_pipetransformer.schedules.schedule import FORWARD_ONLY
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import media_of
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hf_pipetransformer.engine.program import MicroBatch
     from hf_pipetransformer.runtime.execution import StageRunner
     from hf_pipetransformer.runtime.pipeline import Pipeline
-    from hf_pipetransformer.schedules import ActionList
+    from hf_pipetransformer.schedules.actions import ActionList
 
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

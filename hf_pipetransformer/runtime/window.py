@@ -13,7 +13,7 @@ import torch
 from hf_pipetransformer.comm.transfers import gather_rows
 from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.weights.stage import StageWeights, VersionedProgram
-from hf_pipetransformer.schedules import COMPUTATIONS, Action, ActionList, Op
+from hf_pipetransformer.schedules.actions import COMPUTATIONS, Action, ActionList, Op
 from hf_pipetransformer.schedules.asynchronous import enough, step_actions
 from hf_pipetransformer.schedules.placement import Placement
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from hf_pipetransformer.schedules.actions import GRADIENTS_ARE_WHOLE, Action, Op, Table, add_transfers, add_updates
-from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.abilities import ABILITIES, MAX_CHUNKS, Abilities
+from hf_pipetransformer.schedules.actions import GRADIENTS_ARE_WHOLE, Action, Op, Table, add_transfers
+from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement
 
 
 Computations = list[list[Action]]
@@ -28,48 +29,17 @@ def drop_frozen(action_lists: Computations, placement: Placement, first_active_s
     ]
 
 
-@dataclass(frozen=True)
-class Abilities:
-    """Abilities of a schedule, which the planner, the checks of options, the memory estimate and the engine ask for.
-
-    Args:
-        default_chunks: default number of stages per rank V, between `min_chunks` and `max_chunks`.
-        splits_backward: True if gradients of inputs and of weights are computed separately.
-        cuts_tokens: True if micro-batches may be cut into token slices.
-        overlaps_steps: True for an asynchronous schedule: optimizer steps follow each other without a flush, so each
-            stage updates its weights by itself, and a pass may see another version of them.
-    """
-
-    default_chunks: int = 1
-    min_chunks: int = 1
-    max_chunks: int = 1
-    splits_backward: bool = False
-    cuts_tokens: bool = False
-    overlaps_steps: bool = False
-
-    @property
-    def runs_steps_whole(self) -> bool:
-        """True if sequences stay whole and no step overlaps another, which the activation cache needs."""
-        return not (self.cuts_tokens or self.overlaps_steps)
-
-    def on(self, pipeline_size: int) -> Abilities:
-        """Return the abilities on this many ranks: one rank has one stage, which waits for no other."""
-        return self if pipeline_size > 1 else Abilities(cuts_tokens=self.cuts_tokens)
-
-
-@dataclass(frozen=True)
+# Compared by identity: hashing all values of one would take longer than to look its table up.
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """Order of the forwards and backwards of micro-batches.
 
-    `lay` maps the placement, the number of micro-batches M and the first active stage to each rank's computations. If
-    steps overlap, `table` covers M optimizer steps of one micro-batch each, including updates; `peaks` and `in_flight`
-    cover any number of steps.
+    `lay` maps the placement, the number of micro-batches M and the first active stage to each rank's computations.
     """
 
     name: str
     lay: Callable[[Placement, int, int], Computations]
     abilities: Abilities = Abilities()
-    placement: str = "loop"
 
     @lru_cache(maxsize=256)  # noqa: B019  # There are a handful of schedules, and they live as long as the program.
     def table(
@@ -101,7 +71,7 @@ class Schedule:
             )
             where = f"{pipeline_size} ranks" if pipeline_size > 1 else "one rank"
             raise ValueError(f"{self.name} takes {expected} a rank on {where}, found {num_chunks}.")
-        placement = Placement(pipeline_size, num_chunks, self.placement)
+        placement = Placement(pipeline_size, num_chunks, self.abilities.placement)
         if not 0 <= first_active_stage < placement.num_stages:
             raise ValueError(
                 f"The first active stage must be one of the {placement.num_stages} stages, 0 to "
@@ -113,10 +83,13 @@ class Schedule:
                 raise ValueError(f"{self.name} cannot cut sequences into {num_token_slices} slices.")
             action_lists = in_token_slices(action_lists, num_token_slices)
         # Frozen stages lose their backwards before the transfers are laid: nothing may be sent for them.
-        table = add_transfers(drop_frozen(action_lists, placement, first_active_stage), placement, first_active_stage)
-        if self.abilities.overlaps_steps:
-            return add_updates(table, (1,) * num_microbatches, first_active_stage)
-        return table
+        return add_transfers(drop_frozen(action_lists, placement, first_active_stage), placement, first_active_stage)
+
+    def fullest_table(
+        self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0
+    ) -> Table:
+        """Return a table in which ranks hold as much as they ever do; arguments as of `table`."""
+        return self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)
 
     def peaks(
         self,
@@ -130,11 +103,9 @@ class Schedule:
 
         `sizes` gives the activation size of one micro-batch for each stage; frozen stages count as 0.
         """
-        placement, found = Placement(pipeline_size, num_chunks, self.placement), []
-        if self.abilities.overlaps_steps:
-            # Without a flush, forwards of later steps start before the backwards of these have ended.
-            num_microbatches = max(num_microbatches, pipeline_size)
-        for rank, actions in enumerate(self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)):
+        placement, found = Placement(pipeline_size, num_chunks, self.abilities.placement), []
+        shape = pipeline_size, num_microbatches, num_chunks, first_active_stage
+        for rank, actions in enumerate(self.fullest_table(*shape)):
             stages = placement.stages_of(rank)
             held = most = 0.0
             for op, _, chunk in actions:
@@ -187,7 +158,7 @@ def _lay_gpipe(placement: Placement, num_microbatches: int, _first_active_stage:
     return [forwards + backwards for _ in range(placement.pipeline_size)]
 
 
-GPIPE = Schedule("gpipe", _lay_gpipe)
+GPIPE = Schedule("gpipe", _lay_gpipe, ABILITIES["gpipe"])
 
 
 def _lay_one_f_one_b(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
@@ -207,10 +178,7 @@ def _lay_one_f_one_b(placement: Placement, num_microbatches: int, _first_active_
     ]
 
 
-ONE_F_ONE_B = Schedule("1f1b", _lay_one_f_one_b)
-
-
-MAX_CHUNKS = 8
+ONE_F_ONE_B = Schedule("1f1b", _lay_one_f_one_b, ABILITIES["1f1b"])
 
 
 def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_stage: int) -> Computations:
@@ -246,9 +214,7 @@ def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_s
     return action_lists
 
 
-INTERLEAVED_1F1B = Schedule(
-    "interleaved_1f1b", _lay_interleaved, Abilities(default_chunks=2, min_chunks=2, max_chunks=MAX_CHUNKS)
-)
+INTERLEAVED_1F1B = Schedule("interleaved_1f1b", _lay_interleaved, ABILITIES["interleaved_1f1b"])
 
 
 def in_token_slices(action_lists: Computations, num_token_slices: int) -> Computations:
@@ -267,21 +233,13 @@ def in_token_slices(action_lists: Computations, num_token_slices: int) -> Comput
     ]
 
 
-TOKEN = Schedule("token", ONE_F_ONE_B.lay, Abilities(cuts_tokens=True))
+TOKEN = Schedule("token", ONE_F_ONE_B.lay, ABILITIES["token"])
 """1F1B over the batch's micro-batches, each cut into token slices (Li et al., ICML 2021; the paper does not cut the
 batch). K=2, one micro-batch, S=3, computation only; and two micro-batches, S=2:
 
     rank 0   F0 F1 F2 .  .  .  B2 B1 B0         rank 0   F0 F1 F2 F3 .  B1 B0 .  B3 B2
     rank 1   .  F0 F1 F2 B2 B1 B0 .  .          rank 1   .  F0 F1 B1 B0 F2 F3 B3 B2 .
 """
-
-
-_TOKEN_GPIPE = Schedule("token", _lay_gpipe, Abilities(cuts_tokens=True))
-
-
-def forwards_first(schedule: Schedule) -> Schedule:
-    """Return the schedule for a loss of the whole batch: all forwards end before the first backward begins."""
-    return _TOKEN_GPIPE if schedule.abilities.cuts_tokens else GPIPE
 
 
 def _lay_forward_only(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
@@ -304,6 +262,7 @@ def _lay_forward_only(placement: Placement, num_microbatches: int, _first_active
 
 
 FORWARD_ONLY = {
-    kind: Schedule("forward_only", _lay_forward_only, Abilities(max_chunks=MAX_CHUNKS), kind) for kind in ("loop", "v")
+    kind: Schedule("forward_only", _lay_forward_only, Abilities(max_chunks=MAX_CHUNKS, placement=kind))
+    for kind in PLACEMENTS
 }
 """Evaluation schedule for each kind of placement."""

@@ -21,6 +21,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from hf_pipetransformer.schedules.abilities import WEIGHTS_NAMES, Abilities
+
 
 DirectionName = Literal["optimizer", "adam"]
 
@@ -75,11 +77,9 @@ class WeightKind(ABC):
     By default nothing is predicted or kept, and forwards use the current weights.
 
     Attributes:
-        name: value of the option `pipeline_weights`.
         direction: direction of predicted updates, that of the run's `optimizer` or always that of `adam`.
     """
 
-    name: str
     direction: DirectionName = "optimizer"
 
     def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
@@ -90,13 +90,24 @@ class WeightKind(ABC):
         """
         return 2 if self.predicts(stage, num_stages) else 1
 
+    def fewest_in_a_step(self, num_stages: int) -> int:
+        """Return how many micro-batches an optimizer step needs."""
+        return 1
+
     def check(self, num_stages: int, micro_batches_per_step: int) -> None:
-        """Check that the kind supports this pipeline.
+        """Check that steps have enough micro-batches.
 
         Raises:
-            ValueError: it does not.
+            ValueError: they do not.
         """
-        return None
+        least = self.fewest_in_a_step(num_stages)
+        if micro_batches_per_step < least:
+            raise ValueError(
+                f"With {micro_batches_per_step} micro-batches an optimizer step on {num_stages} stages a forward and "
+                "its backward are more updates apart than these pipeline_weights keep versions: expected at least "
+                f"{least}. Raise pipeline_parallel_num_microbatches or gradient_accumulation_steps, or use another "
+                "pipeline_weights."
+            )
 
     def predicts(self, stage: int, num_stages: int) -> bool:
         return False
@@ -134,16 +145,12 @@ class Predictor(WeightKind):
 class Vanilla(WeightKind):
     """Current weights in both passes, so the backward of a micro-batch uses other weights than its forward."""
 
-    name = "vanilla"
-
     def backward_version(self, forward_version: int, num_updates: int) -> int:
         return num_updates
 
 
 class PipeOptim(WeightKind):
     """Forward with the weights predicted for its backward, backward with the current weights (Algorithm 1)."""
-
-    name = "pipeoptim"
 
     def predicts(self, stage: int, num_stages: int) -> bool:
         return steady_lag(stage, num_stages) > 0
@@ -158,8 +165,6 @@ class PipeOptim(WeightKind):
 
 class Stashing(WeightKind):
     """Current weights in the forward, the same version again in the backward; every version in flight is kept."""
-
-    name = "stashing"
 
     def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
         """Return one version for each step with micro-batches in flight: K - stage with one micro-batch per step."""
@@ -180,19 +185,12 @@ class DoubleBuffer(WeightKind):
     use the current version, which is kept until then.
     """
 
-    name = "double_buffer"
-
     def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
         return 2
 
-    def check(self, num_stages: int, micro_batches_per_step: int) -> None:
-        if micro_batches_per_step < num_stages - 1:
-            raise ValueError(
-                "pipeline_weights='double_buffer' keeps two versions of the weights, but with "
-                f"{micro_batches_per_step} micro-batches an optimizer step on {num_stages} stages a forward and its "
-                f"backward are more than one update apart: expected at least {num_stages - 1}. Raise "
-                "pipeline_parallel_num_microbatches or gradient_accumulation_steps, or use another pipeline_weights."
-            )
+    def fewest_in_a_step(self, num_stages: int) -> int:
+        # With fewer, a forward and its backward are more than one update apart.
+        return num_stages - 1
 
     def forward_version(self, forward: ForwardPass) -> int:
         # The first step of a window has no version before its own.
@@ -213,23 +211,15 @@ class SpecTrain(Predictor):
     the backward `stage // 2`. The paper predicts along SGD with momentum; here it is along the run's optimizer.
     """
 
-    name = "spectrain"
-
 
 class XPipe(Predictor):
     """Weights predicted by Adam's formula in both passes, with extra moments unless the optimizer is an Adam."""
 
-    name = "xpipe"
     direction: DirectionName = "adam"
 
 
-_KINDS: dict[str, WeightKind] = {
-    kind.name: kind for kind in (PipeOptim(), Vanilla(), Stashing(), DoubleBuffer(), SpecTrain(), XPipe())
-}
-
-
-WEIGHTS_NAMES = tuple(_KINDS)
-"""Values of the option `pipeline_weights`."""
+_ALL: tuple[WeightKind, ...] = (PipeOptim(), Vanilla(), Stashing(), DoubleBuffer(), SpecTrain(), XPipe())
+_KINDS = dict(zip(WEIGHTS_NAMES, _ALL, strict=True))
 
 
 def find_weights(name: str) -> WeightKind:
@@ -241,3 +231,8 @@ def find_weights(name: str) -> WeightKind:
     if name not in _KINDS:
         raise ValueError(f"Unknown pipeline_weights {name!r}: expected one of {sorted(_KINDS)}.")
     return _KINDS[name]
+
+
+def weights_under(abilities: Abilities, name: str) -> WeightKind | None:
+    """Return the weight kind with this name under a schedule whose passes see several versions; None under others."""
+    return find_weights(name) if abilities.overlaps_steps else None

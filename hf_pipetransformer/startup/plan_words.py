@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_pipetransformer.planning.blocks import stage_elements, trained_elements
 from hf_pipetransformer.planning.memory import RankMemory
 from hf_pipetransformer.report import duration
-from hf_pipetransformer.schedules import Op
+from hf_pipetransformer.schedules.actions import Op
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_of
 

@@ -26,9 +26,10 @@ from hf_pipetransformer.planning.search import first_layout
 from hf_pipetransformer.planning.simulator import simulate_equal
 from hf_pipetransformer.planning.token_slices import WORTH, SlicePlanner
 from hf_pipetransformer.report import duration
-from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import slice_bounds
+from hf_pipetransformer.schedules.tables import find_schedule
+from hf_pipetransformer.schedules.weight_kinds import weights_under
 
 
 if TYPE_CHECKING:
@@ -65,11 +66,11 @@ def memory_conditions(
     return {
         **{name: str(getattr(args, name)) for name in names},
         "num_microbatches": args.num_microbatches,
-        "schedule": args.schedule.name,
+        "schedule": args.schedule,
         "num_chunks": args.num_chunks,
         # Left out where they change nothing: conditions of runs without the option stay equal.
         **({"head_slices": head_slices} if head_slices > 1 else {}),
-        **({"weights": args.pipeline_weights} if args.schedule.abilities.overlaps_steps else {}),
+        **({"weights": args.pipeline_weights} if "pipeline_weights" in args.abilities.reads else {}),
         "num_layers": probe.structure.num_layers,
         "device_bytes": device_bytes,
     }
@@ -79,7 +80,7 @@ def samples_per_microbatch(args: PipeTransformerArguments) -> int:
     """Return the size of the first layout's largest micro-batch; if the number of stages K is open, that of K=1."""
     size = args.pipeline_size or 1
     samples = args.train_samples_per_device * size
-    rule = args.schedule.abilities, args.gradient_accumulation_steps, args.pipeline_weights
+    rule = weights_under(args.abilities, args.pipeline_weights), args.gradient_accumulation_steps
     return -(-samples // (args.num_microbatches or choose_num_microbatches(size, samples, *rule)))
 
 
@@ -137,13 +138,13 @@ class RunPlanner:
         if self.head_slices is None:
             return self.args.head_slices or 1
         # A plan compares schedules, of which some cannot slice.
-        return self.head_slices if self.args.schedule.abilities.runs_steps_whole else 1
+        return self.head_slices if self.args.abilities.runs_steps_whole else 1
 
     @property
     def measures_microbatches(self) -> bool:
         """True if the number of micro-batches M is tuned on training steps; "auto" needs M to change rounding only."""
         asked = self.args.pipeline_parallel_num_microbatches
-        if not self.args.schedule.abilities.runs_steps_whole or self.probe.structure.media is not None:
+        if not self.args.abilities.runs_steps_whole or self.probe.structure.media is not None:
             # M is planned together with the slices, there is no bubble to shrink, or batches are collated in M parts.
             return False
         return asked == "measured" or (asked == "auto" and self._is_free)
@@ -184,7 +185,7 @@ class RunPlanner:
         Cuts determine dropout masks and, in an asynchronous schedule, weight staleness: cuts chosen by measured times
         would make results irreproducible.
         """
-        if self._is_free and not self.args.schedule.abilities.overlaps_steps:
+        if self._is_free and self.args.abilities.is_exact:
             return ()
         counted = self.probe.block_flops
         if not any(counted):
@@ -219,7 +220,7 @@ class RunPlanner:
             memory=memory,
             work=self._work,
             # Under async_1f1b K decides how stale weights are; with full_determinism no clock may decide.
-            is_timeless=args.schedule.abilities.overlaps_steps or args.full_determinism,
+            is_timeless=not args.abilities.is_exact or args.full_determinism,
         )
         how = self.measures_microbatches, args.gradient_accumulation_steps
         return PlanInputs(blocks, self.costs.overheads, rules, args.train_samples_per_device, *how)
@@ -259,12 +260,12 @@ class RunPlanner:
     def num_chunks(self, size: int) -> int:
         """Return the stages per rank V of a pipeline of `size` ranks; 0 if the model is too short for it."""
         most = len(self.probe.structure.cut_positions()) - 1
-        return choose_num_chunks(self.args.schedule.name, self.args.num_chunks, size, most)
+        return choose_num_chunks(self.args.schedule, self.args.num_chunks, size, most)
 
     def plan(self, size: int, num_frozen: int) -> Layout:
         """Return the first layout with `size` stages. Pure."""
         replicas, chunks = self.topology.world_size // size, self.num_chunks(size)
-        return self.inputs().lay_out(self.args.schedule.name, size, replicas, chunks, num_frozen)
+        return self.inputs().lay_out(self.args.schedule, size, replicas, chunks, num_frozen)
 
     def describe(self, layout: Layout, policy: str, freezes: bool, trainer_adds_up: bool = False) -> dict[str, Any]:
         """Return the event of the choice: the expectation printed at start-up, and the costs behind it.
@@ -274,7 +275,7 @@ class RunPlanner:
         costs, inputs = self.costs, self.inputs()
         prediction, samples = inputs.predict(layout), inputs.samples(layout)
         # Only outputs of frozen layers are cached.
-        may_cache = (freezes or layout.num_frozen_layers) and not layout.abilities.overlaps_steps
+        may_cache = (freezes or layout.num_frozen_layers) and "activation_cache" not in layout.abilities.refuses
         cache = self.args.activation_cache if may_cache else "off"
         if cache != "off" and costs.overheads.spans_nodes(layout.pipeline_size):
             cache = "off while pipelines span nodes"
@@ -283,11 +284,10 @@ class RunPlanner:
             freezing = f"Nothing more freezes, {layout.num_frozen_layers} of {layout.num_layers} layers stay frozen."
         elif policy == "none":
             freezing = "Nothing freezes" + self._claim(layout, trainer_adds_up)
-        pace = (
-            self._asynchrony(layout) if layout.abilities.overlaps_steps else self._bubble(layout) + self._rule(layout)
-        )
+        # Weights of other steps are what makes one inexact.
+        pace = self._bubble(layout) + self._rule(layout) if layout.abilities.is_exact else self._asynchrony(layout)
         pace += self._slices(layout, samples) + self._over_nodes(layout, samples)
-        if self.args.schedule.abilities.overlaps_steps and not layout.abilities.overlaps_steps:
+        if layout.abilities.is_exact and not self.args.abilities.is_exact:
             pace += f" One stage waits for nobody: {layout.schedule} and its options change nothing."
         reference = ", with the pass of the reference" if costs.overheads.has_reference else ""
         return {
@@ -314,7 +314,7 @@ class RunPlanner:
 
     def _claim(self, layout: Layout, trainer_adds_up: bool) -> str:
         """Return the end of a sentence: what gives the same results, if anything does."""
-        if layout.abilities.overlaps_steps or (trainer_adds_up and self.args.gradient_accumulation_steps > 1):
+        if not layout.abilities.is_exact or (trainer_adds_up and self.args.gradient_accumulation_steps > 1):
             return "."
         return f": same results as Trainer{' on one process' if trainer_adds_up else ''}."
 
@@ -342,7 +342,7 @@ class RunPlanner:
 
     def _slices(self, layout: Layout, samples: int) -> str:
         costs, is_free = self.costs.blocks.slices, self.args.num_microbatches is None
-        if costs is None or not self.args.schedule.abilities.cuts_tokens:
+        if costs is None or not self.args.abilities.cuts_tokens:
             return ""
         length, size = costs.length, layout.pipeline_size
         cut_in = [stop - start for start, stop in pairwise(slice_bounds(layout.token_slices, length))]
@@ -355,7 +355,7 @@ class RunPlanner:
             return said + "one stage waits for no other."
         count = None if is_free else layout.num_microbatches
         hop = self.costs.overheads.slowest_hop(layout, self.costs.blocks, samples)
-        planner = SlicePlanner(self.args.schedule, costs, samples, size, hop)
+        planner = SlicePlanner(find_schedule(self.args.schedule), costs, samples, size, hop)
         whole, cut = planner.best_whole_and_cut(count)
         if cut is None:
             return said + "they are too short for slices, or any slice takes longer than the bubble that it fills."
@@ -369,7 +369,7 @@ class RunPlanner:
 
     def _rule(self, layout: Layout) -> str:
         """Return a sentence on why M is not tuned; empty if it is tuned or could not be."""
-        is_free = self.args.num_microbatches is None and not self.args.schedule.abilities.cuts_tokens
+        is_free = self.args.num_microbatches is None and not self.args.abilities.cuts_tokens
         if layout.pipeline_size == 1 or not is_free or self.measures_microbatches:
             return ""
         cause = "dropout masks depend on M" if self.has_dropout else "full_determinism"

@@ -17,7 +17,7 @@ from hf_pipetransformer.planning.costs import Overheads, predict_timeline, shard
 from hf_pipetransformer.planning.forecast import Forecast
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, shard_memory
 from hf_pipetransformer.planning.storing import Caching, Storing, why_not_over_nodes
-from hf_pipetransformer.schedules import SCHEDULE_NAMES
+from hf_pipetransformer.schedules.abilities import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 from hf_pipetransformer.splitters.base import is_causal_lm
@@ -112,7 +112,7 @@ class Row:
     @property
     def trains_alike(self) -> bool:
         """True if the results are those of Trainer."""
-        return not self.layout.abilities.overlaps_steps
+        return self.layout.abilities.is_exact
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ def _other_schedules(
     rows, refused = [], {}
     frozen = planner.num_frozen_by_user
     for name in SCHEDULE_NAMES:
-        if name == planner.args.schedule.name:
+        if name == planner.args.schedule:
             continue
         other = _with_options(planner, pipeline_schedule=name)
         try:
@@ -363,10 +363,11 @@ def _other_schedules(
         except ValueError as error:
             refused[name] = str(error)
             continue
-        if other.args.schedule.abilities.overlaps_steps and planner.costs.overheads.has_reference:
-            refused[name] = "it has no pause between two steps, in which the reference could run."
+        why = other.args.abilities.refuses.get("reference")
+        if why is not None and planner.costs.overheads.has_reference:
+            refused[name] = f"it {why}."
             continue
-        if other.args.schedule.abilities.cuts_tokens and planner.costs.blocks.slices is None:
+        if other.args.abilities.cuts_tokens and planner.costs.blocks.slices is None:
             refused[name] = (
                 "only a run with it measures the slices that it needs."
                 if is_causal_lm(model)
@@ -416,7 +417,7 @@ def _caching(
     why = storage.why_off
     if args.activation_cache == "off":
         why = "activation_cache='off'"
-    elif not args.schedule.abilities.runs_steps_whole:
+    elif "activation_cache" in args.abilities.refuses:
         why = f"pipeline_schedule={args.pipeline_schedule!r} stores nothing"
     # An elastic run stores as soon as its pipelines fit on a node.
     elif overheads.spans_nodes(layout.pipeline_size) and not args.elastic:

@@ -21,7 +21,7 @@ from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE
 from hf_pipetransformer.planning.token_slices import SliceTime, TokenCosts, fit_token_costs
-from hf_pipetransformer.schedules import GPIPE
+from hf_pipetransformer.schedules.schedule import GPIPE
 from hf_pipetransformer.startup.check import SPLIT_LOSS_TOLERANCE, Result, run_whole
 from hf_pipetransformer.startup.costs import PROFILE_SECONDS, trained_as_given
 from hf_pipetransformer.startup.model import ProbeTarget, gradient_norms, gradients_discarded
@@ -212,8 +212,8 @@ NUMBERS = (2, 4, 8, 16, 32, 64)
 
 def why_whole_by_options(args: PipeTransformerArguments, scope: LossScope) -> str | None:
     """Return why the options leave the head no slices; None if they do not."""
-    if not args.schedule.abilities.runs_steps_whole:
-        return f"pipeline_schedule={args.pipeline_schedule!r} runs its head in other ways"
+    if (why := args.abilities.refuses.get("pipeline_head_slices")) is not None:
+        return f"pipeline_schedule={args.pipeline_schedule!r} {why}"
     return None if scope is LossScope.PARTS else f"one call of the loss sees the samples of a whole {scope.value}"
 
 

@@ -110,7 +110,7 @@ def inspect_model(
     is_shown = topology.rank == 0 and not args.disable_tqdm
     why_whole_head = given.why_whole_head or why_whole_by_options(args, given.scope)
     tries_slices = is_training and args.head_slices != 1 and why_whole_head is None
-    num_parts = _NUM_PARTS + 2 * args.schedule.abilities.cuts_tokens + tries_slices
+    num_parts = _NUM_PARTS + 2 * args.abilities.cuts_tokens + tries_slices
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar("Inspecting the model", num_parts, is_shown))
         inspection = Inspection(topology, type(model).__name__, bar)
@@ -144,7 +144,7 @@ def inspect_model(
             if tries_slices:
                 slices = HeadSlices(args.head_slices or NUMBERS[0], target.rule)
                 why_whole_head = _check_head_slices(exact, probe.structure, args, inspection, slices)
-            if args.schedule.abilities.cuts_tokens:
+            if args.abilities.cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, target.rule))
                 if why is not None:
                     raise ValueError(f"pipeline_schedule='token': {why}")
@@ -398,7 +398,7 @@ def _measure_costs(
     # Plans are for training, also where an evaluation asks.
     masters = master_names(target.model) if args.pipeline_master_dtype else set()
     blocks = block_costs(target.model, structure, profile, masters)
-    if args.schedule.abilities.cuts_tokens:
+    if args.abilities.cuts_tokens:
 
         def measure_token_slices() -> dict[str, Any]:
             affordable = affordable_sequences(blocks, args.device, topology.num_ranks_here)

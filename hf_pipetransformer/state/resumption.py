@@ -430,7 +430,7 @@ def read_plan(args: PipeTransformerArguments, structure: Structure, topology: To
             )
         if layout.pipeline_size > topology.local_world_size:
             layouts[step] = replace(layout, cache_level=0)  # No store serves several nodes.
-        runs, is_replaced = args.schedule.name, args.replaces_schedule and layout.schedule == args.pipeline_schedule
+        runs, is_replaced = args.schedule, args.replaces_schedule and layout.schedule == args.pipeline_schedule
         if is_replaced and layout.num_chunks == 1:
             layouts[step] = replace(layouts[step], schedule=runs)
         elif layout.schedule != runs:

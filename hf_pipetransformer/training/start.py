@@ -347,7 +347,7 @@ def _first_layout(
     if is_first and args.replaces_schedule and args.pipeline_loss == "auto" and not plans.fits(layout):
         logger.warning(
             f"The loss of the whole batch takes all forwards before the first backward "
-            f"(pipeline_schedule={args.schedule.name!r}), which is not expected to fit in memory. Use more "
+            f"(pipeline_schedule={args.schedule!r}), which is not expected to fit in memory. Use more "
             "stages, smaller batches or pipeline_checkpoint='layers'; or, for a loss that is a mean over samples or "
             "label tokens, pipeline_loss='parts'."
         )

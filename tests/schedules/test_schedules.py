@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from hf_pipetransformer.schedules import COMPUTATIONS, FORWARD_ONLY, Action, ActionList, Op, Table, find_schedule
-from hf_pipetransformer.schedules.actions import ScheduleError
+from hf_pipetransformer.schedules.actions import COMPUTATIONS, Action, ActionList, Op, ScheduleError, Table
+from hf_pipetransformer.schedules.schedule import FORWARD_ONLY
+from hf_pipetransformer.schedules.tables import find_schedule
 from tests.support.schedule_checker import LinkKey, check_first_uses, check_on_nccl, check_table
 
 

@@ -16,9 +16,9 @@ from hf_pipetransformer.elastic.transition import longest_pipeline
 from hf_pipetransformer.freeze.policies import Fixed
 from hf_pipetransformer.options.arguments import READERS
 from hf_pipetransformer.planning.layouts import plan_layout
-from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.tables import find_schedule
 from hf_pipetransformer.state import checkpoint, resumption
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, newest_by_sizes, read_state
 from hf_pipetransformer.state.description import TOLD_ARGUMENTS, check_same_run
