@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ import torch
 from hf_pipetransformer.comm.transfers import gather_rows
 from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.weights.stage import StageWeights, VersionedProgram
+from hf_pipetransformer.runtime.execution import OnDevice
 from hf_pipetransformer.schedules.actions import COMPUTATIONS, Action, ActionList, Op
 from hf_pipetransformer.schedules.asynchronous import enough, step_actions
 from hf_pipetransformer.schedules.placement import Placement
@@ -20,7 +21,7 @@ from hf_pipetransformer.schedules.placement import Placement
 
 if TYPE_CHECKING:
     from hf_pipetransformer.engine.program import MicroBatch, MicroBatches
-    from hf_pipetransformer.runtime.stage import Stage
+    from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Window:
     from the beginning of the window.
     """
 
-    def __init__(self, stage: Stage, weights: StageWeights) -> None:
+    def __init__(self, runner: StageRunner, weights: StageWeights) -> None:
+        self.runner, stage = runner, runner.stage
         self.groups = groups = stage.groups
         self.first_active_stage = stage.layout.first_active_stage
         self.weights = weights
@@ -56,27 +58,46 @@ class Window:
             program = VersionedProgram(program, weights)
         # An engine of its own, as versions of the weights are kept within the window only.
         own = Engine([program], stage.engine.links, stage.engine.meter)
-        self.run = own.begin((), self._micro_batches)
+        self._run = own.begin((), self._micro_batches)
 
-    def add(self, batches: Sequence[Batch]) -> None:
+    def add(self, batches: Iterable[LoaderBatch]) -> None:
         """Append the batches of the next step. Steps added early let forwards run ahead into them."""
-        for batch in batches:
+        step = [self._cut(batch) for batch in batches]
+        for batch in step:
             self._micro_batches.add(batch, self._num_added)
-        self._steps.append(list(batches))
+        self._steps.append(step)
         self._num_added += 1
+
+    def _cut(self, batch: LoaderBatch) -> Batch:
+        runner, groups, layout = self.runner, self.groups, self.runner.stage.layout
+        cut = runner.cut(batch, runner.loss_rule, layout.num_microbatches)
+        has_backward = groups.position >= layout.first_active_stage
+        # Lookups of a micro-batch: the forward, the backward, and one receive for each if a neighbor sends.
+        num_uses = 1 + (not groups.is_first) + has_backward + (has_backward and not groups.is_last)
+        uses = Counter(dict.fromkeys(range(len(cut)), num_uses))
+        return Batch(OnDevice(cut, uses, batch.prepare, runner.copies), [part.activation_shape for part in cut])
 
     @property
     def num_known(self) -> int:
         """Number of steps added and not ended, including a running one."""
         return len(self._steps)
 
-    def begin_batch(self) -> ActionList:
-        """Return the next batch's action list, including forwards of later batches. Execute it with `run.advance`."""
+    def train(self, num_items: int, is_last_batch: bool) -> torch.Tensor:
+        """Run the next batch, with `num_items` items over all replicas. Result as of `StageRunner.train`."""
         if not self._action_lists:
             self._action_lists.extend(self._actions_of_step())
+        # With forwards of later batches.
         actions = self._action_lists.popleft()
-        self.run.extend(actions)
-        return actions
+        self._run.extend(actions)
+        for stop in self.runner.stops(actions, is_last_batch):
+            self._run.advance(before=stop)
+        shares = self._run.take_results()
+        if is_last_batch:
+            self.runner.reduce_gradients()
+        if shares:
+            return torch.stack(shares).sum()
+        is_nan = num_items == 0 and self.groups.is_last
+        return torch.full((), float("nan") if is_nan else 0.0, device=self.runner.stage.settings.device)
 
     def end_step(self) -> None:
         """Remove the oldest step. Call after the stage's optimizer step."""
@@ -115,7 +136,7 @@ class Window:
 
     def drain(self) -> None:
         """End the window after its last step, once all sends are complete."""
-        self.run.drain()
+        self._run.drain()
         self.weights.end()
 
     def abandon(self) -> None:
@@ -124,7 +145,7 @@ class Window:
         Collective: call on every rank of the pipeline, after the same batch.
         """
         # Ranks have run ahead by different numbers of steps: what one has sent, its neighbor must still receive.
-        posted = self.run.num_posted
+        posted = self._run.num_posted
         transfers = (Op.SEND_FORWARD, Op.RECEIVE_FORWARD, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD)
         own = torch.tensor([posted[op] for op in transfers])
         counts, what = [len(own)] * self.groups.pipeline_size, "agreeing on what is under way between stages"
@@ -140,7 +161,7 @@ class Window:
             Op.RECEIVE_BACKWARD: above[2],
             Op.SEND_BACKWARD: below[3],
         }
-        self.run.abandon(neighbours, self._micro_batches.shape)
+        self._run.abandon(neighbours, self._micro_batches.shape)
         self.weights.end()
 
 

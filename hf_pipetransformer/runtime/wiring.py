@@ -16,7 +16,6 @@ from hf_pipetransformer.engine.head import HeadPlan, HeadProgram
 from hf_pipetransformer.engine.linear_layers import SharedCasts, WeightGradients, linear_layers
 from hf_pipetransformer.engine.program import ModelProgram, StageProgram
 from hf_pipetransformer.engine.reduction import GradientReducer, GradientSums, SharedParameter
-from hf_pipetransformer.engine.token_program import TokenSliceContexts
 from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram
 from hf_pipetransformer.runtime.gathering import check_state_dicts, check_whole
 from hf_pipetransformer.runtime.ownership import ParameterStore, frozen_names
@@ -190,19 +189,22 @@ class _EngineBuilder:
         return HeadProgram(self.head, self._layers(stage, own), layers, alone, dtype, is_above_active)
 
     def _layers(self, stage: int, own: range) -> StageProgram:
-        contexts = TokenSliceContexts(self.layout.num_layers)
-        in_slices = self._bare(own, stage > self.layout.first_active_stage, contexts)
+        program: StageProgram = self._bare(own, stage > self.layout.first_active_stage)
+        if self.layout.abilities.cuts_tokens:
+            from hf_pipetransformer.engine.token_program import TokenSliceProgram
+
+            program = TokenSliceProgram(program, self.layout.num_layers)
         recompute = self.settings.recompute
         # The view recomputes by layers, within the forward of a stage.
         if recompute in ("never", "layers"):
-            return in_slices
-        return RecomputingProgram(in_slices, recompute, self.layout.places.chunk_of(stage), self.settings.device)
+            return program
+        return RecomputingProgram(program, recompute, self.layout.places.chunk_of(stage), self.settings.device)
 
-    def _bare(self, own: range, sends_gradient: bool, contexts: TokenSliceContexts | None = None) -> ModelProgram:
+    def _bare(self, own: range, sends_gradient: bool) -> ModelProgram:
         # Only a split backward puts the gradients of weights off.
         linears = linear_layers(self.view.model) if self.layout.abilities.splits_backward else []
         later, kept = WeightGradients(linears, self._casts), self.embeddings if 0 in own else None
-        return ModelProgram(self.view, own, self._dtype_out(own[-1]), sends_gradient, later, kept, contexts)
+        return ModelProgram(self.view, own, self._dtype_out(own[-1]), sends_gradient, later, kept)
 
     def _links(self, stage: int) -> StageLinks:
         layout, groups, settings = self.layout, self.groups, self.settings

@@ -32,8 +32,8 @@ class _Overlapping(Schedule):
     def fullest_table(
         self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0
     ) -> Table:
-        # Without a flush, forwards of later steps start before the backwards of these have ended. One rank waits for no
-        # other, and runs its steps whole.
+        # Without a flush, forwards of later steps start before the backwards of these have ended. One rank waits for
+        # no other, and runs its steps whole.
         schedule, most = (
             (self, max(num_microbatches, pipeline_size)) if pipeline_size > 1 else (ONE_F_ONE_B, num_microbatches)
         )

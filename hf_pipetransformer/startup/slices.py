@@ -16,9 +16,8 @@ import torch
 from hf_pipetransformer.data.batches import IGNORED_LABEL, cut_tokens, take_samples
 from hf_pipetransformer.engine.head import HeadPlan, HeadProgram, HeadSlices
 from hf_pipetransformer.engine.losses import LossScope
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, TokenSpan
 from hf_pipetransformer.engine.timing import settled_seconds
-from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE
 from hf_pipetransformer.planning.token_slices import SliceTime, TokenCosts, fit_token_costs
 from hf_pipetransformer.schedules.schedule import GPIPE
@@ -52,13 +51,13 @@ def run_slices(
         bounds: token positions where slices begin, and the sequence length at the end.
         note: called with a slice's number after its forward and after its backward.
     """
+    from hf_pipetransformer.engine.token_program import TokenSliceProgram
+
     total, slices = target.count(target.inputs), cut_tokens(target.inputs, bounds)
     # All forwards first: a slice's backward needs what later slices add to the gradients of its keys.
     (actions,) = GPIPE.table(1, len(slices))
-    contexts = TokenSliceContexts(structure.num_layers)
-    program = ModelProgram(
-        target.view(structure), range(structure.num_blocks), torch.float32, sends_gradient=False, contexts=contexts
-    )
+    whole = ModelProgram(target.view(structure), range(structure.num_blocks), torch.float32, sends_gradient=False)
+    program = TokenSliceProgram(whole, structure.num_layers)
 
     def forward(given: dict[str, Any]) -> Any:
         return target.compute(given, total)

@@ -18,6 +18,7 @@ from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.engine.weights.rates import coming_rates
 from hf_pipetransformer.engine.weights.stage import StageWeights
+from hf_pipetransformer.runtime.window import Window
 from hf_pipetransformer.schedules.asynchronous import micro_batches_ahead
 from hf_pipetransformer.schedules.weight_kinds import find_weights
 from hf_pipetransformer.training.steps import StepBatches, Steps
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
     from hf_pipetransformer.runtime.stage import Stage
-    from hf_pipetransformer.runtime.window import Batch, Window
     from hf_pipetransformer.schedules.layout import Layout
 
 
@@ -59,27 +59,6 @@ def micro_batches_per_step(layout: Layout, args: PipeTransformerArguments) -> in
     """Return the micro-batches per optimizer step of full batches; no micro-batch is empty."""
     samples = args.train_samples_per_device * layout.pipeline_size
     return min(layout.num_microbatches, samples) * args.gradient_accumulation_steps
-
-
-def check_stages(
-    layout: Layout, blocks_of_parameter: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments
-) -> None:
-    """Refuse parameters and weight kinds that do not work when stages are at different steps.
-
-    Raises:
-        ValueError: a trained parameter is used on several stages, or the weight kind needs more micro-batches.
-    """
-    if not layout.abilities.overlaps_steps:
-        return
-    for name, users in blocks_of_parameter.items():
-        stages = sorted({layout.stage_of(block) for block in users})
-        if len(stages) > 1:
-            raise ValueError(
-                f"pipeline_schedule={layout.schedule!r}: {name} is used on stages {', '.join(map(str, stages))}, "
-                "which update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze it, "
-                "or use pipeline_schedule='1f1b'."
-            )
-    find_weights(args.pipeline_weights).check(layout.num_stages, micro_batches_per_step(layout, args))
 
 
 WHAT = "summing the gradient norms over the stages"
@@ -159,6 +138,18 @@ class AsynchronousSteps(Steps):
     _window: Window | None = field(default=None, init=False)
     _made: _Parts | None = field(default=None, init=False)
 
+    @staticmethod
+    def check(layout: Layout, users: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments) -> None:
+        for name, blocks in users.items():
+            stages = sorted({layout.stage_of(block) for block in blocks})
+            if len(stages) > 1:
+                raise ValueError(
+                    f"pipeline_schedule={layout.schedule!r}: {name} is used on stages {', '.join(map(str, stages))}, "
+                    "which update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze "
+                    "it, or use pipeline_schedule='1f1b'."
+                )
+        find_weights(args.pipeline_weights).check(layout.num_stages, micro_batches_per_step(layout, args))
+
     @property
     def num_read_ahead(self) -> int:
         return len(self._queue)
@@ -187,7 +178,7 @@ class AsynchronousSteps(Steps):
             step = self._fetch(num_batches)
             self._queue.append(step)
             if self._window is not None:
-                self._window.add(self._cut(step))
+                self._window.add(self._batches(step))
             num_batches = accumulation
 
     def _num_wanted(self, position: int) -> int:
@@ -211,17 +202,19 @@ class AsynchronousSteps(Steps):
     def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         if self._window is None:
             # The rest of the present step, and the steps read ahead.
-            self._window = self.pipeline.runner.open_window(self._parts.weights)
+            self._window = Window(self.pipeline.runner, self._parts.weights)
             # `next_batch` has counted the batch that runs now, which belongs to the window too.
-            self._window.add(self._cut(self._present)[self._num_run - 1 :])
+            self._window.add(self._batches(self._present, self._num_run - 1))
             for step in self._queue:
-                self._window.add(self._cut(step))
-        return self.pipeline.runner.train_in(self._window, batch.num_items, is_last_batch)
+                self._window.add(self._batches(step))
+        return self._window.train(batch.num_items, is_last_batch)
 
-    def _cut(self, step: StepBatches) -> list[Batch]:
+    def _batches(self, step: StepBatches, first: int = 0) -> list[LoaderBatch]:
+        """Return the batches of a step from one on."""
         return [
-            self.pipeline.runner.cut_for_window(self._loader_batch(inputs, number, step, step.num_items))
+            self._loader_batch(inputs, number, step, step.num_items)
             for number, inputs in enumerate(step.batches)
+            if number >= first
         ]
 
     def gradient_norm(self) -> torch.Tensor:

@@ -29,7 +29,6 @@ from hf_pipetransformer.startup.slices import choose_head_slices
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption, read_plan
 from hf_pipetransformer.state.saving import Checkpoints
-from hf_pipetransformer.training.asynchronous import AsynchronousSteps, check_stages
 from hf_pipetransformer.training.expectation import in_words, make_forecast
 from hf_pipetransformer.training.loaders import check_undivided
 from hf_pipetransformer.training.metrics import MetricAccumulator
@@ -44,6 +43,15 @@ if TYPE_CHECKING:
     from hf_pipetransformer.startup.planner import RunPlanner
     from hf_pipetransformer.training.builder import ModelReport, PipelineBuilder
     from hf_pipetransformer.training.context import TrainingContext
+
+
+def steps_under(layout: Layout) -> type[Steps]:
+    """Return how steps run under a layout: of an asynchronous schedule synchronously once a single stage is left."""
+    if not layout.abilities.overlaps_steps:
+        return SynchronousSteps
+    from hf_pipetransformer.training.asynchronous import AsynchronousSteps
+
+    return AsynchronousSteps
 
 
 @dataclass
@@ -116,9 +124,7 @@ class TrainingSetup:
         metrics = MetricAccumulator(self.context)
 
         def make_steps() -> Steps:
-            # The one place that asks: an asynchronous schedule runs synchronously once a single stage is left.
-            kind = AsynchronousSteps if pipeline.layout.abilities.overlaps_steps else SynchronousSteps
-            return kind(self.context, pipeline, loader, metrics, controller)
+            return steps_under(pipeline.layout)(self.context, pipeline, loader, metrics, controller)
 
         return Training(
             context=self.context,
@@ -292,7 +298,7 @@ def start_training(
     trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     users = start_up.probe.structure.blocks_of_parameter
     # Refused while the model is whole, before any weight moves.
-    check_stages(layout, {name: users[name] for name in trained}, args)
+    steps_under(layout).check(layout, {name: users[name] for name in trained}, args)
     check_unfreezing(args, policy, replay, longest)
     sums = plans.sums_in_float32(layout) if resumption is None else resumption.sums_in_float32(plans, layout)
     pipeline = builder.start(report.adding(sums), layout, longest)
