@@ -169,16 +169,9 @@ class TokenSliceProgram(ProgramWrapper):
 
     def begin(self, actions: ActionList) -> None:
         self._contexts.clear()
-        self._is_trained = False
+        # A run that goes on with other actions is a generation, and trains nothing.
+        self._is_trained = any(action.op in BEGINS_BACKWARD for action in actions)
         self.program.begin(actions)
-        self._see(actions)
-
-    def extend(self, actions: ActionList) -> None:
-        self.program.extend(actions)
-        self._see(actions)
-
-    def _see(self, actions: ActionList) -> None:
-        self._is_trained |= any(action.op in BEGINS_BACKWARD for action in actions)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         return self.program.forward(self._with_context(micro_batch), received)

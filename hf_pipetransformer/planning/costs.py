@@ -20,8 +20,7 @@ from hf_pipetransformer.planning.simulator import Durations, Timeline, simulate,
 from hf_pipetransformer.schedules.actions import Table
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import first_above, num_layers, slice_bounds
-from hf_pipetransformer.schedules.schedule import FORWARD_ONLY
-from hf_pipetransformer.schedules.tables import find_schedule
+from hf_pipetransformer.schedules.tables import FORWARD_ONLY, find_schedule
 
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from hf_pipetransformer.planning.blocks import (
 from hf_pipetransformer.schedules.actions import GRADIENTS_ARE_WHOLE, Op
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, num_layers
 from hf_pipetransformer.schedules.tables import find_schedule
-from hf_pipetransformer.schedules.weight_kinds import copies_beside, weights_under
+from hf_pipetransformer.schedules.weight_kinds import weights_under
 
 
 if TYPE_CHECKING:
@@ -156,10 +156,9 @@ def rank_memory(
     if kind is not None:
         # A window has one stage a rank, so that stages are ranks here.
         for stage, own in enumerate(active):
-            # The current version is among the weights above.
-            versions = kind.copies(stage, num_stages, accumulation * microbatches)
-            beside = copies_beside(kind.direction, memory.optim) if kind.predicts(stage, num_stages) else 0
-            found[stage].copies += own * (versions - 1 + beside)
+            found[stage].copies += own * kind.copies_beside(
+                stage, num_stages, accumulation * microbatches, memory.optim
+            )
     if layout.num_replicas > 1:
         for rank, size in enumerate(reduced):
             found[rank].gradients += size

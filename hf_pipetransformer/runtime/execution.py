@@ -36,8 +36,8 @@ from hf_pipetransformer.runtime.stage import GradientNorms, Stage
 from hf_pipetransformer.schedules.abilities import FORWARDS_FIRST
 from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, SENDS, Action, ActionList
 from hf_pipetransformer.schedules.placement import slice_bounds
-from hf_pipetransformer.schedules.schedule import FORWARD_ONLY, Schedule
-from hf_pipetransformer.schedules.tables import find_schedule
+from hf_pipetransformer.schedules.schedule import Schedule
+from hf_pipetransformer.schedules.tables import FORWARD_ONLY, find_schedule
 
 
 if TYPE_CHECKING:
@@ -532,6 +532,10 @@ class OnDevice(Sequence[MicroBatch]):
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        """Return the shape of a micro-batch's activation, without looking the micro-batch up."""
+        return self._parts[i].activation_shape
 
     def __getitem__(self, i: Any) -> Any:
         if i not in self._there:

@@ -28,7 +28,7 @@ from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.program import TokenSpan
 from hf_pipetransformer.runtime.execution import LoaderBatch
-from hf_pipetransformer.schedules.schedule import FORWARD_ONLY
+from hf_pipetransformer.schedules.tables import FORWARD_ONLY
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import media_of
 

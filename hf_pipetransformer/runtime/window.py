@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -16,20 +16,11 @@ from hf_pipetransformer.engine.weights.stage import StageWeights, VersionedProgr
 from hf_pipetransformer.runtime.execution import OnDevice
 from hf_pipetransformer.schedules.actions import COMPUTATIONS, Action, ActionList, Op
 from hf_pipetransformer.schedules.asynchronous import enough, step_actions
-from hf_pipetransformer.schedules.placement import Placement
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.engine.program import MicroBatch, MicroBatches
+    from hf_pipetransformer.engine.program import MicroBatch
     from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Batch of a step, cut into micro-batches, with the shapes of their activations."""
-
-    parts: MicroBatches
-    shapes: Sequence[tuple[int, ...]]
 
 
 class Window:
@@ -44,8 +35,8 @@ class Window:
         self.groups = groups = stage.groups
         self.first_active_stage = stage.layout.first_active_stage
         self.weights = weights
-        self._placement = Placement(groups.pipeline_size)
-        self._steps: deque[list[Batch]] = deque()
+        self._placement = stage.layout.places
+        self._steps: deque[list[OnDevice]] = deque()
         self._num_added = 0
         self._before: deque[int] = deque()
         self._micro_batches = _MicroBatches()
@@ -68,14 +59,14 @@ class Window:
         self._steps.append(step)
         self._num_added += 1
 
-    def _cut(self, batch: LoaderBatch) -> Batch:
+    def _cut(self, batch: LoaderBatch) -> OnDevice:
         runner, groups, layout = self.runner, self.groups, self.runner.stage.layout
         cut = runner.cut(batch, runner.loss_rule, layout.num_microbatches)
         has_backward = groups.position >= layout.first_active_stage
         # Lookups of a micro-batch: the forward, the backward, and one receive for each if a neighbor sends.
         num_uses = 1 + (not groups.is_first) + has_backward + (has_backward and not groups.is_last)
         uses = Counter(dict.fromkeys(range(len(cut)), num_uses))
-        return Batch(OnDevice(cut, uses, batch.prepare, runner.copies), [part.activation_shape for part in cut])
+        return OnDevice(cut, uses, batch.prepare, runner.copies)
 
     @property
     def num_known(self) -> int:
@@ -101,7 +92,7 @@ class Window:
 
     def end_step(self) -> None:
         """Remove the oldest step. Call after the stage's optimizer step."""
-        size = _num_micro_batches(self._steps.popleft())
+        size = sum(map(len, self._steps.popleft()))
         self._before.append(size)
         # Micro-batches of older steps have no influence on the next actions.
         while sum(self._before) - self._before[0] >= enough(self.groups.pipeline_size):
@@ -112,14 +103,14 @@ class Window:
     def _actions_of_step(self) -> Iterator[ActionList]:
         """Yield the step's action list, cut after each batch's last backward; on a frozen stage all in one part."""
         (present, *later), rank = self._steps, self.groups.position
-        sizes = [len(batch.shapes) for batch in present]
+        sizes = [len(batch) for batch in present]
         actions = step_actions(
             self._placement,
             self.first_active_stage,
             rank,
             tuple(self._before),
             sum(sizes),
-            tuple(map(_num_micro_batches, later)),
+            tuple(sum(map(len, batches)) for batches in later),
         )
         shifted = [
             action._replace(micro_batch=action.micro_batch + self._first_micro_batch)
@@ -167,29 +158,25 @@ class Window:
 
 class _MicroBatches:
     def __init__(self) -> None:
-        self._where: dict[int, tuple[Batch, int, int]] = {}
+        self._where: dict[int, tuple[OnDevice, int, int]] = {}
         self._num = 0
 
-    def add(self, batch: Batch, step: int) -> None:
-        for position in range(len(batch.shapes)):
+    def add(self, batch: OnDevice, step: int) -> None:
+        for position in range(len(batch)):
             self._where[self._num] = batch, position, step
             self._num += 1
 
     def __getitem__(self, number: int) -> MicroBatch:
         batch, position, step = self._where[number]
-        return replace(batch.parts[position], index=number, step=step)
+        return replace(batch[position], index=number, step=step)
 
     def shape(self, number: int) -> tuple[int, ...]:
         batch, position, _ = self._where[number]
-        return batch.shapes[position]
+        return batch.shape(position)
 
     def forget(self, numbers: range) -> None:
         for number in numbers:
             del self._where[number]
-
-
-def _num_micro_batches(batches: Sequence[Batch]) -> int:
-    return sum(len(batch.shapes) for batch in batches)
 
 
 def _behind(actions: Sequence[Action], last: Action, start: int) -> int:

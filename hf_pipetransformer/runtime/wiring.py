@@ -153,8 +153,8 @@ class _EngineBuilder:
     @cached_property
     def _casts(self) -> SharedCasts:
         # Compiled layers hold their own casts.
-        shares = self.settings.compiled is None and self.shares
-        return SharedCasts(self.view.model if shares and self.settings.is_mixed else None)
+        shares = self.shares and self.settings.is_mixed and self.settings.compiled is None
+        return SharedCasts(self.view.model if shares else None)
 
     def _dtype_out(self, last_block: int) -> torch.dtype:
         # The last block, the head, has no boundary above it.

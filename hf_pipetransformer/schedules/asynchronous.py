@@ -26,8 +26,8 @@ class _Overlapping(Schedule):
         first_active_stage: int = 0,
         num_token_slices: int = 1,
     ) -> Table:
-        shape = pipeline_size, num_microbatches, num_chunks, first_active_stage, num_token_slices
-        return add_updates(super().table(*shape), (1,) * num_microbatches, first_active_stage)
+        table = super().table(pipeline_size, num_microbatches, num_chunks, first_active_stage, num_token_slices)
+        return add_updates(table, (1,) * num_microbatches, first_active_stage)
 
     def fullest_table(
         self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0

@@ -48,16 +48,6 @@ _WITH_ADAMS_MOMENTS = ("adamw_torch", "adamw_torch_fused")
 """Trainer's names of optimizers that have Adam's state and whose updates can be predicted from it."""
 
 
-def copies_beside(direction: DirectionName, optim: str) -> int:
-    """Return the memory of predictions in copies of the weights, beyond weight, gradient and optimizer state.
-
-    `optim` is Trainer's name of the optimizer.
-    """
-    if optim in _WITH_ADAMS_MOMENTS:
-        return 0
-    return 2 if direction == "adam" else 1  # Two extra moments, or the weights before the last update.
-
-
 def steady_lag(stage: int, num_stages: int) -> int:
     """Return how many other forwards steady-state 1F1B runs between a micro-batch's forward and backward."""
     return num_stages - 1 - stage
@@ -90,24 +80,28 @@ class WeightKind(ABC):
         """
         return 2 if self.predicts(stage, num_stages) else 1
 
+    def copies_beside(self, stage: int, num_stages: int, micro_batches_per_step: int, optim: str) -> int:
+        """Return the copies of the stage's weights beside the current ones, their gradient and the optimizer's state.
+
+        `optim` is Trainer's name of the optimizer.
+        """
+        beside = self.copies(stage, num_stages, micro_batches_per_step) - 1
+        if self.predicts(stage, num_stages) and optim not in _WITH_ADAMS_MOMENTS:
+            # Two extra moments, or the weights before the last update.
+            beside += 2 if self.direction == "adam" else 1
+        return beside
+
     def fewest_in_a_step(self, num_stages: int) -> int:
         """Return how many micro-batches an optimizer step needs."""
         return 1
 
     def check(self, num_stages: int, micro_batches_per_step: int) -> None:
-        """Check that steps have enough micro-batches.
+        """Check that the kind supports this pipeline.
 
         Raises:
-            ValueError: they do not.
+            ValueError: an optimizer step has fewer micro-batches than `fewest_in_a_step`.
         """
-        least = self.fewest_in_a_step(num_stages)
-        if micro_batches_per_step < least:
-            raise ValueError(
-                f"With {micro_batches_per_step} micro-batches an optimizer step on {num_stages} stages a forward and "
-                "its backward are more updates apart than these pipeline_weights keep versions: expected at least "
-                f"{least}. Raise pipeline_parallel_num_microbatches or gradient_accumulation_steps, or use another "
-                "pipeline_weights."
-            )
+        return None
 
     def predicts(self, stage: int, num_stages: int) -> bool:
         return False
@@ -189,8 +183,16 @@ class DoubleBuffer(WeightKind):
         return 2
 
     def fewest_in_a_step(self, num_stages: int) -> int:
-        # With fewer, a forward and its backward are more than one update apart.
         return num_stages - 1
+
+    def check(self, num_stages: int, micro_batches_per_step: int) -> None:
+        if micro_batches_per_step < self.fewest_in_a_step(num_stages):
+            raise ValueError(
+                "pipeline_weights='double_buffer' keeps two versions of the weights, but with "
+                f"{micro_batches_per_step} micro-batches an optimizer step on {num_stages} stages a forward and its "
+                f"backward are more than one update apart: expected at least {self.fewest_in_a_step(num_stages)}. Raise "
+                "pipeline_parallel_num_microbatches or gradient_accumulation_steps, or use another pipeline_weights."
+            )
 
     def forward_version(self, forward: ForwardPass) -> int:
         # The first step of a window has no version before its own.

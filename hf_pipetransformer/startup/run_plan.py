@@ -109,11 +109,6 @@ class Row:
         """Bytes of the fullest rank."""
         return max(rank.total for rank in self.memory)
 
-    @property
-    def trains_alike(self) -> bool:
-        """True if the results are those of Trainer."""
-        return self.layout.abilities.is_exact
-
 
 @dataclass(frozen=True)
 class Remedy:
@@ -363,8 +358,7 @@ def _other_schedules(
         except ValueError as error:
             refused[name] = str(error)
             continue
-        why = other.args.abilities.refuses.get("reference")
-        if why is not None and planner.costs.overheads.has_reference:
+        if planner.costs.overheads.has_reference and (why := other.args.abilities.refuses.get("reference")):
             refused[name] = f"it {why}."
             continue
         if other.args.abilities.cuts_tokens and planner.costs.blocks.slices is None:

@@ -20,7 +20,7 @@ from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, TokenSpa
 from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE
 from hf_pipetransformer.planning.token_slices import SliceTime, TokenCosts, fit_token_costs
-from hf_pipetransformer.schedules.schedule import GPIPE
+from hf_pipetransformer.schedules.tables import GPIPE
 from hf_pipetransformer.startup.check import SPLIT_LOSS_TOLERANCE, Result, run_whole
 from hf_pipetransformer.startup.costs import PROFILE_SECONDS, trained_as_given
 from hf_pipetransformer.startup.model import ProbeTarget, gradient_norms, gradients_discarded

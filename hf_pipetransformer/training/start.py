@@ -123,9 +123,6 @@ class TrainingSetup:
         optimizer = self._optimizer(cache, began_under)
         metrics = MetricAccumulator(self.context)
 
-        def make_steps() -> Steps:
-            return steps_under(pipeline.layout)(self.context, pipeline, loader, metrics, controller)
-
         return Training(
             context=self.context,
             pipeline=pipeline,
@@ -138,7 +135,7 @@ class TrainingSetup:
                 self.context, pipeline, loader, optimizer, controller, self.description, began_under
             ),
             metrics=metrics,
-            make_steps=make_steps,
+            make_steps=lambda: steps_under(pipeline.layout)(self.context, pipeline, loader, metrics, controller),
         )
 
     def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:

@@ -14,8 +14,7 @@ from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.schedules.abilities import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.actions import Action, ActionList, Op
 from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.schedules.schedule import FORWARD_ONLY
-from hf_pipetransformer.schedules.tables import find_schedule
+from hf_pipetransformer.schedules.tables import FORWARD_ONLY, find_schedule
 from tests.support.one_process import CPU, QueueLink, make_engines, run_table, together
 
 

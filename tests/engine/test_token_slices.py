@@ -22,8 +22,7 @@ from hf_pipetransformer.engine.wrappers import RecomputingProgram
 from hf_pipetransformer.planning.token_slices import plan_slices
 from hf_pipetransformer.schedules.actions import COMPUTATIONS, Op, ScheduleError, Table
 from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.schedules.schedule import TOKEN
-from hf_pipetransformer.schedules.tables import find_schedule
+from hf_pipetransformer.schedules.tables import TOKEN, find_schedule
 from hf_pipetransformer.splitters.base import CACHE_NAME
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.view import StageView

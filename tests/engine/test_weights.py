@@ -129,7 +129,7 @@ def test_what_else_a_prediction_needs_is_counted(kind, num_versions):
 def test_two_buffers_need_micro_batches_enough():
     kind = find_weights("double_buffer")
     kind.check(4, 3)
-    with pytest.raises(ValueError, match="With 2 micro-batches an optimizer step on 4 stages .* at least 3"):
+    with pytest.raises(ValueError, match="with 2 micro-batches an optimizer step on 4 stages .* at least 3"):
         kind.check(4, 2)
     for name in set(WEIGHTS_NAMES) - {"double_buffer"}:
         find_weights(name).check(4, 1)

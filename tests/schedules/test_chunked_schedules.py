@@ -8,8 +8,8 @@ from hf_pipetransformer.planning.simulator import Durations, simulate
 from hf_pipetransformer.schedules.abilities import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.actions import ScheduleError, Table
 from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.schedules.schedule import FORWARD_ONLY, Schedule
-from hf_pipetransformer.schedules.tables import find_schedule
+from hf_pipetransformer.schedules.schedule import Schedule
+from hf_pipetransformer.schedules.tables import FORWARD_ONLY, find_schedule
 from tests.engine.test_engine import make_micro_batches, make_programs
 from tests.schedules.test_schedules import ONE_STAGE_A_RANK, parse, text
 from tests.support.added_schedules import BREADTH_FIRST, GPIPE_IN_ORDER
