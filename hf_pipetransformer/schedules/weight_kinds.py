@@ -186,11 +186,11 @@ class DoubleBuffer(WeightKind):
         return num_stages - 1
 
     def check(self, num_stages: int, micro_batches_per_step: int) -> None:
-        if micro_batches_per_step < self.fewest_in_a_step(num_stages):
+        if micro_batches_per_step < num_stages - 1:
             raise ValueError(
                 "pipeline_weights='double_buffer' keeps two versions of the weights, but with "
                 f"{micro_batches_per_step} micro-batches an optimizer step on {num_stages} stages a forward and its "
-                f"backward are more than one update apart: expected at least {self.fewest_in_a_step(num_stages)}. Raise "
+                f"backward are more than one update apart: expected at least {num_stages - 1}. Raise "
                 "pipeline_parallel_num_microbatches or gradient_accumulation_steps, or use another pipeline_weights."
             )
 
