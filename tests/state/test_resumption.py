@@ -18,7 +18,6 @@ from hf_pipetransformer.options.arguments import READERS
 from hf_pipetransformer.planning.layouts import plan_layout
 from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.schedules.tables import find_schedule
 from hf_pipetransformer.state import checkpoint, resumption
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, newest_by_sizes, read_state
 from hf_pipetransformer.state.description import TOLD_ARGUMENTS, check_same_run
@@ -166,7 +165,7 @@ def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pyt
     layouts = {step: plan_layout([1.0] * 10, range(11), "1f1b", *shape, 1, 1, 3, 2) for step, shape in shapes.items()}
     monkeypatch.setattr(resumption, "read_layouts", lambda _: dict(layouts))
     args: Any = SimpleNamespace(
-        layout_plan="plan", pipeline_schedule="1f1b", schedule=find_schedule("1f1b"), replaces_schedule=False
+        layout_plan="plan", pipeline_schedule="1f1b", schedule="1f1b", replaces_schedule=False
     )
     structure: Any = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
 
@@ -184,7 +183,7 @@ def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pyt
 def test_a_plan_is_replayed_under_a_loss_of_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has replaced the schedule that the script asked for."""
     args: Any = SimpleNamespace(
-        layout_plan="plan", pipeline_schedule="1f1b", schedule=find_schedule("gpipe"), replaces_schedule=True
+        layout_plan="plan", pipeline_schedule="1f1b", schedule="gpipe", replaces_schedule=True
     )
     nodes: Any = {"local_world_size": 2, "pipeline_sizes": [1, 2], "world_size": 2}
     topology: Any = SimpleNamespace(gather=lambda value: [value], **nodes)
