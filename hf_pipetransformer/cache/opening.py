@@ -32,6 +32,7 @@ from hf_pipetransformer.data.node_shares import NodeOrder
 from hf_pipetransformer.data.reading import DispatchedReading
 from hf_pipetransformer.data.sampler import draws_each_once
 from hf_pipetransformer.report import announce, logger
+from hf_pipetransformer.schedules.abilities import Abilities
 from hf_pipetransformer.schedules.json_values import as_json
 
 
@@ -91,8 +92,8 @@ class CacheInputs:
 
     context: Context
     start_up: StartUp
-    overlaps_steps: bool
-    """True if stages do not wait for each other under the layout that the run starts on."""
+    abilities: Abilities
+    """What the schedule can do under the layout that the run starts on."""
 
     @property
     def args(self) -> PipeTransformerArguments:
@@ -150,12 +151,9 @@ class CacheInputs:
     def _reason_before_reading(self, loader: Any) -> str | None:
         """Return why a loader's samples cannot be stored, as far as no sample is needed to know it. Collective."""
         activation = self.start_up.probe.activation
-        schedule = f"pipeline_schedule={self.args.pipeline_schedule!r}"
         # What is tested before the gather below is the same on every rank, so all ranks return early or none does.
-        if self.args.schedule.abilities.cuts_tokens:
-            return f"{schedule} runs slices of sequences. Use pipeline_schedule='1f1b'."
-        if self.overlaps_steps:
-            return f"{schedule} reads ahead of what is stored. Use pipeline_schedule='1f1b'."
+        if (why := self.abilities.refuses.get("activation_cache")) is not None:
+            return f"pipeline_schedule={self.args.pipeline_schedule!r} {why}. Use pipeline_schedule='1f1b'."
         if not isinstance(loader, PipelineLoader):
             return (
                 f"get_train_dataloader returned a {type(loader).__name__}, which does not say which samples it reads. "

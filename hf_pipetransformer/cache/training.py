@@ -450,7 +450,7 @@ def begin_cache(context: Context, pipeline: Pipeline, loader: Any, steps_per_epo
     why = why_not_over_nodes(size, node_size) if size > node_size else None
     if why is not None and context.args.activation_cache == "on":
         raise ValueError(f"activation_cache='on', and {why}. Use 'auto', which waits for that, or 'off'.")
-    inputs = CacheInputs(context, pipeline.start_up, pipeline.layout.abilities.overlaps_steps)
+    inputs = CacheInputs(context, pipeline.start_up, pipeline.layout.abilities)
     source = inputs.source_of(loader)
     if source is None:
         return None

@@ -14,9 +14,10 @@ import hf_pipetransformer
 from hf_pipetransformer.options.reading import closest
 from hf_pipetransformer.planning.simulator import Timeline, draw, equal_durations, simulate, steady_seconds
 from hf_pipetransformer.report.drawing import Spec, save_chart
-from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule, schedules_that
+from hf_pipetransformer.schedules.abilities import OPTIONS_OF_SCHEDULES, SCHEDULE_NAMES
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.tables import find_schedule
 from hf_pipetransformer.schedules.weight_kinds import find_weights
 
 
@@ -58,9 +59,9 @@ _DRAWN: dict[str, tuple[Any, Any, str]] = {
     "backward": (float, 2.0, "time of a backward"),
     "hop": (float, 0.0, "time of a message between neighboring ranks"),
     "frozen_stages": (int, 0, "stages at the bottom that run forward only"),
-    "weights": (str, None, "async_1f1b: weights that passes use, as in pipeline_weights"),
-    "step_microbatches": (int, None, "async_1f1b: micro-batches of a step, 1 by default"),
-    "update": (float, None, "async_1f1b: time of a stage's update, 0.5 by default"),
+    "weights": (str, "pipeoptim", "async_1f1b: weights that passes use, as in pipeline_weights"),
+    "step_microbatches": (int, 1, "async_1f1b: micro-batches of a step"),
+    "update": (float, 0.5, "async_1f1b: time of a stage's update"),
 }
 """Options that draw a schedule of equal stages: types, defaults and words."""
 _NEEDED = ("stages", "microbatches")
@@ -282,15 +283,15 @@ def _draw_equal_stages(options: argparse.Namespace) -> _Told:
     drawn = argparse.Namespace(**{name: _DRAWN[name][1] if value is None else value for name, value in given.items()})
     schedule, size = find_schedule(drawn.schedule), drawn.stages
     num_chunks = schedule.abilities.on(size).default_chunks if drawn.chunks is None else drawn.chunks
-    placement = Placement(size, num_chunks, schedule.placement)
+    placement = Placement(size, num_chunks, schedule.abilities.placement)
     table = schedule.table(size, drawn.microbatches, num_chunks, drawn.frozen_stages)
     durations = equal_durations(placement, drawn.backward, drawn.hop)
     timeline = simulate(table, durations, placement)
     text = f"{timeline.end:g} units of time, {timeline.bubble:.0%} of it bubble"
-    if schedule.abilities.overlaps_steps:
+    if "pipeline_weights" in schedule.abilities.reads:
         timeline, text = _window(drawn)
     elif unknown := [name for name in ("weights", "step_microbatches", "update") if given[name] is not None]:
-        needed = schedules_that(lambda abilities: abilities.overlaps_steps)
+        needed = OPTIONS_OF_SCHEDULES["pipeline_weights"]
         raise ValueError(f"--{unknown[0]} is for {' or '.join(needed)}, found {schedule.name}.")
     chart = chart_of(timeline, f"{schedule.name}, K={size}, M={drawn.microbatches}", "units of time")
     return f"{draw(timeline)}\n{text}", spans_as_json(timeline), chart, True
@@ -298,16 +299,14 @@ def _draw_equal_stages(options: argparse.Namespace) -> _Told:
 
 def _window(drawn: argparse.Namespace) -> tuple[Timeline, str]:
     """Simulate an asynchronous schedule from one drain to the next, and say what each rank stores."""
-    kind = find_weights(drawn.weights or "pipeoptim")
-    size, frozen = drawn.stages, drawn.frozen_stages
-    placement, step_size = Placement(size), 1 if drawn.step_microbatches is None else drawn.step_microbatches
+    kind, size, frozen = find_weights(drawn.weights), drawn.stages, drawn.frozen_stages
+    placement, step_size = Placement(size), drawn.step_microbatches
     if step_size < 1:
         raise ValueError(f"--step_microbatches must be 1 or more, found {step_size}.")
     kind.check(size, step_size)
     # The last step of an epoch may have fewer micro-batches.
     whole, rest = divmod(drawn.microbatches, step_size)
-    update = 0.5 if drawn.update is None else drawn.update
-    updates = tuple(0.0 if stage < frozen else update for stage in range(size))
+    updates = tuple(0.0 if stage < frozen else drawn.update for stage in range(size))
     durations = replace(equal_durations(placement, drawn.backward, drawn.hop), update=updates)
     table = window_table(placement, frozen, (step_size,) * whole + ((rest,) if rest else ()))
     timeline = simulate(table, durations, placement)
@@ -319,8 +318,8 @@ def _window(drawn: argparse.Namespace) -> tuple[Timeline, str]:
     for stage, in_flight in enumerate(find_schedule(drawn.schedule).in_flight(size, 1, first_active_stage=frozen)):
         copies = kind.copies(stage, size, step_size) if stage >= frozen else 1
         lines.append(
-            f"rank {stage}: micro-batches in flight {in_flight}, copies of its weights {copies} ({kind.name})"
+            f"rank {stage}: micro-batches in flight {in_flight}, copies of its weights {copies} ({drawn.weights})"
         )
     if kind.direction == "adam":
-        lines.append(f"{kind.name} keeps two moments a weight beside an optimizer that has none of Adam's")
+        lines.append(f"{drawn.weights} keeps two moments a weight beside an optimizer that has none of Adam's")
     return timeline, "\n".join(lines)

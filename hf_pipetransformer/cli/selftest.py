@@ -38,7 +38,7 @@ from hf_pipetransformer.comm.groups import SAID_OF_SOCKETS, share_gpus, why_not_
 from hf_pipetransformer.comm.topology import Topology, get_topology
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import check_arguments, check_launch
-from hf_pipetransformer.schedules import SCHEDULE_NAMES, find_schedule
+from hf_pipetransformer.schedules.abilities import SCHEDULE_NAMES, abilities_of
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import Placement
 
@@ -398,10 +398,10 @@ class Runs:
 
     def _ours(self, size: int, schedule: str, **options: Any) -> list[float]:
         """Train in a pipeline of `size` ranks and its replicas; return the losses, then the gradient norms."""
-        abilities = find_schedule(schedule).abilities
-        if abilities.cuts_tokens:
+        reads = abilities_of(schedule).reads
+        if "pipeline_token_slices" in reads:
             options["pipeline_token_slices"] = "2"
-        if abilities.overlaps_steps:
+        if "pipeline_drain_interval" in reads:
             options["pipeline_drain_interval"] = 1  # Otherwise stages use weights of other steps, as they should.
         model, rows = self._model()
         # `max_grad_norm` clips nothing here, but without one Trainer computes no gradient norm.

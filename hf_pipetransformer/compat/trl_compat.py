@@ -251,8 +251,8 @@ def _check_reference(name: str, args: Any, values: Mapping[str, Any]) -> None:
             "out, and train adapters (peft_config), whose reference is the model without them; or set "
             "precompute_ref_log_probs=True, which computes what the reference says before the training."
         )
-    if has_adapters and not args.precompute_ref_log_probs and args.schedule.abilities.overlaps_steps:
+    if has_adapters and not args.precompute_ref_log_probs and (why := args.abilities.refuses.get("reference")):
         raise ValueError(
-            f"pipeline_schedule={args.pipeline_schedule!r} has no pause between two steps, in which the reference of "
-            f"{name} could run: set precompute_ref_log_probs=True, or pipeline_schedule='1f1b'."
+            f"pipeline_schedule={args.pipeline_schedule!r} {why}, and {name} has a reference: set "
+            "precompute_ref_log_probs=True, or pipeline_schedule='1f1b'."
         )

@@ -61,7 +61,7 @@ def check_unfreezing(
     """
     counts = [] if replay is None else [layout.num_frozen_layers for _, layout in sorted(replay.items())]
     unfreezes = policy.may_unfreeze if replay is None else counts != sorted(counts)
-    if unfreezes and pipeline_size > 1 and not args.schedule.abilities.runs_steps_whole:
+    if unfreezes and pipeline_size > 1 and not args.abilities.runs_steps_whole:
         who = "layout_plan" if replay is not None else f"the freeze policy {policy.name!r}"
         raise ValueError(
             f"pipeline_schedule={args.pipeline_schedule!r} while {who} may unfreeze layers: that has not been "

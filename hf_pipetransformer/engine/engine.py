@@ -16,7 +16,7 @@ import torch
 from hf_pipetransformer.comm.errors import wait_for
 from hf_pipetransformer.comm.transfers import post, receiving, sending, with_tensor
 from hf_pipetransformer.engine.timing import NOTHING
-from hf_pipetransformer.schedules import BEGINS_BACKWARD, Action, ActionList, Op
+from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, Action, ActionList, Op
 
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import torch
 from hf_pipetransformer.data.batches import count_items, cut_tokens
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram, as_sent
-from hf_pipetransformer.schedules import ActionList
+from hf_pipetransformer.schedules.actions import ActionList
 
 
 class HeadMode(Enum):

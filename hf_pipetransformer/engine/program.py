@@ -17,13 +17,25 @@ from hf_pipetransformer.splitters.adapters import bare_model
 
 if TYPE_CHECKING:
     from hf_pipetransformer.data.batches import CacheTags
-    from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
-    from hf_pipetransformer.schedules import ActionList
+    from hf_pipetransformer.schedules.actions import ActionList
     from hf_pipetransformer.splitters.view import Ran, StageView
 
 
 Forward = Callable[[dict[str, Any]], Any]
 Write = Callable[["MicroBatch", torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """Position of a token slice: tokens `start` to `stop` (exclusive) of the `length` tokens of one batch slice.
+
+    The length is None where it is not known yet: tokens are generated.
+    """
+
+    batch_slice: int
+    start: int
+    stop: int
+    length: int | None
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ class MicroBatch:
         loss_scale: factor of the loss in the backward, on top of `weight`.
         tags: activation-cache state of its samples; None without a cache.
         on_host: the inputs before they were copied to the device; None if they were made for this stage.
+        place: of a token slice, which `token_program` gives what it has of earlier ones; None for whole sequences.
         step: in an asynchronous window, number of the optimizer step that consumes its gradient.
         ends_before_head: `predict` of the last stage returns the activation that enters the head.
     """
@@ -54,11 +67,11 @@ class MicroBatch:
     step: int = 0
     ends_before_head: bool = False
 
-    def with_inputs(self, inputs: dict[str, Any]) -> MicroBatch:
-        """Return a copy with other inputs."""
+    def with_inputs(self, inputs: dict[str, Any], **others: Any) -> MicroBatch:
+        """Return a copy with other inputs, and other values of `others`."""
         # `dataclasses.replace` would look at every field again, for each micro-batch of each step.
         found = object.__new__(MicroBatch)
-        vars(found).update(vars(self), inputs=inputs)
+        vars(found).update(vars(self), inputs=inputs, **others)
         return found
 
 
@@ -78,7 +91,8 @@ class StageProgram(Protocol):
         """Start a run of an action list, and drop all state of an earlier run."""
 
     def extend(self, actions: ActionList) -> None:
-        """Continue the run with another action list."""
+        """Continue the run with another action list; most programs have nothing to do then."""
+        return None
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         """Return the activation to send, or on the last stage the weighted loss.
@@ -136,7 +150,6 @@ class ModelProgram(StageProgram):
     `sends_gradient` is True if a stage below trains anything and so needs the gradient of this stage's input.
     `weight_gradients` is needed only for schedules that split the backward. Forwards share the casts of its `casts`.
     `embeddings` keeps back gradients, which the caller adds after the last backward; not for a stage with the head.
-    `contexts` has what token slices know of earlier ones; without it, micro-batches are whole sequences.
     """
 
     def __init__(
@@ -147,7 +160,6 @@ class ModelProgram(StageProgram):
         sends_gradient: bool,
         weight_gradients: WeightGradients | None = None,
         embeddings: EmbeddingGradients | None = None,
-        contexts: TokenSliceContexts | None = None,
     ) -> None:
         self.view = view
         self.blocks = blocks
@@ -155,7 +167,6 @@ class ModelProgram(StageProgram):
         self.sends_gradient = sends_gradient
         self.weight_gradients = weight_gradients or WeightGradients([])
         self.embeddings = embeddings or EmbeddingGradients()
-        self.contexts = contexts
         self.has_head = blocks.stop == view.structure.num_blocks
         # Reentrant checkpoints, which are the model's own, give no gradients where no input asks for them. In place of
         # the embeddings, whose output transformers lets ask for some, comes what a stage receives.
@@ -170,12 +181,6 @@ class ModelProgram(StageProgram):
         self._held.clear()
         self.weight_gradients.clear()
         self.embeddings.clear()
-        if self.contexts is not None:
-            self.contexts.begin(actions)
-
-    def extend(self, actions: ActionList) -> None:
-        if self.contexts is not None:
-            self.contexts.extend(actions)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         keeps = torch.is_grad_enabled()
@@ -183,7 +188,7 @@ class ModelProgram(StageProgram):
             # As a leaf it collects in `.grad` what the stage below waits for.
             received.requires_grad_(keeps and self._asks_for_gradient)
         with self._running(self.blocks, received) as ran:
-            ran.result = micro_batch.forward(self._inputs_of(micro_batch))
+            ran.result = micro_batch.forward(dict(micro_batch.inputs))
         output = self._leaving(ran, micro_batch)
         if keeps:
             self._held[micro_batch.index] = received, output
@@ -194,9 +199,7 @@ class ModelProgram(StageProgram):
         if not blocks:
             return received  # A stage of the head alone has nothing to run before it.
         with self._running(blocks, received) as ran:
-            ran.result = micro_batch.forward(self._inputs_of(micro_batch))
-        if self.contexts is not None:
-            self.contexts.end_prediction(micro_batch.place)
+            ran.result = micro_batch.forward(dict(micro_batch.inputs))
         return self._leaving(ran, micro_batch)
 
     def run(self, received: torch.Tensor, forward: Callable[[], Any]) -> Any:
@@ -214,10 +217,6 @@ class ModelProgram(StageProgram):
         # A loss may read none of what the layers gave.
         return torch.zeros_like(received) if received.grad is None else received.grad
 
-    def _inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        inputs = dict(micro_batch.inputs)
-        return inputs if self.contexts is None else inputs | self.contexts.entries_of(micro_batch.place)
-
     @contextmanager
     def _running(self, blocks: range, received: torch.Tensor | None) -> Iterator[Ran]:
         view, later = self.view.running(blocks, received), self.weight_gradients
@@ -229,8 +228,6 @@ class ModelProgram(StageProgram):
         return ran.result if self.has_head else as_sent(ran.result, micro_batch, self.dtype_out)
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if self.contexts is not None:
-            self.contexts.begin_backward(micro_batch.place, bool(micro_batch.weight), gradient)
         received, output = self._held.pop(micro_batch.index)
         later = self.weight_gradients
         # Layers may be recomputed inside, also with the model's own checkpointing.
@@ -244,8 +241,6 @@ class ModelProgram(StageProgram):
                 (output * (micro_batch.weight * micro_batch.loss_scale)).backward()
         # Behind the backward, in which the rows arrive; before it there would be nothing new to add.
         self.embeddings.add_if_many()
-        if self.contexts is not None:
-            self.contexts.end_backward(micro_batch.place)
         if received is None or not self.sends_gradient:
             return None
         # The stage below waits for a gradient even if none reached the input (a micro-batch with weight 0).

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hf_pipetransformer.comm.errors import guarded, wait_for
 from hf_pipetransformer.comm.staging import host_buffer
 from hf_pipetransformer.comm.transfers import broadcast
-from hf_pipetransformer.schedules import Action, ActionList, Op
+from hf_pipetransformer.schedules.actions import Action, ActionList, Op
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hf_pipetransformer.comm.groups import synchronize
-from hf_pipetransformer.schedules import Action, Op
+from hf_pipetransformer.schedules.actions import Action, Op
 
 
 WARMUP_STEPS = 2

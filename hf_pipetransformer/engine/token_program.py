@@ -8,32 +8,19 @@ earlier slices. The model reads the kept keys and values through its own KV cach
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_pipetransformer.schedules import BEGINS_BACKWARD, ActionList
+from hf_pipetransformer.engine.program import MicroBatch, ProgramWrapper, StageProgram
+from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, ActionList
 from hf_pipetransformer.splitters.base import CACHE_NAME
 
 
 _SPARE_TOKENS = 64
 """Number of tokens for which memory is allocated at a time, at least, while tokens are generated."""
-
-
-@dataclass(frozen=True)
-class TokenSpan:
-    """Position of a token slice: tokens `start` to `stop` (exclusive) of the `length` tokens of one batch slice.
-
-    The length is None where it is not known yet: tokens are generated.
-    """
-
-    batch_slice: int
-    start: int
-    stop: int
-    length: int | None
 
 
 class KVBuffer:
@@ -168,53 +155,57 @@ class _Layer(CacheLayerMixin):
         return self._keys.length or -1  # No maximum.
 
 
-class TokenSliceContexts:
-    """Keys and values of earlier token slices, which a stage program gives to each slice.
+class TokenSliceProgram(ProgramWrapper):
+    """Wrapper that gives token slices the keys and values of earlier ones, and puts their gradients together.
 
-    Micro-batches without a place are whole sequences and get none. `num_layers` is that of the whole model.
+    Micro-batches without a place are whole sequences and pass through. `num_layers` is that of the whole model.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, program: StageProgram, num_layers: int) -> None:
+        super().__init__(program)
         self.num_layers = num_layers
         self._contexts: dict[int, KeptContext] = {}
         self._is_trained = False
 
     def begin(self, actions: ActionList) -> None:
-        """Forget all contexts, for a run of an action list."""
         self._contexts.clear()
-        self._is_trained = False
-        self.extend(actions)
+        # A run that goes on with other actions is a generation, and trains nothing.
+        self._is_trained = any(action.op in BEGINS_BACKWARD for action in actions)
+        self.program.begin(actions)
 
-    def extend(self, actions: ActionList) -> None:
-        """Continue the run with another action list."""
-        self._is_trained |= any(action.op in BEGINS_BACKWARD for action in actions)
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+        return self.program.forward(self._with_context(micro_batch), received)
 
-    def entries_of(self, place: TokenSpan | None) -> dict[str, Any]:
-        """Return what the model's forward is given beside a slice's own inputs."""
+    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
+        output, place = self.program.predict(self._with_context(micro_batch), received), micro_batch.place
+        if place is not None and place.batch_slice in self._contexts:
+            # Kept for a backward, which does not follow.
+            self._contexts[place.batch_slice].forget(place.start)
+        return output
+
+    def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        place = micro_batch.place
         if place is None:
-            return {}
+            return self.program.backward_input(micro_batch, gradient)
+        context = self._contexts[place.batch_slice]
+        if gradient is None and not micro_batch.weight:
+            # On the last stage a slice without labels has no loss, which would start the backward.
+            context.backward_of_context(place.start)
+        entered = self.program.backward_input(micro_batch, gradient)
+        context.forget(place.start)
+        if place.start == 0:
+            # The backward of the first slice is the last of the sequence.
+            del self._contexts[place.batch_slice]
+        return entered
+
+    def _with_context(self, micro_batch: MicroBatch) -> MicroBatch:
+        place = micro_batch.place
+        if place is None:
+            return micro_batch
         if place.batch_slice not in self._contexts:
             self._contexts[place.batch_slice] = KeptContext(self.num_layers, place.length or 0)
-        context = self._contexts[place.batch_slice]
-        entries = {CACHE_NAME: context.from_token(place.start)}
+        cache = self._contexts[place.batch_slice].from_token(place.start)
         if place.stop == place.length and not self._is_trained:
             del self._contexts[place.batch_slice]
-        return entries
-
-    def end_prediction(self, place: TokenSpan | None) -> None:
-        """Forget what a backward would need, which does not follow."""
-        if place is not None and place.batch_slice in self._contexts:
-            self._contexts[place.batch_slice].forget(place.start)
-
-    def begin_backward(self, place: TokenSpan | None, has_loss: bool, gradient: torch.Tensor | None) -> None:
-        """Run the backward that no loss starts: on the last stage a slice without labels has none."""
-        if place is not None and gradient is None and not has_loss:
-            self._contexts[place.batch_slice].backward_of_context(place.start)
-
-    def end_backward(self, place: TokenSpan | None) -> None:
-        """Forget a slice, and with the first one, whose backward is the last, the sequence."""
-        if place is None:
-            return
-        self._contexts[place.batch_slice].forget(place.start)
-        if place.start == 0:
-            del self._contexts[place.batch_slice]
+        # Without a place: generation wraps a program that may have one of these inside.
+        return micro_batch.with_inputs(micro_batch.inputs | {CACHE_NAME: cache}, place=None)

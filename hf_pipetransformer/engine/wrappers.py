@@ -12,7 +12,7 @@ import torch
 
 from hf_pipetransformer.data.batches import CacheTags, take_rows
 from hf_pipetransformer.engine.program import MicroBatch, ProgramWrapper, StageProgram, as_sent
-from hf_pipetransformer.schedules import BEGINS_BACKWARD, COMPUTATIONS, ActionList, Op
+from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, COMPUTATIONS, ActionList, Op
 from hf_pipetransformer.schedules.placement import first_above
 
 

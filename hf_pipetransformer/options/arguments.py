@@ -31,9 +31,8 @@ from hf_pipetransformer.options.reading import (
     whole_number,
 )
 from hf_pipetransformer.report import failure
-from hf_pipetransformer.schedules import SCHEDULE_NAMES, Schedule, find_schedule
+from hf_pipetransformer.schedules.abilities import SCHEDULE_NAMES, WEIGHTS_NAMES, Abilities, abilities_of
 from hf_pipetransformer.schedules.placement import Plans
-from hf_pipetransformer.schedules.weight_kinds import WEIGHTS_NAMES
 
 
 logger = logging.getLogger(__name__)
@@ -406,7 +405,7 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
             ValueError: CUDA has started, and loads kernels one by one.
         """
         is_needed = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not self.use_cpu and self.ddp_backend != "gloo"
-        if not is_needed or not self.schedule.abilities.overlaps_steps or not torch.cuda.is_available():
+        if not is_needed or not self.abilities.overlaps_steps or not torch.cuda.is_available():
             return
         if torch.cuda.is_initialized() and os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
             raise ValueError(
@@ -425,16 +424,14 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
             self.bf16, self.fp16 = of_launcher == "bf16", of_launcher == "fp16"
 
     def _recompute_in_pipeline(self) -> None:
-        if self.activation_checkpointing and (
-            self.pipeline_parallel_size != "1" or self.schedule.abilities.cuts_tokens
-        ):
+        if self.activation_checkpointing and (self.pipeline_parallel_size != "1" or self.abilities.cuts_tokens):
             if self.pipeline_checkpoint != "never":
                 raise ValueError(
                     f"activation_checkpointing=True and pipeline_checkpoint={self.pipeline_checkpoint!r} say the same "
                     "thing twice: set only one of them."
                 )
             # One process runs the model's own forward, which recomputes as with Trainer.
-            if self.world_size > 1 or self.schedule.abilities.cuts_tokens:
+            if self.world_size > 1 or self.abilities.cuts_tokens:
                 # The engine recomputes; the model must not do so a second time.
                 self.pipeline_checkpoint = "layers"
                 self.activation_checkpointing = False
@@ -478,12 +475,12 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
     @property
     def num_chunks(self) -> int:
         """Number of stages on each rank V, if the pipeline has several ranks."""
-        return self.pipeline_chunks or self.schedule.abilities.default_chunks
+        return self.pipeline_chunks or self.abilities.default_chunks
 
     @property
-    def schedule(self) -> Schedule:
-        """Schedule that was asked for; see `RunPlanner` for the one that runs."""
-        return find_schedule(self.pipeline_schedule)
+    def abilities(self) -> Abilities:
+        """Abilities of the schedule that was asked for; see `RunPlanner` for the one that runs."""
+        return abilities_of(self.pipeline_schedule)
 
     @property
     def is_undivided(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
-from hf_pipetransformer.schedules import Abilities, schedules_that
+from hf_pipetransformer.schedules.abilities import OPTIONS_OF_SCHEDULES
 
 
 Options = Any
@@ -25,13 +25,16 @@ POLICIES_READING = {
 }
 """Built-in policies that read each of these; one of your own reads all but `freeze_alpha` and `freeze_rule`."""
 
-OPTIONS_OF_SCHEDULES: dict[str, Callable[[Abilities], bool]] = {
-    "pipeline_token_slices": lambda able: able.cuts_tokens,
-    "pipeline_weights": lambda able: able.overlaps_steps,
-    "pipeline_clip": lambda able: able.overlaps_steps,
-    "pipeline_drain_interval": lambda able: able.overlaps_steps,
+DEMANDS: dict[str, Callable[[Options], bool]] = {
+    "torch_compile": lambda args: args.torch_compile,
+    # `auto` is no demand: it stores nothing then, or leaves the head whole, without a word.
+    "activation_cache": lambda args: args.activation_cache == "on",
+    "pipeline_head_slices": lambda args: (args.head_slices or 1) > 1,
+    "pipeline_checkpoint": lambda args: args.pipeline_checkpoint == "except_last",
+    "pipeline_loss": lambda args: args.pipeline_loss in ("batch", "replica"),
+    "fp16": lambda args: args.fp16,
 }
-"""Ability that a schedule needs for each of these options to do anything."""
+"""For options that some schedules refuse (`Abilities.refuses`), whether their values ask for what is refused."""
 
 
 def raise_first(refusals: Iterable[Refusal]) -> None:
@@ -86,19 +89,17 @@ def _refused_on_other_schedules(args: Options) -> list[Refusal]:
     return [
         (
             # A value that equals the default cannot be told from one that nobody set.
-            not can(args.schedule.abilities) and getattr(args, name) != defaults[name],
-            f"{name}={getattr(args, name)!r} needs pipeline_schedule={' or '.join(map(repr, schedules_that(can)))}, "
+            name not in args.abilities.reads and getattr(args, name) != defaults[name],
+            f"{name}={getattr(args, name)!r} needs pipeline_schedule={' or '.join(map(repr, readers))}, "
             f"found {args.pipeline_schedule!r}.",
         )
-        for name, can in OPTIONS_OF_SCHEDULES.items()
+        for name, readers in OPTIONS_OF_SCHEDULES.items()
     ]
 
 
 def _refused_on_this_schedule(args: Options) -> list[Refusal]:
-    able, here = args.schedule.abilities, f"with pipeline_schedule={args.pipeline_schedule!r}"
+    able, here = args.abilities, f"with pipeline_schedule={args.pipeline_schedule!r}"
     fewest, most = able.min_chunks, able.max_chunks
-    # Slices of sequences, and passes of several steps at a time, have no outputs of whole samples to store.
-    stores_nothing = is_uncompiled = not able.runs_steps_whole
     return [
         (
             not fewest <= args.num_chunks <= most,
@@ -106,41 +107,18 @@ def _refused_on_this_schedule(args: Options) -> list[Refusal]:
             f"{fewest if fewest == most else f'{fewest} to {most}'} stages a rank. Choose another schedule, or leave "
             "pipeline_chunks out.",
         ),
-        (
-            args.torch_compile and is_uncompiled,
-            f"torch_compile {here} has not been verified: use another schedule, or leave torch_compile out.",
+        *(
+            (
+                name in able.refuses and is_asked(args),
+                f"{name}={getattr(args, name)!r} {here}, which {able.refuses.get(name)}. Leave {name} out, or use "
+                "pipeline_schedule='1f1b'.",
+            )
+            for name, is_asked in DEMANDS.items()
         ),
         (
-            # `auto` is no demand: there it stores nothing, without a word.
-            args.activation_cache == "on" and stores_nothing,
-            f"activation_cache='on' {here}: nothing is stored there. Leave activation_cache out, or use "
-            "pipeline_schedule='1f1b'.",
-        ),
-        (
-            args.pipeline_checkpoint == "except_last" and able.overlaps_steps,
-            f"pipeline_checkpoint='except_last' {here}, which has no last micro-batch: set it to 'layers', 'always' "
-            "or 'never'.",
-        ),
-        (
-            args.pipeline_loss in ("batch", "replica") and able.overlaps_steps,
-            f"pipeline_loss={args.pipeline_loss!r} {here}: its passes overlap, so that no loss sees a whole batch. "
-            "Leave pipeline_loss out, or use pipeline_schedule='1f1b'.",
-        ),
-        (
-            # None is `auto`, which leaves the head whole there.
-            (args.head_slices or 1) > 1 and not able.runs_steps_whole,
-            f"pipeline_head_slices={args.pipeline_head_slices} {here}, which runs its head in other ways. Leave "
-            "pipeline_head_slices out, or use pipeline_schedule='1f1b'.",
-        ),
-        (
-            (args.head_slices or 1) > 1 and args.pipeline_loss in ("batch", "replica"),
+            DEMANDS["pipeline_head_slices"](args) and DEMANDS["pipeline_loss"](args),
             f"pipeline_head_slices={args.pipeline_head_slices} with pipeline_loss={args.pipeline_loss!r}: a loss of "
             "slices sees no whole batch. Choose one.",
-        ),
-        (
-            args.fp16 and able.overlaps_steps,
-            f"fp16=True {here}: stages would have to agree in every step whether it is skipped. Use bf16=True, or "
-            "pipeline_schedule='1f1b'.",
         ),
     ]
 

@@ -139,7 +139,7 @@ def _refused_with_stages(args: PipeTransformerArguments) -> list[Refusal]:
             "output again, while micro-batches in flight need it. Use another mode, or pipeline_parallel_size=1.",
         ),
         (
-            compiles and args.schedule.abilities.splits_backward,
+            compiles and args.abilities.splits_backward,
             f"pipeline_schedule={args.pipeline_schedule!r} computes the weight gradients of linear layers apart; "
             "torch_compile=True compiles them into the backward. Use pipeline_schedule='1f1b' or 'interleaved_1f1b', "
             "or do without torch_compile.",
@@ -166,7 +166,7 @@ def warn_about_options(args: PipeTransformerArguments) -> list[str]:
     # With "auto" K is not known yet: the longest pipeline stands for it.
     size = args.pipeline_size or args.world_size
     run = (size, args.world_size // size, args.pipeline_schedule, precision_of(args))
-    able = args.schedule.abilities
+    able = args.abilities
     uses_nccl = args.device.type == "cuda" and args.ddp_backend != "gloo"
     missing, known = "NCCL", "on gloo and under NCCL's rules"
     if (*run, "sockets") in VERIFIED_ON_NCCL:

@@ -17,9 +17,10 @@ from hf_pipetransformer.planning.blocks import (
     trained_elements,
 )
 from hf_pipetransformer.planning.simulator import Durations, Timeline, simulate, steady_seconds
-from hf_pipetransformer.schedules import FORWARD_ONLY, Table, find_schedule
+from hf_pipetransformer.schedules.actions import Table
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import first_above, num_layers, slice_bounds
+from hf_pipetransformer.schedules.tables import FORWARD_ONLY, find_schedule
 
 
 if TYPE_CHECKING:

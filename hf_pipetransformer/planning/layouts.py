@@ -11,10 +11,10 @@ from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, Rank
 from hf_pipetransformer.planning.partition import partition
 from hf_pipetransformer.planning.storing import COMPUTE, Way
 from hf_pipetransformer.planning.token_slices import cut_layout
-from hf_pipetransformer.schedules import Abilities, find_schedule
+from hf_pipetransformer.schedules.abilities import abilities_of
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Plans, num_layers
-from hf_pipetransformer.schedules.weight_kinds import find_weights
+from hf_pipetransformer.schedules.weight_kinds import WeightKind, weights_under
 
 
 SAMPLES_PER_MICROBATCH = 4
@@ -116,7 +116,7 @@ def choose_num_chunks(schedule: str, wanted: int, pipeline_size: int, most_stage
     if pipeline_size == 1:
         return 1
     num_chunks = min(wanted, most_stages // pipeline_size)
-    return num_chunks if num_chunks >= find_schedule(schedule).abilities.min_chunks else 0
+    return num_chunks if num_chunks >= abilities_of(schedule).min_chunks else 0
 
 
 def reachable_shapes(schedule: str, wanted: int, sizes: Sequence[int], most_stages: int) -> list[tuple[int, int]]:
@@ -126,25 +126,20 @@ def reachable_shapes(schedule: str, wanted: int, sizes: Sequence[int], most_stag
 
 
 def choose_num_microbatches(
-    pipeline_size: int,
-    pipeline_batch_size: int,
-    abilities: Abilities = Abilities(),  # noqa: B008  # Frozen.
-    accumulation: int = 1,
-    weights: str = "pipeoptim",
+    pipeline_size: int, pipeline_batch_size: int, weights: WeightKind | None = None, accumulation: int = 1
 ) -> int:
     """Return the number of micro-batches M by a rule of thumb.
 
     It is 4K (GPipe) as long as a micro-batch keeps `SAMPLES_PER_MICROBATCH`, and at least K. Where steps overlap there
-    is no bubble to shrink: batches stay whole, unless the weight versions need more micro-batches per optimizer step.
-    Only then do `accumulation`, the batches per optimizer step, and `weights` matter.
+    is no bubble to shrink: batches stay whole, unless the kind of `weights` needs more micro-batches per optimizer
+    step, which has `accumulation` batches.
     """
     if pipeline_size == 1:
         return 1
-    if abilities.overlaps_steps:
-        counts = range(1, pipeline_batch_size + 1)
-        possible = (count for count in counts if _is_possible(weights, pipeline_size, accumulation * count))
-        # Where none is possible, the training refuses the run with the reason (`WeightKind.check`).
-        return next(possible, max(1, pipeline_batch_size))
+    if weights is not None:
+        # Where samples are too few for it, the training refuses the run with the reason (`WeightKind.check`).
+        needed = -(-weights.fewest_in_a_step(pipeline_size) // accumulation)
+        return max(1, min(needed, pipeline_batch_size))
     # Below this size a launch takes longer than what it computes, and a smaller bubble gains nothing.
     wanted = min(4 * pipeline_size, pipeline_batch_size // SAMPLES_PER_MICROBATCH)
     return max(1, min(max(wanted, pipeline_size), pipeline_batch_size))
@@ -156,14 +151,6 @@ def evaluation_microbatches(layout: Layout, pipeline_batch_size: int) -> int:
         return layout.num_microbatches
     by_rule = choose_num_microbatches(layout.pipeline_size, pipeline_batch_size)
     return max(layout.num_microbatches, by_rule)
-
-
-def _is_possible(weights: str, num_stages: int, micro_batches_per_step: int) -> bool:
-    try:
-        find_weights(weights).check(num_stages, micro_batches_per_step)
-    except ValueError:
-        return False
-    return True
 
 
 def plan_layout(
@@ -185,7 +172,7 @@ def plan_layout(
     num_stages, most = pipeline_size * num_chunks, len(cut_positions) - 1
     if not 0 < num_stages <= most:
         # V is 0 where the model is too short for the least V of its schedule.
-        needed = num_stages or pipeline_size * find_schedule(schedule).abilities.min_chunks
+        needed = num_stages or pipeline_size * abilities_of(schedule).min_chunks
         raise ValueError(
             f"pipeline_parallel_size={pipeline_size} under {schedule} needs {needed} stages, but this model can be "
             f"cut into {most} stages at most. Choose a smaller pipeline_parallel_size."
@@ -200,7 +187,7 @@ def plan_layout(
         schedule=schedule,
         cache_level=cache_level,
         num_chunks=num_chunks,
-        placement=find_schedule(schedule).placement,
+        placement=abilities_of(schedule).placement,
     )
 
 
@@ -284,17 +271,16 @@ class PlanInputs:
         Frozen blocks count with their forward only, and not even that where their output is stored, which pipelines
         over several nodes cannot.
         """
-        rules, abilities = self.rules, find_schedule(schedule).abilities
+        rules, weights = self.rules, weights_under(abilities_of(schedule), self.rules.weights)
         samples = self.samples_per_device * pipeline_size
         # M of the user comes before M of a trial, which comes before the rule.
         known = rules.num_microbatches or rules.known_microbatches.get((pipeline_size, num_chunks))
-        by_rule = choose_num_microbatches(pipeline_size, samples, abilities, self.accumulation, rules.weights)
+        by_rule = choose_num_microbatches(pipeline_size, samples, weights, self.accumulation)
         level, (costs, overheads) = self.stored(pipeline_size, cache_level), self.cut_by
         # Where steps overlap, each stage waits for its own update: the update is a part of its load.
         # Loads are per sample, and an update comes once a step.
         per_sample = overheads.optimizer_per_parameter / (samples * self.accumulation)
-        update = per_sample if abilities.overlaps_steps else 0.0
-        loads = block_loads(costs, num_frozen, level, update)
+        loads = block_loads(costs, num_frozen, level, 0.0 if weights is None else per_sample)
         shape = schedule, pipeline_size, num_replicas, known or by_rule, num_chunks
         layout = plan_layout(loads, rules.cut_positions, *shape, num_frozen, level)
         # Slices are planned with one time for all messages: that of the slowest, which the others wait for.

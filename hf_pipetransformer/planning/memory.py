@@ -14,9 +14,10 @@ from hf_pipetransformer.planning.blocks import (
     of_active,
     trained_elements,
 )
-from hf_pipetransformer.schedules import GRADIENTS_ARE_WHOLE, Op, find_schedule
+from hf_pipetransformer.schedules.actions import GRADIENTS_ARE_WHOLE, Op
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, num_layers
-from hf_pipetransformer.schedules.weight_kinds import copies_beside, find_weights
+from hf_pipetransformer.schedules.tables import find_schedule
+from hf_pipetransformer.schedules.weight_kinds import weights_under
 
 
 if TYPE_CHECKING:
@@ -151,14 +152,13 @@ def rank_memory(
         found[rank].optimizer = memory.state_bytes(trained[rank], active[rank])
         found[rank].copies = memory.casts * casts[rank]
     _add_shared(found, reduced, layout, costs)
-    if layout.abilities.overlaps_steps:
-        kind, num_stages = find_weights(weights), layout.num_stages
+    kind, num_stages = weights_under(layout.abilities, weights), layout.num_stages
+    if kind is not None:
         # A window has one stage a rank, so that stages are ranks here.
         for stage, own in enumerate(active):
-            # The current version is among the weights above.
-            versions = kind.copies(stage, num_stages, accumulation * microbatches)
-            beside = copies_beside(kind.direction, memory.optim) if kind.predicts(stage, num_stages) else 0
-            found[stage].copies += own * (versions - 1 + beside)
+            found[stage].copies += own * kind.copies_beside(
+                stage, num_stages, accumulation * microbatches, memory.optim
+            )
     if layout.num_replicas > 1:
         for rank, size in enumerate(reduced):
             found[rank].gradients += size
@@ -223,11 +223,10 @@ def _fullest(
     `sums_in_place` that gradients are summed in the precision of the weights. `kept_back` are the bytes of block 0's
     gradients that are made after the last backward, and those that are kept for them from each backward.
     """
-    if layout.abilities.overlaps_steps:
-        # Without a flush, forwards of later steps start before the backwards of these have ended.
-        microbatches, is_alone = max(microbatches, layout.pipeline_size), False
     shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
-    table, found = find_schedule(layout.schedule).table(*shape), list[RankMemory]()
+    table, found = find_schedule(layout.schedule).fullest_table(*shape), list[RankMemory]()
+    # A table with updates goes on into the next step, whose gradients are there already.
+    is_alone = is_alone and all(action.op is not Op.UPDATE for actions in table for action in actions)
     # The only backward of a step puts its gradients into the flat buffers at once, which `rank_memory` adds.
     is_moved = is_alone and sums_in_place and microbatches == 1 and layout.num_replicas > 1
     working = costs.working_bytes or (0.0,) * len(gradients)

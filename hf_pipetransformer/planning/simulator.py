@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_pipetransformer.schedules import GIVES, NEEDS, SENDS, Action, Op, Schedule, ScheduleError, Table, source_of
+from hf_pipetransformer.schedules.actions import GIVES, NEEDS, SENDS, Action, Op, ScheduleError, Table, source_of
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

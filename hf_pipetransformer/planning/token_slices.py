@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_pipetransformer.planning.simulator import Durations, simulate
-from hf_pipetransformer.schedules import Schedule, find_schedule
+from hf_pipetransformer.schedules.schedule import Schedule
+from hf_pipetransformer.schedules.tables import find_schedule
 
 
 if TYPE_CHECKING:

@@ -26,32 +26,23 @@ from hf_pipetransformer.data.batches import (
 from hf_pipetransformer.engine.head import HeadMode
 from hf_pipetransformer.engine.linear_layers import linear_layers
 from hf_pipetransformer.engine.losses import LossRule, LossScope
-from hf_pipetransformer.engine.program import Forward, MicroBatch, Write
+from hf_pipetransformer.engine.program import Forward, MicroBatch, TokenSpan, Write
 from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
-from hf_pipetransformer.engine.token_program import TokenSpan
 from hf_pipetransformer.planning.layouts import evaluation_microbatches
 from hf_pipetransformer.runtime.joining import BatchOfAll, ReplicaJoin, join_parts
 from hf_pipetransformer.runtime.loss_call import LossCall
 from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, num_bytes, spread
 from hf_pipetransformer.runtime.stage import GradientNorms, Stage
-from hf_pipetransformer.runtime.window import Batch, Window
-from hf_pipetransformer.schedules import (
-    BEGINS_BACKWARD,
-    FORWARD_ONLY,
-    SENDS,
-    Action,
-    ActionList,
-    Schedule,
-    find_schedule,
-    forwards_first,
-)
+from hf_pipetransformer.schedules.abilities import FORWARDS_FIRST
+from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, SENDS, Action, ActionList
 from hf_pipetransformer.schedules.placement import slice_bounds
+from hf_pipetransformer.schedules.schedule import Schedule
+from hf_pipetransformer.schedules.tables import FORWARD_ONLY, find_schedule
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.data.rng import SharedRngState
     from hf_pipetransformer.engine.engine import ActionListRun
-    from hf_pipetransformer.engine.weights.stage import StageWeights
     from hf_pipetransformer.splitters.structure import ActivationShape
 
 
@@ -129,7 +120,7 @@ class StageRunner:
         self.scope = scope
         self.shifts_labels = shifts_labels
         self.norms = GradientNorms(stage)
-        self._copies = CopyStream(stage.settings.device)
+        self.copies = CopyStream(stage.settings.device)
         self._actions_seen: ActionList = ()
         self._last_gradients: list[tuple[Action, list[torch.nn.Parameter]]] = []
         self._growth: float | None = None
@@ -158,7 +149,7 @@ class StageRunner:
             stage.head.begin(HeadMode.WATCHED if watches else HeadMode.PARTS)
             num_slices = max(1, len(bounds) - 1)
             actions = self.actions(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
-            run = stage.engine.begin(actions, OnDevice(cut, _uses(actions), batch.prepare, self._copies))
+            run = stage.engine.begin(actions, OnDevice(cut, _uses(actions), batch.prepare, self.copies))
             shares = self._drained(run, is_last_batch)
             # Added on the device: a sum of Python numbers would have the host wait for every micro-batch.
             loss = torch.stack(shares).sum() if shares else loss
@@ -166,7 +157,7 @@ class StageRunner:
             loss += float("nan")  # No replica had an item: the mean is nan on all of them, and Trainer filters it.
         # Outside of the branches: other replicas wait for this one in the all-reduce, even if it has no samples.
         if is_last_batch:
-            self._reduce()
+            self.reduce_gradients()
         return loss
 
     def _sees_whole(self, num_parts: int) -> bool:
@@ -191,7 +182,7 @@ class StageRunner:
         def forwards(parts: list[MicroBatch]) -> list[torch.Tensor] | None:
             nonlocal run
             # The loss needs what enters the head in all micro-batches.
-            actions = self.actions(forwards_first(find_schedule(stage.layout.schedule)), len(parts))
+            actions = self.actions(find_schedule(FORWARDS_FIRST), len(parts))
             run = stage.engine.begin(actions, parts)
             run.advance(before=next((action for action in actions if action.op in BEGINS_BACKWARD), None))
             entered = stage.head.entered
@@ -269,7 +260,7 @@ class StageRunner:
     def _drained(self, run: ActionListRun, is_last_batch: bool) -> list[Any]:
         """Run the rest of an action list, and reduce gradients on the way; returns the last stage's results."""
         stage = self.stage
-        for stop in self._stops(run.actions, is_last_batch):
+        for stop in self.stops(run.actions, is_last_batch):
             run.advance(before=stop)
         results = run.drain()
         stage.view.widen()
@@ -296,14 +287,14 @@ class StageRunner:
         Collective: call on every rank of the pipeline.
         """
         actions = self.actions(FORWARD_ONLY[self.stage.layout.placement], len(cut))
-        parts = OnDevice([replace(part, forward=reference) for part in cut], _uses(actions), prepare, self._copies)
+        parts = OnDevice([replace(part, forward=reference) for part in cut], _uses(actions), prepare, self.copies)
         found = self.stage.engine.begin(actions, parts, is_training=False).drain()
         # Results come out on the last stage alone, whose head is the one to read the entries.
         if not found:
             return cut
         return [replace(part, inputs={**part.inputs, **own}) for part, own in zip(cut, found, strict=True)]
 
-    def _stops(self, actions: ActionList, is_last_batch: bool) -> Iterator[Action | None]:
+    def stops(self, actions: ActionList, is_last_batch: bool) -> Iterator[Action | None]:
         """Iterate over the actions before which an action list stops, None for its end; it runs on in between.
 
         In the last batch of a step, gradients are reduced as soon as they are complete.
@@ -320,7 +311,8 @@ class StageRunner:
             self._reducer.arm(late.parameters)
         late.add()
 
-    def _reduce(self) -> None:
+    def reduce_gradients(self) -> None:
+        """Reduce what is left of the gradients of a step. Collective: call on every rank."""
         meter = self.stage.settings.meter
         with meter.part("reduction"), meter.tracing("reduce gradients"):
             self._reducer.finish(self.stage.shared)
@@ -329,35 +321,6 @@ class StageRunner:
     def _reducer(self) -> GradientReducer:
         assert self.stage.reducer is not None, "the stage was started for training"
         return self.stage.reducer
-
-    # ---- asynchronous windows ----
-
-    def open_window(self, weights: StageWeights) -> Window:
-        """Open a window of steps without drains between them."""
-        return Window(self.stage, weights)
-
-    def cut_for_window(self, batch: LoaderBatch) -> Batch:
-        """Cut a batch into the micro-batches of a window."""
-        stage, groups = self.stage, self.stage.groups
-        cut = self.cut(batch, self.loss_rule, stage.layout.num_microbatches)
-        has_backward = groups.position >= stage.layout.first_active_stage
-        # Lookups of a micro-batch: the forward, the backward, and one receive for each if a neighbor sends.
-        num_uses = 1 + (not groups.is_first) + has_backward + (has_backward and not groups.is_last)
-        uses = Counter(dict.fromkeys(range(len(cut)), num_uses))
-        return Batch(OnDevice(cut, uses, batch.prepare, self._copies), [part.activation_shape for part in cut])
-
-    def train_in(self, window: Window, num_items: int, is_last_batch: bool) -> torch.Tensor:
-        """Run the next batch of a window, with `num_items` items over all replicas. Result as in `train`."""
-        actions = window.begin_batch()
-        for stop in self._stops(actions, is_last_batch):
-            window.run.advance(before=stop)
-        shares = window.run.take_results()
-        if is_last_batch:
-            self._reduce()
-        if shares:
-            return torch.stack(shares).sum()
-        is_nan = num_items == 0 and self.stage.groups.is_last
-        return torch.full((), float("nan") if is_nan else 0.0, device=self.stage.settings.device)
 
     def over_replicas(self, counts: list[int]) -> list[int]:
         """Sum item counts over replicas. Collective on the last stage; other stages get their own counts back."""
@@ -563,12 +526,16 @@ class OnDevice(Sequence[MicroBatch]):
         self._parts = parts
         self._num_left = uses
         self._prepare = prepare
-        self._copies = copies
+        self.copies = copies
         self._coming: dict[int, Arriving[dict[str, Any]]] = {}
         self._there: dict[int, MicroBatch] = {}
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        """Return the shape of a micro-batch's activation, without looking the micro-batch up."""
+        return self._parts[i].activation_shape
 
     def __getitem__(self, i: Any) -> Any:
         if i not in self._there:
@@ -584,4 +551,4 @@ class OnDevice(Sequence[MicroBatch]):
         # Neither beyond the last one nor what no action of this rank looks up.
         if self._num_left[i] and i not in self._coming and i not in self._there:
             given = self._parts[i].inputs
-            self._coming[i] = self._copies.start(lambda: self._prepare(given))
+            self._coming[i] = self.copies.start(lambda: self._prepare(given))

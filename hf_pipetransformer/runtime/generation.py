@@ -24,10 +24,11 @@ from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast, broadcast_tree, digest_of
 from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.rng import drawing_alike
+from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.losses import LossRule
-from hf_pipetransformer.engine.token_program import TokenSpan
+from hf_pipetransformer.engine.program import TokenSpan
 from hf_pipetransformer.runtime.execution import LoaderBatch
-from hf_pipetransformer.schedules import FORWARD_ONLY
+from hf_pipetransformer.schedules.tables import FORWARD_ONLY
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import media_of
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from hf_pipetransformer.engine.program import MicroBatch
     from hf_pipetransformer.runtime.execution import StageRunner
     from hf_pipetransformer.runtime.pipeline import Pipeline
-    from hf_pipetransformer.schedules import ActionList
+    from hf_pipetransformer.schedules.actions import ActionList
 
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -196,8 +197,14 @@ class Passes:
     """
 
     def __init__(self, runner: StageRunner, forward: Callable[..., Any]) -> None:
+        from hf_pipetransformer.engine.token_program import TokenSliceProgram
+
         self.runner = runner
         self._forward = forward
+        stage = runner.stage
+        programs = [TokenSliceProgram(program, stage.layout.num_layers) for program in stage.engine.programs]
+        # An engine of its own, as keys and values are kept for the generation only.
+        self._engine = Engine(programs, stage.engine.links, stage.engine.meter)
         self._run: ActionListRun | None = None
         self._num_kept = 0
         self._size: int | None = None
@@ -224,7 +231,7 @@ class Passes:
             if own is not None:
                 model.forward = own
             # The keys and values would stay until the next batch.
-            self.runner.stage.engine.begin((), (), is_training=False)
+            self._engine.begin((), (), is_training=False)
 
     def _pass(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
         """Return the logits of the last token of each sequence, `(batch, 1, vocabulary)`, on every rank.
@@ -241,7 +248,7 @@ class Passes:
         num_rows, num_new = inputs[self.runner.activation.main_input].shape
         self._num_kept += num_new
         if self._run is None:
-            self._run = stage.engine.begin(actions, parts, is_training=False)
+            self._run = self._engine.begin(actions, parts, is_training=False)
         else:
             self._run.extend(actions, parts)
         self._run.advance()

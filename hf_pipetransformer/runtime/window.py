@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -13,22 +13,14 @@ import torch
 from hf_pipetransformer.comm.transfers import gather_rows
 from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.weights.stage import StageWeights, VersionedProgram
-from hf_pipetransformer.schedules import COMPUTATIONS, Action, ActionList, Op
+from hf_pipetransformer.runtime.execution import OnDevice
+from hf_pipetransformer.schedules.actions import COMPUTATIONS, Action, ActionList, Op
 from hf_pipetransformer.schedules.asynchronous import enough, step_actions
-from hf_pipetransformer.schedules.placement import Placement
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.engine.program import MicroBatch, MicroBatches
-    from hf_pipetransformer.runtime.stage import Stage
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Batch of a step, cut into micro-batches, with the shapes of their activations."""
-
-    parts: MicroBatches
-    shapes: Sequence[tuple[int, ...]]
+    from hf_pipetransformer.engine.program import MicroBatch
+    from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
 
 
 class Window:
@@ -38,12 +30,13 @@ class Window:
     from the beginning of the window.
     """
 
-    def __init__(self, stage: Stage, weights: StageWeights) -> None:
+    def __init__(self, runner: StageRunner, weights: StageWeights) -> None:
+        self.runner, stage = runner, runner.stage
         self.groups = groups = stage.groups
         self.first_active_stage = stage.layout.first_active_stage
         self.weights = weights
-        self._placement = Placement(groups.pipeline_size)
-        self._steps: deque[list[Batch]] = deque()
+        self._placement = stage.layout.places
+        self._steps: deque[list[OnDevice]] = deque()
         self._num_added = 0
         self._before: deque[int] = deque()
         self._micro_batches = _MicroBatches()
@@ -56,31 +49,50 @@ class Window:
             program = VersionedProgram(program, weights)
         # An engine of its own, as versions of the weights are kept within the window only.
         own = Engine([program], stage.engine.links, stage.engine.meter)
-        self.run = own.begin((), self._micro_batches)
+        self._run = own.begin((), self._micro_batches)
 
-    def add(self, batches: Sequence[Batch]) -> None:
+    def add(self, batches: Iterable[LoaderBatch]) -> None:
         """Append the batches of the next step. Steps added early let forwards run ahead into them."""
-        for batch in batches:
+        step = [self._cut(batch) for batch in batches]
+        for batch in step:
             self._micro_batches.add(batch, self._num_added)
-        self._steps.append(list(batches))
+        self._steps.append(step)
         self._num_added += 1
+
+    def _cut(self, batch: LoaderBatch) -> OnDevice:
+        runner, groups, layout = self.runner, self.groups, self.runner.stage.layout
+        cut = runner.cut(batch, runner.loss_rule, layout.num_microbatches)
+        has_backward = groups.position >= layout.first_active_stage
+        # Lookups of a micro-batch: the forward, the backward, and one receive for each if a neighbor sends.
+        num_uses = 1 + (not groups.is_first) + has_backward + (has_backward and not groups.is_last)
+        uses = Counter(dict.fromkeys(range(len(cut)), num_uses))
+        return OnDevice(cut, uses, batch.prepare, runner.copies)
 
     @property
     def num_known(self) -> int:
         """Number of steps added and not ended, including a running one."""
         return len(self._steps)
 
-    def begin_batch(self) -> ActionList:
-        """Return the next batch's action list, including forwards of later batches. Execute it with `run.advance`."""
+    def train(self, num_items: int, is_last_batch: bool) -> torch.Tensor:
+        """Run the next batch, with `num_items` items over all replicas. Result as of `StageRunner.train`."""
         if not self._action_lists:
             self._action_lists.extend(self._actions_of_step())
+        # With forwards of later batches.
         actions = self._action_lists.popleft()
-        self.run.extend(actions)
-        return actions
+        self._run.extend(actions)
+        for stop in self.runner.stops(actions, is_last_batch):
+            self._run.advance(before=stop)
+        shares = self._run.take_results()
+        if is_last_batch:
+            self.runner.reduce_gradients()
+        if shares:
+            return torch.stack(shares).sum()
+        is_nan = num_items == 0 and self.groups.is_last
+        return torch.full((), float("nan") if is_nan else 0.0, device=self.runner.stage.settings.device)
 
     def end_step(self) -> None:
         """Remove the oldest step. Call after the stage's optimizer step."""
-        size = _num_micro_batches(self._steps.popleft())
+        size = sum(map(len, self._steps.popleft()))
         self._before.append(size)
         # Micro-batches of older steps have no influence on the next actions.
         while sum(self._before) - self._before[0] >= enough(self.groups.pipeline_size):
@@ -91,14 +103,14 @@ class Window:
     def _actions_of_step(self) -> Iterator[ActionList]:
         """Yield the step's action list, cut after each batch's last backward; on a frozen stage all in one part."""
         (present, *later), rank = self._steps, self.groups.position
-        sizes = [len(batch.shapes) for batch in present]
+        sizes = [len(batch) for batch in present]
         actions = step_actions(
             self._placement,
             self.first_active_stage,
             rank,
             tuple(self._before),
             sum(sizes),
-            tuple(map(_num_micro_batches, later)),
+            tuple(sum(map(len, batches)) for batches in later),
         )
         shifted = [
             action._replace(micro_batch=action.micro_batch + self._first_micro_batch)
@@ -115,7 +127,7 @@ class Window:
 
     def drain(self) -> None:
         """End the window after its last step, once all sends are complete."""
-        self.run.drain()
+        self._run.drain()
         self.weights.end()
 
     def abandon(self) -> None:
@@ -124,7 +136,7 @@ class Window:
         Collective: call on every rank of the pipeline, after the same batch.
         """
         # Ranks have run ahead by different numbers of steps: what one has sent, its neighbor must still receive.
-        posted = self.run.num_posted
+        posted = self._run.num_posted
         transfers = (Op.SEND_FORWARD, Op.RECEIVE_FORWARD, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD)
         own = torch.tensor([posted[op] for op in transfers])
         counts, what = [len(own)] * self.groups.pipeline_size, "agreeing on what is under way between stages"
@@ -140,35 +152,31 @@ class Window:
             Op.RECEIVE_BACKWARD: above[2],
             Op.SEND_BACKWARD: below[3],
         }
-        self.run.abandon(neighbours, self._micro_batches.shape)
+        self._run.abandon(neighbours, self._micro_batches.shape)
         self.weights.end()
 
 
 class _MicroBatches:
     def __init__(self) -> None:
-        self._where: dict[int, tuple[Batch, int, int]] = {}
+        self._where: dict[int, tuple[OnDevice, int, int]] = {}
         self._num = 0
 
-    def add(self, batch: Batch, step: int) -> None:
-        for position in range(len(batch.shapes)):
+    def add(self, batch: OnDevice, step: int) -> None:
+        for position in range(len(batch)):
             self._where[self._num] = batch, position, step
             self._num += 1
 
     def __getitem__(self, number: int) -> MicroBatch:
         batch, position, step = self._where[number]
-        return replace(batch.parts[position], index=number, step=step)
+        return replace(batch[position], index=number, step=step)
 
     def shape(self, number: int) -> tuple[int, ...]:
         batch, position, _ = self._where[number]
-        return batch.shapes[position]
+        return batch.shape(position)
 
     def forget(self, numbers: range) -> None:
         for number in numbers:
             del self._where[number]
-
-
-def _num_micro_batches(batches: Sequence[Batch]) -> int:
-    return sum(len(batch.shapes) for batch in batches)
 
 
 def _behind(actions: Sequence[Action], last: Action, start: int) -> int:

@@ -16,7 +16,6 @@ from hf_pipetransformer.engine.head import HeadPlan, HeadProgram
 from hf_pipetransformer.engine.linear_layers import SharedCasts, WeightGradients, linear_layers
 from hf_pipetransformer.engine.program import ModelProgram, StageProgram
 from hf_pipetransformer.engine.reduction import GradientReducer, GradientSums, SharedParameter
-from hf_pipetransformer.engine.token_program import TokenSliceContexts
 from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram
 from hf_pipetransformer.runtime.gathering import check_state_dicts, check_whole
 from hf_pipetransformer.runtime.ownership import ParameterStore, frozen_names
@@ -63,12 +62,14 @@ def start_stage(
 def make_stage(view: StageView, store: ParameterStore, layout: Layout, settings: StageSettings) -> Stage:
     """Build this rank's stage under a layout; `store` may still hold the parameters of another one."""
     groups = settings.topology.groups(layout.places)
+    # Passes that see different weights share no casts and no head.
+    shares = not layout.abilities.overlaps_steps
     # A loss that calls autograd itself runs on the stage with the head, where nothing is kept back. Steps that overlap
     # mostly have one micro-batch, and those of more give the bits of one process that delays its updates.
-    keeps = layout.num_stages > 1 and groups.is_first and not layout.abilities.overlaps_steps
+    keeps = layout.num_stages > 1 and groups.is_first and shares
     embeddings = EmbeddingGradients(embeddings_of(view.model, view.structure.layers) if keeps else [])
     head = HeadPlan(settings.head_slices)
-    engine = _EngineBuilder(view, layout, groups, settings, embeddings, head).build()
+    engine = _EngineBuilder(view, layout, groups, settings, embeddings, head, shares).build()
     owners = {name: layout.ranks_of(blocks) for name, blocks in settings.probe.structure.blocks_of_parameter.items()}
     return Stage(layout, groups, settings, view, store, engine, owners, [], embeddings, head, reducer=None)
 
@@ -131,7 +132,8 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
 class _EngineBuilder:
     """Builds the engine of this rank's stages under a layout.
 
-    The first stage keeps gradients back in `embeddings`; the stage with the head runs it as `head` says.
+    The first stage keeps gradients back in `embeddings`; the stage with the head runs it as `head` says. Passes share
+    casts and head if `shares`.
     """
 
     view: StageView
@@ -140,6 +142,7 @@ class _EngineBuilder:
     settings: StageSettings
     embeddings: EmbeddingGradients
     head: HeadPlan
+    shares: bool
 
     def build(self) -> Engine:
         stages = self.layout.places.stages_of(self.groups.position)
@@ -149,9 +152,9 @@ class _EngineBuilder:
     # One for all stages of the rank and its head apart, so that a weight is cast once for all of them.
     @cached_property
     def _casts(self) -> SharedCasts:
-        # Between two drains of an asynchronous schedule the weights change, and compiled layers hold their own casts.
-        shares = self.settings.compiled is None and not self.layout.abilities.overlaps_steps
-        return SharedCasts(self.view.model if shares and self.settings.is_mixed else None)
+        # Compiled layers hold their own casts.
+        shares = self.shares and self.settings.is_mixed and self.settings.compiled is None
+        return SharedCasts(self.view.model if shares else None)
 
     def _dtype_out(self, last_block: int) -> torch.dtype:
         # The last block, the head, has no boundary above it.
@@ -177,8 +180,7 @@ class _EngineBuilder:
         )
 
     def _with_head(self, stage: int, own: range) -> StageProgram:
-        # Passes that see different weights do not share a head.
-        if own.stop < self.view.structure.num_blocks or self.layout.abilities.overlaps_steps:
+        if own.stop < self.view.structure.num_blocks or not self.shares:
             return self._layers(stage, own)
         layers = self._layers(stage, own[:-1]) if own[:-1] else None
         alone = self._bare(own[-1:], sends_gradient=True)
@@ -187,19 +189,22 @@ class _EngineBuilder:
         return HeadProgram(self.head, self._layers(stage, own), layers, alone, dtype, is_above_active)
 
     def _layers(self, stage: int, own: range) -> StageProgram:
-        contexts = TokenSliceContexts(self.layout.num_layers)
-        in_slices = self._bare(own, stage > self.layout.first_active_stage, contexts)
+        program: StageProgram = self._bare(own, stage > self.layout.first_active_stage)
+        if self.layout.abilities.cuts_tokens:
+            from hf_pipetransformer.engine.token_program import TokenSliceProgram
+
+            program = TokenSliceProgram(program, self.layout.num_layers)
         recompute = self.settings.recompute
         # The view recomputes by layers, within the forward of a stage.
         if recompute in ("never", "layers"):
-            return in_slices
-        return RecomputingProgram(in_slices, recompute, self.layout.places.chunk_of(stage), self.settings.device)
+            return program
+        return RecomputingProgram(program, recompute, self.layout.places.chunk_of(stage), self.settings.device)
 
-    def _bare(self, own: range, sends_gradient: bool, contexts: TokenSliceContexts | None = None) -> ModelProgram:
+    def _bare(self, own: range, sends_gradient: bool) -> ModelProgram:
         # Only a split backward puts the gradients of weights off.
         linears = linear_layers(self.view.model) if self.layout.abilities.splits_backward else []
         later, kept = WeightGradients(linears, self._casts), self.embeddings if 0 in own else None
-        return ModelProgram(self.view, own, self._dtype_out(own[-1]), sends_gradient, later, kept, contexts)
+        return ModelProgram(self.view, own, self._dtype_out(own[-1]), sends_gradient, later, kept)
 
     def _links(self, stage: int) -> StageLinks:
         layout, groups, settings = self.layout, self.groups, self.settings

@@ -5,15 +5,42 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from hf_pipetransformer.schedules.abilities import ABILITIES
 from hf_pipetransformer.schedules.actions import ActionList, Op, Table, add_transfers, add_updates
-from hf_pipetransformer.schedules.schedule import ONE_F_ONE_B, Abilities, Schedule, drop_frozen
+from hf_pipetransformer.schedules.schedule import ONE_F_ONE_B, Schedule, drop_frozen
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.schedules.placement import Placement
 
 
-ASYNC_1F1B = Schedule("async_1f1b", ONE_F_ONE_B.lay, Abilities(overlaps_steps=True))
+class _Overlapping(Schedule):
+    """Schedule whose table covers M optimizer steps of one micro-batch each, with the updates."""
+
+    @lru_cache(maxsize=256)  # noqa: B019  # There is one, which lives as long as the program.
+    def table(
+        self,
+        pipeline_size: int,
+        num_microbatches: int,
+        num_chunks: int = 1,
+        first_active_stage: int = 0,
+        num_token_slices: int = 1,
+    ) -> Table:
+        table = super().table(pipeline_size, num_microbatches, num_chunks, first_active_stage, num_token_slices)
+        return add_updates(table, (1,) * num_microbatches, first_active_stage)
+
+    def fullest_table(
+        self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0
+    ) -> Table:
+        # Without a flush, forwards of later steps start before the backwards of these have ended. One rank waits for
+        # no other, and runs its steps whole.
+        schedule, most = (
+            (self, max(num_microbatches, pipeline_size)) if pipeline_size > 1 else (ONE_F_ONE_B, num_microbatches)
+        )
+        return schedule.table(pipeline_size, most, num_chunks, first_active_stage)
+
+
+ASYNC_1F1B = _Overlapping("async_1f1b", ONE_F_ONE_B.lay, ABILITIES["async_1f1b"])
 """1F1B that continues across optimizer steps: each stage updates its weights once it has the gradients of a step,
 while other stages are at other steps (PipeOptim, Figure 4; PipeDream, Figure 4). Its table covers a window of M steps
 of one micro-batch each; rank `k` holds the activations of `K - k` micro-batches. K=2, M=3, computation only:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from typing import Annotated, Any
 
-from hf_pipetransformer.schedules import Abilities, find_schedule
 from hf_pipetransformer.schedules import placement as blocks
+from hf_pipetransformer.schedules.abilities import Abilities, abilities_of
 from hf_pipetransformer.schedules.json_values import Positive, as_json, entries, fields_as
 from hf_pipetransformer.schedules.placement import PLACEMENTS, Placement
 
@@ -112,7 +112,7 @@ class Layout:
     @property
     def abilities(self) -> Abilities:
         """Abilities of the schedule on a pipeline of this size."""
-        return find_schedule(self.schedule).abilities.on(self.pipeline_size)
+        return abilities_of(self.schedule).on(self.pipeline_size)
 
     @property
     def num_blocks(self) -> int:
@@ -164,7 +164,7 @@ class Layout:
         strangers = set(fields) - _GONE - {own.name for own in dataclass_fields(cls)}
         if strangers:
             raise ValueError(f"found {min(strangers)!r} in a layout, which has no such entry")
-        find_schedule(layout.schedule)
+        abilities_of(layout.schedule)
         return layout
 
     def as_scalars(self) -> dict[str, float]:

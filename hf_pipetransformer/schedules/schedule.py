@@ -1,4 +1,4 @@
-"""Base class of schedules, and those that flush after every batch: GPipe, 1F1B, interleaved 1F1B, token slices."""
+"""Base class of schedules, and 1F1B, which others begin with."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
 
-from hf_pipetransformer.schedules.actions import GRADIENTS_ARE_WHOLE, Action, Op, Table, add_transfers, add_updates
+from hf_pipetransformer.schedules.abilities import ABILITIES, Abilities
+from hf_pipetransformer.schedules.actions import GRADIENTS_ARE_WHOLE, Action, Op, Table, add_transfers
 from hf_pipetransformer.schedules.placement import Placement
 
 
@@ -28,48 +28,17 @@ def drop_frozen(action_lists: Computations, placement: Placement, first_active_s
     ]
 
 
-@dataclass(frozen=True)
-class Abilities:
-    """Abilities of a schedule, which the planner, the checks of options, the memory estimate and the engine ask for.
-
-    Args:
-        default_chunks: default number of stages per rank V, between `min_chunks` and `max_chunks`.
-        splits_backward: True if gradients of inputs and of weights are computed separately.
-        cuts_tokens: True if micro-batches may be cut into token slices.
-        overlaps_steps: True for an asynchronous schedule: optimizer steps follow each other without a flush, so each
-            stage updates its weights by itself, and a pass may see another version of them.
-    """
-
-    default_chunks: int = 1
-    min_chunks: int = 1
-    max_chunks: int = 1
-    splits_backward: bool = False
-    cuts_tokens: bool = False
-    overlaps_steps: bool = False
-
-    @property
-    def runs_steps_whole(self) -> bool:
-        """True if sequences stay whole and no step overlaps another, which the activation cache needs."""
-        return not (self.cuts_tokens or self.overlaps_steps)
-
-    def on(self, pipeline_size: int) -> Abilities:
-        """Return the abilities on this many ranks: one rank has one stage, which waits for no other."""
-        return self if pipeline_size > 1 else Abilities(cuts_tokens=self.cuts_tokens)
-
-
-@dataclass(frozen=True)
+# Compared by identity: hashing all values of one would take longer than to look its table up.
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """Order of the forwards and backwards of micro-batches.
 
-    `lay` maps the placement, the number of micro-batches M and the first active stage to each rank's computations. If
-    steps overlap, `table` covers M optimizer steps of one micro-batch each, including updates; `peaks` and `in_flight`
-    cover any number of steps.
+    `lay` maps the placement, the number of micro-batches M and the first active stage to each rank's computations.
     """
 
     name: str
     lay: Callable[[Placement, int, int], Computations]
     abilities: Abilities = Abilities()
-    placement: str = "loop"
 
     @lru_cache(maxsize=256)  # noqa: B019  # There are a handful of schedules, and they live as long as the program.
     def table(
@@ -101,7 +70,7 @@ class Schedule:
             )
             where = f"{pipeline_size} ranks" if pipeline_size > 1 else "one rank"
             raise ValueError(f"{self.name} takes {expected} a rank on {where}, found {num_chunks}.")
-        placement = Placement(pipeline_size, num_chunks, self.placement)
+        placement = Placement(pipeline_size, num_chunks, self.abilities.placement)
         if not 0 <= first_active_stage < placement.num_stages:
             raise ValueError(
                 f"The first active stage must be one of the {placement.num_stages} stages, 0 to "
@@ -113,10 +82,13 @@ class Schedule:
                 raise ValueError(f"{self.name} cannot cut sequences into {num_token_slices} slices.")
             action_lists = in_token_slices(action_lists, num_token_slices)
         # Frozen stages lose their backwards before the transfers are laid: nothing may be sent for them.
-        table = add_transfers(drop_frozen(action_lists, placement, first_active_stage), placement, first_active_stage)
-        if self.abilities.overlaps_steps:
-            return add_updates(table, (1,) * num_microbatches, first_active_stage)
-        return table
+        return add_transfers(drop_frozen(action_lists, placement, first_active_stage), placement, first_active_stage)
+
+    def fullest_table(
+        self, pipeline_size: int, num_microbatches: int, num_chunks: int = 1, first_active_stage: int = 0
+    ) -> Table:
+        """Return a table in which ranks hold as much as they ever do; arguments as of `table`."""
+        return self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)
 
     def peaks(
         self,
@@ -130,11 +102,9 @@ class Schedule:
 
         `sizes` gives the activation size of one micro-batch for each stage; frozen stages count as 0.
         """
-        placement, found = Placement(pipeline_size, num_chunks, self.placement), []
-        if self.abilities.overlaps_steps:
-            # Without a flush, forwards of later steps start before the backwards of these have ended.
-            num_microbatches = max(num_microbatches, pipeline_size)
-        for rank, actions in enumerate(self.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)):
+        placement, found = Placement(pipeline_size, num_chunks, self.abilities.placement), []
+        shape = pipeline_size, num_microbatches, num_chunks, first_active_stage
+        for rank, actions in enumerate(self.fullest_table(*shape)):
             stages = placement.stages_of(rank)
             held = most = 0.0
             for op, _, chunk in actions:
@@ -174,22 +144,6 @@ def in_phases(num_microbatches: int, *phases: tuple[str, int]) -> list[Action]:
     return [action for action in actions if action.micro_batch < num_microbatches]
 
 
-def _lay_gpipe(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
-    """Run all forwards, then all backwards in reverse order (GPipe; PipeTransformer, Figure 6).
-
-    K=2, M=3, computation only, time from left to right:
-
-        rank 0   F0 F1 F2 .  .  B2 B1 B0
-        rank 1   .  F0 F1 F2 B2 B1 B0 .
-    """
-    forwards = [Action(Op.FORWARD, i) for i in range(num_microbatches)]
-    backwards = [Action(Op.BACKWARD, i) for i in reversed(range(num_microbatches))]
-    return [forwards + backwards for _ in range(placement.pipeline_size)]
-
-
-GPIPE = Schedule("gpipe", _lay_gpipe)
-
-
 def _lay_one_f_one_b(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
     """Run synchronous 1F1B: after a warm-up of `K - 1 - k` forwards, rank `k` alternates forward and backward.
 
@@ -207,48 +161,7 @@ def _lay_one_f_one_b(placement: Placement, num_microbatches: int, _first_active_
     ]
 
 
-ONE_F_ONE_B = Schedule("1f1b", _lay_one_f_one_b)
-
-
-MAX_CHUNKS = 8
-
-
-def _lay_interleaved(placement: Placement, num_microbatches: int, first_active_stage: int) -> Computations:
-    """Run interleaved 1F1B: groups of micro-batches pass through the chunks of a rank one after the other.
-
-    The bubble is that of 1F1B divided by V; activations of about K - 1 more chunk forwards are held (Narayanan et al.,
-    Efficient Large-Scale Language Model Training, SC 2021, section 2.2). Groups have K micro-batches; if K does not
-    divide M, some are larger, so a group always returns to rank 0 without a wait. K=2, V=2, M=2, computation only:
-
-        rank 0   F0   F1   F0.1 F1.1 .    B0.1 .    B1.1 B0   B1
-        rank 1   .    F0   F1   F0.1 B0.1 F1.1 B1.1 B0   B1   .
-    """
-    size, num_chunks = placement.pipeline_size, placement.num_chunks
-    if size == 1:
-        return ONE_F_ONE_B.lay(placement, num_microbatches, first_active_stage)
-    # With fewer micro-batches than ranks one group has them all, and ranks wait for it to come round.
-    num_groups = max(1, num_microbatches // size)
-    # As even as can be: group sizes differ by one at most.
-    sizes = [(num_microbatches + later) // num_groups for later in reversed(range(num_groups))]
-    groups = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
-    chunks = range(num_chunks)
-    forwards = [Action(Op.FORWARD, i, chunk) for group in groups for chunk in chunks for i in group]
-    backwards = [Action(Op.BACKWARD, i, chunk) for group in groups for chunk in reversed(chunks) for i in group]
-    action_lists = []
-    for rank in range(size):
-        # Forwards until the first gradient can be back: the first group passes through all chunks but the last, and
-        # then each rank on the way up to the last one and down again takes the time of one more.
-        warmup = min(len(forwards), (num_chunks - 1) * sizes[0] + 2 * (size - 1 - rank))
-        # After the last forward as many backwards are left as the warm-up had forwards.
-        # Not strict: the warm-up has taken forwards, so that backwards are left over.
-        alternating = [each for pair in zip(forwards[warmup:], backwards, strict=False) for each in pair]
-        action_lists.append([*forwards[:warmup], *alternating, *backwards[len(forwards) - warmup :]])
-    return action_lists
-
-
-INTERLEAVED_1F1B = Schedule(
-    "interleaved_1f1b", _lay_interleaved, Abilities(default_chunks=2, min_chunks=2, max_chunks=MAX_CHUNKS)
-)
+ONE_F_ONE_B = Schedule("1f1b", _lay_one_f_one_b, ABILITIES["1f1b"])
 
 
 def in_token_slices(action_lists: Computations, num_token_slices: int) -> Computations:
@@ -265,45 +178,3 @@ def in_token_slices(action_lists: Computations, num_token_slices: int) -> Comput
         ]
         for actions in action_lists
     ]
-
-
-TOKEN = Schedule("token", ONE_F_ONE_B.lay, Abilities(cuts_tokens=True))
-"""1F1B over the batch's micro-batches, each cut into token slices (Li et al., ICML 2021; the paper does not cut the
-batch). K=2, one micro-batch, S=3, computation only; and two micro-batches, S=2:
-
-    rank 0   F0 F1 F2 .  .  .  B2 B1 B0         rank 0   F0 F1 F2 F3 .  B1 B0 .  B3 B2
-    rank 1   .  F0 F1 F2 B2 B1 B0 .  .          rank 1   .  F0 F1 B1 B0 F2 F3 B3 B2 .
-"""
-
-
-_TOKEN_GPIPE = Schedule("token", _lay_gpipe, Abilities(cuts_tokens=True))
-
-
-def forwards_first(schedule: Schedule) -> Schedule:
-    """Return the schedule for a loss of the whole batch: all forwards end before the first backward begins."""
-    return _TOKEN_GPIPE if schedule.abilities.cuts_tokens else GPIPE
-
-
-def _lay_forward_only(placement: Placement, num_microbatches: int, _first_active_stage: int) -> Computations:
-    """Run all forwards on every rank, K micro-batches at a time through all chunks of the rank.
-
-    K=2, M=3; and K=2, M=4 with two chunks per rank:
-
-        rank 0   F0 F1 F2 .          rank 0   F0   F1   F0.1 F1.1 F2   F3   F2.1 F3.1 .
-        rank 1   .  F0 F1 F2         rank 1   .    F0   F1   F0.1 F1.1 F2   F3   F2.1 F3.1
-    """
-    # K at a time: the first of them is back at rank 0 just when the rank has run the last one.
-    starts = range(0, num_microbatches, placement.pipeline_size)
-    actions = [
-        Action(Op.FORWARD, i, chunk)
-        for start in starts
-        for chunk in range(placement.num_chunks)
-        for i in range(start, min(start + placement.pipeline_size, num_microbatches))
-    ]
-    return [actions] * placement.pipeline_size
-
-
-FORWARD_ONLY = {
-    kind: Schedule("forward_only", _lay_forward_only, Abilities(max_chunks=MAX_CHUNKS), kind) for kind in ("loop", "v")
-}
-"""Evaluation schedule for each kind of placement."""

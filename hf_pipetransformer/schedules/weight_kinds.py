@@ -21,6 +21,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from hf_pipetransformer.schedules.abilities import WEIGHTS_NAMES, Abilities
+
 
 DirectionName = Literal["optimizer", "adam"]
 
@@ -46,16 +48,6 @@ _WITH_ADAMS_MOMENTS = ("adamw_torch", "adamw_torch_fused")
 """Trainer's names of optimizers that have Adam's state and whose updates can be predicted from it."""
 
 
-def copies_beside(direction: DirectionName, optim: str) -> int:
-    """Return the memory of predictions in copies of the weights, beyond weight, gradient and optimizer state.
-
-    `optim` is Trainer's name of the optimizer.
-    """
-    if optim in _WITH_ADAMS_MOMENTS:
-        return 0
-    return 2 if direction == "adam" else 1  # Two extra moments, or the weights before the last update.
-
-
 def steady_lag(stage: int, num_stages: int) -> int:
     """Return how many other forwards steady-state 1F1B runs between a micro-batch's forward and backward."""
     return num_stages - 1 - stage
@@ -75,11 +67,9 @@ class WeightKind(ABC):
     By default nothing is predicted or kept, and forwards use the current weights.
 
     Attributes:
-        name: value of the option `pipeline_weights`.
         direction: direction of predicted updates, that of the run's `optimizer` or always that of `adam`.
     """
 
-    name: str
     direction: DirectionName = "optimizer"
 
     def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
@@ -90,11 +80,26 @@ class WeightKind(ABC):
         """
         return 2 if self.predicts(stage, num_stages) else 1
 
+    def copies_beside(self, stage: int, num_stages: int, micro_batches_per_step: int, optim: str) -> int:
+        """Return the copies of the stage's weights beside the current ones, their gradient and the optimizer's state.
+
+        `optim` is Trainer's name of the optimizer.
+        """
+        beside = self.copies(stage, num_stages, micro_batches_per_step) - 1
+        if self.predicts(stage, num_stages) and optim not in _WITH_ADAMS_MOMENTS:
+            # Two extra moments, or the weights before the last update.
+            beside += 2 if self.direction == "adam" else 1
+        return beside
+
+    def fewest_in_a_step(self, num_stages: int) -> int:
+        """Return how many micro-batches an optimizer step needs."""
+        return 1
+
     def check(self, num_stages: int, micro_batches_per_step: int) -> None:
         """Check that the kind supports this pipeline.
 
         Raises:
-            ValueError: it does not.
+            ValueError: an optimizer step has fewer micro-batches than `fewest_in_a_step`.
         """
         return None
 
@@ -134,16 +139,12 @@ class Predictor(WeightKind):
 class Vanilla(WeightKind):
     """Current weights in both passes, so the backward of a micro-batch uses other weights than its forward."""
 
-    name = "vanilla"
-
     def backward_version(self, forward_version: int, num_updates: int) -> int:
         return num_updates
 
 
 class PipeOptim(WeightKind):
     """Forward with the weights predicted for its backward, backward with the current weights (Algorithm 1)."""
-
-    name = "pipeoptim"
 
     def predicts(self, stage: int, num_stages: int) -> bool:
         return steady_lag(stage, num_stages) > 0
@@ -158,8 +159,6 @@ class PipeOptim(WeightKind):
 
 class Stashing(WeightKind):
     """Current weights in the forward, the same version again in the backward; every version in flight is kept."""
-
-    name = "stashing"
 
     def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
         """Return one version for each step with micro-batches in flight: K - stage with one micro-batch per step."""
@@ -180,10 +179,11 @@ class DoubleBuffer(WeightKind):
     use the current version, which is kept until then.
     """
 
-    name = "double_buffer"
-
     def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
         return 2
+
+    def fewest_in_a_step(self, num_stages: int) -> int:
+        return num_stages - 1
 
     def check(self, num_stages: int, micro_batches_per_step: int) -> None:
         if micro_batches_per_step < num_stages - 1:
@@ -213,23 +213,15 @@ class SpecTrain(Predictor):
     the backward `stage // 2`. The paper predicts along SGD with momentum; here it is along the run's optimizer.
     """
 
-    name = "spectrain"
-
 
 class XPipe(Predictor):
     """Weights predicted by Adam's formula in both passes, with extra moments unless the optimizer is an Adam."""
 
-    name = "xpipe"
     direction: DirectionName = "adam"
 
 
-_KINDS: dict[str, WeightKind] = {
-    kind.name: kind for kind in (PipeOptim(), Vanilla(), Stashing(), DoubleBuffer(), SpecTrain(), XPipe())
-}
-
-
-WEIGHTS_NAMES = tuple(_KINDS)
-"""Values of the option `pipeline_weights`."""
+_ALL: tuple[WeightKind, ...] = (PipeOptim(), Vanilla(), Stashing(), DoubleBuffer(), SpecTrain(), XPipe())
+_KINDS = dict(zip(WEIGHTS_NAMES, _ALL, strict=True))
 
 
 def find_weights(name: str) -> WeightKind:
@@ -241,3 +233,8 @@ def find_weights(name: str) -> WeightKind:
     if name not in _KINDS:
         raise ValueError(f"Unknown pipeline_weights {name!r}: expected one of {sorted(_KINDS)}.")
     return _KINDS[name]
+
+
+def weights_under(abilities: Abilities, name: str) -> WeightKind | None:
+    """Return the weight kind with this name under a schedule whose passes see several versions; None under others."""
+    return find_weights(name) if abilities.overlaps_steps else None

@@ -10,15 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hf_pipetransformer.schedules.abilities import ABILITIES
 from hf_pipetransformer.schedules.actions import Action, Op, source_of
-from hf_pipetransformer.schedules.schedule import (
-    ONE_F_ONE_B,
-    Abilities,
-    Computations,
-    Schedule,
-    drop_frozen,
-    in_phases,
-)
+from hf_pipetransformer.schedules.schedule import ONE_F_ONE_B, Computations, Schedule, drop_frozen, in_phases
 
 
 if TYPE_CHECKING:
@@ -161,7 +155,7 @@ def _lay_zb_h1(placement: Placement, num_microbatches: int, first_active_stage: 
     return action_lists
 
 
-ZB_H1 = Schedule("zb_h1", _lay_zb_h1, Abilities(splits_backward=True))
+ZB_H1 = Schedule("zb_h1", _lay_zb_h1, ABILITIES["zb_h1"])
 
 
 def _lay_zb_v(placement: Placement, num_microbatches: int, first_active_stage: int) -> Computations:
@@ -195,6 +189,4 @@ def _lay_zb_v(placement: Placement, num_microbatches: int, first_active_stage: i
     return shortest(placement, first_active_stage, [drop_frozen(pattern, placement, first_active_stage), greedy])
 
 
-ZB_V = Schedule(
-    "zb_v", _lay_zb_v, Abilities(default_chunks=2, min_chunks=2, max_chunks=2, splits_backward=True), placement="v"
-)
+ZB_V = Schedule("zb_v", _lay_zb_v, ABILITIES["zb_v"])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_pipetransformer.planning.blocks import stage_elements, trained_elements
 from hf_pipetransformer.planning.memory import RankMemory
 from hf_pipetransformer.report import duration
-from hf_pipetransformer.schedules import Op
+from hf_pipetransformer.schedules.actions import Op
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import attention_of, block_of, mlp_of
 
@@ -59,7 +59,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     # Whole models, and pipelines of one stage, have no schedule.
     "schedule": lambda row: (
         (row.layout.schedule if row.layout.pipeline_size > 1 else "")
-        + ("" if row.trains_alike else " (other results)")
+        + ("" if row.layout.abilities.is_exact else " (other results)")
     ),
 }
 
@@ -192,7 +192,7 @@ def _which_is_fastest(plan: RunPlan) -> str:
     """Name the fastest row that fits, and the fastest that trains otherwise than Trainer if it is faster still."""
     # Those of the run come first: between rows that are as fast it needs no other options.
     fitting = sorted((row for row in plan.rows if row.fits), key=lambda row: row.kind != "run")
-    alike = [row for row in fitting if row.trains_alike or row.kind == "run"]
+    alike = [row for row in fitting if row.layout.abilities.is_exact or row.kind == "run"]
     if plan.machine.num_devices == 1 or not alike:
         return ""
     best, any_best = _fastest(alike), _fastest([*alike, *fitting])
@@ -203,7 +203,7 @@ def _which_is_fastest(plan: RunPlan) -> str:
         text += ", as this run begins"
     elif plan.chosen.fits:
         text += f", {_times(best, plan.chosen)} as fast as this run's {plan.chosen.name}"
-    if any_best.trains_alike or any_best is best:
+    if any_best.layout.abilities.is_exact or any_best is best:
         return f"{text}."
     return f"{text}. With other results than Trainer's: {any_best.name}, {_times(any_best, best)} as fast as that."
 
@@ -285,7 +285,7 @@ def _as_json(row: Row) -> dict[str, Any]:
     return asdict(row) | {
         "pipeline_size": row.layout.pipeline_size,
         "fullest": row.fullest,
-        "trains_alike": row.trains_alike,
+        "trains_alike": row.layout.abilities.is_exact,
         "memory": [{**asdict(rank), "total": rank.total} for rank in row.memory],
         "layout": row.layout.as_event(),
     }

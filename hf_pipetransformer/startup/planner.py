@@ -26,9 +26,11 @@ from hf_pipetransformer.planning.search import first_layout
 from hf_pipetransformer.planning.simulator import simulate_equal
 from hf_pipetransformer.planning.token_slices import WORTH, SlicePlanner
 from hf_pipetransformer.report import duration
-from hf_pipetransformer.schedules import find_schedule, forwards_first
+from hf_pipetransformer.schedules.abilities import FORWARDS_FIRST, abilities_of
 from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import slice_bounds
+from hf_pipetransformer.schedules.tables import find_schedule
+from hf_pipetransformer.schedules.weight_kinds import weights_under
 
 
 if TYPE_CHECKING:
@@ -52,16 +54,15 @@ _MEANING = {
 
 def replacing_schedule(args: PipeTransformerArguments, scope: LossScope) -> str | None:
     """Name the schedule that runs in place of the one asked for, where a loss sees more than parts; None if none."""
-    first = forwards_first(args.schedule).name
-    is_asked = scope is LossScope.PARTS or args.is_undivided or not args.schedule.abilities.runs_steps_whole
-    return None if is_asked or first == args.pipeline_schedule else first
+    is_asked = scope is LossScope.PARTS or args.is_undivided or not args.abilities.runs_steps_whole
+    return None if is_asked or args.pipeline_schedule == FORWARDS_FIRST else FORWARDS_FIRST
 
 
 def samples_per_microbatch(args: PipeTransformerArguments) -> int:
     """Return the size of the first layout's largest micro-batch; if the number of stages K is open, that of K=1."""
     size = args.pipeline_size or 1
     samples = args.train_samples_per_device * size
-    rule = args.schedule.abilities, args.gradient_accumulation_steps, args.pipeline_weights
+    rule = weights_under(args.abilities, args.pipeline_weights), args.gradient_accumulation_steps
     return -(-samples // (args.num_microbatches or choose_num_microbatches(size, samples, *rule)))
 
 
@@ -136,7 +137,7 @@ class RunPlanner:
             "num_chunks": self.wanted_chunks,
             # Left out where they change nothing: conditions of runs without the option stay equal.
             **({"head_slices": slices} if slices > 1 else {}),
-            **({"weights": args.pipeline_weights} if args.schedule.abilities.overlaps_steps else {}),
+            **({"weights": args.pipeline_weights} if "pipeline_weights" in args.abilities.reads else {}),
             "num_layers": self.probe.structure.num_layers,
             "device_bytes": self.device_bytes,
         }
@@ -151,19 +152,19 @@ class RunPlanner:
         """Number of stages on each rank V, if the pipeline has several ranks and the model the length."""
         # Only the schedule that was asked for may have the chunks that were asked for.
         asked = self.args.num_chunks
-        return asked if self.replaced_by is None else find_schedule(self.replaced_by).abilities.default_chunks
+        return asked if self.replaced_by is None else abilities_of(self.replaced_by).default_chunks
 
     @property
     def num_head_slices(self) -> int:
         """Slices of the head under the schedule that runs."""
         # A plan compares schedules, of which some cannot slice.
-        return self.head_slices if self.args.schedule.abilities.runs_steps_whole else 1
+        return self.head_slices if self.args.abilities.runs_steps_whole else 1
 
     @property
     def measures_microbatches(self) -> bool:
         """True if the number of micro-batches M is tuned on training steps; "auto" needs M to change rounding only."""
         asked = self.args.pipeline_parallel_num_microbatches
-        if not self.args.schedule.abilities.runs_steps_whole or self.probe.structure.media is not None:
+        if not self.args.abilities.runs_steps_whole or self.probe.structure.media is not None:
             # M is planned together with the slices, there is no bubble to shrink, or batches are collated in M parts.
             return False
         return asked == "measured" or (asked == "auto" and self._is_free)
@@ -204,7 +205,7 @@ class RunPlanner:
         Cuts determine dropout masks and, in an asynchronous schedule, weight staleness: cuts chosen by measured times
         would make results irreproducible.
         """
-        if self._is_free and not self.args.schedule.abilities.overlaps_steps:
+        if self._is_free and self.args.abilities.is_exact:
             return ()
         counted = self.probe.block_flops
         if not any(counted):
@@ -240,7 +241,7 @@ class RunPlanner:
             memory=memory,
             work=self._work,
             # Under async_1f1b K decides how stale weights are; with full_determinism no clock may decide.
-            is_timeless=args.schedule.abilities.overlaps_steps or args.full_determinism,
+            is_timeless=not args.abilities.is_exact or args.full_determinism,
         )
         how = self.measures_microbatches, args.gradient_accumulation_steps
         return PlanInputs(blocks, self.costs.overheads, rules, args.train_samples_per_device, *how)
@@ -295,11 +296,11 @@ class RunPlanner:
         costs, inputs = self.costs, self.inputs()
         prediction, samples = inputs.predict(layout), inputs.samples(layout)
         # Only outputs of frozen layers are cached.
-        may_cache = (freezes or layout.num_frozen_layers) and not layout.abilities.overlaps_steps
+        may_cache = (freezes or layout.num_frozen_layers) and "activation_cache" not in layout.abilities.refuses
         cache = self.args.activation_cache if may_cache else "off"
         if cache != "off" and costs.overheads.spans_nodes(layout.pipeline_size):
             cache = "off while pipelines span nodes"
-        stores = self.args.activation_cache != "off" and not layout.abilities.overlaps_steps
+        stores = self.args.activation_cache != "off" and "activation_cache" not in layout.abilities.refuses
         if self.probe.media_share and stores:
             is_read = share_computed(self.args, self.probe) < 1
             taken = "read" if is_read else "computed, since the first steps decide"
@@ -309,11 +310,10 @@ class RunPlanner:
             freezing = f"Nothing more freezes, {layout.num_frozen_layers} of {layout.num_layers} layers stay frozen."
         elif policy == "none":
             freezing = "Nothing freezes" + self._claim(layout, trainer_adds_up)
-        pace = (
-            self._asynchrony(layout) if layout.abilities.overlaps_steps else self._bubble(layout) + self._rule(layout)
-        )
+        # Weights of other steps are what makes one inexact.
+        pace = self._bubble(layout) + self._rule(layout) if layout.abilities.is_exact else self._asynchrony(layout)
         pace += self._slices(layout, samples) + self._over_nodes(layout, samples)
-        if self.args.schedule.abilities.overlaps_steps and not layout.abilities.overlaps_steps:
+        if layout.abilities.is_exact and not self.args.abilities.is_exact:
             pace += f" One stage waits for nobody: {layout.schedule} and its options change nothing."
         reference = ", with the pass of the reference" if costs.overheads.has_reference else ""
         return {
@@ -340,7 +340,7 @@ class RunPlanner:
 
     def _claim(self, layout: Layout, trainer_adds_up: bool) -> str:
         """Return the end of a sentence: what gives the same results, if anything does."""
-        if layout.abilities.overlaps_steps or (trainer_adds_up and self.args.gradient_accumulation_steps > 1):
+        if not layout.abilities.is_exact or (trainer_adds_up and self.args.gradient_accumulation_steps > 1):
             return "."
         return f": same results as Trainer{' on one process' if trainer_adds_up else ''}."
 
@@ -368,7 +368,7 @@ class RunPlanner:
 
     def _slices(self, layout: Layout, samples: int) -> str:
         costs, is_free = self.costs.blocks.slices, self.args.num_microbatches is None
-        if costs is None or not self.args.schedule.abilities.cuts_tokens:
+        if costs is None or not self.args.abilities.cuts_tokens:
             return ""
         length, size = costs.length, layout.pipeline_size
         cut_in = [stop - start for start, stop in pairwise(slice_bounds(layout.token_slices, length))]
@@ -381,7 +381,7 @@ class RunPlanner:
             return said + "one stage waits for no other."
         count = None if is_free else layout.num_microbatches
         hop = self.costs.overheads.slowest_hop(layout, self.costs.blocks, samples)
-        planner = SlicePlanner(self.args.schedule, costs, samples, size, hop)
+        planner = SlicePlanner(find_schedule(self.schedule), costs, samples, size, hop)
         whole, cut = planner.best_whole_and_cut(count)
         if cut is None:
             return said + "they are too short for slices, or any slice takes longer than the bubble that it fills."
@@ -395,7 +395,7 @@ class RunPlanner:
 
     def _rule(self, layout: Layout) -> str:
         """Return a sentence on why M is not tuned; empty if it is tuned or could not be."""
-        is_free = self.args.num_microbatches is None and not self.args.schedule.abilities.cuts_tokens
+        is_free = self.args.num_microbatches is None and not self.args.abilities.cuts_tokens
         if layout.pipeline_size == 1 or not is_free or self.measures_microbatches:
             return ""
         cause = "dropout masks depend on M" if self.has_dropout else "full_determinism"

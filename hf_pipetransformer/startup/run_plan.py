@@ -17,7 +17,7 @@ from hf_pipetransformer.planning.costs import Overheads, predict_timeline, shard
 from hf_pipetransformer.planning.forecast import Forecast
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, shard_memory
 from hf_pipetransformer.planning.storing import Caching, Storing, why_not_over_nodes
-from hf_pipetransformer.schedules import SCHEDULE_NAMES
+from hf_pipetransformer.schedules.abilities import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, pipeline_sizes
 from hf_pipetransformer.splitters.adapters import bare_model, has_adapters
 from hf_pipetransformer.splitters.base import is_causal_lm
@@ -108,11 +108,6 @@ class Row:
     def fullest(self) -> float:
         """Bytes of the fullest rank."""
         return max(rank.total for rank in self.memory)
-
-    @property
-    def trains_alike(self) -> bool:
-        """True if the results are those of Trainer."""
-        return not self.layout.abilities.overlaps_steps
 
 
 @dataclass(frozen=True)
@@ -364,10 +359,10 @@ def _other_schedules(
         except ValueError as error:
             refused[name] = str(error)
             continue
-        if other.args.schedule.abilities.overlaps_steps and planner.costs.overheads.has_reference:
-            refused[name] = "it has no pause between two steps, in which the reference could run."
+        if planner.costs.overheads.has_reference and (why := other.args.abilities.refuses.get("reference")):
+            refused[name] = f"it {why}."
             continue
-        if other.args.schedule.abilities.cuts_tokens and planner.costs.blocks.slices is None:
+        if other.args.abilities.cuts_tokens and planner.costs.blocks.slices is None:
             refused[name] = (
                 "only a run with it measures the slices that it needs."
                 if is_causal_lm(model)
@@ -417,7 +412,7 @@ def _caching(
     why = storage.why_off
     if args.activation_cache == "off":
         why = "activation_cache='off'"
-    elif not args.schedule.abilities.runs_steps_whole:
+    elif "activation_cache" in args.abilities.refuses:
         why = f"pipeline_schedule={args.pipeline_schedule!r} stores nothing"
     # An elastic run stores as soon as its pipelines fit on a node.
     elif overheads.spans_nodes(layout.pipeline_size) and not args.elastic:

@@ -16,12 +16,11 @@ import torch
 from hf_pipetransformer.data.batches import IGNORED_LABEL, cut_tokens, take_samples
 from hf_pipetransformer.engine.head import HeadPlan, HeadProgram, HeadSlices
 from hf_pipetransformer.engine.losses import LossScope
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, TokenSpan
 from hf_pipetransformer.engine.timing import settled_seconds
-from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE
 from hf_pipetransformer.planning.token_slices import SliceTime, TokenCosts, fit_token_costs
-from hf_pipetransformer.schedules import GPIPE
+from hf_pipetransformer.schedules.tables import GPIPE
 from hf_pipetransformer.startup.check import SPLIT_LOSS_TOLERANCE, Result, run_whole
 from hf_pipetransformer.startup.costs import PROFILE_SECONDS, trained_as_given
 from hf_pipetransformer.startup.model import ProbeTarget, gradient_norms, gradients_discarded
@@ -52,13 +51,13 @@ def run_slices(
         bounds: token positions where slices begin, and the sequence length at the end.
         note: called with a slice's number after its forward and after its backward.
     """
+    from hf_pipetransformer.engine.token_program import TokenSliceProgram
+
     total, slices = target.count(target.inputs), cut_tokens(target.inputs, bounds)
     # All forwards first: a slice's backward needs what later slices add to the gradients of its keys.
     (actions,) = GPIPE.table(1, len(slices))
-    contexts = TokenSliceContexts(structure.num_layers)
-    program = ModelProgram(
-        target.view(structure), range(structure.num_blocks), torch.float32, sends_gradient=False, contexts=contexts
-    )
+    whole = ModelProgram(target.view(structure), range(structure.num_blocks), torch.float32, sends_gradient=False)
+    program = TokenSliceProgram(whole, structure.num_layers)
 
     def forward(given: dict[str, Any]) -> Any:
         return target.compute(given, total)
@@ -212,8 +211,8 @@ NUMBERS = (2, 4, 8, 16, 32, 64)
 
 def why_whole_by_options(args: PipeTransformerArguments, scope: LossScope) -> str | None:
     """Return why the options leave the head no slices; None if they do not."""
-    if not args.schedule.abilities.runs_steps_whole:
-        return f"pipeline_schedule={args.pipeline_schedule!r} runs its head in other ways"
+    if (why := args.abilities.refuses.get("pipeline_head_slices")) is not None:
+        return f"pipeline_schedule={args.pipeline_schedule!r} {why}"
     return None if scope is LossScope.PARTS else f"one call of the loss sees the samples of a whole {scope.value}"
 
 

@@ -110,7 +110,7 @@ def inspect_model(
     is_shown = topology.rank == 0 and not args.disable_tqdm
     why_whole_head = given.why_whole_head
     tries_slices = is_training and args.head_slices != 1 and why_whole_head is None
-    num_parts = _NUM_PARTS + 2 * args.schedule.abilities.cuts_tokens + tries_slices
+    num_parts = _NUM_PARTS + 2 * args.abilities.cuts_tokens + tries_slices
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar("Inspecting the model", num_parts, is_shown))
         inspection = Inspection(topology, type(model).__name__, bar)
@@ -148,7 +148,7 @@ def inspect_model(
                     raise ValueError(
                         f"pipeline_head_slices={slices.number} changes the numbers of this model: {why_whole_head}."
                     )
-            if args.schedule.abilities.cuts_tokens:
+            if args.abilities.cuts_tokens:
                 why = inspection.on_first_rank(lambda: why_unsliceable(exact, probe.structure, target.rule))
                 if why is not None:
                     raise ValueError(f"pipeline_schedule='token': {why}")
@@ -386,7 +386,7 @@ def _measure_costs(
     # Plans are for training, also where an evaluation asks.
     masters = master_names(target.model) if args.pipeline_master_dtype else set()
     blocks = block_costs(target.model, structure, profile, masters)
-    if args.schedule.abilities.cuts_tokens:
+    if args.abilities.cuts_tokens:
 
         def measure_token_slices() -> dict[str, Any]:
             affordable = affordable_sequences(blocks, args.device, topology.num_ranks_here)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.engine.weights.rates import coming_rates
 from hf_pipetransformer.engine.weights.stage import StageWeights
+from hf_pipetransformer.runtime.window import Window
 from hf_pipetransformer.schedules.asynchronous import micro_batches_ahead
 from hf_pipetransformer.schedules.weight_kinds import find_weights
 from hf_pipetransformer.training.steps import StepBatches, Steps
@@ -26,8 +28,6 @@ from hf_pipetransformer.training.steps import StepBatches, Steps
 if TYPE_CHECKING:
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
-    from hf_pipetransformer.runtime.stage import Stage
-    from hf_pipetransformer.runtime.window import Batch, Window
     from hf_pipetransformer.schedules.layout import Layout
 
 
@@ -59,27 +59,6 @@ def micro_batches_per_step(layout: Layout, args: PipeTransformerArguments) -> in
     """Return the micro-batches per optimizer step of full batches; no micro-batch is empty."""
     samples = args.train_samples_per_device * layout.pipeline_size
     return min(layout.num_microbatches, samples) * args.gradient_accumulation_steps
-
-
-def check_stages(
-    layout: Layout, blocks_of_parameter: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments
-) -> None:
-    """Refuse parameters and weight kinds that do not work when stages are at different steps.
-
-    Raises:
-        ValueError: a trained parameter is used on several stages, or the weight kind needs more micro-batches.
-    """
-    if not layout.abilities.overlaps_steps:
-        return
-    for name, users in blocks_of_parameter.items():
-        stages = sorted({layout.stage_of(block) for block in users})
-        if len(stages) > 1:
-            raise ValueError(
-                f"pipeline_schedule={layout.schedule!r}: {name} is used on stages {', '.join(map(str, stages))}, "
-                "which update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze it, "
-                "or use pipeline_schedule='1f1b'."
-            )
-    find_weights(args.pipeline_weights).check(layout.num_stages, micro_batches_per_step(layout, args))
 
 
 WHAT = "summing the gradient norms over the stages"
@@ -139,16 +118,6 @@ class StageNorms:
             self._summed.clear()
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Objects built for one stage and layout; a stage can get a layout with another number of micro-batches."""
-
-    stage: Stage
-    layout: Layout
-    weights: StageWeights
-    norms: StageNorms
-
-
 @dataclass
 class AsynchronousSteps(Steps):
     """Steps that follow each other without a flush: each stage updates its weights without waiting for the others."""
@@ -157,7 +126,19 @@ class AsynchronousSteps(Steps):
     _step: int = field(default=0, init=False)
     _drains_at: int = field(default=0, init=False)
     _window: Window | None = field(default=None, init=False)
-    _made: _Parts | None = field(default=None, init=False)
+    _made: tuple[Layout, StageWeights] | None = field(default=None, init=False)
+
+    @staticmethod
+    def check(layout: Layout, users: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments) -> None:
+        for name, blocks in users.items():
+            stages = sorted({layout.stage_of(block) for block in blocks})
+            if len(stages) > 1:
+                raise ValueError(
+                    f"pipeline_schedule={layout.schedule!r}: {name} is used on stages {', '.join(map(str, stages))}, "
+                    "which update themselves at different times. Untie it (config.tie_word_embeddings=False), freeze "
+                    "it, or use pipeline_schedule='1f1b'."
+                )
+        find_weights(args.pipeline_weights).check(layout.num_stages, micro_batches_per_step(layout, args))
 
     @property
     def num_read_ahead(self) -> int:
@@ -187,7 +168,7 @@ class AsynchronousSteps(Steps):
             step = self._fetch(num_batches)
             self._queue.append(step)
             if self._window is not None:
-                self._window.add(self._cut(step))
+                self._window.add(self._batches(step))
             num_batches = accumulation
 
     def _num_wanted(self, position: int) -> int:
@@ -211,25 +192,27 @@ class AsynchronousSteps(Steps):
     def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         if self._window is None:
             # The rest of the present step, and the steps read ahead.
-            self._window = self.pipeline.runner.open_window(self._parts.weights)
+            self._window = Window(self.pipeline.runner, self._weights)
             # `next_batch` has counted the batch that runs now, which belongs to the window too.
-            self._window.add(self._cut(self._present)[self._num_run - 1 :])
+            self._window.add(self._batches(self._present, self._num_run - 1))
             for step in self._queue:
-                self._window.add(self._cut(step))
-        return self.pipeline.runner.train_in(self._window, batch.num_items, is_last_batch)
+                self._window.add(self._batches(step))
+        return self._window.train(batch.num_items, is_last_batch)
 
-    def _cut(self, step: StepBatches) -> list[Batch]:
+    def _batches(self, step: StepBatches, first: int = 0) -> list[LoaderBatch]:
+        """Return the batches of a step from one on."""
         return [
-            self.pipeline.runner.cut_for_window(self._loader_batch(inputs, number, step, step.num_items))
+            self._loader_batch(inputs, number, step, step.num_items)
             for number, inputs in enumerate(step.batches)
+            if number >= first
         ]
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm to clip by, of this stage or of an earlier step."""
-        return self._parts.norms.add()
+        return self._norms.add()
 
     def norm_of_stages(self) -> torch.Tensor | None:
-        return self._parts.norms.norm
+        return self._norms.norm
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -250,14 +233,14 @@ class AsynchronousSteps(Steps):
                 self._window.drain()
                 self._window = None
         # Not in every step: the sum over the stages would make them wait for each other.
-        if self._made is not None and (is_counted or self._window is None):
-            self._made.norms.settle(is_drained=self._window is None)
+        if is_counted or self._window is None:
+            self._norms.settle(is_drained=self._window is None)
 
     def report(self) -> dict[str, float]:
         """Return each stage's weight prediction errors since the last call, and write them as an event."""
         groups, size = self.pipeline.stage.groups, self.pipeline.layout.pipeline_size
         # Replicas of a stage have the same weights, and so the same errors.
-        found = self._parts.weights.take_errors() if groups.replica == 0 else None
+        found = self._weights.take_errors() if groups.replica == 0 else None
         own = {"stage": groups.position, "errors": None if found is None else asdict(found)}
         by_stage = {
             each["stage"]: each["errors"] for each in self.context.topology.gather(own) if each["errors"] is not None
@@ -286,8 +269,7 @@ class AsynchronousSteps(Steps):
         window, self._window = self._window, None
         if window is not None:
             window.abandon()
-        if self._made is not None:
-            self._made.norms.settle(is_drained=True)
+        self._norms.settle(is_drained=True)
 
     def end(self) -> None:
         window, self._window = self._window, None
@@ -296,28 +278,27 @@ class AsynchronousSteps(Steps):
         self._queue.clear()
         self._present, self._num_run = StepBatches(), 0
 
+    @cached_property
+    def _norms(self) -> StageNorms:
+        clips_by_last = self.trainer.args.pipeline_clip == "last"
+        return StageNorms(self.pipeline.runner, clips_by_last, self.controller.watch_gradients)
+
     @property
-    def _parts(self) -> _Parts:
-        """Parts of the present stage; rebuilt when its layout has changed."""
-        stage, trainer, made = self.pipeline.stage, self.trainer, self._made
-        # By identity: a transition makes a new stage, and a trial of micro-batches a new layout of the same stage.
-        if made is not None and made.stage is stage and made.layout is stage.layout:
-            return made
-        optimizer, args, layout = trainer_compat.torch_optimizer(trainer), trainer.args, stage.layout
-
-        def num_left() -> int:
-            return int(trainer.state.max_steps - trainer.state.global_step)
-
+    def _weights(self) -> StageWeights:
+        """Versions of the stage's weights; others where only the number of micro-batches of its layout has changed."""
+        stage, layout, trainer, args = self.pipeline.stage, self.pipeline.layout, self.trainer, self.trainer.args
+        if self._made is not None and self._made[0] is layout:
+            return self._made[1]
+        optimizer = trainer_compat.torch_optimizer(trainer)
         weights = StageWeights(
             find_weights(args.pipeline_weights),
             stage.groups.position,
             layout.num_stages,
             optimizer,
-            coming_rates(trainer.lr_scheduler, optimizer, num_left),
+            coming_rates(trainer.lr_scheduler, optimizer, lambda: trainer.state.max_steps - trainer.state.global_step),
             micro_batches_per_step(layout, args),
             casts=trainer.accelerator.native_amp,
             modules=stage.view.model.modules(),
         )
-        norms = StageNorms(self.pipeline.runner, args.pipeline_clip == "last", self.controller.watch_gradients)
-        self._made = made = _Parts(stage, layout, weights, norms)
-        return made
+        self._made = layout, weights
+        return weights

@@ -265,7 +265,7 @@ class PipelineBuilder:
         # A loss that is not known may compare samples with each other, which a sum over micro-batches loses.
         if asked == "auto":
             asked = "batch" if known_loss(self.context.trainer) is None else "parts"
-            if asked == "batch" and not args.schedule.abilities.runs_steps_whole:
+            if asked == "batch" and not args.abilities.runs_steps_whole:
                 raise LossDoesNotDecomposeError(
                     f"pipeline_schedule={args.pipeline_schedule!r} adds the losses of parts of a batch, and this loss "
                     "is not known to be their mean or sum, as most losses of transformers and TRL are. Use "

@@ -30,7 +30,6 @@ from hf_pipetransformer.startup.slices import choose_head_slices
 from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption, read_plan
 from hf_pipetransformer.state.saving import Checkpoints
-from hf_pipetransformer.training.asynchronous import AsynchronousSteps, check_stages
 from hf_pipetransformer.training.expectation import in_words, make_forecast
 from hf_pipetransformer.training.loaders import check_undivided
 from hf_pipetransformer.training.metrics import MetricAccumulator
@@ -44,6 +43,15 @@ if TYPE_CHECKING:
     from hf_pipetransformer.startup.planner import RunPlanner
     from hf_pipetransformer.training.context import TrainingContext
     from hf_pipetransformer.training.pipeline_session import PipelineSession
+
+
+def steps_under(layout: Layout) -> type[Steps]:
+    """Return how steps run under a layout: of an asynchronous schedule synchronously once a single stage is left."""
+    if not layout.abilities.overlaps_steps:
+        return SynchronousSteps
+    from hf_pipetransformer.training.asynchronous import AsynchronousSteps
+
+    return AsynchronousSteps
 
 
 @dataclass
@@ -110,11 +118,6 @@ class TrainingSetup:
         optimizer = self._optimizer(cache)
         metrics = MetricAccumulator(self.context)
 
-        def make_steps() -> Steps:
-            # The one place that asks: an asynchronous schedule runs synchronously once a single stage is left.
-            kind = AsynchronousSteps if pipeline.layout.abilities.overlaps_steps else SynchronousSteps
-            return kind(self.context, pipeline, loader, metrics, controller)
-
         return Training(
             context=self.context,
             pipeline=pipeline,
@@ -127,7 +130,7 @@ class TrainingSetup:
                 self.context, pipeline, loader, optimizer, controller, self.description, self.decision.began_under
             ),
             metrics=metrics,
-            make_steps=make_steps,
+            make_steps=lambda: steps_under(pipeline.layout)(self.context, pipeline, loader, metrics, controller),
         )
 
     def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:
@@ -268,7 +271,9 @@ def start_training(run: PipelineSession, loader: Any, first: Any) -> TrainingSet
         check_undivided(loader, "get_train_dataloader", decision.longest)
     # Refused while the model is whole, before any weight moves.
     named, users = context.trainer.model.named_parameters(), start_up.probe.structure.blocks_of_parameter
-    check_stages(decision.layout, {name: users[name] for name, p in named if p.requires_grad}, context.args)
+    steps_under(decision.layout).check(
+        decision.layout, {name: users[name] for name, p in named if p.requires_grad}, context.args
+    )
     check_unfreezing(context.args, policy, decision.replay, decision.longest)
     run.build(start_up, decision)
     return TrainingSetup(run, decision, names, description)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from hf_pipetransformer.data.loader import PipelineLoader
     from hf_pipetransformer.elastic.controller import LayoutController
     from hf_pipetransformer.engine.program import Forward, Write
+    from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.training.context import TrainingContext
     from hf_pipetransformer.training.metrics import MetricAccumulator
 
@@ -80,6 +82,15 @@ class Steps(ABC):
     @cached_property
     def _prepare(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return trainer_compat.preparation(self.trainer)
+
+    @staticmethod
+    def check(layout: Layout, users: Mapping[str, tuple[int, ...]], args: PipeTransformerArguments) -> None:
+        """Refuse what does not work if steps run so; `users` has the blocks that use each trained parameter.
+
+        Raises:
+            ValueError: stages are at different steps, and share a parameter or have too few micro-batches.
+        """
+        return None
 
     @property
     def num_read_ahead(self) -> int:

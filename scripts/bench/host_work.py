@@ -21,7 +21,8 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 from hf_pipetransformer.engine.engine import Engine, StageLinks, Wire
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.schedules import ActionList, find_schedule
+from hf_pipetransformer.schedules.actions import ActionList
+from hf_pipetransformer.schedules.tables import find_schedule
 
 from .measure import REPOSITORY, Settings, experiment, report
 from .training import make_trainer

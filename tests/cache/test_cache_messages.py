@@ -22,6 +22,7 @@ from hf_pipetransformer.cache.records import HEADER_FILE, RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.loader import PipelineLoader
+from hf_pipetransformer.schedules.abilities import abilities_of
 from tests.cache.test_store import PLAIN, put, values_of
 
 
@@ -139,21 +140,18 @@ def test_values_that_are_not_of_the_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("schedule", "words"),
     [
-        ({"cuts_tokens": True}, "runs slices of sequences. Use pipeline_schedule='1f1b'"),
-        ({"overlaps_steps": True}, "reads ahead of what is stored"),
-        ({}, "get_train_dataloader returned a list, which does not say which samples it reads"),
+        ("token", "runs slices of sequences. Use pipeline_schedule='1f1b'"),
+        ("async_1f1b", "reads ahead of what is stored"),
+        ("1f1b", "get_train_dataloader returned a list, which does not say which samples it reads"),
     ],
 )
-def test_why_nothing_is_stored_before_a_sample_is_read(changes: dict[str, bool], words: str) -> None:
+def test_why_nothing_is_stored_before_a_sample_is_read(schedule: str, words: str) -> None:
     inputs = SimpleNamespace(
         start_up=SimpleNamespace(probe=SimpleNamespace(activation=None)),
-        args=SimpleNamespace(
-            pipeline_schedule="some",
-            schedule=SimpleNamespace(abilities=SimpleNamespace(cuts_tokens=changes.get("cuts_tokens", False))),
-        ),
-        overlaps_steps=changes.get("overlaps_steps", False),
+        args=SimpleNamespace(pipeline_schedule=schedule),
+        abilities=abilities_of(schedule),
     )
     assert words in str(CacheInputs._reason_before_reading(inputs, []))  # type: ignore[arg-type]
 
@@ -168,10 +166,8 @@ def test_activations_that_are_not_one_a_token() -> None:
     activation = SimpleNamespace(hidden_shape=(5, 4), input_shape=(8,), changes_length=True)
     inputs = SimpleNamespace(
         start_up=SimpleNamespace(probe=SimpleNamespace(activation=activation), samples=SampleBatch()),
-        args=SimpleNamespace(
-            pipeline_schedule="1f1b", schedule=SimpleNamespace(abilities=SimpleNamespace(cuts_tokens=False))
-        ),
-        overlaps_steps=False,
+        args=SimpleNamespace(pipeline_schedule="1f1b"),
+        abilities=abilities_of("1f1b"),
     )
     found = str(CacheInputs._reason_before_reading(cast(Any, inputs), Loader()))
     assert "the layers' activations have 5 positions for 8 tokens" in found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import LogitsProcessor, Seq2SeqTrainer, Seq2SeqTrainingArgumen
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerMixin, PipeTransformerTrainer
 from hf_pipetransformer.comm.errors import PipelineError
+from hf_pipetransformer.engine.token_program import TokenSliceProgram
 from hf_pipetransformer.splitters.quantized import prepare_quantized
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.support.adapted import adapted
@@ -31,9 +33,10 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_slices(program: Any) -> Any:
-    """The program of a stage that keeps keys and values; that of the stage with the head is in another one."""
-    return getattr(program, "together", program)
+def kept_contexts() -> list[Any]:
+    """Keys and values that programs of this rank's stages keep, whoever made the programs."""
+    programs = [each for each in gc.get_objects() if isinstance(each, TokenSliceProgram)]
+    return [context for program in programs for context in program._contexts.values()]
 
 
 @dataclass
@@ -88,14 +91,12 @@ def whole(model: Any, prompts: dict[str, torch.Tensor], **options: Any) -> Any:
 class Held(LogitsProcessor):
     """Notes of which layers this rank keeps keys and values, and changes nothing."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self) -> None:
         self.layers: set[int] = set()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for program in self.trainer.pipeline_run.pipelined.pipeline.stage.engine.programs:
-            for context in in_slices(program).contexts._contexts.values():
-                self.layers |= {layer for layer, (keys, _) in enumerate(context.layers) if keys._all is not None}
+        for context in kept_contexts():
+            self.layers |= {layer for layer, (keys, _) in enumerate(context.layers) if keys._all is not None}
         return scores
 
 
@@ -121,13 +122,10 @@ def generate_all(folder: Path, names: list[str], num_stages: int) -> dict[str, A
         # As many tokens as the stages take in slices.
         prompts = make_prompts(longest=120)
         found["long prompts"] = trainer.generate(prompts, **GREEDY).tolist(), whole(model, prompts, **GREEDY)
-        held = Held(trainer)
+        held = Held()
         trainer.generate(make_prompts(), **GREEDY, logits_processor=[held])
         found["held"] = sorted(held.layers), trainer.layout.as_event()
-        programs = (
-            trainer.pipeline_run.pipelined.evaluations.builder.pipeline.stage.engine.programs if num_stages > 1 else []
-        )
-        found["kept"] = [len(in_slices(program).contexts._contexts) for program in programs]
+        found["kept"] = len(kept_contexts())
         found |= sample(trainer, model) | (refused(trainer) if num_stages > 1 else {})
     return found
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.tables import find_schedule
 from tests.distributed.cases import CI_CASES, LAYOUTS, NUM_EVAL_SAMPLES, SLOW_CASES, Case
 from tests.distributed.equality_worker import EVAL_SEED, run_all
 from tests.distributed.launches import Launches, Outcome, Run, selected_runs

@@ -62,7 +62,7 @@ def test_each_rank_keeps_keys_and_values_of_its_own_layers(on_two: list[Any]) ->
 
 
 def test_nothing_is_kept_after_a_generation(on_two: list[Any]) -> None:
-    assert [rank["generated"]["kept"] for rank in on_two] == [[0], [0]]
+    assert [rank["generated"]["kept"] for rank in on_two] == [0, 0]
 
 
 def test_sampling_draws_what_one_process_draws(on_two: list[Any]) -> None:

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.tables import find_schedule
 from tests.support.models import NUM_LAYERS
 
 
@@ -201,7 +201,7 @@ class TransitionCase:
                 "schedule": self.schedule,
                 "cache_level": self.cache_level(phase),
                 "num_chunks": num_chunks,
-                "placement": find_schedule(self.schedule).placement,
+                "placement": find_schedule(self.schedule).abilities.placement,
             }
             key = "to" if events else "layout"
             events.append({"event": "transition" if events else "run", "step": step, key: layout})

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_of
-from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.tables import find_schedule
 from tests.support.decoders import collate_tokens, make_decoder
 from tests.support.decoders import make_rows as decoder_rows
 from tests.support.one_process import ModelPipeline, whole_gradients
@@ -152,7 +152,7 @@ def test_a_pipeline_gives_the_gradients_of_the_model(name: str, schedule: str, n
     batch["labels"] = batch["input_ids"]  # As many of each sample: means over micro-batches add up.
     loss, expected = whole_gradients(copy.deepcopy(model), batch)
     found_schedule = find_schedule(schedule)
-    placement = Placement(2, num_chunks, found_schedule.placement)
+    placement = Placement(2, num_chunks, found_schedule.abilities.placement)
     num_blocks = 2 * model.config.num_hidden_layers + 2
     boundaries = [num_blocks * stage // placement.num_stages for stage in range(placement.num_stages + 1)]
     pipeline = ModelPipeline(model, boundaries, placement, batch, 4, splits=found_schedule.abilities.splits_backward)

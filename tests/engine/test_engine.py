@@ -11,8 +11,10 @@ import torch
 from hf_pipetransformer.engine.engine import Engine, Local, StageLinks
 from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.schedules import FORWARD_ONLY, SCHEDULE_NAMES, Action, ActionList, Op, find_schedule
+from hf_pipetransformer.schedules.abilities import SCHEDULE_NAMES
+from hf_pipetransformer.schedules.actions import Action, ActionList, Op
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.tables import FORWARD_ONLY, find_schedule
 from tests.support.one_process import CPU, QueueLink, make_engines, run_table, together
 
 
@@ -103,7 +105,7 @@ def test_a_table_gives_the_sums_of_one_process(
     name: str, pipeline_size: int, num_chunks: int, num_microbatches: int, first_active: int
 ) -> None:
     schedule = find_schedule(name)
-    placement = Placement(pipeline_size, num_chunks, schedule.placement)
+    placement = Placement(pipeline_size, num_chunks, schedule.abilities.placement)
     programs = make_programs(placement.num_stages, first_active)
     micro_batches = make_micro_batches(num_microbatches)
     table = schedule.table(pipeline_size, num_microbatches, num_chunks, first_active)

@@ -23,8 +23,9 @@ from hf_pipetransformer.engine.linear_layers import SharedCasts, WeightGradients
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
 from hf_pipetransformer.engine.reduction import last_gradients
 from hf_pipetransformer.engine.wrappers import CachedEntryProgram, RecomputingProgram, recomputed_micro_batches
-from hf_pipetransformer.schedules import Action, ActionList, Op, find_schedule
+from hf_pipetransformer.schedules.actions import Action, ActionList, Op
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.tables import find_schedule
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.view import StageView
 from tests.support.decoders import collate_tokens, make_decoder
@@ -58,7 +59,7 @@ def assert_same_gradients(name: str, found: dict[str, torch.Tensor], expected: d
 def pipeline_of(name: str, model: nn.Module, schedule_name: str, pipeline_size: int, num_chunks: int, **more: Any):
     """A pipeline and its table, the blocks cut evenly."""
     schedule = find_schedule(schedule_name)
-    placement = Placement(pipeline_size, num_chunks, schedule.placement)
+    placement = Placement(pipeline_size, num_chunks, schedule.abilities.placement)
     inputs = batch_of(name)
     num_blocks = trace(model, inputs).num_blocks
     boundaries = [num_blocks * stage // placement.num_stages for stage in range(placement.num_stages + 1)]

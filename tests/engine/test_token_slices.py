@@ -16,14 +16,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram
-from hf_pipetransformer.engine.token_program import TokenSliceContexts, TokenSpan
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, TokenSpan
+from hf_pipetransformer.engine.token_program import TokenSliceProgram
 from hf_pipetransformer.engine.wrappers import RecomputingProgram
 from hf_pipetransformer.planning.token_slices import plan_slices
-from hf_pipetransformer.schedules import COMPUTATIONS, Op, Table, find_schedule
-from hf_pipetransformer.schedules.actions import ScheduleError
+from hf_pipetransformer.schedules.actions import COMPUTATIONS, Op, ScheduleError, Table
 from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.schedules.schedule import TOKEN
+from hf_pipetransformer.schedules.tables import TOKEN, find_schedule
 from hf_pipetransformer.splitters.base import CACHE_NAME
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.view import StageView
@@ -140,10 +139,9 @@ def run_sliced(
     for stage, view in enumerate(views):
         view.install(range(boundaries[stage], boundaries[stage + 1]))
 
-    def program_of(stage: int) -> ModelProgram | RecomputingProgram:
+    def program_of(stage: int) -> TokenSliceProgram | RecomputingProgram:
         blocks = range(boundaries[stage], boundaries[stage + 1])
-        contexts = TokenSliceContexts(LAYERS)
-        program = ModelProgram(views[stage], blocks, torch.float32, stage > 0, contexts=contexts)
+        program = TokenSliceProgram(ModelProgram(views[stage], blocks, torch.float32, stage > 0), LAYERS)
         return RecomputingProgram(program, "always", 0, CPU) if recompute == "always" else program
 
     num_labels = int((inputs["labels"][:, 1:] != -100).sum())
@@ -237,8 +235,7 @@ def peak_of(num_layers: int, cuts: list[int], recompute: str) -> int:
     structure = trace(model, {"input_ids": tokens, "labels": tokens})
     view = StageView(model, find_splitter(model), structure, recomputes_layers=recompute == "layers")
     view.install(range(structure.num_blocks))
-    contexts = TokenSliceContexts(num_layers)
-    program = ModelProgram(view, range(structure.num_blocks), torch.float32, False, contexts=contexts)
+    program = TokenSliceProgram(ModelProgram(view, range(structure.num_blocks), torch.float32, False), num_layers)
     (row,) = TOKEN.table(1, 1, num_token_slices=len(cuts) - 1)
     slices = [
         MicroBatch(

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from hf_pipetransformer.engine.timing import StepTrace
-from hf_pipetransformer.schedules import Action, Op, find_schedule
+from hf_pipetransformer.schedules.actions import Action, Op
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.tables import find_schedule
 from tests.support.models import build_model, collate, make_dataset
 from tests.support.one_process import ModelPipeline
 from tests.training.test_expectation import trainer_of
@@ -56,7 +57,7 @@ def check_lanes(events: Sequence[dict[str, Any]]) -> None:
 )
 def test_each_action_is_traced_once_in_order(name: str, num_chunks: int) -> None:
     schedule = find_schedule(name)
-    placement = Placement(K, num_chunks, schedule.placement)
+    placement = Placement(K, num_chunks, schedule.abilities.placement)
     model = build_model("bert_sequence")
     num_blocks = 2 * model.config.num_hidden_layers + 2
     boundaries = [num_blocks * stage // placement.num_stages for stage in range(placement.num_stages + 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from hf_pipetransformer.comm import topology
 from hf_pipetransformer.freeze.policy import check_policy
 from hf_pipetransformer.options import refusals
 from hf_pipetransformer.options.arguments import READERS, with_pipeline_options
-from hf_pipetransformer.options.combinations import unused_by_trainer, unused_freeze_options
+from hf_pipetransformer.options.combinations import DEMANDS, unused_by_trainer, unused_freeze_options
 from hf_pipetransformer.options.refusals import (
     check_arguments,
     check_communication_hook,
@@ -25,6 +26,7 @@ from hf_pipetransformer.options.refusals import (
     check_model,
     warn_about_options,
 )
+from hf_pipetransformer.schedules.abilities import ABILITIES
 
 
 def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:
@@ -45,9 +47,9 @@ EXCLUDED = [
     ({"layout_plan": "no-such.jsonl"}, "is not a file: expected the pipetransformer_events.jsonl"),
     ({"pipeline_drain_interval": 4}, "pipeline_drain_interval=4 needs pipeline_schedule='async_1f1b', found '1f1b'"),
     ({"pipeline_schedule": "interleaved_1f1b", "pipeline_chunks": 1}, "stages a rank. Choose another schedule"),
-    ({"pipeline_schedule": "async_1f1b", "torch_compile": True}, "has not been verified: use another schedule"),
+    ({"pipeline_schedule": "async_1f1b", "torch_compile": True}, "which has not been verified with compiled layers"),
     ({"pipeline_schedule": "token", "activation_cache": "on"}, "Leave activation_cache out"),
-    ({"pipeline_schedule": "async_1f1b", "fp16": True}, "stages would have to agree"),
+    ({"pipeline_schedule": "async_1f1b", "fp16": True}, "its stages agree in every step whether"),
     ({"pipeline_schedule": "async_1f1b", "pipeline_loss": "batch"}, "so that no loss sees a whole batch"),
     ({"freeze_alpha": 2}, "freeze_alpha must be between 0 and 1, both excluded, found 2"),
 ]
@@ -57,6 +59,15 @@ EXCLUDED = [
 def test_options_that_exclude_each_other(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         arguments(tmp_path, **options)
+
+
+def test_schedules_read_and_refuse_options_that_there_are() -> None:
+    names = {option.name for option in fields(PipeTransformerArguments)}
+    for abilities in ABILITIES.values():
+        assert names.issuperset(abilities.reads)
+        # A frozen reference is no option: `check_trainer` and plans ask for it.
+        assert DEMANDS.keys() | {"reference"} >= abilities.refuses.keys()
+    assert names >= DEMANDS.keys()
 
 
 def test_the_number_of_frozen_layers_stands_for_a_table(tmp_path: Path) -> None:

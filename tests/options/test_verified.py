@@ -12,7 +12,7 @@ import torch
 
 from hf_pipetransformer.options import refusals
 from hf_pipetransformer.options.refusals import VERIFIED_ON_NCCL, warn_about_options
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.abilities import abilities_of
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -62,7 +62,7 @@ def arguments(**options: Any) -> Any:
     }
     values |= {"accelerator_config": SimpleNamespace(even_batches=True), "device": torch.device("cuda", 0)}
     values |= {"world_size": 2, "pipeline_size": 2, **options}
-    return SimpleNamespace(**values, schedule=find_schedule(values["pipeline_schedule"]))
+    return SimpleNamespace(**values, abilities=abilities_of(values["pipeline_schedule"]))
 
 
 @pytest.mark.parametrize(

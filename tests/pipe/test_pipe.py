@@ -18,7 +18,8 @@ from hf_pipetransformer.pipe.pipe import GPipe, Pipe
 from hf_pipetransformer.pipe.recomputation import checkpointed, is_checkpointing, is_recomputing, waking
 from hf_pipetransformer.pipe.skip import pop, skippable, stash
 from hf_pipetransformer.pipe.stages import WithDevice
-from hf_pipetransformer.schedules import Op, find_schedule
+from hf_pipetransformer.schedules.actions import Op
+from hf_pipetransformer.schedules.tables import find_schedule
 
 
 MODES = ("always", "except_last", "never")

@@ -21,9 +21,9 @@ from hf_pipetransformer.planning.layouts import (
 from hf_pipetransformer.planning.search import search
 from hf_pipetransformer.planning.simulator import Durations, simulate
 from hf_pipetransformer.planning.storing import Storing
-from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
+from hf_pipetransformer.schedules.tables import find_schedule
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
 from tests.planning.test_planning import LONG, costs_of, layout_of, rules_for
 

@@ -33,9 +33,10 @@ from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
 from hf_pipetransformer.planning.partition import compress_by_memory, partition
 from hf_pipetransformer.planning.search import choose_by_throughput, first_layout, search
-from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import pipeline_sizes
+from hf_pipetransformer.schedules.tables import find_schedule
+from hf_pipetransformer.schedules.weight_kinds import find_weights
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
 
 
@@ -655,7 +656,7 @@ def test_lengths_are_planned_with_the_stages_that_the_active_blocks_allow(
     assert sorted(found.alternatives) == sorted(expected)
     layout = found.layout
     assert layout.num_chunks == expected[layout.pipeline_size]
-    assert (layout.schedule, layout.placement) == (schedule, find_schedule(schedule).placement)
+    assert (layout.schedule, layout.placement) == (schedule, find_schedule(schedule).abilities.placement)
     assert layout.pipeline_size * layout.num_replicas == 8
 
 
@@ -1014,8 +1015,7 @@ def test_weights_of_half_precision_take_half_the_memory() -> None:
 def test_batches_stay_whole_where_nothing_waits(
     pipeline_size: int, accumulation: int, weights: str, expected: int
 ) -> None:
-    abilities = find_schedule("async_1f1b").abilities
-    assert choose_num_microbatches(pipeline_size, 6, abilities, accumulation, weights) == expected
+    assert choose_num_microbatches(pipeline_size, 6, find_weights(weights), accumulation) == expected
 
 
 def test_evaluation_has_a_pipeline_to_fill_where_training_fills_it_with_steps() -> None:

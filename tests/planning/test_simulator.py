@@ -15,10 +15,10 @@ from hf_pipetransformer.planning.simulator import (
     simulate_equal,
     steady_seconds,
 )
-from hf_pipetransformer.schedules import Action, Op, find_schedule
-from hf_pipetransformer.schedules.actions import ScheduleError
+from hf_pipetransformer.schedules.actions import Action, Op, ScheduleError
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.tables import find_schedule
 from tests.schedules.test_schedules import ONE_STAGE_A_RANK, table_of
 
 
@@ -156,7 +156,7 @@ def test_equal_stages_wait_for_the_share_of_the_formula(name: str, size: int, nu
 @pytest.mark.parametrize(("name", "num_chunks"), [("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zb_v", 2)])
 def test_ranks_of_several_stages_compute_as_much_and_wait_less(name: str, num_chunks: int) -> None:
     schedule = find_schedule(name)
-    found = simulate_equal(schedule, Placement(4, num_chunks, schedule.placement), 8)
+    found = simulate_equal(schedule, Placement(4, num_chunks, schedule.abilities.placement), 8)
     assert found.busy == pytest.approx([24] * 4)
     assert found.bubble < 3 / 11
 

@@ -34,9 +34,9 @@ from hf_pipetransformer.planning.token_slices import (
     cut_layout,
     fit_token_costs,
 )
-from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import slice_bounds
+from hf_pipetransformer.schedules.tables import find_schedule
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
 from tests.planning.test_planning import costs_of, layout_of
 from tests.support.decoders import collate_tokens, make_decoder, make_rows

@@ -17,8 +17,9 @@ from hf_pipetransformer.engine.program import MicroBatch
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.runtime.execution import OnDevice
 from hf_pipetransformer.runtime.messages import as_message, from_message
-from hf_pipetransformer.schedules import COMPUTATIONS, SENDS, find_schedule
+from hf_pipetransformer.schedules.actions import COMPUTATIONS, SENDS
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.tables import find_schedule
 from tests.support.one_process import CPU, make_links, together
 
 
@@ -52,7 +53,7 @@ class Watching:
 @pytest.mark.parametrize(("name", "num_chunks"), [("1f1b", 1), ("gpipe", 1), ("zb_h1", 1), ("zb_v", 2)])
 def test_inputs_are_prepared_once_and_stay_until_the_last_use(name: str, num_chunks: int) -> None:
     schedule, count = find_schedule(name), 6
-    placement = Placement(2, num_chunks, schedule.placement)
+    placement = Placement(2, num_chunks, schedule.abilities.placement)
     table = schedule.table(2, count, num_chunks)
     prepared: list[list[int]] = [[], []]
     alive: list[weakref.WeakValueDictionary[int, torch.Tensor]] = [weakref.WeakValueDictionary() for _ in range(2)]

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pipetransformer.schedules import ActionList, Op, find_schedule
-from hf_pipetransformer.schedules.actions import ScheduleError
+from hf_pipetransformer.schedules.actions import ActionList, Op, ScheduleError
 from hf_pipetransformer.schedules.asynchronous import (
     ASYNC_1F1B,
     enough,
@@ -16,6 +15,7 @@ from hf_pipetransformer.schedules.asynchronous import (
     window_table,
 )
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.tables import find_schedule
 from tests.schedules.test_schedules import one_communicator_a_pair, parse, some_counts, table_of, text
 from tests.support.schedule_checker import check_on_nccl, check_table
 

@@ -15,9 +15,9 @@ import pytest
 from torch.distributed.pipelining import schedules as peers
 
 from hf_pipetransformer.planning.simulator import Durations, simulate
-from hf_pipetransformer.schedules import Action, Op, find_schedule
-from hf_pipetransformer.schedules.actions import add_transfers
+from hf_pipetransformer.schedules.actions import Action, Op, add_transfers
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.tables import find_schedule
 
 
 FIGURES = json.loads((Path(__file__).resolve().parents[2] / "benchmarks" / "schedules.json").read_text())["simulated"]
@@ -71,7 +71,7 @@ def torch_rows(pair: Pair, size: int, m: int) -> list[list[Action]]:
 def simulated(pair: Pair, size: int, m: int) -> dict[str, dict[str, float]]:
     """Share of the ideal by library, without and with time for messages."""
     schedule, v = find_schedule(pair.ours), pair.num_chunks
-    tables = {"ours": (schedule.table(size, m, v), Placement(size, v, schedule.placement))}
+    tables = {"ours": (schedule.table(size, m, v), Placement(size, v, schedule.abilities.placement))}
     if pair.peer is not peers.Schedule1F1B:  # Its table exists only as the loop that runs it.
         where = Placement(size, v, pair.placement)
         tables["torch"] = (add_transfers(torch_rows(pair, size, m), where), where)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hf_pipetransformer.planning.simulator import Durations, simulate
-from hf_pipetransformer.schedules import FORWARD_ONLY, SCHEDULE_NAMES, Schedule, Table, find_schedule
-from hf_pipetransformer.schedules.actions import ScheduleError
+from hf_pipetransformer.schedules.abilities import SCHEDULE_NAMES
+from hf_pipetransformer.schedules.actions import ScheduleError, Table
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.schedule import Schedule
+from hf_pipetransformer.schedules.tables import FORWARD_ONLY, find_schedule
 from tests.engine.test_engine import make_micro_batches, make_programs
 from tests.schedules.test_schedules import ONE_STAGE_A_RANK, parse, text
 from tests.support.added_schedules import BREADTH_FIRST, GPIPE_IN_ORDER
@@ -69,7 +71,7 @@ def test_zb_v_is_the_drawn_table_and_sends_nothing_where_the_v_turns() -> None:
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), KINDS[:1] + KINDS[-2:], ids=named)
 def test_frozen_stages_run_forwards_only(schedule: Schedule, num_chunks: int) -> None:
-    placement = Placement(4, num_chunks, schedule.placement)
+    placement = Placement(4, num_chunks, schedule.abilities.placement)
     for first_active_stage in range(placement.num_stages):
         for rank, actions in enumerate(schedule.table(4, 6, num_chunks, first_active_stage)):
             for chunk, stage in enumerate(placement.stages_of(rank)):
@@ -80,7 +82,7 @@ def test_frozen_stages_run_forwards_only(schedule: Schedule, num_chunks: int) ->
 
 def prove(schedule: Schedule, num_chunks: int, pipeline_size: int, num_microbatches: int) -> None:
     """All frozen prefixes: nothing waits for ever, nothing is left out."""
-    placement = Placement(pipeline_size, num_chunks, schedule.placement)
+    placement = Placement(pipeline_size, num_chunks, schedule.abilities.placement)
     for first_active_stage in range(placement.num_stages):
         table = schedule.table(pipeline_size, num_microbatches, num_chunks, first_active_stage)
         check_table(table, num_microbatches, True, first_active_stage, placement)
@@ -163,7 +165,7 @@ def test_the_bubble_is_that_of_the_papers(pipeline_size: int, rounds: int) -> No
     }
     for (schedule, v), bubble in bubbles.items():
         one, two = (1 / v,) * (k * v), (2 / v,) * (k * v)
-        placement, durations = Placement(k, v, schedule.placement), Durations(one, two, 0.0, one, one)
+        placement, durations = Placement(k, v, schedule.abilities.placement), Durations(one, two, 0.0, one, one)
         timeline = simulate(schedule.table(k, m, v), durations, placement)
         assert timeline.end == pytest.approx(3 * m + bubble), schedule.name
         assert timeline.busy == pytest.approx((3 * m,) * k)

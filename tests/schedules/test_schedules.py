@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from hf_pipetransformer.schedules import COMPUTATIONS, FORWARD_ONLY, Action, ActionList, Op, Table, find_schedule
-from hf_pipetransformer.schedules.actions import ScheduleError
+from hf_pipetransformer.schedules.abilities import ABILITIES, SCHEDULE_NAMES
+from hf_pipetransformer.schedules.actions import COMPUTATIONS, Action, ActionList, Op, ScheduleError, Table
+from hf_pipetransformer.schedules.tables import FORWARD_ONLY, find_schedule
 from tests.support.schedule_checker import LinkKey, check_first_uses, check_on_nccl, check_table
 
 
@@ -192,6 +193,12 @@ def test_an_active_stage_that_does_not_exist_is_refused(first_active_stage: int)
 def test_nonsense_is_refused(name: str, num_stages: int, num_microbatches: int) -> None:
     with pytest.raises(ValueError, match=r"Unknown schedule|at least one rank and one micro-batch"):
         table_of(name, num_stages, num_microbatches)
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_every_schedule_has_its_facts_from_the_one_table_of_them(name: str) -> None:
+    assert find_schedule(name).name == name
+    assert find_schedule(name).abilities is ABILITIES[name]
 
 
 def one_communicator_a_pair(link: LinkKey) -> int:

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from hf_pipetransformer import PipeTransformerArguments
-from hf_pipetransformer.schedules import find_schedule
+from hf_pipetransformer.schedules.tables import find_schedule
 from tests.distributed.launcher import accelerate_launch, launch
 from tests.engine.test_trace import actions_of, check_lanes
 from tests.support.decoders import make_decoder

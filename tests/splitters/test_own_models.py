@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer, Splitter
-from hf_pipetransformer.schedules import find_schedule
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.tables import find_schedule
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from tests.support.models import probed_with

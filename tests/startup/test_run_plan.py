@@ -15,7 +15,7 @@ from hf_pipetransformer.cli import main
 from hf_pipetransformer.freeze.policies import MEASURED
 from hf_pipetransformer.planning.course import length_of_run
 from hf_pipetransformer.report.drawing import MISSING_LIBRARY
-from hf_pipetransformer.schedules import SCHEDULE_NAMES
+from hf_pipetransformer.schedules.abilities import SCHEDULE_NAMES
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.startup.costs import _LiveBytes
 from hf_pipetransformer.startup.estimate import _OnDevice, batch_on_meta, build_on_meta

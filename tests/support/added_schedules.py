@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from hf_pipetransformer.schedules import Abilities, Action, Op, Schedule
+from hf_pipetransformer.schedules.abilities import Abilities
+from hf_pipetransformer.schedules.actions import Action, Op
 from hf_pipetransformer.schedules.placement import Placement
+from hf_pipetransformer.schedules.schedule import Schedule
 
 
 def _in_order(placement: Placement, num_microbatches: int, _first_active_stage: int) -> list[list[Action]]:

@@ -19,7 +19,7 @@ from hf_pipetransformer.engine.engine import ActionListRun, Engine, Local, Stage
 from hf_pipetransformer.engine.linear_layers import WeightGradients, linear_layers
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram
 from hf_pipetransformer.engine.timing import StepMeter
-from hf_pipetransformer.schedules import Table
+from hf_pipetransformer.schedules.actions import Table
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.splitters.base import Splitter
 from hf_pipetransformer.splitters.families import find_splitter

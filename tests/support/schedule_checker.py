@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from itertools import accumulate, pairwise
 
-from hf_pipetransformer.schedules import (
+from hf_pipetransformer.schedules.actions import (
     BEGINS_BACKWARD,
     COMPUTATIONS,
     GIVES,

@@ -12,7 +12,8 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.schedules.layout import Layout
-from hf_pipetransformer.training.asynchronous import check_stages, next_drain
+from hf_pipetransformer.training.asynchronous import AsynchronousSteps, next_drain
+from hf_pipetransformer.training.start import steps_under
 from tests.support.models import build_model, collate, make_dataset
 
 
@@ -36,10 +37,13 @@ def arguments(folder: Path, **options: Any) -> PipeTransformerArguments:
         (ASYNC | {"pipeline_weights": "fresh"}, "pipeline_weights must be one of"),
         (
             ASYNC | {"pipeline_checkpoint": "except_last"},
-            "has no last micro-batch: set it to 'layers'",
+            "has no last micro-batch, but knows 'layers'",
         ),
-        (ASYNC | {"torch_compile": True}, "torch_compile with pipeline_schedule='async_1f1b' has not been verified"),
-        (ASYNC | {"fp16": True}, "fp16=True with pipeline_schedule='async_1f1b'.*Use bf16=True"),
+        (
+            ASYNC | {"torch_compile": True},
+            "torch_compile=True with .*, which has not been verified",
+        ),
+        (ASYNC | {"fp16": True}, "fp16=True with pipeline_schedule='async_1f1b'.*bf16 does not need"),
         (ASYNC | {"activation_cache": "on"}, "activation_cache='on' with pipeline_schedule='async_1f1b'"),
         (ASYNC | {"pipeline_chunks": 2}, "expected 1 stages a rank"),
     ],
@@ -63,16 +67,16 @@ def options(weights: str = "pipeoptim", accumulation: int = 1, samples: int = 8)
 def test_a_parameter_of_several_stages_is_refused_with_what_to_change() -> None:
     tied = {"embeddings.weight": (0, 9), "layer.weight": (3,)}
     with pytest.raises(ValueError, match=r"embeddings.weight is used on stages 0, 1.*tie_word_embeddings=False"):
-        check_stages(layout_of(2), tied, options())
-    check_stages(layout_of(1), tied, options())
-    check_stages(layout_of(2, "1f1b"), tied, options())
+        AsynchronousSteps.check(layout_of(2), tied, options())
+    for other in (layout_of(1), layout_of(2, "1f1b")):
+        steps_under(other).check(other, tied, options())
 
 
 def test_two_versions_are_refused_where_more_updates_lie_between() -> None:
     with pytest.raises(ValueError, match="double_buffer.*expected at least 3"):
-        check_stages(layout_of(4), {}, options("double_buffer"))
-    check_stages(layout_of(4, num_microbatches=2), {}, options("double_buffer", 2))
-    check_stages(layout_of(2), {}, options("double_buffer"))
+        AsynchronousSteps.check(layout_of(4), {}, options("double_buffer"))
+    AsynchronousSteps.check(layout_of(4, num_microbatches=2), {}, options("double_buffer", 2))
+    AsynchronousSteps.check(layout_of(2), {}, options("double_buffer"))
 
 
 def test_one_stage_alone_is_not_asynchronous() -> None:
