@@ -32,11 +32,11 @@ BUDGETS = {
     "runtime": 1781,
     "schedules": 743,
     "splitters": 1101,
-    "startup": 2104,
+    "startup": 2109,
     "state": 1309,
     "the package itself": 62,
     "trainer": 376,
-    "training": 3477,
+    "training": 3485,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 
