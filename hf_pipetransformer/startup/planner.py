@@ -66,16 +66,6 @@ def samples_per_microbatch(args: PipeTransformerArguments) -> int:
     return -(-samples // (args.num_microbatches or choose_num_microbatches(size, samples, *rule)))
 
 
-def share_computed(args: PipeTransformerArguments, probe: Probe) -> float:
-    """Return the share of the embeddings' forward that is left once outputs of frozen encoders of media are read.
-
-    1 where it is not known at the start that they are: with `auto` the first steps decide.
-    """
-    is_read = args.activation_cache == "on" and (args.max_steps > 0 or args.num_train_epochs > 1)
-    # Words that are looked up are no products, and to read is not free.
-    return max(0.01, 1 - probe.media_share) if is_read else 1.0
-
-
 @dataclass(frozen=True)
 class MeasuredCosts:
     """Measured costs that plans start from; blocks were measured with a micro-batch of `num_samples`."""
@@ -100,6 +90,7 @@ class RunPlanner:
         replaced_by: name of the schedule that runs in place of the one asked for; None if that one runs.
         why_whole_head: reason why the head may not run in slices of the sequence; None if it may.
         head_slices: slices of the head, as asked for or chosen.
+        read_share: share of the embeddings' forward in frozen encoders whose outputs are read in most of the run.
     """
 
     args: PipeTransformerArguments
@@ -117,6 +108,7 @@ class RunPlanner:
     replaced_by: str | None = None
     why_whole_head: str | None = None
     head_slices: int = 1
+    read_share: float = 0.0
 
     def trying(self, layout: Layout) -> dict[str, Any]:
         """Return the fields that an out-of-memory event under `layout` records for `read_unfit`."""
@@ -211,8 +203,8 @@ class RunPlanner:
         if not any(counted):
             # `FlopCounterMode` counts matrix products only, and this model has none.
             return tuple(map(float, self.costs.blocks.parameters))
-        of_embeddings = counted[0] * share_computed(self.args, self.probe)
-        return tuple(each / self.num_probed for each in (of_embeddings, *counted[1:]))
+        computed = counted[0] * (1 - self.read_share), *counted[1:]
+        return tuple(each / self.num_probed for each in computed)
 
     def inputs(
         self, began_under: Layout | None = None, known_microbatches: Mapping[tuple[int, int], int] | None = None
@@ -302,8 +294,7 @@ class RunPlanner:
             cache = "off while pipelines span nodes"
         stores = self.args.activation_cache != "off" and "activation_cache" not in layout.abilities.refuses
         if self.probe.media_share and stores:
-            is_read = share_computed(self.args, self.probe) < 1
-            taken = "read" if is_read else "computed, since the first steps decide"
+            taken = "read" if self.read_share else "computed"
             cache = f"{self.args.activation_cache}, for frozen encoders; stages are cut as if these were {taken}"
         freezing = f"Freezing: {policy}."
         if policy == "none" and layout.num_frozen_layers > self.num_frozen_by_user:

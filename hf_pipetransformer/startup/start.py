@@ -50,7 +50,6 @@ from hf_pipetransformer.startup.planner import (
     StartUp,
     replacing_schedule,
     samples_per_microbatch,
-    share_computed,
 )
 from hf_pipetransformer.startup.rows import why_across, why_mixed
 from hf_pipetransformer.startup.slices import (
@@ -91,6 +90,7 @@ def inspect_model(
     is_training: bool,
     read: ReadBatch | None = None,
     events: str | None = None,
+    num_passes: float = 1.0,
 ) -> StartUp:
     """Check on a tiny batch, in float32, that the model can be split, and measure its costs.
 
@@ -100,6 +100,7 @@ def inspect_model(
         is_training: value of `model.training` during the checks.
         read: reads the batch that the blocks are measured with, called on rank 0 only; None measures the tiny batch.
         events: path of the event file of earlier runs in this output folder, for training; read on rank 0 only.
+        num_passes: how often a training comes to the same samples.
 
     Raises:
         UnsupportedModelError: on every rank, if the split model computes other numbers or the model raises.
@@ -135,6 +136,7 @@ def inspect_model(
         probe = replace(probe, placeholders=frozenset(topology.decide(lambda: sorted(probe.placeholders))))
         # Before the checks stop the gradients of large parameters, which the script may train.
         frozen, drops_from = num_frozen_by_user(model, probe.structure), dropout_from(model, probe.structure)
+        read_share = share_read(probe, args) if num_passes > 1 else 0.0
         with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
             _check_cut(exact, probe, args, inspection, is_training)
@@ -153,7 +155,7 @@ def inspect_model(
                 if why is not None:
                     raise ValueError(f"pipeline_schedule='token': {why}")
         # Outside of full precision, as costs are those of the run's own dtypes.
-        costs = _measure_costs(target, probe, args, inspection, read)
+        costs = _measure_costs(target, probe, args, inspection, read, read_share)
     if args.pipeline_size != 1 and topology.world_size > 1:
         # A model that is cut waits on the host, from where each rank takes its own stage.
         model.to("cpu")
@@ -174,6 +176,7 @@ def inspect_model(
         replaced_by=replacing_schedule(args, target.scope),
         why_whole_head=why_whole_head,
         head_slices=args.head_slices or 1,
+        read_share=read_share,
     )
     return StartUp(
         probe=probe,
@@ -189,6 +192,20 @@ def inspect_model(
         # Other nodes may not have the file that rank 0 reads.
         plans=replace(plans, unfit=topology.decide(lambda: read_unfit(events, plans.conditions))),
     )
+
+
+def share_read(probe: Probe, args: PipeTransformerArguments) -> float:
+    """Return the share of the embeddings' forward that frozen encoders take, if what they give is to be read.
+
+    Before the first steps `auto` is taken to store it: else it takes less time than reading, or seconds in all.
+    """
+    media, mode = probe.structure.media, args.activation_cache
+    if media is None or mode == "off" or args.schedule.abilities.overlaps_steps:
+        return 0.0
+    if mode == "auto" and any(map(has_dropout, media.frozen.values())):
+        return 0.0
+    # Words that are looked up are no products, and to read is not free.
+    return min(0.99, probe.media_share)
 
 
 class Inspection:
@@ -372,6 +389,7 @@ def _measure_costs(
     args: PipeTransformerArguments,
     inspection: Inspection,
     read: ReadBatch | None,
+    read_share: float,
 ) -> MeasuredCosts:
     """Measure blocks and token slices on rank 0, and transfers between ranks. Collective: call on every rank."""
     topology, structure = inspection.topology, probe.structure
@@ -380,7 +398,7 @@ def _measure_costs(
         return asdict(measure_blocks(target, structure, samples_per_microbatch(args), topology.num_ranks_here, read))
 
     profile = BlockProfile(**inspection.on_first_rank(measure))
-    profile.forward[0] *= share_computed(args, probe)
+    profile.forward[0] *= 1 - read_share
     # Of the size that the blocks were timed with: both stand for one micro-batch.
     times = topology.measure(int(profile.boundary_bytes * profile.num_samples))
     # Plans are for training, also where an evaluation asks.

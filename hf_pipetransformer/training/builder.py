@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -222,6 +223,7 @@ class PipelineBuilder:
                 is_training,
                 first.read if is_training else None,
                 self.context.journal.log.path if is_training else None,
+                self._num_passes() if is_training else 1.0,
             )
         if not (trainer_compat.has_known_loss(trainer) or args.is_undivided):
             _check_hooks(trainer.model, start_up.probe.structure)
@@ -234,6 +236,15 @@ class PipelineBuilder:
         if passes and known is KnownLoss.MEAN:
             start_up = self._dividing_itself(start_up, is_training)
         return start_up
+
+    def _num_passes(self) -> float:
+        """Return how often a training comes to the same samples; 1 if nobody knows, or if they are drawn anew."""
+        args, data = self.context.args, self.context.trainer.train_dataset
+        if self.reads_at_random or not hasattr(data, "__len__"):
+            return 1.0
+        samples_per_step = args.global_batch_size(args.train_batch_size) * args.gradient_accumulation_steps
+        steps_per_epoch = max(1, math.ceil(len(data) / samples_per_step))
+        return args.max_steps / steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
 
     def _splitter(self, options: RunOptions) -> tuple[Splitter, Media | None]:
         """Return the splitter of the model, and the media that it takes beside tokens where stages are asked for.

@@ -217,7 +217,7 @@ class TwoNodes(SimpleNamespace):
 def test_the_first_layout_takes_a_second_node_only_if_one_is_too_small(tmp_path: Any) -> None:
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True, per_device_train_batch_size=2)
     structure = SimpleNamespace(num_layers=12, cut_positions=lambda: range(27), media=None)
-    probe = SimpleNamespace(structure=structure, block_flops=())
+    probe = SimpleNamespace(structure=structure, media_share=0.0, block_flops=())
     costs = MeasuredCosts(narrow(15), Overheads(hop=3.0, node_size=2, node_hop_per_byte=1.0), 1)
     found = {}
     for device_bytes in (1e9, 1500.0, 1000.0):

@@ -774,7 +774,7 @@ def layouts_by_clock(folder: Path, slow: slice, has_dropout: bool, **options: An
     )
     flops = (0.0, *(8.0, 16.0) * 12, 1.0)
     structure = SimpleNamespace(num_layers=12, cut_positions=lambda: range(27), media=None)
-    probe = SimpleNamespace(structure=structure, block_flops=flops)
+    probe = SimpleNamespace(structure=structure, media_share=0.0, block_flops=flops)
     # Where the first layers are slow, so is the network, and no pipeline shrinks for the clock's sake.
     overheads = Overheads(hop=0.1 / (1 + first), reduction_per_byte=100.0 / (1 + first) ** 2, per_step=float(last))
     planner = RunPlanner(
@@ -824,7 +824,7 @@ def test_a_stage_with_a_large_embedding_gets_fewer_layers_by_work_too(tmp_path: 
         pipeline_parallel_size=2,
     )  # fmt: skip
     structure = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11), media=None)
-    probe = SimpleNamespace(structure=structure, block_flops=(0.0, *(2e6,) * 8, 0.0))
+    probe = SimpleNamespace(structure=structure, media_share=0.0, block_flops=(0.0, *(2e6,) * 8, 0.0))
     found = []
     for elements in (10, 100_000):
         costs = replace(costs_of(4), parameters=(elements, *(10,) * 9))
@@ -1057,7 +1057,7 @@ def test_the_first_line_says_what_asynchronous_means(
 ) -> None:
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True, pipeline_schedule="async_1f1b", **options)
     probe, measured = (
-        SimpleNamespace(structure=WHOLE, block_flops=()),
+        SimpleNamespace(structure=WHOLE, media_share=0.0, block_flops=()),
         SimpleNamespace(blocks=SMALL, overheads=Overheads(), num_samples=1),
     )
     planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, 0, has_dropout=True, unfit=0)
@@ -1080,7 +1080,7 @@ def test_the_first_line_says_what_is_frozen_without_a_policy(
     tmp_path: Path, num_frozen_layers: int, num_frozen_by_user: int, expected: str
 ) -> None:
     args = PipeTransformerArguments(str(tmp_path), use_cpu=True)
-    probe = SimpleNamespace(structure=WHOLE, block_flops=())
+    probe = SimpleNamespace(structure=WHOLE, media_share=0.0, block_flops=())
     measured = SimpleNamespace(blocks=SMALL, overheads=Overheads(), num_samples=1)
     planner = RunPlanner(args, SimpleNamespace(), probe, measured, 1e9, num_frozen_by_user, has_dropout=True, unfit=0)
     layout = replace(ASYNC, schedule="1f1b", num_frozen_layers=num_frozen_layers)

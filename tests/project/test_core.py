@@ -32,11 +32,11 @@ BUDGETS = {
     "runtime": 1782,
     "schedules": 761,
     "splitters": 1101,
-    "startup": 2116,
+    "startup": 2121,
     "state": 1309,
     "the package itself": 62,
     "trainer": 382,
-    "training": 3406,
+    "training": 3414,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 
