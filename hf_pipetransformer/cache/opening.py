@@ -12,20 +12,18 @@ import torch
 import xxhash
 
 from hf_pipetransformer.cache.cache import ActivationCache
-from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import (
     StoreFolder,
     Use,
     check_base,
     delete_leftovers,
     open_root,
-    safe_max_bytes,
     take_store,
 )
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.records import RecordFormat
-from hf_pipetransformer.cache.storage import cache_base, stored_dtype
+from hf_pipetransformer.cache.storage import cache_base, first_told, most_bytes, open_on_node, stored_dtype
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import NodeOrder
@@ -184,7 +182,7 @@ class CacheInputs:
                 check_base(self.base)
         except (OSError, ValueError) as error:
             reason = str(error)
-        reason = self.first_told(reason)
+        reason = first_told(self.topology, reason)
         # Who names a folder or asks for the cache is not left without it by a mere warning.
         if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
             raise ValueError(reason)
@@ -204,17 +202,8 @@ class CacheInputs:
                 "data set or collator draw random numbers, so that one process reads for all and none knows which "
                 "samples it has. Give such that draw none, although what they give is the same each time."
             )
-        reason = self.first_told(report.reason)
+        reason = first_told(self.topology, report.reason)
         return report if reason is None else InputReport(reason)
-
-    def first_told(self, reason: str | None) -> str | None:
-        """Return the reason of the lowest rank that has one; None if no rank has. Collective: call on every rank."""
-        topology = self.topology
-        for rank, told in enumerate(topology.gather(reason)):
-            if told is not None:
-                node = next(node for node in topology.nodes if rank in node)
-                return str(told) if 0 in node else f"on the node of rank {node[0]}: {told}"
-        return None
 
     def _stored_dtype(self) -> torch.dtype:
         return stored_dtype(self.args, self.start_up.probe.boundary_dtypes[-1])
@@ -242,32 +231,10 @@ class CacheStores:
 
     def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
         """Open a store; None, with a warning, if any node cannot. Collective: call on every rank."""
-        topology, store, error = self.topology, None, None
-        taken = self._bytes_taken()
-        try:
-            store = self._own_store(loader, source) if topology.is_first_here else None
-        except (OSError, ValueError, StoreDamagedError) as found:
-            error = str(found)
-        # The gather is a barrier, too: the other ranks of the machine open the store only once it is there.
-        made = topology.gather(["" if store is None else str(store.folder), "" if store is None else store.key, error])
-        path, key, error = made[topology.ranks_here[0]]
-        try:
-            if error is None and store is None:
-                store = ActivationStore.open(Path(path), topology.rank, key)
-        except FileNotFoundError as found:
-            error = (
-                f"rank {topology.rank} does not see {path}, which rank {topology.ranks_here[0]} has made "
-                f"({found.strerror}): both have one host name and one kernel, but different file systems, as in "
-                "containers. Give each container a host name of its own, or set activation_cache_dir to a folder of "
-                "the machine that both see."
-            )
-        except (OSError, ValueError, StoreDamagedError) as found:
-            error = str(found)
-        reason = self.inputs.first_told(error)
-        if store is None or reason is not None:
-            if store is not None:
-                store.close()
-            self.inputs.say_off(str(reason), is_training)
+        topology, taken = self.topology, self._bytes_taken()
+        store = open_on_node(topology, lambda: self._own_store(loader, source), topology.rank)
+        if isinstance(store, str):
+            self.inputs.say_off(store, is_training)
             return None
         if topology.rank == 0 and store.num_found:
             announce(
@@ -276,18 +243,14 @@ class CacheStores:
                 "epoch saves computing, but still reads the data set."
             )
         # `activation_cache_max_gb` bounds all stores together: this one loses what others take from now on.
-        own = store
-        store.bytes_beside = lambda: self._bytes_taken() - own.bytes_taken - taken
+        store.bytes_beside = lambda: self._bytes_taken() - store.bytes_taken - taken
         opened = ActivationCache(store, source, self.args.device)
         self._opened.append(opened)
         return opened
 
     def max_bytes(self) -> float:
         """Return the size limit of the next store in bytes."""
-        asked = self.args.activation_cache_max_gb
-        if asked is None:
-            return safe_max_bytes(self.inputs.base)
-        return max(0.0, asked * 1e9 - self._bytes_taken())
+        return most_bytes(self.args, self._bytes_taken())
 
     def _bytes_taken(self) -> int:
         return sum(cache.store.bytes_taken for cache in self._opened)

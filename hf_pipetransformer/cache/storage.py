@@ -1,4 +1,4 @@
-"""Place, dtype and speed of activation stores.
+"""Place, dtype, limit and speed of activation stores, and how the processes of a node open one.
 
 `args` are a trainer's arguments with those of the store, whose names begin with `activation_cache`.
 """
@@ -6,17 +6,23 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from timeit import repeat, timeit
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from hf_pipetransformer.cache.folder import StoreFolder, default_base
+from hf_pipetransformer.cache.files import StoreDamagedError
+from hf_pipetransformer.cache.folder import StoreFolder, default_base, safe_max_bytes
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Topology
 
 
 MEASURED_RECORDS = 32
@@ -46,6 +52,54 @@ def stored_dtype(args: Any, own: torch.dtype) -> torch.dtype:
 def cache_base(args: Any) -> Path:
     """Return the folder that contains the stores."""
     return Path(args.activation_cache_dir or default_base())
+
+
+def most_bytes(args: Any, taken: int = 0) -> float:
+    """Return the limit of a store in bytes, beside others of the run that have `taken` some of them."""
+    asked = args.activation_cache_max_gb
+    return safe_max_bytes(cache_base(args)) if asked is None else max(0.0, asked * 1e9 - taken)
+
+
+def first_told(topology: Topology, reason: str | None) -> str | None:
+    """Return the reason of the lowest rank that has one; None if no rank has. Collective: call on every rank."""
+    for rank, told in enumerate(topology.gather(reason)):
+        if told is not None:
+            node = next(node for node in topology.nodes if rank in node)
+            return str(told) if 0 in node else f"on the node of rank {node[0]}: {told}"
+    return None
+
+
+def open_on_node(topology: Topology, make: Callable[[], ActivationStore], writer: int) -> ActivationStore | str:
+    """Return the node's store, which its first process makes and the others open, or why some node has none.
+
+    Collective: call on every rank. `writer` is the number of this process if it opens the store.
+    """
+    store: ActivationStore | None = None
+    error: str | None = None
+    first = topology.ranks_here[0]
+    try:
+        store = make() if topology.is_first_here else None
+    # Kept for the gathers below, for which all processes wait.
+    except (OSError, ValueError, StoreDamagedError) as found:
+        error = str(found)
+    # The gather is a barrier, too: the others open the store only once it is there.
+    path = topology.gather(None if store is None else str(store.folder))[first]
+    try:
+        if path is not None and store is None:
+            store = ActivationStore.open(path, writer)
+    except FileNotFoundError as found:
+        error = (
+            f"rank {topology.rank} does not see {path}, which rank {first} has made ({found.strerror}): both have one "
+            "host name and one kernel, but different file systems, as in containers. Give each container a host name "
+            "of its own, or set activation_cache_dir to a folder of the machine that both see."
+        )
+    except (OSError, ValueError, StoreDamagedError) as found:
+        error = str(found)
+    # One node without a store is enough: the run then computes everywhere what the others would read.
+    reason = first_told(topology, error)
+    if reason is not None and store is not None:
+        store.close()
+    return str(reason) if reason is not None or store is None else store
 
 
 def measure_storage(

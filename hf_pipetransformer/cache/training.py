@@ -14,7 +14,7 @@ from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, FrozenWeights, coarsest, differs
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_samples_here, samples_here
 from hf_pipetransformer.cache.pricing import CachePlanner
-from hf_pipetransformer.cache.storage import measure_storage
+from hf_pipetransformer.cache.storage import first_told, measure_storage
 from hf_pipetransformer.cache.store import StoreSize, store_size
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.transfers import broadcast_tree
@@ -414,7 +414,7 @@ class TrainingCache:
         The reason (a data set that changes) may apply to every node, and the plan counts on hits that one node no
         longer has. The ranks of the same node already know.
         """
-        reason = self.inputs.first_told(cache.store.dropped)
+        reason = first_told(self.topology, cache.store.dropped)
         if reason is None:
             return
         self.planner.mode = "off"

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
-from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.folder import Use, safe_max_bytes, take_store
+from hf_pipetransformer.cache.folder import StoreFolder, Use, take_store
 from hf_pipetransformer.cache.frozen_parts.call import Deferred
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
 from hf_pipetransformer.cache.frozen_parts.served import Counts, weights_key
 from hf_pipetransformer.cache.frozen_parts.serving import Price
-from hf_pipetransformer.cache.storage import cache_base, measure_storage
+from hf_pipetransformer.cache.storage import cache_base, measure_storage, most_bytes, open_on_node
+from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.planning.storing import Storing, decide_cache, epochs_of_a_record
 
@@ -60,7 +59,7 @@ class PartStores:
         hashing = _seconds_of_hashing(rows)
         # A record is found by the hash of its inputs, so that each read and each write takes a hash too.
         read, write = speed.read + hashing, speed.write + hashing
-        mode, fits = self.args.activation_cache, min(1.0, self._max_bytes(taken) / needed)
+        mode, fits = self.args.activation_cache, min(1.0, most_bytes(self.args, taken) / needed)
         storing = Storing(
             (0.0, form.seconds), 0.0, read, write, is_apart(self.args.device), mode=mode, fits_share=fits
         )
@@ -76,39 +75,23 @@ class PartStores:
             settings: everything besides weights and inputs that outputs depend on, as text.
         """
         topology, key = self._topology, self._key_of_store(plan, content, settings)
-        number, num_writers = topology.ranks_here.index(topology.rank), len(topology.ranks_here)
-        store: ContentStore | None = None
-        reason: str | None = None
+        writer, num_writers = topology.ranks_here.index(topology.rank), len(topology.ranks_here)
+        folder: StoreFolder | None = None
 
-        def attempt(make: Callable[[], ContentStore]) -> None:
-            nonlocal store, reason
-            try:
-                store = make()
-            # Kept for the gather below, for which all processes wait.
-            except (OSError, ValueError, StoreDamagedError) as error:
-                reason = str(error)
+        def make() -> ActivationStore:
+            nonlocal folder
+            # Evaluations may compute more rows than are known of.
+            num_places, limit = 2 * price.num_rows + SPARE, int(most_bytes(self.args, taken))
+            use = self.use(plan, Counts())
+            folder, store = take_store(cache_base(self.args), key, num_places, content, limit, use, goes_on=True)
+            return store
 
-        if topology.is_first_here:
-            where, limit = (cache_base(self.args), key), int(self._max_bytes(taken))
-
-            def make() -> ContentStore:
-                # Evaluations may compute more rows than are known of.
-                num_places, use = 2 * price.num_rows + SPARE, self.use(plan, Counts())
-                folder, made = take_store(*where, num_places, content, limit, use, goes_on=True)
-                return ContentStore(made, 0, num_writers, folder)
-
-            attempt(make)
-        # The first process of a node names the folder that it has made, and the others open that one.
-        path = topology.gather(None if store is None else store.path)[topology.ranks_here[0]]
-        if path is not None and not topology.is_first_here:
-            attempt(lambda: ContentStore.open(path, number, num_writers))
-        # One node without a store is enough: the run then computes the part everywhere, as in Trainer.
-        reason = next((told for told in topology.gather(reason) if told is not None), None)
-        if reason is not None or store is None:
-            if store is not None:
-                store.close()
-            return str(reason)
-        return store
+        store = open_on_node(topology, make, writer)
+        if isinstance(store, str):
+            if folder is not None:
+                folder.close()
+            return store
+        return ContentStore(store, writer, num_writers, folder)
 
     def use(self, plan: Plan, counts: Counts) -> Use:
         """Return what a kept store is listed with."""
@@ -125,13 +108,6 @@ class PartStores:
         known = [each for each in (self._run.train_dataset, *others) if each is not None]
         # More than an estimate from a few samples.
         return math.ceil(1.1 * of_a_sample * sum(len(each) for each in known if hasattr(each, "__len__")))
-
-    def _max_bytes(self, taken: int) -> float:
-        asked = self.args.activation_cache_max_gb
-        if asked is None:
-            return safe_max_bytes(cache_base(self.args))
-        # The option bounds the stores of all parts together.
-        return max(0.0, asked * 1e9 - taken)
 
     @property
     def is_endless(self) -> bool:

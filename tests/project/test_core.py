@@ -17,8 +17,8 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
-    "cache": 4303,
-    "cli": 676,
+    "cache": 4298,
+    "cli": 675,
     "comm": 935,
     "compat": 385,
     "data": 1513,
@@ -36,7 +36,7 @@ BUDGETS = {
     "state": 1309,
     "the package itself": 62,
     "trainer": 378,
-    "training": 3446,
+    "training": 3428,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 

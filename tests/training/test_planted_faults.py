@@ -411,7 +411,7 @@ def dropout_turned_on(model: nn.Module) -> None:
 
 
 def file_of(trainer: Any, name: str) -> Path:
-    return Path(trainer.pipeline_run.stored_parts.served[0].store.path) / name
+    return trainer.pipeline_run.stored_parts.served[0].store._store.folder / name
 
 
 def bytes_flipped(trainer: Any) -> None:

@@ -154,15 +154,6 @@ class ContentStore:
         self._weights_id = 0
         self.is_off = False
 
-    @classmethod
-    def open(cls, path: str, writer: int, num_writers: int) -> ContentStore:
-        """Open the store that another process of the node has made; raises like `ActivationStore.open`."""
-        return cls(ActivationStore.open(path, writer), writer, num_writers)
-
-    @property
-    def path(self) -> str:
-        return str(self._store.folder)
-
     @property
     def dtype(self) -> torch.dtype:
         return self._store.record_format.dtype
