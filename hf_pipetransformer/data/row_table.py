@@ -52,15 +52,14 @@ Array = NDArray[Any]
 def digests_of_rows(values: torch.Tensor) -> Array:
     """Return two words `(rows, 2)` for the bytes of each row of a tensor on the host, a 128-bit hash."""
     found = np.empty((values.shape[0], 2), np.uint64)
-    for row, content in enumerate(bytes_of_rows(values)):
+    for row, content in enumerate(bytes_of(values)):
         found[row] = np.frombuffer(xxhash.xxh3_128(content.data).digest(), np.uint64)
     return found
 
 
-def bytes_of_rows(values: torch.Tensor) -> Array:
-    """Return the bytes `(rows, bytes)` of the rows of a tensor on the host."""
-    rows = values.detach().contiguous().reshape(values.shape[0], -1)
-    found: Array = rows.view(torch.uint8).numpy()
+def bytes_of(tensor: torch.Tensor) -> Array:
+    """Return the bytes of a tensor on the host, `(*shape, bytes of an element)`."""
+    found: Array = tensor.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8).numpy()
     return found
 
 
@@ -211,7 +210,10 @@ class RowTable:
             return None
         digests = {each.name: digests_of_rows(batch[each.name]) for each in fields if each.is_large}
         columns = (
-            digests[each.name].view(np.uint8) if each.is_large else bytes_of_rows(batch[each.name]) for each in fields
+            digests[each.name].view(np.uint8)
+            if each.is_large
+            else bytes_of(batch[each.name]).reshape(len(indices), -1)
+            for each in fields
         )
         found, rows = np.concatenate(list(columns), axis=1), self._rows
         counts = rows[indices, 0]

@@ -22,10 +22,9 @@ from hf_pipetransformer.planning.storing import Storing, decide_cache, epochs_of
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.frozen_parts.served import Plan
+    from hf_pipetransformer.cache.frozen_parts.served import Form, Plan
     from hf_pipetransformer.cache.frozen_parts.serving import PartsRun
     from hf_pipetransformer.cache.frozen_parts.values import Rows
-    from hf_pipetransformer.cache.frozen_parts.watching import Form
     from hf_pipetransformer.cache.records import RecordFormat
 
 

@@ -17,11 +17,11 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
-    "cache": 4298,
+    "cache": 4255,
     "cli": 675,
     "comm": 935,
     "compat": 385,
-    "data": 1513,
+    "data": 1512,
     "elastic": 584,
     "engine": 1814,
     "freeze": 320,
@@ -36,7 +36,7 @@ BUDGETS = {
     "state": 1309,
     "the package itself": 62,
     "trainer": 378,
-    "training": 3428,
+    "training": 3427,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 

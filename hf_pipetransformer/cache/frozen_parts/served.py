@@ -44,9 +44,35 @@ class Counts:
     misses: int = 0
 
 
+@dataclass(frozen=True)
+class Form:
+    """Form of the records of a part, and what computing them costs.
+
+    Args:
+        rows: some rows of a call.
+        length: tokens of their records, or values of records without tokens.
+        width: values of a token.
+        seconds: of a row of its forward and of those that it computes from.
+        num_rows: in a forward of the batch.
+    """
+
+    rows: Rows
+    length: int
+    width: int
+    dtype: torch.dtype
+    seconds: float
+    num_rows: int
+
+    @classmethod
+    def of(cls, reading: Reading, call: PartCall, seconds: float, num_rows: int) -> Form:
+        likes = [call.template.likes[pick.number] for pick in reading.picks]
+        dtype = next((each.dtype for each in likes if each.is_floating_point()), torch.float32)
+        return cls(call.rows, reading.num_tokens(call), reading.width(call), dtype, seconds, num_rows)
+
+
 @dataclass
 class Plan:
-    """Decision on what is to be stored of a part.
+    """What is known of a part, and to be stored of it.
 
     Args:
         parts: those that it computes from, in their order, and itself.
@@ -54,6 +80,10 @@ class Plan:
         is_for_outputs: True if the model's outputs, not its loss alone, are the same with zeros behind the last real
             token of a row.
         notes_first: True if it is not known that inputs come again: records are made of those that do.
+        share: of a forward.
+        form: of its records; None if nothing is to be stored.
+        why_not: why nothing is.
+        has_dropout: True if random numbers or statistics of the batch alone keep it from being stored.
     """
 
     parts: list[FrozenPart]
@@ -61,6 +91,10 @@ class Plan:
     is_of_script: bool = False
     is_for_outputs: bool = True
     notes_first: bool = False
+    share: float = 0.0
+    form: Form | None = None
+    why_not: str | None = None
+    has_dropout: bool = False
 
     @property
     def name(self) -> str:

@@ -11,14 +11,13 @@ from torch import nn
 from transformers import TrainerState
 
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart
-from hf_pipetransformer.cache.frozen_parts.served import Counts, Plan, Records
+from hf_pipetransformer.cache.frozen_parts.served import Counts, Form, Plan, Records
 from hf_pipetransformer.report import announce, duration, printable
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.folder import Use
     from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
-    from hf_pipetransformer.cache.frozen_parts.watching import Form
     from hf_pipetransformer.cache.records import RecordFormat
     from hf_pipetransformer.comm.topology import Topology
 
