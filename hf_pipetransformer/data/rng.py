@@ -63,8 +63,7 @@ class SharedRngState:
 
     def __init__(self, states: States) -> None:
         self.states = states
-        self._own: States = states
-        """States of this rank's own generators while `drawing`."""
+        """Shared states; inside of `drawing` this rank's own."""
 
     @property
     def torch_state(self) -> torch.Tensor:
@@ -77,25 +76,17 @@ class SharedRngState:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Swap the shared states into the global generators inside the context, and save them when it ends."""
-        self._own = random_state()
-        set_random_state(*self.states)
+        """Draw from the shared states inside the context; amid it, once more, from this rank's own."""
+        self._swap()
         try:
             yield
         finally:
-            self.states = random_state()
-            set_random_state(*self._own)
+            self._swap()
 
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Draw from this rank's own generators inside, amid `drawing`."""
-        self.states = random_state()
-        set_random_state(*self._own)
-        try:
-            yield
-        finally:
-            self._own = random_state()
-            set_random_state(*self.states)
+    def _swap(self) -> None:
+        present = random_state()
+        set_random_state(*self.states)
+        self.states = present
 
 
 def drawing_from(shared: SharedRngState | None) -> AbstractContextManager[None]:

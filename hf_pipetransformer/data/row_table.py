@@ -209,13 +209,9 @@ class RowTable:
             self.switch_off(reason)
             return None
         digests = {each.name: digests_of_rows(batch[each.name]) for each in fields if each.is_large}
-        columns = (
-            digests[each.name].view(np.uint8)
-            if each.is_large
-            else bytes_of(batch[each.name]).reshape(len(indices), -1)
-            for each in fields
-        )
-        found, rows = np.concatenate(list(columns), axis=1), self._rows
+        columns = [digests[each.name] if each.is_large else bytes_of(batch[each.name]) for each in fields]
+        found = np.concatenate([each.view(np.uint8).reshape(len(indices), -1) for each in columns], axis=1)
+        rows = self._rows
         counts = rows[indices, 0]
         if (rows[indices, 1:] != found)[counts > 0].any():
             self.switch_off("they are not the same when they are read again")

@@ -151,13 +151,9 @@ class Watch:
     def end_step(self) -> None:
         """Look at what was done in the step to the tensors that parts were called with."""
         for name, known, version in self._inputs:
-            tensor = known()
+            tensor, seen = known(), self._seen.get(name)
             # What no record has could not be computed from inputs of before.
-            if (
-                tensor is not None
-                and version_of_given(tensor) != version
-                and (seen := self._seen.get(name)) is not None
-            ):
+            if tensor is not None and version_of_given(tensor) != version and seen is not None:
                 seen.why_not = seen.why_not or "is given tensors that are written into later in the step"
         self._inputs.clear()
 
