@@ -383,13 +383,11 @@ class ActivationStore:
             for target in targets:
                 target[:] = 0
             return True
-        whole = targets
-        if length != len(targets[0]):
-            # The hash covers all tokens of the record and nothing else, so exactly these are read.
-            whole = [
-                target[:length] if length < len(target) else np.empty((length, *target.shape[1:]), target.dtype)
-                for target in targets
-            ]
+        # The hash covers all tokens of the record and nothing else, so exactly these are read.
+        whole = [
+            target[:length] if length <= len(target) else np.empty((length, *target.shape[1:]), target.dtype)
+            for target in targets
+        ]
         self._file(writer).read(start, whole)
         for target, values in zip(targets, whole, strict=True):
             if length > len(target):

@@ -10,7 +10,7 @@ import json
 import mmap
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from numbers import Integral
@@ -51,10 +51,13 @@ Array = NDArray[Any]
 
 def digests_of_rows(values: torch.Tensor) -> Array:
     """Return two words `(rows, 2)` for the bytes of each row of a tensor on the host, a 128-bit hash."""
-    found = np.empty((values.shape[0], 2), np.uint64)
-    for row, content in enumerate(bytes_of(values)):
-        found[row] = np.frombuffer(xxhash.xxh3_128(content.data).digest(), np.uint64)
-    return found
+    return words_of(xxhash.xxh3_128(content.data) for content in bytes_of(values))
+
+
+def words_of(hashers: Iterable[xxhash.xxh3_128]) -> Array:
+    """Return the two words `(n, 2)` of 128-bit hashes."""
+    # Joined into what may be written to, as bytes may not.
+    return np.frombuffer(bytearray().join(each.digest() for each in hashers), np.uint64).reshape(-1, 2)
 
 
 def bytes_of(tensor: torch.Tensor) -> Array:

@@ -175,7 +175,7 @@ class FrozenPart:
         """True if a row's outputs depend on nothing behind its last real token."""
         self.of_tokens = frozenset[int]()
         """Outputs whose second dimension is the padded length of a call."""
-        self.weights_changed: Callable[[FrozenPart], None] = lambda _: None
+        self.weights_changed: Callable[[], None] = lambda: None
         self._own = module.forward
         self.state = ModuleState(module, self._own)
         self._templates: dict[bytes, Template] = {}
@@ -229,7 +229,7 @@ class FrozenPart:
             return self.compute(_plain(args), _plain(kwargs))
         if (marks := self._present_marks()) != self._marks:
             self._marks = marks
-            self.weights_changed(self)
+            self.weights_changed()
         call = PartCall(self, rows, Modes.present())
         call.state, call.marks = self.state.digest, marks
         salt = call.state + call.modes.precision + b" evaluation" * self.in_evaluation

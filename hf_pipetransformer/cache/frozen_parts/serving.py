@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 from transformers import TrainerState
 
-from hf_pipetransformer.cache.frozen_parts.part import FrozenPart
 from hf_pipetransformer.cache.frozen_parts.served import Counts, Form, Plan, Records
 from hf_pipetransformer.report import announce, duration, printable
 
@@ -166,7 +165,7 @@ class ServingParts:
     def add(self, records: Records) -> None:
         """Read from records from here on."""
         for part in records.plan.parts:
-            part.weights_changed = self.notice_change_of
+            part.weights_changed = self.notice_changed_weights
         records.since_epoch, records.num_states = self.present_epoch, _num_states(records)
         records.begin()
         self.times.begin(self.present_epoch)
@@ -189,25 +188,19 @@ class ServingParts:
                 self._stop_if_useless(records)
 
     def notice_changed_weights(self) -> None:
+        """Follow weights that have changed, also where that is seen when a part is called."""
         for records in self.records:
             if records.is_trained:
                 self.say(f"{records.plan.name} is not frozen any more: it is computed as in Trainer from here on.")
                 self._stop(records)
             elif records.have_weights_changed():
-                self._say_changed(records)
+                text = f"Weights of {records.plan.name} were changed from outside: its outputs are computed again."
+                self._compute_again(records, text, records.num_changes)
 
-    def notice_change_of(self, part: FrozenPart) -> None:
-        """Follow weights that are seen to have changed when a part is called."""
-        for records in self.records:
-            if part in records.plan.parts and records.have_weights_changed():
-                self._say_changed(records)
-
-    def _say_changed(self, records: Records) -> None:
+    def _compute_again(self, records: Records, text: str, number: int) -> None:
+        """Say why the outputs of a part are computed again, for the `number`th time."""
         records.since_epoch = self.present_epoch
-        self.say(f"Weights of {records.plan.name} were changed from outside: its outputs are computed again.")
-        self._stop_if_often(records, records.num_changes)
-
-    def _stop_if_often(self, records: Records, number: int) -> None:
+        self.say(text)
         if number >= MOST_CHANGES:
             self.say(f"{records.plan.name} changes again and again: it is computed as in Trainer from here on.")
             self._stop(records)
@@ -222,7 +215,6 @@ class ServingParts:
 
     def say_wrong(self, records: Records) -> None:
         """Say which steps may have read records that do not hold."""
-        records.since_epoch = self.present_epoch
         has_served, name = records.has_served_since_check(), records.plan.name
         step = self.run.state.global_step
         if records.plan.is_of_script and not records.has_been_proven and not records.are_weights_others:
@@ -232,17 +224,15 @@ class ServingParts:
             )
             self._stop(records)
             return
-        if not has_served or step <= self._checked_at:
-            self.say(f"{name} was changed from outside: its outputs are computed again.")
-            self._stop_if_often(records, records.num_distrusted)
-            return
-        self.say(
-            f"{name} computes something else than what was stored, and no version counter shows it (a write past "
-            f"autograd, or something random). Steps {self._checked_at + 1} to {step} may have read outputs that did "
-            "not hold any more; from here on they are computed again. Change it between epochs (on_epoch_begin), or "
-            "write with parameter.copy_() under torch.no_grad()."
-        )
-        self._stop_if_often(records, records.num_distrusted)
+        text = f"{name} was changed from outside: its outputs are computed again."
+        if has_served and step > self._checked_at:
+            text = (
+                f"{name} computes something else than what was stored, and no version counter shows it (a write past "
+                f"autograd, or something random). Steps {self._checked_at + 1} to {step} may have read outputs that "
+                "did not hold any more; from here on they are computed again. Change it between epochs "
+                "(on_epoch_begin), or write with parameter.copy_() under torch.no_grad()."
+            )
+        self._compute_again(records, text, records.num_distrusted)
 
     def _stop_if_useless(self, records: Records) -> None:
         """End the storing of a part none of whose inputs came again in a whole epoch."""

@@ -12,7 +12,7 @@ import xxhash
 from transformers.utils import ModelOutput
 
 from hf_pipetransformer.data.batches import MASK, shown_lengths
-from hf_pipetransformer.data.row_table import bytes_of, digests_of_rows
+from hf_pipetransformer.data.row_table import bytes_of, digests_of_rows, words_of
 
 
 if TYPE_CHECKING:
@@ -247,15 +247,17 @@ class Rows:
         """
         start = xxhash.xxh3_128(salt + self.kind(cuts_padding))
         columns = [self._parts_of_rows(each, cuts_padding, key_of) for each in tensors_of(self._read)]
-        found = np.empty((self.number, 2), np.uint64)
-        for row, parts in enumerate(zip(*columns, strict=True)):
-            # What all rows have in common is hashed once.
-            hasher = start.copy()
-            for part in parts:
-                if part is not None:
-                    hasher.update(np.ascontiguousarray(part).data)
-            found[row] = np.frombuffer(hasher.digest(), np.uint64)
-        return found
+
+        def hashers() -> Iterator[xxhash.xxh3_128]:
+            for parts in zip(*columns, strict=True):
+                # What all rows have in common is hashed once.
+                hasher = start.copy()
+                for part in parts:
+                    if part is not None:
+                        hasher.update(np.ascontiguousarray(part).data)
+                yield hasher
+
+        return words_of(hashers())
 
     def _parts_of_rows(
         self, tensor: torch.Tensor, cuts_padding: bool, key_of: Callable[[torch.Tensor, bool], Array | None]
