@@ -14,7 +14,7 @@ import torch
 
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.parts import LENGTH_FIELD, BatchAssembler, Indices, SampleSource, positions_of
-from hf_pipetransformer.cache.records import Records
+from hf_pipetransformer.cache.records import StoredRecords
 from hf_pipetransformer.comm.staging import CopyStream, is_apart
 from hf_pipetransformer.data.batches import CacheTags, SampleBatch, real_lengths, take_rows
 from hf_pipetransformer.report import logger
@@ -75,7 +75,7 @@ class ActivationCache:
         self._pins = is_apart(device or torch.device("cpu"))
         # One thread, as one batch at most is read ahead.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-cache")
-        self._ahead: tuple[Indices, int, Future[Records]] | None = None
+        self._ahead: tuple[Indices, int, Future[StoredRecords]] | None = None
         """Samples, padded length and pending records of the batch expected next."""
         self.writer = RecordWriter(self, device or torch.device("cpu"))
 
@@ -276,11 +276,11 @@ class ActivationCache:
             return
         self._ahead = index, length, self._reader.submit(self._read_ahead, index, length)
 
-    def _read_ahead(self, index: Indices, length: int) -> Records:
+    def _read_ahead(self, index: Indices, length: int) -> StoredRecords:
         records = self.store.read(index, length)
         return replace(records, activation=records.activation.pin_memory()) if self._pins else records
 
-    def _read_records(self, index: Indices, length: int) -> Records:
+    def _read_records(self, index: Indices, length: int) -> StoredRecords:
         start = time.perf_counter()
         try:
             self._check_inputs(index)

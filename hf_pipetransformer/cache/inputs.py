@@ -32,7 +32,7 @@ class UnfitError(Exception):
         super().__init__(f"found {found}; to use the cache {remedy}.")
 
 
-class Probe:
+class SampleReader:
     """Reader of small batches of samples spread evenly over a data set."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], main_input: str) -> None:
@@ -108,7 +108,7 @@ class PaddingRule:
         return -(-longest // self.size) * self.size
 
 
-def find_padding(probe: Probe, batches: list[Batch]) -> PaddingRule:
+def find_padding(probe: SampleReader, batches: list[Batch]) -> PaddingRule:
     """Return the rule that explains the padding of every batch; raise `UnfitError` if none does."""
     found = [_observed(batch, probe.main_input) for batch in batches]
     found += _shortened(probe, batches)
@@ -132,7 +132,7 @@ def _observed(batch: Batch, main_input: str) -> tuple[int, int]:
     return int(real_lengths(batch, main_input).max()), batch[main_input].shape[1]
 
 
-def _shortened(probe: Probe, batches: list[Batch]) -> list[tuple[int, int]]:
+def _shortened(probe: SampleReader, batches: list[Batch]) -> list[tuple[int, int]]:
     """Collate truncated copies of the longest sample, because samples of similar lengths fit several rules.
 
     Return nothing if it is the data set that pads, or if the collator rejects truncated samples.
@@ -196,7 +196,7 @@ def examine_inputs(
     probe = None
     try:
         _check_dataset(dataset)
-        probe = Probe(dataset, collate, main_input)
+        probe = SampleReader(dataset, collate, main_input)
         with generators_kept(dataset, collate):
             return _examine(probe, placeholders)
     except UnfitError as error:
@@ -223,7 +223,7 @@ def _check_dataset(dataset: Any) -> None:
         )
 
 
-def _examine(probe: Probe, placeholders: frozenset[str]) -> InputReport:
+def _examine(probe: SampleReader, placeholders: frozenset[str]) -> InputReport:
     main_input, indices = probe.main_input, probe.indices
     whole = probe.batch(indices)
     _check_main_input(whole[main_input], main_input, placeholders)
@@ -329,7 +329,7 @@ def _find_fill_values(
     return token_fields - mixed, values
 
 
-def _check_draws(probe: Probe, whole: Batch, token_fields: frozenset[str]) -> None:
+def _check_draws(probe: SampleReader, whole: Batch, token_fields: frozenset[str]) -> None:
     def digests(batch: Batch) -> dict[str, bytes]:
         found = field_digests(batch, real_lengths(batch, probe.main_input), token_fields)
         return {name: values.tobytes() for name, values in found.items()}

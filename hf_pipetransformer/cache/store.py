@@ -24,7 +24,7 @@ from hf_pipetransformer.cache.records import (
     Header,
     Index,
     RecordFormat,
-    Records,
+    StoredRecords,
     hash_of,
 )
 from hf_pipetransformer.report import logger
@@ -343,7 +343,7 @@ class ActivationStore:
         with suppress(OSError):
             self._index.set_compared(samples, input_digests)
 
-    def read(self, samples: Array, length: int) -> Records:
+    def read(self, samples: Array, length: int) -> StoredRecords:
         """Read records into new tensors.
 
         Args:
@@ -374,7 +374,7 @@ class ActivationStore:
                     "something outside the run wrote to the file. Delete the folder to compute the records again."
                 )
         fields = self.record_format.fields_of(columns[1:], entries)
-        return Records(entries["weights_id"].copy(), entries["length"].copy(), activation, fields)
+        return StoredRecords(entries["weights_id"].copy(), entries["length"].copy(), activation, fields)
 
     def _has_copied(self, place: tuple[int, ...], targets: list[Array]) -> bool:
         """Copy a record, truncated or zero-padded, or zeros if none is stored; return False if its hash is another."""
