@@ -11,7 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class StoreFolder:
         self.path = folder.path
         self._root = root
         self._lock = lock
+        self._use: Use | None = None
 
     @classmethod
     def take(cls, base: str | os.PathLike[str], key: str) -> StoreFolder:
@@ -116,6 +117,7 @@ class StoreFolder:
 
     def keep(self, use: Use | None = None) -> None:
         """Mark the folder to outlive this run, for a later one with the same key; the list of stores shows `use`."""
+        self._use = use
         self.folder.write(KEEP_FILE, b"" if use is None else json.dumps(asdict(use)).encode())
 
     def clear(self) -> bool:
@@ -135,13 +137,13 @@ class StoreFolder:
             os.close(self._lock)
             self._lock = -1
 
-    def close(self, use: Use | None = None) -> None:
-        """Release a kept folder, with its last `use` noted if given, and delete any other."""
+    def close(self, hits: int = 0, misses: int = 0) -> None:
+        """Release a kept folder, with the reads of the run noted beside its use, and delete any other."""
         if not self.is_kept:
             self.remove()
             return
-        if use is not None:
-            self.keep(use)
+        if self._use is not None:
+            self.keep(replace(self._use, hits=hits, misses=misses))
         self.release()
 
     def remove(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from hf_pipetransformer.cache.chain import differs
 from hf_pipetransformer.data.batches import MASK, field_digests, real_lengths
 from hf_pipetransformer.data.flattened import find_sequences
 from hf_pipetransformer.data.rng import fetch_samples, generators_kept, seed_on_host
@@ -360,13 +361,7 @@ def _check_draws(probe: SampleReader, whole: Batch, token_fields: frozenset[str]
 
 def _is_other(found: Batch, expected: Batch) -> bool:
     """Return True if two batches differ by more than rounding: mixup of a sample with itself is not bitwise exact."""
-    for name, value in expected.items():
-        if name not in found or found[name].shape != value.shape:
-            return True
-        difference = (found[name].double() - value.double()).abs()
-        if value.numel() and bool(difference.max() > 1e-3 * value.double().abs().max()):
-            return True
-    return False
+    return found.keys() != expected.keys() or any(differs(found[name], expected[name], 1e-3) for name in expected)
 
 
 def _mixing(names: str) -> UnfitError:

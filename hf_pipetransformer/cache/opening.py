@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -227,15 +227,15 @@ class CacheStores:
         self.args = inputs.args
         self.topology = inputs.topology
         self._opened: list[ActivationCache] = []
-        self._folders: list[tuple[StoreFolder, Use]] = []
 
     def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
         """Open a store; None, with a warning, if any node cannot. Collective: call on every rank."""
         topology, taken = self.topology, self._bytes_taken()
-        store = open_on_node(topology, lambda: self._own_store(loader, source), topology.rank)
-        if isinstance(store, str):
-            self.inputs.say_off(store, is_training)
+        found = open_on_node(topology, lambda: self._own_store(loader, source), topology.rank)
+        if isinstance(found, str):
+            self.inputs.say_off(found, is_training)
             return None
+        folder, store = found
         if topology.rank == 0 and store.num_found:
             announce(
                 f"The activation cache has the records of an earlier run for {store.num_found} of {store.num_samples} "
@@ -244,7 +244,7 @@ class CacheStores:
             )
         # `activation_cache_max_gb` bounds all stores together: this one loses what others take from now on.
         store.bytes_beside = lambda: self._bytes_taken() - store.bytes_taken - taken
-        opened = ActivationCache(store, source, self.args.device)
+        opened = ActivationCache(store, source, self.args.device, folder)
         self._opened.append(opened)
         return opened
 
@@ -259,15 +259,11 @@ class CacheStores:
         """Close all stores and delete their folders, except those that the user asked to keep."""
         for opened in self._opened:
             opened.close()
-        for folder, use in self._folders:
-            own = [cache for cache in self._opened if cache.store.folder == folder.path]
-            hits, misses = (sum(getattr(cache, name) for cache in own) for name in ("num_hits", "num_misses"))
-            folder.close(replace(use, hits=hits, misses=misses))
 
-    def _own_store(self, loader: PipelineLoader, source: SampleSource) -> ActivationStore:
+    def _own_store(self, loader: PipelineLoader, source: SampleSource) -> tuple[StoreFolder, ActivationStore]:
         """Create the node's store, or reopen one that an earlier run kept here."""
         use = Use.of(self.inputs.context.run.model, "the frozen layers", loader.dataset)
-        folder, store = take_store(
+        return take_store(
             self.inputs.base,
             self._data_key(loader, source),
             len(loader.dataset),
@@ -275,8 +271,6 @@ class CacheStores:
             int(self.max_bytes()),
             use if self.args.activation_cache_keep else None,
         )
-        self._folders.append((folder, use))
-        return store
 
     def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:
         """Return a name for samples and record format that a later run recognizes; None without a fingerprint."""

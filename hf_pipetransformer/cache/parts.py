@@ -167,14 +167,3 @@ def _spread(pieces: list[tuple[Any, torch.Tensor]]) -> torch.Tensor:
     for where, piece in pieces:
         whole[torch.from_numpy(np.flatnonzero(where))] = piece
     return whole
-
-
-def positions_of(read: list[int], samples: list[int]) -> npt.NDArray[np.bool_]:
-    """Return a bool mask over `samples`, True for those in the subsequence `read`; samples can occur twice."""
-    where = np.zeros(len(samples), dtype=bool)
-    position = 0
-    for i, sample in enumerate(samples):
-        if position < len(read) and read[position] == sample:
-            where[i] = True
-            position += 1
-    return where

@@ -69,16 +69,21 @@ def first_told(topology: Topology, reason: str | None) -> str | None:
     return None
 
 
-def open_on_node(topology: Topology, make: Callable[[], ActivationStore], writer: int) -> ActivationStore | str:
+def open_on_node(
+    topology: Topology, make: Callable[[], tuple[StoreFolder, ActivationStore]], writer: int
+) -> tuple[StoreFolder | None, ActivationStore] | str:
     """Return the node's store, which its first process makes and the others open, or why some node has none.
 
-    Collective: call on every rank. `writer` is the number of this process if it opens the store.
+    Collective: call on every rank. The folder is that of the process that has made the store, and none for the others,
+    which write under the number `writer`.
     """
+    folder: StoreFolder | None = None
     store: ActivationStore | None = None
     error: str | None = None
     first = topology.ranks_here[0]
     try:
-        store = make() if topology.is_first_here else None
+        if topology.is_first_here:
+            folder, store = make()
     # Kept for the gathers below, for which all processes wait.
     except (OSError, ValueError, StoreDamagedError) as found:
         error = str(found)
@@ -97,9 +102,11 @@ def open_on_node(topology: Topology, make: Callable[[], ActivationStore], writer
         error = str(found)
     # One node without a store is enough: the run then computes everywhere what the others would read.
     reason = first_told(topology, error)
-    if reason is not None and store is not None:
-        store.close()
-    return str(reason) if reason is not None or store is None else store
+    if reason is None and store is not None:
+        return folder, store
+    if folder is not None:
+        folder.close()
+    return str(reason)
 
 
 def measure_storage(

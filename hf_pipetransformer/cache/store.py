@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -66,6 +66,30 @@ def store_size(
     index = record_format.index_bytes(num_samples)
     records = (num_samples if num_records is None else num_records) * record_format.record_bytes(length)
     return StoreSize(index + records, index, max_bytes)
+
+
+@dataclass
+class Counts:
+    """Counters of what a process has read of a store and written to it: records, and seconds.
+
+    A hit is a record that was read, a miss one that was computed. A checked one is of a sample whose input was read
+    and compared anyway. While nothing is to be stored, nothing is counted.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    written: int = 0
+    checked: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._reported = asdict(self)
+
+    def since_report(self) -> dict[str, float]:
+        """Return by how much the counters have grown since the last call."""
+        before, self._reported = self._reported, asdict(self)
+        return {name: value - before[name] for name, value in self._reported.items()}
 
 
 class Space:

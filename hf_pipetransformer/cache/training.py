@@ -398,7 +398,7 @@ class TrainingCache:
             self._opened.writer.wait()
         # The ranks of a machine share one store, whose bytes count once.
         num_bytes = self._opened.store.bytes_stored if self.topology.is_first_here else 0
-        counts = self.topology.gather({"bytes_stored": num_bytes, **self._opened.take_counts()})
+        counts = self.topology.gather({"bytes_stored": num_bytes, **self._opened.counts.since_report()})
         totals = {name: sum(count[name] for count in counts) for name in counts[0]}
         self.inputs.context.journal.write("cache", what="epoch", **totals)
         self._drop_on_all_nodes(self._opened)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import xxhash
 from hf_pipetransformer.cache.folder import StoreFolder, Use, take_store
 from hf_pipetransformer.cache.frozen_parts.call import Deferred
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
-from hf_pipetransformer.cache.frozen_parts.served import Counts, weights_key
+from hf_pipetransformer.cache.frozen_parts.served import weights_key
 from hf_pipetransformer.cache.frozen_parts.serving import Price
 from hf_pipetransformer.cache.storage import cache_base, measure_storage, most_bytes, open_on_node
 from hf_pipetransformer.cache.store import ActivationStore
@@ -75,27 +74,18 @@ class PartStores:
         """
         topology, key = self._topology, self._key_of_store(plan, content, settings)
         writer, num_writers = topology.ranks_here.index(topology.rank), len(topology.ranks_here)
-        folder: StoreFolder | None = None
 
-        def make() -> ActivationStore:
-            nonlocal folder
+        def make() -> tuple[StoreFolder, ActivationStore]:
             # Evaluations may compute more rows than are known of.
             num_places, limit = 2 * price.num_rows + SPARE, int(most_bytes(self.args, taken))
-            use = self.use(plan, Counts())
-            folder, store = take_store(cache_base(self.args), key, num_places, content, limit, use, goes_on=True)
-            return store
+            use = Use.of(self._run.model, plan.name, self._run.train_dataset)
+            return take_store(cache_base(self.args), key, num_places, content, limit, use, goes_on=True)
 
-        store = open_on_node(topology, make, writer)
-        if isinstance(store, str):
-            if folder is not None:
-                folder.close()
-            return store
+        found = open_on_node(topology, make, writer)
+        if isinstance(found, str):
+            return found
+        folder, store = found
         return ContentStore(store, writer, num_writers, folder)
-
-    def use(self, plan: Plan, counts: Counts) -> Use:
-        """Return what a kept store is listed with."""
-        own = Use.of(self._run.model, plan.name, self._run.train_dataset)
-        return replace(own, hits=counts.hits, misses=counts.misses)
 
     def _num_rows(self, of_a_sample: float) -> int:
         if self.is_endless:

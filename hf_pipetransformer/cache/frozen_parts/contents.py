@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.cache.files import Array, StoreDamagedError
-from hf_pipetransformer.cache.folder import StoreFolder, Use
+from hf_pipetransformer.cache.folder import StoreFolder
 from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each
 from hf_pipetransformer.cache.records import RecordFormat, field_column
 from hf_pipetransformer.cache.store import ActivationStore
@@ -245,8 +245,8 @@ class ContentStore:
             logger.warning(f"Outputs of frozen parts are computed from here on, not read: {reason}")
         self.is_off, self._places = True, {}
 
-    def close(self, use: Use | None = None) -> None:
-        """Close the store; who made it deletes its folder, unless it is kept for later runs, as `use` says."""
+    def close(self, hits: int = 0, misses: int = 0) -> None:
+        """Close the store; who made it deletes its folder, unless it is kept for later runs."""
         self._store.close()
         if self._folder is not None:
-            self._folder.close(use)
+            self._folder.close(hits, misses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,13 +13,13 @@ import xxhash
 
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, PrefixWatch, coarsest, differs
 from hf_pipetransformer.cache.frozen_parts.values import NotStorableError
+from hf_pipetransformer.cache.store import Counts
 from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.report import logger
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.files import Array
-    from hf_pipetransformer.cache.folder import Use
     from hf_pipetransformer.cache.frozen_parts.call import PartCall
     from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, Reading
     from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
@@ -34,14 +34,6 @@ Once it has come out right many times, half as many as there were so far, up to 
 """
 NUM_COMPARED = 8
 """Rows of an earlier run's records that are compared with what the part gives now before one is used."""
-
-
-@dataclass
-class Counts:
-    """Rows of the calls of a part, found or computed."""
-
-    hits: int = 0
-    misses: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +98,11 @@ class Plan:
         return self.parts[-1]
 
     @property
+    def num_states(self) -> int:
+        """How many states of the parts were seen."""
+        return sum(part.state.num_states for part in self.parts)
+
+    @property
     def size(self) -> int:
         return sum(each.numel() for part in self.parts for each in part.module.parameters())
 
@@ -152,7 +149,6 @@ class Records:
     _seen: set[bytes] | None = field(default=None, init=False)
     _last: PartCall | None = field(default=None, init=False)
     _hits_checked: int = field(default=0, init=False)
-    _reported: Counts = field(default_factory=Counts, init=False)
     _has_overflown: bool = field(default=False, init=False)
 
     def begin(self) -> None:
@@ -161,11 +157,11 @@ class Records:
         self.use_present_weights()
         self.plan.part.records = self
 
-    def end(self, use: Use) -> None:
-        """Compute from here on, and give the store back; if it is kept, `use` is noted."""
+    def end(self) -> None:
+        """Compute from here on, and give the store back."""
         self.plan.part.records = None
         self._last = None
-        self.store.close(use)
+        self.store.close(self.counts.hits, self.counts.misses)
 
     @property
     def reading(self) -> Reading:
@@ -404,12 +400,6 @@ class Records:
         """Return True if records were read since the last call."""
         before, self._hits_checked = self._hits_checked, self.counts.hits
         return self._hits_checked > before
-
-    def counts_since_report(self) -> Counts:
-        """Return the rows found and computed since the last call."""
-        before, now = self._reported, self.counts
-        self._reported = replace(now)
-        return Counts(now.hits - before.hits, now.misses - before.misses)
 
 
 def _is_past(call: PartCall) -> bool:

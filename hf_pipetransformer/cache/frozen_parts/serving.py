@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 from transformers import TrainerState
 
-from hf_pipetransformer.cache.frozen_parts.served import Counts, Form, Plan, Records
+from hf_pipetransformer.cache.frozen_parts.served import Form, Plan, Records
 from hf_pipetransformer.report import announce, duration, printable
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.folder import Use
     from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
     from hf_pipetransformer.cache.records import RecordFormat
     from hf_pipetransformer.comm.topology import Topology
@@ -102,8 +101,6 @@ class Stores(Protocol):
         self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int
     ) -> ContentStore | str: ...
 
-    def use(self, plan: Plan, counts: Counts) -> Use: ...
-
 
 class StepTimes:
     """Seconds of steps while outputs are stored for the first time, and once all of them are read."""
@@ -138,8 +135,8 @@ class StepTimes:
 class ServingParts:
     """Parts of a model whose outputs are read in one training."""
 
-    def __init__(self, run: PartsRun, stores: Stores) -> None:
-        self.run, self._stores = run, stores
+    def __init__(self, run: PartsRun) -> None:
+        self.run = run
         self.records: list[Records] = []
         self.epoch = -1
         """Epoch of the last batch that was checked."""
@@ -166,7 +163,7 @@ class ServingParts:
         """Read from records from here on."""
         for part in records.plan.parts:
             part.weights_changed = self.notice_changed_weights
-        records.since_epoch, records.num_states = self.present_epoch, _num_states(records)
+        records.since_epoch, records.num_states = self.present_epoch, records.plan.num_states
         records.begin()
         self.times.begin(self.present_epoch)
         self.records.append(records)
@@ -236,9 +233,9 @@ class ServingParts:
 
     def _stop_if_useless(self, records: Records) -> None:
         """End the storing of a part none of whose inputs came again in a whole epoch."""
-        if _num_states(records) != records.num_states:
+        if records.plan.num_states != records.num_states:
             # With other attributes it has other records.
-            records.num_states, records.since_epoch = _num_states(records), self.epoch
+            records.num_states, records.since_epoch = records.plan.num_states, self.epoch
         # The first epoch only writes, so hits must have come by the end of the second if inputs come again at all.
         first = records.since_epoch + records.plan.notes_first
         if self.epoch < first + 2 or records.have_come_again or not records.counts.misses:
@@ -262,8 +259,8 @@ class ServingParts:
             self._checked_at = self.run.state.global_step
         if not self.has_served:
             return
-        counts = [records.counts_since_report() for records in self.records]
-        hits, misses = sum(each.hits for each in counts), sum(each.misses for each in counts)
+        counts = [records.counts.since_report() for records in self.records]
+        hits, misses = (sum(each[name] for each in counts) for name in ("hits", "misses"))
         stored = sum(records.store.bytes_stored for records in self.records)
         self.run.note(what="epoch", hits=hits, misses=misses, bytes_stored=stored)
 
@@ -278,7 +275,7 @@ class ServingParts:
 
     def _close(self, records: Records) -> None:
         counts = records.counts
-        records.end(self._stores.use(records.plan, counts))
+        records.end()
         looked_up = counts.hits + counts.misses
         if looked_up:
             where = " by this process" if self.run.topology.is_distributed else ""
@@ -291,7 +288,3 @@ class ServingParts:
         if self.run.topology.rank == 0:
             # Names of modules are the script's.
             announce(printable(text))
-
-
-def _num_states(records: Records) -> int:
-    return sum(part.state.num_states for part in records.plan.parts)

@@ -36,7 +36,7 @@ class StoredParts:
 
     def __init__(self, run: PartsRun, stores: Stores) -> None:
         self.run, self._stores = run, stores
-        self.serving = ServingParts(run, stores)
+        self.serving = ServingParts(run)
         self._say = self.serving.say
         self._watch: Watch | None = None
         self._step: PresentStep | None = None
