@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hf_pipetransformer.cache.assembly import LENGTH_FIELD, BatchAssembler, Indices, SampleSource
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.parts import LENGTH_FIELD, BatchAssembler, Indices, SampleSource
 from hf_pipetransformer.cache.records import StoredRecords
 from hf_pipetransformer.cache.store import ActivationStore, Counts
 from hf_pipetransformer.comm.staging import CopyStream, is_apart

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
+from hf_pipetransformer.cache.assembly import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.folder import (
     StoreFolder,
@@ -21,7 +22,6 @@ from hf_pipetransformer.cache.folder import (
     take_store,
 )
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
-from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.storage import cache_base, first_told, most_bytes, open_on_node, stored_dtype
 from hf_pipetransformer.cache.store import ActivationStore

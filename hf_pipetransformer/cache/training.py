@@ -25,7 +25,7 @@ from hf_pipetransformer.schedules.placement import first_above
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.parts import SampleSource
+    from hf_pipetransformer.cache.assembly import SampleSource
     from hf_pipetransformer.data.loader import PipelineLoader
     from hf_pipetransformer.engine.program import MicroBatch
     from hf_pipetransformer.runtime.context import Context

@@ -170,16 +170,6 @@ class Generators:
         for generator, state in zip(self.found, states, strict=True):
             set_state(generator, state)
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore these generators and the global ones at the end of the context."""
-        states, own = random_state(), self.states()
-        try:
-            yield
-        finally:
-            set_random_state(*states)
-            self.restore(own)
-
 
 def draws_from_now_on(*holders: Any) -> Callable[[], bool]:
     """Return a function that returns True if random numbers have been drawn since, or a generator made.
@@ -202,11 +192,14 @@ def generators_kept(*holders: Any) -> Iterator[None]:
     generators = Generators(holders)
     # The user's code may draw on GPUs; saving their states must not initialize one that is not in use.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    states, own = random_state(), generators.states()
     try:
-        # The first keeps the states of GPUs, the second those of the CPU and of the objects.
-        with torch.random.fork_rng(devices=devices), generators.kept():
+        # It keeps the states of GPUs.
+        with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        set_random_state(*states)
+        generators.restore(own)
         # As it was before, or the run would draw from a generator that this trial has created and advanced.
         for owner, name in generators.created():
             vars(owner)[name] = None

@@ -280,7 +280,6 @@ def classes_unseen(patch: Patch) -> None:
 
 def weights_unseen(patch: Patch) -> None:
     patch.setattr(PrefixWatch, "has_changed", lambda *_, **__: False)
-    patch.setattr(Records, "_are_weights_others", lambda *_, **__: False)
     patch.setattr(FrozenPart, "_present_marks", lambda _: [])
 
 

@@ -179,9 +179,7 @@ class Records:
 
     def use_present_weights(self) -> None:
         """Serve records of the present weights."""
-        # Kept alive by the watch, so that no other tensor can have the same `id`.
-        weights = self._weights()
-        self._watch, self._ids = PrefixWatch(weights), list(map(id, weights))
+        self._watch = PrefixWatch(lambda: [each for part in self.plan.parts for each in part.weights])
         self._num_calls.clear()
         self.store.use_weights(f"{weights_key(self.plan, self.settings)} {self.num_distrusted}")
         # Of an earlier run nothing is used before some of it was compared.
@@ -191,16 +189,9 @@ class Records:
     def is_trained(self) -> bool:
         return any(part.is_trained for part in self.plan.parts)
 
-    def _weights(self) -> list[torch.Tensor]:
-        return [each for part in self.plan.parts for each in part.weights]
-
-    def _are_weights_others(self, thoroughly: bool = False) -> bool:
-        is_replaced = list(map(id, self._weights())) != self._ids
-        return is_replaced or self._watch.has_changed(thoroughly=thoroughly)
-
     def have_weights_changed(self) -> bool:
         """Return True if a look at the weights shows a change; serve the new ones then."""
-        if not self._are_weights_others():
+        if not self._watch.has_changed():
             return False
         self.num_changes += 1
         self.use_present_weights()
@@ -394,7 +385,7 @@ class Records:
 
     def have_bytes_changed(self) -> bool:
         """Return True if some byte of the weights is another one."""
-        return self._are_weights_others(thoroughly=True)
+        return self._watch.has_changed(thoroughly=True)
 
     def has_served_since_check(self) -> bool:
         """Return True if records were read since the last call."""
