@@ -155,19 +155,17 @@ class ActivationCache:
         lengths = self.source.lengths_in(entries[hit])
         # Agreed on before records are read: the length sets the shape that they are read into.
         length = agree(parts.padded_length(lengths, is_checked=not self.is_off))
-        if self.source.keeps_padding:
-            # The record was stored as part of a shorter batch and lacks padding positions that the loss sees.
-            too_short = hit & (entries["length"] < self.source.kept_of(length))
-            parts.read(too_short, samples)
-            hit &= ~too_short
         records = self._read_records(index[hit], length) if hit.any() else None
         levels = np.zeros(len(index), dtype=np.int64)
         if records is not None:
             # By the ids that came with the records: the entries above are older.
             levels[hit] = self._levels(records.weights_ids)
+            if self.source.keeps_padding:
+                # Stored as part of a shorter batch, a record lacks padding positions that the loss sees.
+                levels[hit] *= records.lengths >= self.source.kept_of(length)
             lost = hit & (levels == 0)
             if lost.any():
-                # Another process has started to overwrite the record.
+                # Or another process has started to overwrite the record.
                 records = records.take(levels[hit] > 0)
                 parts.read(lost, samples)
                 hit &= ~lost

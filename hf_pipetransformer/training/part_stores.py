@@ -15,7 +15,7 @@ from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
 from hf_pipetransformer.cache.frozen_parts.served import weights_key
 from hf_pipetransformer.cache.frozen_parts.serving import Price
 from hf_pipetransformer.cache.storage import cache_base, measure_storage, most_bytes, open_on_node
-from hf_pipetransformer.cache.store import ActivationStore
+from hf_pipetransformer.cache.store import ActivationStore, store_size
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.planning.storing import Storing, decide_cache, epochs_of_a_record
 
@@ -51,20 +51,19 @@ class PartStores:
         """
         base, num_rows = cache_base(self.args), self._num_rows(form.num_rows / num_samples)
         length, rows = form.length, form.rows
-        record_bytes = content.record_bytes(length)
-        needed = num_rows * record_bytes + content.index_bytes(num_rows)
+        size = store_size(most_bytes(self.args, taken), num_rows, content, length)
         speed = measure_storage(base, content, length, rows.number, num_rows)
         hashing = _seconds_of_hashing(rows)
         # A record is found by the hash of its inputs, so that each read and each write takes a hash too.
         read, write = speed.read + hashing, speed.write + hashing
-        mode, fits = self.args.activation_cache, min(1.0, most_bytes(self.args, taken) / needed)
+        mode = self.args.activation_cache
         storing = Storing(
-            (0.0, form.seconds), 0.0, read, write, is_apart(self.args.device), mode=mode, fits_share=fits
+            (0.0, form.seconds), 0.0, read, write, is_apart(self.args.device), mode=mode, fits_share=size.share
         )
         way = decide_cache(storing, 1, self._epochs_left())
         saved = (way.seconds["compute"] - way.seconds.get("write", math.inf)) * num_rows
         is_used = way.use and (mode == "on" or saved >= WORTH_SECONDS)
-        return Price(num_rows, record_bytes, needed, is_used, way.reason)
+        return Price(num_rows, content.record_bytes(length), size.needed, is_used, way.reason)
 
     def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int) -> ContentStore | str:
         """Return the node's store, which its first process makes, or why some node has none. Collective.

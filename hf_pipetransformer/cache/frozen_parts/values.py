@@ -156,9 +156,9 @@ class Rows:
             if other is not None:
                 return other
             found = self.rows_of(tensor, rows) if self.has_rows(tensor) or self._is_flat(tensor) else tensor
-            dims = self._token_dims(tensor) if length is not None else ()
-            for dim in dims:
-                found = found.narrow(dim, 0, length) if length is not None else found
+            if length is not None:
+                for dim in self._token_dims(tensor):
+                    found = found.narrow(dim, 0, length)
             return found
 
         args, kwargs = rebuilt(list(self.given[0]), of_rows), rebuilt(self.given[1], of_rows)
