@@ -23,7 +23,7 @@ from hf_pipetransformer.cache.folder import (
 )
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.cache.records import RecordFormat
-from hf_pipetransformer.cache.storage import cache_base, first_told, most_bytes, open_on_node, stored_dtype
+from hf_pipetransformer.cache.storage import OpenStores, cache_base, first_told, most_bytes, stored_dtype
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import NodeOrder
@@ -226,12 +226,13 @@ class CacheStores:
         self.inputs = inputs
         self.args = inputs.args
         self.topology = inputs.topology
+        self._stores = OpenStores()
         self._opened: list[ActivationCache] = []
 
     def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
         """Open a store; None, with a warning, if any node cannot. Collective: call on every rank."""
-        topology, taken = self.topology, self._bytes_taken()
-        found = open_on_node(topology, lambda: self._own_store(loader, source), topology.rank)
+        topology = self.topology
+        found = self._stores.open(topology, lambda: self._own_store(loader, source), topology.rank)
         if isinstance(found, str):
             self.inputs.say_off(found, is_training)
             return None
@@ -242,18 +243,13 @@ class CacheStores:
                 "samples. A record is used once its sample has been read again and found to be the same: the first "
                 "epoch saves computing, but still reads the data set."
             )
-        # `activation_cache_max_gb` bounds all stores together: this one loses what others take from now on.
-        store.bytes_beside = lambda: self._bytes_taken() - store.bytes_taken - taken
         opened = ActivationCache(store, source, self.args.device, folder)
         self._opened.append(opened)
         return opened
 
     def max_bytes(self) -> float:
         """Return the size limit of the next store in bytes."""
-        return most_bytes(self.args, self._bytes_taken())
-
-    def _bytes_taken(self) -> int:
-        return sum(cache.store.bytes_taken for cache in self._opened)
+        return most_bytes(self.args, self._stores.bytes_taken())
 
     def close(self) -> None:
         """Close all stores and delete their folders, except those that the user asked to keep."""

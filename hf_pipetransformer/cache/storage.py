@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from timeit import repeat, timeit
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -69,44 +70,58 @@ def first_told(topology: Topology, reason: str | None) -> str | None:
     return None
 
 
-def open_on_node(
-    topology: Topology, make: Callable[[], tuple[StoreFolder, ActivationStore]], writer: int
-) -> tuple[StoreFolder | None, ActivationStore] | str:
-    """Return the node's store, which its first process makes and the others open, or why some node has none.
+class OpenStores:
+    """Stores that a run has open, which share one limit."""
 
-    Collective: call on every rank. The folder is that of the process that has made the store, and none for the others,
-    which write under the number `writer`.
-    """
-    folder: StoreFolder | None = None
-    store: ActivationStore | None = None
-    error: str | None = None
-    first = topology.ranks_here[0]
-    try:
-        if topology.is_first_here:
-            folder, store = make()
-    # Kept for the gathers below, for which all processes wait.
-    except (OSError, ValueError, StoreDamagedError) as found:
-        error = str(found)
-    # The gather is a barrier, too: the others open the store only once it is there.
-    path = topology.gather(None if store is None else str(store.folder))[first]
-    try:
-        if path is not None and store is None:
-            store = ActivationStore.open(path, writer)
-    except FileNotFoundError as found:
-        error = (
-            f"rank {topology.rank} does not see {path}, which rank {first} has made ({found.strerror}): both have one "
-            "host name and one kernel, but different file systems, as in containers. Give each container a host name "
-            "of its own, or set activation_cache_dir to a folder of the machine that both see."
-        )
-    except (OSError, ValueError, StoreDamagedError) as found:
-        error = str(found)
-    # One node without a store is enough: the run then computes everywhere what the others would read.
-    reason = first_told(topology, error)
-    if reason is None and store is not None:
+    def __init__(self) -> None:
+        self._opened = WeakSet[ActivationStore]()
+
+    def bytes_taken(self, beside: Path | None = None) -> int:
+        """Return the bytes of all stores but for the one in the folder `beside`."""
+        others = (store for store in self._opened if not store.is_closed and store.folder != beside)
+        return sum(store.bytes_taken for store in others)
+
+    def open(
+        self, topology: Topology, make: Callable[[], tuple[StoreFolder, ActivationStore]], writer: int
+    ) -> tuple[StoreFolder | None, ActivationStore] | str:
+        """Return the node's store, which its first process makes and the others open, or why some node has none.
+
+        Collective: call on every rank. The folder is that of the process that has made the store, and none for the
+        others, which write under the number `writer`.
+        """
+        taken, folder, error = self.bytes_taken(), None, None
+        store: ActivationStore | None = None
+        first = topology.ranks_here[0]
+        try:
+            if topology.is_first_here:
+                folder, store = make()
+        # Kept for the gathers below, for which all processes wait.
+        except (OSError, ValueError, StoreDamagedError) as found:
+            error = str(found)
+        # The gather is a barrier, too: the others open the store only once it is there.
+        made = topology.gather(None if store is None else str(store.folder))[first]
+        try:
+            if made is not None and store is None:
+                store = ActivationStore.open(made, writer)
+        except FileNotFoundError as found:
+            error = (
+                f"rank {topology.rank} does not see {made}, which rank {first} has made ({found.strerror}): both have "
+                "one host name and one kernel, but different file systems, as in containers. Give each container a "
+                "host name of its own, or set activation_cache_dir to a folder of the machine that both see."
+            )
+        except (OSError, ValueError, StoreDamagedError) as found:
+            error = str(found)
+        # One node without a store is enough: the run then computes everywhere what the others would read.
+        reason = first_told(topology, error)
+        if reason is not None or store is None:
+            if folder is not None:
+                folder.close()
+            return str(reason)
+        path = store.folder
+        # Its limit was without what was taken before: it loses what the others take from now on.
+        store.bytes_beside = lambda: self.bytes_taken(beside=path) - taken
+        self._opened.add(store)
         return folder, store
-    if folder is not None:
-        folder.close()
-    return str(reason)
 
 
 def measure_storage(

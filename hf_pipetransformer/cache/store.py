@@ -186,7 +186,7 @@ class ActivationStore:
         self.num_found = 0
         """Number of records already present when a writer opened the store."""
         self._space = None if writer is None else self._open_space(writer)
-        self._is_dropped = False
+        self._is_dropped = self.is_closed = False
         self.bytes_beside: Callable[[], int] = lambda: 0
         """Bytes that other stores have taken from the common limit since this store was opened."""
 
@@ -501,6 +501,7 @@ class ActivationStore:
 
     def close(self) -> None:
         self._files.clear()
+        self.is_closed = True
 
 
 def _places(entries: Array) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from hf_pipetransformer.cache.frozen_parts.call import Deferred
 from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
 from hf_pipetransformer.cache.frozen_parts.served import weights_key
 from hf_pipetransformer.cache.frozen_parts.serving import Price
-from hf_pipetransformer.cache.storage import cache_base, measure_storage, most_bytes, open_on_node
+from hf_pipetransformer.cache.storage import OpenStores, cache_base, measure_storage, most_bytes
 from hf_pipetransformer.cache.store import ActivationStore, store_size
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.planning.storing import Storing, decide_cache, epochs_of_a_record
@@ -34,16 +34,16 @@ SPARE = 1024
 
 
 class PartStores:
-    """Prices and stores of the frozen parts of a training; `taken` are the bytes of the stores that are open."""
+    """Prices and stores of the frozen parts of a training."""
 
     def __init__(self, run: PartsRun) -> None:
-        self._run, self._topology = run, run.topology
+        self._run, self._topology, self._stores = run, run.topology, OpenStores()
 
     @property
     def args(self) -> Any:
         return self._run.args
 
-    def price(self, form: Form, num_samples: int, content: RecordFormat, taken: int) -> Price:
+    def price(self, form: Form, num_samples: int, content: RecordFormat) -> Price:
         """Return what storing a part costs and saves; raises like `measure_storage`.
 
         Args:
@@ -51,7 +51,7 @@ class PartStores:
         """
         base, num_rows = cache_base(self.args), self._num_rows(form.num_rows / num_samples)
         length, rows = form.length, form.rows
-        size = store_size(most_bytes(self.args, taken), num_rows, content, length)
+        size = store_size(self._most_bytes, num_rows, content, length)
         speed = measure_storage(base, content, length, rows.number, num_rows)
         hashing = _seconds_of_hashing(rows)
         # A record is found by the hash of its inputs, so that each read and each write takes a hash too.
@@ -65,7 +65,7 @@ class PartStores:
         is_used = way.use and (mode == "on" or saved >= WORTH_SECONDS)
         return Price(num_rows, content.record_bytes(length), size.needed, is_used, way.reason)
 
-    def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int) -> ContentStore | str:
+    def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str) -> ContentStore | str:
         """Return the node's store, which its first process makes, or why some node has none. Collective.
 
         Args:
@@ -76,15 +76,20 @@ class PartStores:
 
         def make() -> tuple[StoreFolder, ActivationStore]:
             # Evaluations may compute more rows than are known of.
-            num_places, limit = 2 * price.num_rows + SPARE, int(most_bytes(self.args, taken))
+            num_places, limit = 2 * price.num_rows + SPARE, int(self._most_bytes)
             use = Use.of(self._run.model, plan.name, self._run.train_dataset)
             return take_store(cache_base(self.args), key, num_places, content, limit, use, goes_on=True)
 
-        found = open_on_node(topology, make, writer)
+        found = self._stores.open(topology, make, writer)
         if isinstance(found, str):
             return found
         folder, store = found
         return ContentStore(store, writer, num_writers, folder)
+
+    @property
+    def _most_bytes(self) -> float:
+        # The option bounds the stores of all parts together.
+        return most_bytes(self.args, self._stores.bytes_taken())
 
     def _num_rows(self, of_a_sample: float) -> int:
         if self.is_endless:

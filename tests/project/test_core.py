@@ -17,7 +17,7 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
-    "cache": 4215,
+    "cache": 4219,
     "cli": 675,
     "comm": 935,
     "compat": 385,
@@ -36,7 +36,7 @@ BUDGETS = {
     "state": 1309,
     "the package itself": 62,
     "trainer": 378,
-    "training": 3418,
+    "training": 3420,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 

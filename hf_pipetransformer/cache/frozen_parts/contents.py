@@ -181,10 +181,6 @@ class ContentStore:
         self._next = int(own[-1]) + self._num_writers if len(own) else self._writer
 
     @property
-    def bytes_taken(self) -> int:
-        return self._store.bytes_taken
-
-    @property
     def bytes_stored(self) -> int:
         return self._store.bytes_stored
 

@@ -95,11 +95,9 @@ class Stores(Protocol):
     @property
     def is_endless(self) -> bool: ...
 
-    def price(self, form: Form, num_samples: int, content: RecordFormat, taken: int) -> Price: ...
+    def price(self, form: Form, num_samples: int, content: RecordFormat) -> Price: ...
 
-    def open(
-        self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int
-    ) -> ContentStore | str: ...
+    def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str) -> ContentStore | str: ...
 
 
 class StepTimes:
@@ -145,10 +143,6 @@ class ServingParts:
         self.times = StepTimes()
         self.has_served = False
         """True once there was a part."""
-
-    @property
-    def bytes_taken(self) -> int:
-        return sum(records.store.bytes_taken for records in self.records)
 
     @property
     def present_epoch(self) -> int:

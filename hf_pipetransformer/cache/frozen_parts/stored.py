@@ -326,7 +326,7 @@ class StoredParts:
 
         def priced() -> dict[str, Any] | str:
             try:
-                return vars(self._stores.price(form, self._num_samples, content, self.serving.bytes_taken))
+                return vars(self._stores.price(form, self._num_samples, content))
             except (OSError, ValueError, StoreDamagedError) as error:
                 return str(error)
 
@@ -342,7 +342,7 @@ class StoredParts:
             self._say_computed(plan.name, f"{price.reason}.")
         if not price.is_used or self.args.plan_only:
             return
-        store = self._stores.open(plan, content, price, settings, self.serving.bytes_taken)
+        store = self._stores.open(plan, content, price, settings)
         if isinstance(store, str):
             self._say_computed(plan.name, store)
             return
