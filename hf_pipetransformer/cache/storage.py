@@ -63,9 +63,8 @@ def most_bytes(args: Any, taken: int = 0) -> float:
 
 def first_told(topology: Topology, reason: str | None) -> str | None:
     """Return the reason of the lowest rank that has one; None if no rank has. Collective: call on every rank."""
-    for rank, told in enumerate(topology.gather(reason)):
+    for told, node in topology.gather([reason, topology.ranks_here]):
         if told is not None:
-            node = next(node for node in topology.nodes if rank in node)
             return str(told) if 0 in node else f"on the node of rank {node[0]}: {told}"
     return None
 

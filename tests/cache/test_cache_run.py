@@ -386,8 +386,7 @@ def test_ranks_that_see_different_file_systems_are_told_so(tmp_path: Path) -> No
         rank=1,
         is_first_here=False,
         ranks_here=[0, 1],
-        nodes=[[0, 1]],
-        gather=lambda error: [path, None] if error is None else [None, error],
+        gather=lambda told: [path, None] if told is None else [[None, [0, 1]], told],
     )
     inputs: Any = SimpleNamespace(args=None, topology=topology, say_off=lambda reason, _: told.append(reason))
     assert CacheStores(inputs).open(SimpleNamespace(), SimpleNamespace()) is None
