@@ -161,22 +161,32 @@ class PartCall:
         if self.part.records is not None:
             self.part.records.keep(self, self.values())
 
+    def arguments(
+        self, rows: Array, length: int | None = None, known: dict[int, list[torch.Tensor]] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for some rows, those that are outputs of other calls computed; see `computed`."""
+        outputs = {} if known is None else known
+
+        def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
+            if type(tensor) is not Deferred:
+                return None
+            output: torch.Tensor = tensor.call.output_of(tensor.number, rows, length, outputs)
+            return output
+
+        return self.rows.take(rows, length, replaced)
+
     def computed(
         self, rows: Array, length: int | None = None, known: dict[int, list[torch.Tensor]] | None = None
     ) -> list[torch.Tensor]:
-        """Compute the outputs of some rows alone, cut to a length if one is given, without a trace in generators."""
-        found = {} if known is None else known
-        if id(self) not in found:
+        """Compute the outputs of some rows alone, cut to a length if one is given, without a trace in generators.
 
-            def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
-                if type(tensor) is not Deferred:
-                    return None
-                return tensor.call.output_of(tensor.number, rows, length, found)
-
+        `known` has those of other calls by the `id` of these, and gets what is computed.
+        """
+        outputs = {} if known is None else known
+        if id(self) not in outputs:
             with generators_kept(), self.modes.entered(has_gradients=False):
-                args, kwargs = self.rows.take(rows, length, replaced)
-                found[id(self)] = tensors_of(self.part.compute(args, kwargs))
-        return found[id(self)]
+                outputs[id(self)] = tensors_of(self.part.compute(*self.arguments(rows, length, outputs)))
+        return outputs[id(self)]
 
     def output_of(
         self, number: int, rows: Array, length: int | None, known: dict[int, list[torch.Tensor]]

@@ -374,13 +374,11 @@ def named(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return what a model is called with, or a batch of any kind, in one dict; entries of a dict have their names."""
     found: dict[str, Any] = {}
     for place, each in enumerate(args):
-        inside = each if isinstance(each, Mapping) else {str(place): each}
-        found.update(inside)
+        found.update(each if isinstance(each, Mapping) else {str(place): each})
     for name, each in [*found.items(), *kwargs.items()]:
-        if isinstance(each, Mapping):
-            found.update((f"{name}.{key}", value) for key, value in named(each).items())
-        elif isinstance(each, (list, tuple)):
-            found.update((f"{name}.{key}", value) for key, value in named(*each).items())
+        if isinstance(each, (Mapping, list, tuple)):
+            inside = named(each) if isinstance(each, Mapping) else named(*each)
+            found.update((f"{name}.{key}", value) for key, value in inside.items())
         else:
             found[name] = each
     return found

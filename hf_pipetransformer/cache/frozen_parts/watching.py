@@ -345,7 +345,7 @@ class Watch:
         if call is None:
             return DROPOUT
         tolerance = SAME_BATCH_TOLERANCE[self._precision]
-        args, kwargs = call.rows.take(np.arange(call.rows.number), None, self._inputs_of(call))
+        args, kwargs = call.arguments(np.arange(call.rows.number))
         with call.modes.entered(has_gradients=False):
             found = effects_of(
                 lambda: _tensors_in(part.compute(args, kwargs)),
@@ -354,17 +354,6 @@ class Watch:
             )
         part.draws = found.num_draws > 0
         return found.why_not_repeatable
-
-    def _inputs_of(self, call: PartCall) -> Any:
-        everything, known = np.arange(call.rows.number), dict[int, list[torch.Tensor]]()
-
-        def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
-            if type(tensor) is not Deferred:
-                return None
-            found: torch.Tensor = tensor.call.output_of(tensor.number, everything, None, known)
-            return found
-
-        return replaced
 
     def _tried(self, plan: Plan, call: PartCall) -> str | None:
         """Find what a record has to hold; return why not, if a row's outputs are not the same in other company."""
