@@ -11,10 +11,10 @@ import xxhash
 
 from hf_pipetransformer.cache.folder import StoreFolder, Use, take_store
 from hf_pipetransformer.cache.frozen_parts.call import Deferred
-from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
+from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, record_format
 from hf_pipetransformer.cache.frozen_parts.served import weights_key
 from hf_pipetransformer.cache.frozen_parts.serving import Price
-from hf_pipetransformer.cache.storage import OpenStores, cache_base, measure_storage, most_bytes
+from hf_pipetransformer.cache.storage import OpenStores, cache_base, measure_storage, most_bytes, stored_dtype
 from hf_pipetransformer.cache.store import ActivationStore, store_size
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.planning.storing import Storing, decide_cache, epochs_of_a_record
@@ -43,14 +43,14 @@ class PartStores:
     def args(self) -> Any:
         return self._run.args
 
-    def price(self, form: Form, num_samples: int, content: RecordFormat) -> Price:
-        """Return what storing a part costs and saves; raises like `measure_storage`.
+    def price(self, form: Form, num_samples: int) -> Price:
+        """Return what storing a part costs and saves; raises like `record_format` and `measure_storage`.
 
         Args:
             num_samples: of the batch in which the part was seen.
         """
         base, num_rows = cache_base(self.args), self._num_rows(form.num_rows / num_samples)
-        length, rows = form.length, form.rows
+        length, rows, content = form.length, form.rows, self._record_format(form)
         size = store_size(self._most_bytes, num_rows, content, length)
         speed = measure_storage(base, content, length, rows.number, num_rows)
         hashing = _seconds_of_hashing(rows)
@@ -65,19 +65,20 @@ class PartStores:
         is_used = way.use and (mode == "on" or saved >= WORTH_SECONDS)
         return Price(num_rows, content.record_bytes(length), size.needed, is_used, way.reason)
 
-    def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str) -> ContentStore | str:
+    def open(self, plan: Plan, form: Form, price: Price, settings: str) -> ContentStore | str:
         """Return the node's store, which its first process makes, or why some node has none. Collective.
 
         Args:
             settings: everything besides weights and inputs that outputs depend on, as text.
         """
-        topology, key = self._topology, self._key_of_store(plan, content, settings)
+        topology = self._topology
         writer, num_writers = topology.ranks_here.index(topology.rank), len(topology.ranks_here)
 
         def make() -> tuple[StoreFolder, ActivationStore]:
             # Evaluations may compute more rows than are known of.
             num_places, limit = 2 * price.num_rows + SPARE, int(self._most_bytes)
-            use = Use.of(self._run.model, plan.name, self._run.train_dataset)
+            use, content = Use.of(self._run.model, plan.name, self._run.train_dataset), self._record_format(form)
+            key = self._key_of_store(plan, content, settings)
             return take_store(cache_base(self.args), key, num_places, content, limit, use, goes_on=True)
 
         found = self._stores.open(topology, make, writer)
@@ -85,6 +86,9 @@ class PartStores:
             return found
         folder, store = found
         return ContentStore(store, writer, num_writers, folder)
+
+    def _record_format(self, form: Form) -> RecordFormat:
+        return record_format(form.width, stored_dtype(self.args, form.dtype))
 
     @property
     def _most_bytes(self) -> float:

@@ -17,11 +17,11 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
-    "cache": 4219,
+    "cache": 4204,
     "cli": 675,
     "comm": 935,
     "compat": 385,
-    "data": 1503,
+    "data": 1504,
     "elastic": 584,
     "engine": 1814,
     "freeze": 320,
@@ -36,7 +36,7 @@ BUDGETS = {
     "state": 1309,
     "the package itself": 62,
     "trainer": 378,
-    "training": 3420,
+    "training": 3423,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 

@@ -16,7 +16,6 @@ from hf_pipetransformer.report import announce, duration, printable
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
-    from hf_pipetransformer.cache.records import RecordFormat
     from hf_pipetransformer.comm.topology import Topology
 
 
@@ -95,9 +94,9 @@ class Stores(Protocol):
     @property
     def is_endless(self) -> bool: ...
 
-    def price(self, form: Form, num_samples: int, content: RecordFormat) -> Price: ...
+    def price(self, form: Form, num_samples: int) -> Price: ...
 
-    def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str) -> ContentStore | str: ...
+    def open(self, plan: Plan, form: Form, price: Price, settings: str) -> ContentStore | str: ...
 
 
 class StepTimes:

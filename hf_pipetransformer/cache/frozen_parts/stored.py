@@ -16,14 +16,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.frozen_parts.contents import record_format
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, maximal_frozen
 from hf_pipetransformer.cache.frozen_parts.served import Plan, Records
 from hf_pipetransformer.cache.frozen_parts.serving import PartsRun, Price, ServingParts, Stores
 from hf_pipetransformer.cache.frozen_parts.state import is_script_free
 from hf_pipetransformer.cache.frozen_parts.unread import UnreadSamples
 from hf_pipetransformer.cache.frozen_parts.watching import Watch
-from hf_pipetransformer.cache.storage import stored_dtype
 from hf_pipetransformer.data.batches import batch_size
 from hf_pipetransformer.data.rng import NotedDraws, States, random_state, same_states
 from hf_pipetransformer.options.refusals import precision_of
@@ -318,15 +316,10 @@ class StoredParts:
         form = plan.form
         assert form is not None
         topology, settings = self.run.topology, settings_of(bare_model(self.run.model), self.args)
-        try:
-            content = record_format(form.width, stored_dtype(self.args, form.dtype))
-        except ValueError as error:
-            self._say_computed(plan.name, str(error))
-            return
 
         def priced() -> dict[str, Any] | str:
             try:
-                return vars(self._stores.price(form, self._num_samples, content))
+                return vars(self._stores.price(form, self._num_samples))
             except (OSError, ValueError, StoreDamagedError) as error:
                 return str(error)
 
@@ -342,7 +335,7 @@ class StoredParts:
             self._say_computed(plan.name, f"{price.reason}.")
         if not price.is_used or self.args.plan_only:
             return
-        store = self._stores.open(plan, content, price, settings)
+        store = self._stores.open(plan, form, price, settings)
         if isinstance(store, str):
             self._say_computed(plan.name, store)
             return

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, record_format
+from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
 from hf_pipetransformer.cache.frozen_parts.serving import Price
 from hf_pipetransformer.comm.topology import Topology
 from hf_pipetransformer.training.part_stores import PartStores
@@ -21,7 +21,10 @@ BOUND = 10**6
 def stores_of_two(folder: Path) -> list[ContentStore]:
     """Stores of two parts that were opened one after the other, before either had a record."""
     args = SimpleNamespace(
-        activation_cache_dir=str(folder), activation_cache_max_gb=BOUND / 1e9, activation_cache_keep=False
+        activation_cache_dir=str(folder),
+        activation_cache_max_gb=BOUND / 1e9,
+        activation_cache_keep=False,
+        activation_cache_dtype="auto",
     )
     run: Any = SimpleNamespace(
         args=args,
@@ -29,10 +32,11 @@ def stores_of_two(folder: Path) -> list[ContentStore]:
         model=torch.nn.Linear(1, 1),
         train_dataset=range(9),
     )
+    form: Any = SimpleNamespace(width=64, dtype=torch.float32)
     stores, opened = PartStores(run), list[ContentStore]()
     for name in ("tower", "encoder"):
         plan: Any = SimpleNamespace(name=name)
-        store = stores.open(plan, record_format(64, torch.float32), Price(1000, 1024.0, 1e6, True, ""), "")
+        store = stores.open(plan, form, Price(1000, 1024.0, 1e6, True, ""), "")
         assert isinstance(store, ContentStore)
         store.use_weights("weights")
         opened.append(store)
