@@ -571,7 +571,7 @@ def field_digests(
         found = np.empty(len(data), dtype=np.uint64)
         for index, content in enumerate(data):
             hasher = xxhash.xxh3_64(head)
-            hasher.update(content[: int(lengths[index]) * value.element_size()] if is_cut else content)
+            hasher.update((content[: int(lengths[index]) * value.element_size()] if is_cut else content).data)
             found[index] = hasher.intdigest()
         digests[name] = found
     return digests
