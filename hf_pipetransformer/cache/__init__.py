@@ -1,4 +1,10 @@
-"""Stored activations of a frozen prefix of layers: files, records, hashes, and whether storing pays.
+"""Stored activations of what a script froze: files, records, hashes, and whether storing pays.
 
-In: frozen weights, samples by their index, and their activations. Out: batches whose lower layers need not run.
+A store is written and read in one place, `store.ActivationStore`, in the format of `records`, in files of `files`. A
+folder is taken, kept and deleted in `folder`; the processes of a node open a store together in `storage`, within the
+limit of the run.
+
+A prefix of layers on pipeline stages has records by the index of a sample: `inputs` decides if samples come out alike,
+`opening` opens the store, `cache` completes batches (`assembly`) and takes new records, `chain` knows the weights, and
+`training` follows the layout. Other frozen parts have records by what they are called with: `frozen_parts`.
 """

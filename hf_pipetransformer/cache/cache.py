@@ -6,22 +6,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from hf_pipetransformer.cache.assembly import LENGTH_FIELD, BatchAssembler, Indices, SampleSource
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.parts import LENGTH_FIELD, BatchAssembler, Indices, SampleSource, positions_of
-from hf_pipetransformer.cache.records import Records
+from hf_pipetransformer.cache.records import StoredRecords
+from hf_pipetransformer.cache.store import ActivationStore, Counts
 from hf_pipetransformer.comm.staging import CopyStream, is_apart
 from hf_pipetransformer.data.batches import CacheTags, SampleBatch, real_lengths, take_rows
 from hf_pipetransformer.report import logger
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.store import ActivationStore
+    from hf_pipetransformer.cache.folder import StoreFolder
     from hf_pipetransformer.engine.program import MicroBatch
 
 
@@ -35,38 +36,28 @@ MAX_BATCHES_IN_FLIGHT = 16
 """Maximum number of micro-batches waiting in pinned memory to be written; beyond it, training waits for the disk."""
 
 
-@dataclass
-class CacheCounts:
-    """Counters since they were last taken: samples, records, and seconds of record I/O.
-
-    A hit is a sample whose activation was read, a miss one that was computed. A checked sample is one that was stored
-    but whose input was read and compared anyway. While nothing is to be stored, samples are not counted.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    written: int = 0
-    checked: int = 0
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
-
-
 class ActivationCache:
     """Reader of the activations that the frozen blocks compute (PipeTransformer, section 3.4); `writer` stores them.
 
     A failure of the store turns the cache off with one warning; from then on, every sample is computed.
     """
 
-    def __init__(self, store: ActivationStore, source: SampleSource, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        store: ActivationStore,
+        source: SampleSource,
+        device: torch.device | None = None,
+        folder: StoreFolder | None = None,
+    ) -> None:
         self.store = store
+        self._folder = folder
+        """Of a store that this process has made."""
         self.source = source
-        self.counts = CacheCounts()
+        self.counts = Counts()
         self.level = 0
         self.stamp = 0
         """Number of `use_weights` calls: batches read under an older one are read again."""
         self.weights_id = 0
-        self.num_hits, self.num_misses = 0, 0
-        """Of all counts that were taken."""
         self.is_off = False
         self._num_distrusted = 0
         self._level_of_id: dict[int, int] = {}
@@ -75,7 +66,7 @@ class ActivationCache:
         self._pins = is_apart(device or torch.device("cpu"))
         # One thread, as one batch at most is read ahead.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="activation-cache")
-        self._ahead: tuple[Indices, int, Future[Records]] | None = None
+        self._ahead: tuple[Indices, int, Future[StoredRecords]] | None = None
         """Samples, padded length and pending records of the batch expected next."""
         self.writer = RecordWriter(self, device or torch.device("cpu"))
 
@@ -102,13 +93,6 @@ class ActivationCache:
         """Have the inputs of the next stored samples verified."""
         self._hits_unchecked = CHECKED_HITS
 
-    def take_counts(self) -> dict[str, float]:
-        """Return the counters and reset them."""
-        counts, self.counts = asdict(self.counts), CacheCounts()
-        self.num_hits += counts["hits"]
-        self.num_misses += counts["misses"]
-        return counts
-
     def switch_off(self, reason: str) -> None:
         """Stop serving and storing, on all ranks of this node."""
         if not self.is_off:
@@ -120,6 +104,8 @@ class ActivationCache:
         self._reader.shutdown()
         self.writer.close()
         self.store.close()
+        if self._folder is not None:
+            self._folder.close(self.counts.hits, self.counts.misses)
 
     def select(self, samples: list[int]) -> list[int]:
         """Return those of `samples` that must be read from the data set."""
@@ -162,26 +148,24 @@ class ActivationCache:
         index, entries, hit = self._found(samples)
         parts = BatchAssembler(self.source)
         # The store may have changed since `select`: use records that appeared, read samples whose record is gone.
-        is_read = positions_of(read, samples)
+        is_read = np.isin(index, read)
         hit = self._compared(index, entries, hit, is_read, batch)
         parts.add(is_read & ~hit, batch, is_read)
         parts.read(~hit & ~is_read, samples)
         lengths = self.source.lengths_in(entries[hit])
         # Agreed on before records are read: the length sets the shape that they are read into.
         length = agree(parts.padded_length(lengths, is_checked=not self.is_off))
-        if self.source.keeps_padding:
-            # The record was stored as part of a shorter batch and lacks padding positions that the loss sees.
-            too_short = hit & (entries["length"] < self.source.kept_of(length))
-            parts.read(too_short, samples)
-            hit &= ~too_short
         records = self._read_records(index[hit], length) if hit.any() else None
         levels = np.zeros(len(index), dtype=np.int64)
         if records is not None:
             # By the ids that came with the records: the entries above are older.
             levels[hit] = self._levels(records.weights_ids)
+            if self.source.keeps_padding:
+                # Stored as part of a shorter batch, a record lacks padding positions that the loss sees.
+                levels[hit] *= records.lengths >= self.source.kept_of(length)
             lost = hit & (levels == 0)
             if lost.any():
-                # Another process has started to overwrite the record.
+                # Or another process has started to overwrite the record.
                 records = records.take(levels[hit] > 0)
                 parts.read(lost, samples)
                 hit &= ~lost
@@ -276,11 +260,11 @@ class ActivationCache:
             return
         self._ahead = index, length, self._reader.submit(self._read_ahead, index, length)
 
-    def _read_ahead(self, index: Indices, length: int) -> Records:
+    def _read_ahead(self, index: Indices, length: int) -> StoredRecords:
         records = self.store.read(index, length)
         return replace(records, activation=records.activation.pin_memory()) if self._pins else records
 
-    def _read_records(self, index: Indices, length: int) -> Records:
+    def _read_records(self, index: Indices, length: int) -> StoredRecords:
         start = time.perf_counter()
         try:
             self._check_inputs(index)

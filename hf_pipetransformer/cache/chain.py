@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,16 +91,18 @@ def chain_keys(digests: Mapping[int, str], num_frozen: int, context: str) -> lis
 class PrefixWatch:
     """Cheap detector of changes to frozen parameters by user code; a parameter without data raises ValueError.
 
-    Compares each parameter's version counter, address and middle element. That catches a change of a whole tensor; a
-    partial write past autograd (`parameter.data[0] = 1`) only shows if `thoroughly` compares all bytes. It keeps the
-    parameters' memory alive, so create a new one when a stage hands its parameters to another rank.
+    Sees if `find` gives other tensors than at first, and compares each one's version counter, address and middle
+    element. That catches a change of a whole tensor; a partial write past autograd (`parameter.data[0] = 1`) only
+    shows if `thoroughly` compares all bytes. It keeps the parameters' memory alive, so create a new one when a stage
+    hands its parameters to another rank.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        if any(parameter.is_meta for parameter in parameters):
-            raise ValueError("A meta tensor has no data to watch: watch only parameters that this stage owns.")
+    def __init__(self, find: Callable[[], Iterable[Any]]) -> None:
+        self._find = find
         # Kept alive, so that no new tensor can take the address of a watched one, by which `_find_marks` knows it.
-        self._parameters = list(parameters)
+        self._parameters: list[torch.Tensor] = list(find())
+        if any(parameter.is_meta for parameter in self._parameters):
+            raise ValueError("A meta tensor has no data to watch: watch only parameters that this stage owns.")
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for parameter in self._parameters:
             if parameter.numel():
@@ -119,9 +122,10 @@ class PrefixWatch:
 
         With `at_once`, synchronize with the GPU; otherwise compare the elements that the last such call requested.
         """
-        if thoroughly and self._find_sums() != self._sums:
+        present = list(self._find())
+        if len(present) != len(self._parameters) or not all(map(is_, present, self._parameters)):
             return True
-        if self._find_marks() != self._marks:
+        if (thoroughly and self._find_sums() != self._sums) or self._find_marks() != self._marks:
             return True
         # Marks first: after `parameter.data = other` the elements still view the old memory and look unchanged.
         found = self._find_values()
@@ -243,12 +247,9 @@ class FrozenWeights:
         self.precision = coarsest(precision_of(args), self.output.dtype)
         is_watched = stage.groups.position in self._watching
         # The first block that uses a tensor decides: an embedding tied to the head counts as the embedding.
-        watched = {
-            name: each for name, each in tensors.items() if name not in scales and blocks_of[name][0] in below_entry
-        }
+        watched = (name for name in tensors if name not in scales and blocks_of[name][0] in below_entry)
         self._places = {name: _place_of(model, name) for name in watched}
-        self._watched = list(watched.values()) if is_watched else []
-        self._watch = PrefixWatch(self._watched)
+        self._watch = PrefixWatch(lambda: [own.get(key) for own, key in self._places.values()] if is_watched else [])
 
     @property
     def trained(self) -> str | None:
@@ -279,9 +280,7 @@ class FrozenWeights:
         first rank alone, which then waits for nobody.
         """
         groups = self._groups
-        present = (own.get(key) for own, key in self._places.values())
-        is_replaced = any(now is not before for now, before in zip(present, self._watched, strict=False))
-        changed = is_replaced or self._watch.has_changed(at_once)
+        changed = self._watch.has_changed(at_once)
         if groups.pipeline_size == 1:
             return changed
         # The message of the call before is awaited now rather than then, so that a check does not wait for the peers.

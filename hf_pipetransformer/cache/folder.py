@@ -1,4 +1,4 @@
-"""Folders of activation stores: location, locking by one run, cleanup, and the lines that the CLI prints."""
+"""Folders of activation stores: location, locking by one run, and cleanup."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import os
 import re
 import shutil
 import tempfile
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from datasets import IterableDataset
 from hf_pipetransformer.cache.files import PrivateFolder, StoreDamagedError, StoreFile
 from hf_pipetransformer.cache.records import HEADER_FILE, Header, RecordFormat
 from hf_pipetransformer.cache.store import DROPPED_FILE, ActivationStore
-from hf_pipetransformer.report import duration, logger, printable
+from hf_pipetransformer.report import logger
 
 
 CACHE_FOLDER = "_activation_cache"
@@ -37,8 +36,7 @@ MARKER = b"An activation store of hf_pipetransformer: its files may be deleted w
 
 _MOUNT_TABLE = Path("/proc/mounts")
 _LOCK_FILE = "lock"
-_KEEP_FILE = "keep"
-_LONGEST_USE = 400
+KEEP_FILE = "keep"
 # The names that end in .arrow are those of versions before 6.
 _STORE_FILES = re.compile(
     r"(store\.json|index\.(bin|arrow)|records-\d+\.bin|shard-\d+-\d+\.arrow|dropped|keep)(\.tmp)?"
@@ -70,6 +68,7 @@ class StoreFolder:
         self.path = folder.path
         self._root = root
         self._lock = lock
+        self._use: Use | None = None
 
     @classmethod
     def take(cls, base: str | os.PathLike[str], key: str) -> StoreFolder:
@@ -99,7 +98,7 @@ class StoreFolder:
     @property
     def is_kept(self) -> bool:
         """True if the folder is marked to outlive its run."""
-        return self.folder.holds(_KEEP_FILE)
+        return self.folder.holds(KEEP_FILE)
 
     @property
     def is_held(self) -> bool:
@@ -118,7 +117,8 @@ class StoreFolder:
 
     def keep(self, use: Use | None = None) -> None:
         """Mark the folder to outlive this run, for a later one with the same key; the list of stores shows `use`."""
-        self.folder.write(_KEEP_FILE, b"" if use is None else json.dumps(asdict(use)).encode())
+        self._use = use
+        self.folder.write(KEEP_FILE, b"" if use is None else json.dumps(asdict(use)).encode())
 
     def clear(self) -> bool:
         """Delete the store's files but keep the folder locked; return True if no other files are left in it."""
@@ -137,13 +137,13 @@ class StoreFolder:
             os.close(self._lock)
             self._lock = -1
 
-    def close(self, use: Use | None = None) -> None:
-        """Release a kept folder, with its last `use` noted if given, and delete any other."""
+    def close(self, hits: int = 0, misses: int = 0) -> None:
+        """Release a kept folder, with the reads of the run noted beside its use, and delete any other."""
         if not self.is_kept:
             self.remove()
             return
-        if use is not None:
-            self.keep(use)
+        if self._use is not None:
+            self.keep(replace(self._use, hits=hits, misses=misses))
         self.release()
 
     def remove(self) -> None:
@@ -178,45 +178,29 @@ def take_store(
         goes_on: True if records have no place of their own: behind those that are kept, there is room for as many as
             `num_samples` more.
     """
-    folder, store = _take_store(base, key, num_samples, record_format, max_bytes, goes_on)
-    # Marked from the start: of a run that is killed, the next one still finds the records.
-    if key is not None and use is not None:
-        try:
-            folder.keep(use)
-        except BaseException:
-            # Nobody has the folder yet who could give it back: it would stay locked, on a disk that is full perhaps.
-            store.close()
-            folder.close()
-            raise
-    return folder, store
-
-
-def _take_store(
-    base: str | os.PathLike[str],
-    key: str | None,
-    num_samples: int,
-    record_format: RecordFormat,
-    max_bytes: int,
-    goes_on: bool,
-) -> tuple[StoreFolder, ActivationStore]:
-    # No other run takes this name, whose records nobody could know again.
-    key = key or f"unnamed-{uuid.uuid4().hex}"
-    folder = StoreFolder.take(base, key)
+    # No other run takes the name of a store without a key, whose records nobody could know again.
+    name = key or f"unnamed-{uuid.uuid4().hex}"
+    folder, store = StoreFolder.take(base, name), None
     if folder.is_reusable(record_format, None if goes_on else num_samples):
         try:
-            return folder, ActivationStore.reopen(folder.folder, key, max_bytes, num_samples if goes_on else 0)
+            store = ActivationStore.reopen(folder.folder, name, max_bytes, num_samples if goes_on else 0)
         except StoreDamagedError as error:
             logger.warning(f"The activation cache of an earlier run is made again: {error}")
-    if not folder.clear():
+    if store is None and not folder.clear():
         # Foreign files have appeared in the folder: take another one.
         folder.release()
-        folder = StoreFolder.take(base, key)
+        folder = StoreFolder.take(base, name)
     try:
-        return folder, ActivationStore.create(folder.folder, num_samples, record_format, max_bytes, key)
-    # Also when interrupted: otherwise the folder would stay until another run cleans up.
+        if store is None:
+            store = ActivationStore.create(folder.folder, num_samples, record_format, max_bytes, name)
+        # Marked from the start: of a run that is killed, the next one still finds the records.
+        if key is not None and use is not None:
+            folder.keep(use)
+    # Also when interrupted: nobody has the folder yet who could give it back, on a disk that is full perhaps.
     except BaseException:
-        folder.remove()
+        folder.close()
         raise
+    return folder, store
 
 
 def default_base() -> Path:
@@ -344,91 +328,3 @@ def _iterate_records(folder: str) -> Iterator[dict[str, Any]]:
         found = store.read(np.array([sample]), length)
         fields = {name: values[0].tolist() for name, values in found.fields.items()}
         yield {"sample": sample, "activation": found.activation[0].float().numpy(), **fields}
-
-
-_SOUND = "sound"
-
-
-def list_stores(base: str | os.PathLike[str]) -> list[str]:
-    """Return a line per store: name, state, size, number of samples stored, last use. Raises like `open_root`."""
-
-    def content_of(store: ActivationStore) -> str:
-        stored = np.count_nonzero(store.weights_ids(np.arange(store.num_samples)))
-        return f"{stored} of {store.num_samples} samples stored{_last_use(store)}"
-
-    return _lines(base, content_of)
-
-
-def _last_use(store: ActivationStore) -> str:
-    """Return what the last run that kept a store has noted of it; nothing if that cannot be read."""
-    try:
-        folder = PrivateFolder.at(store.folder)
-        age = max(0.0, time.time() - folder.status(_KEEP_FILE).st_mtime)
-        use = Use(**json.loads(folder.read(_KEEP_FILE)))
-        reads = int(use.hits) + int(use.misses)
-        rate = f", {use.hits / reads:.0%} of its reads were hits" if reads else ""
-        text = f", used {duration(age)} ago: {use.model}, {use.data}{rate}"
-    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
-        return ""
-    # The text comes from a file and goes to a terminal.
-    return printable(text[:_LONGEST_USE])
-
-
-def verify_stores(base: str | os.PathLike[str]) -> tuple[list[str], bool]:
-    """Return a line per store with its damage, and True if all are sound. Raises like `open_root`."""
-    lines = _lines(base, _damage_of)
-    return lines, all(line.endswith(_SOUND) for line in lines)
-
-
-def prune_stores(base: str | os.PathLike[str], with_kept: bool) -> list[str]:
-    """Delete the stores that no run uses, kept ones only if asked; return a line for each. Raises like `open_root`."""
-    lines = []
-    with suppress(FileNotFoundError):
-        for store in find_stores(open_root(base), with_kept):
-            if store.is_held:
-                lines.append(f"{store.path.name}  {_size_of(store.folder)}  deleted")
-                store.remove()
-    return lines
-
-
-def _lines(base: str | os.PathLike[str], look: Callable[[ActivationStore], str]) -> list[str]:
-    stores: list[StoreFolder] = []
-    with suppress(FileNotFoundError):
-        stores = find_stores(open_root(base))
-    states = [("kept" if store.is_kept else "left behind") if store.is_held else "in use" for store in stores]
-    for store in stores:
-        # Release first: verifying can take long, and a run may want the store meanwhile.
-        store.release()
-    lines = []
-    for store, state in zip(stores, states, strict=True):
-        try:
-            found = look(ActivationStore.open(store.folder, None, _key_of(store.path.name, store.folder)))
-        except StoreDamagedError as error:
-            found = f"damaged: {error}"
-        lines.append(f"{store.path.name}  {state}  {_size_of(store.folder)}  {found}")
-    return lines
-
-
-def _key_of(name: str, folder: PrivateFolder) -> str:
-    """Return the key to expect in a folder of this name: a second run with the key `key` uses the folder `key-2`."""
-    key = Header.read(folder).key
-    return key if re.fullmatch(re.escape(key) + r"-\d+", name) else name
-
-
-def _size_of(folder: PrivateFolder) -> str:
-    total = 0
-    for name in folder.names():
-        with suppress(OSError):
-            total += folder.bytes_on_disk(name)
-    return f"{total / 1e6:.1f} MB"
-
-
-def _damage_of(store: ActivationStore) -> str:
-    errors = []
-    for sample in range(store.num_samples):
-        try:
-            # Zero tokens are wanted, but the hash is checked over the whole record.
-            store.read(np.array([sample]), 0)
-        except StoreDamagedError as error:
-            errors.append(str(error))
-    return f"damaged: {len(errors)} of {store.num_samples} samples. {errors[0]}" if errors else _SOUND

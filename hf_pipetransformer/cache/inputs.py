@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from hf_pipetransformer.cache.chain import differs
 from hf_pipetransformer.data.batches import MASK, field_digests, real_lengths
 from hf_pipetransformer.data.flattened import find_sequences
 from hf_pipetransformer.data.rng import fetch_samples, generators_kept, seed_on_host
@@ -32,7 +33,7 @@ class UnfitError(Exception):
         super().__init__(f"found {found}; to use the cache {remedy}.")
 
 
-class Probe:
+class SampleReader:
     """Reader of small batches of samples spread evenly over a data set."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], main_input: str) -> None:
@@ -108,7 +109,7 @@ class PaddingRule:
         return -(-longest // self.size) * self.size
 
 
-def find_padding(probe: Probe, batches: list[Batch]) -> PaddingRule:
+def find_padding(probe: SampleReader, batches: list[Batch]) -> PaddingRule:
     """Return the rule that explains the padding of every batch; raise `UnfitError` if none does."""
     found = [_observed(batch, probe.main_input) for batch in batches]
     found += _shortened(probe, batches)
@@ -132,7 +133,7 @@ def _observed(batch: Batch, main_input: str) -> tuple[int, int]:
     return int(real_lengths(batch, main_input).max()), batch[main_input].shape[1]
 
 
-def _shortened(probe: Probe, batches: list[Batch]) -> list[tuple[int, int]]:
+def _shortened(probe: SampleReader, batches: list[Batch]) -> list[tuple[int, int]]:
     """Collate truncated copies of the longest sample, because samples of similar lengths fit several rules.
 
     Return nothing if it is the data set that pads, or if the collator rejects truncated samples.
@@ -196,7 +197,7 @@ def examine_inputs(
     probe = None
     try:
         _check_dataset(dataset)
-        probe = Probe(dataset, collate, main_input)
+        probe = SampleReader(dataset, collate, main_input)
         with generators_kept(dataset, collate):
             return _examine(probe, placeholders)
     except UnfitError as error:
@@ -223,7 +224,7 @@ def _check_dataset(dataset: Any) -> None:
         )
 
 
-def _examine(probe: Probe, placeholders: frozenset[str]) -> InputReport:
+def _examine(probe: SampleReader, placeholders: frozenset[str]) -> InputReport:
     main_input, indices = probe.main_input, probe.indices
     whole = probe.batch(indices)
     _check_main_input(whole[main_input], main_input, placeholders)
@@ -329,7 +330,7 @@ def _find_fill_values(
     return token_fields - mixed, values
 
 
-def _check_draws(probe: Probe, whole: Batch, token_fields: frozenset[str]) -> None:
+def _check_draws(probe: SampleReader, whole: Batch, token_fields: frozenset[str]) -> None:
     def digests(batch: Batch) -> dict[str, bytes]:
         found = field_digests(batch, real_lengths(batch, probe.main_input), token_fields)
         return {name: values.tobytes() for name, values in found.items()}
@@ -360,13 +361,7 @@ def _check_draws(probe: Probe, whole: Batch, token_fields: frozenset[str]) -> No
 
 def _is_other(found: Batch, expected: Batch) -> bool:
     """Return True if two batches differ by more than rounding: mixup of a sample with itself is not bitwise exact."""
-    for name, value in expected.items():
-        if name not in found or found[name].shape != value.shape:
-            return True
-        difference = (found[name].double() - value.double()).abs()
-        if value.numel() and bool(difference.max() > 1e-3 * value.double().abs().max()):
-            return True
-    return False
+    return found.keys() != expected.keys() or any(differs(found[name], expected[name], 1e-3) for name in expected)
 
 
 def _mixing(names: str) -> UnfitError:

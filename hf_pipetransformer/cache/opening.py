@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
+from hf_pipetransformer.cache.assembly import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.cache import ActivationCache
-from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import (
     StoreFolder,
     Use,
     check_base,
     delete_leftovers,
     open_root,
-    safe_max_bytes,
     take_store,
 )
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
-from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.records import RecordFormat
-from hf_pipetransformer.cache.storage import cache_base, stored_dtype
+from hf_pipetransformer.cache.storage import OpenStores, cache_base, first_told, most_bytes, stored_dtype
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import NodeOrder
@@ -182,7 +180,7 @@ class CacheInputs:
                 check_base(self.base)
         except (OSError, ValueError) as error:
             reason = str(error)
-        reason = self.first_told(reason)
+        reason = first_told(self.topology, reason)
         # Who names a folder or asks for the cache is not left without it by a mere warning.
         if reason is not None and (self.args.activation_cache_dir is not None or self.args.activation_cache == "on"):
             raise ValueError(reason)
@@ -202,17 +200,8 @@ class CacheInputs:
                 "data set or collator draw random numbers, so that one process reads for all and none knows which "
                 "samples it has. Give such that draw none, although what they give is the same each time."
             )
-        reason = self.first_told(report.reason)
+        reason = first_told(self.topology, report.reason)
         return report if reason is None else InputReport(reason)
-
-    def first_told(self, reason: str | None) -> str | None:
-        """Return the reason of the lowest rank that has one; None if no rank has. Collective: call on every rank."""
-        topology = self.topology
-        for rank, told in enumerate(topology.gather(reason)):
-            if told is not None:
-                node = next(node for node in topology.nodes if rank in node)
-                return str(told) if 0 in node else f"on the node of rank {node[0]}: {told}"
-        return None
 
     def _stored_dtype(self) -> torch.dtype:
         return stored_dtype(self.args, self.start_up.probe.boundary_dtypes[-1])
@@ -235,74 +224,40 @@ class CacheStores:
         self.inputs = inputs
         self.args = inputs.args
         self.topology = inputs.topology
+        self._stores = OpenStores()
         self._opened: list[ActivationCache] = []
-        self._folders: list[tuple[StoreFolder, Use]] = []
 
     def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
         """Open a store; None, with a warning, if any node cannot. Collective: call on every rank."""
-        topology, store, error = self.topology, None, None
-        taken = self._bytes_taken()
-        try:
-            store = self._own_store(loader, source) if topology.is_first_here else None
-        except (OSError, ValueError, StoreDamagedError) as found:
-            error = str(found)
-        # The gather is a barrier, too: the other ranks of the machine open the store only once it is there.
-        made = topology.gather(["" if store is None else str(store.folder), "" if store is None else store.key, error])
-        path, key, error = made[topology.ranks_here[0]]
-        try:
-            if error is None and store is None:
-                store = ActivationStore.open(Path(path), topology.rank, key)
-        except FileNotFoundError as found:
-            error = (
-                f"rank {topology.rank} does not see {path}, which rank {topology.ranks_here[0]} has made "
-                f"({found.strerror}): both have one host name and one kernel, but different file systems, as in "
-                "containers. Give each container a host name of its own, or set activation_cache_dir to a folder of "
-                "the machine that both see."
-            )
-        except (OSError, ValueError, StoreDamagedError) as found:
-            error = str(found)
-        reason = self.inputs.first_told(error)
-        if store is None or reason is not None:
-            if store is not None:
-                store.close()
-            self.inputs.say_off(str(reason), is_training)
+        topology = self.topology
+        found = self._stores.open(topology, lambda: self._own_store(loader, source), topology.rank)
+        if isinstance(found, str):
+            self.inputs.say_off(found, is_training)
             return None
+        folder, store = found
         if topology.rank == 0 and store.num_found:
             announce(
                 f"The activation cache has the records of an earlier run for {store.num_found} of {store.num_samples} "
                 "samples. A record is used once its sample has been read again and found to be the same: the first "
                 "epoch saves computing, but still reads the data set."
             )
-        # `activation_cache_max_gb` bounds all stores together: this one loses what others take from now on.
-        own = store
-        store.bytes_beside = lambda: self._bytes_taken() - own.bytes_taken - taken
-        opened = ActivationCache(store, source, self.args.device)
+        opened = ActivationCache(store, source, self.args.device, folder)
         self._opened.append(opened)
         return opened
 
     def max_bytes(self) -> float:
         """Return the size limit of the next store in bytes."""
-        asked = self.args.activation_cache_max_gb
-        if asked is None:
-            return safe_max_bytes(self.inputs.base)
-        return max(0.0, asked * 1e9 - self._bytes_taken())
-
-    def _bytes_taken(self) -> int:
-        return sum(cache.store.bytes_taken for cache in self._opened)
+        return most_bytes(self.args, self._stores.bytes_taken())
 
     def close(self) -> None:
         """Close all stores and delete their folders, except those that the user asked to keep."""
         for opened in self._opened:
             opened.close()
-        for folder, use in self._folders:
-            own = [cache for cache in self._opened if cache.store.folder == folder.path]
-            hits, misses = (sum(getattr(cache, name) for cache in own) for name in ("num_hits", "num_misses"))
-            folder.close(replace(use, hits=hits, misses=misses))
 
-    def _own_store(self, loader: PipelineLoader, source: SampleSource) -> ActivationStore:
+    def _own_store(self, loader: PipelineLoader, source: SampleSource) -> tuple[StoreFolder, ActivationStore]:
         """Create the node's store, or reopen one that an earlier run kept here."""
         use = Use.of(self.inputs.context.run.model, "the frozen layers", loader.dataset)
-        folder, store = take_store(
+        return take_store(
             self.inputs.base,
             self._data_key(loader, source),
             len(loader.dataset),
@@ -310,8 +265,6 @@ class CacheStores:
             int(self.max_bytes()),
             use if self.args.activation_cache_keep else None,
         )
-        self._folders.append((folder, use))
-        return store
 
     def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:
         """Return a name for samples and record format that a later run recognizes; None without a fingerprint."""

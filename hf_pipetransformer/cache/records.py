@@ -150,7 +150,7 @@ class RecordFormat:
 
 
 @dataclass(frozen=True)
-class Records:
+class StoredRecords:
     """Records of a batch, read from a store.
 
     Attributes:
@@ -165,11 +165,11 @@ class Records:
     activation: torch.Tensor
     fields: dict[str, torch.Tensor]
 
-    def take(self, chosen: Array) -> Records:
+    def take(self, chosen: Array) -> StoredRecords:
         """Return some of the records, chosen by a mask `(n,)` or by positions."""
         places = torch.from_numpy(np.arange(len(self.weights_ids))[chosen])
         fields = {name: values[places] for name, values in self.fields.items()}
-        return Records(self.weights_ids[chosen], self.lengths[chosen], self.activation[places], fields)
+        return StoredRecords(self.weights_ids[chosen], self.lengths[chosen], self.activation[places], fields)
 
 
 def field_column(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Place, dtype and speed of activation stores.
+"""Place, dtype, limit and speed of activation stores, and how the processes of a node open one.
 
 `args` are a trainer's arguments with those of the store, whose names begin with `activation_cache`.
 """
@@ -6,17 +6,24 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from timeit import repeat, timeit
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 
-from hf_pipetransformer.cache.folder import StoreFolder, default_base
+from hf_pipetransformer.cache.files import StoreDamagedError
+from hf_pipetransformer.cache.folder import StoreFolder, default_base, safe_max_bytes
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
+
+
+if TYPE_CHECKING:
+    from hf_pipetransformer.comm.topology import Peers
 
 
 MEASURED_RECORDS = 32
@@ -46,6 +53,74 @@ def stored_dtype(args: Any, own: torch.dtype) -> torch.dtype:
 def cache_base(args: Any) -> Path:
     """Return the folder that contains the stores."""
     return Path(args.activation_cache_dir or default_base())
+
+
+def most_bytes(args: Any, taken: int = 0) -> float:
+    """Return the limit of a store in bytes, beside others of the run that have `taken` some of them."""
+    asked = args.activation_cache_max_gb
+    return safe_max_bytes(cache_base(args)) if asked is None else max(0.0, asked * 1e9 - taken)
+
+
+def first_told(topology: Peers, reason: str | None) -> str | None:
+    """Return the reason of the lowest rank that has one; None if no rank has. Collective: call on every rank."""
+    for told, node in topology.gather([reason, topology.ranks_here]):
+        if told is not None:
+            return str(told) if 0 in node else f"on the node of rank {node[0]}: {told}"
+    return None
+
+
+class OpenStores:
+    """Stores that a run has open, which share one limit."""
+
+    def __init__(self) -> None:
+        self._opened = WeakSet[ActivationStore]()
+
+    def bytes_taken(self, beside: Path | None = None) -> int:
+        """Return the bytes of all stores but for the one in the folder `beside`."""
+        others = (store for store in self._opened if not store.is_closed and store.folder != beside)
+        return sum(store.bytes_taken for store in others)
+
+    def open(
+        self, topology: Peers, make: Callable[[], tuple[StoreFolder, ActivationStore]], writer: int
+    ) -> tuple[StoreFolder | None, ActivationStore] | str:
+        """Return the node's store, which its first process makes and the others open, or why some node has none.
+
+        Collective: call on every rank. The folder is that of the process that has made the store, and none for the
+        others, which write under the number `writer`.
+        """
+        taken, folder, error = self.bytes_taken(), None, None
+        store: ActivationStore | None = None
+        first = topology.ranks_here[0]
+        try:
+            if topology.is_first_here:
+                folder, store = make()
+        # Kept for the gathers below, for which all processes wait.
+        except (OSError, ValueError, StoreDamagedError) as found:
+            error = str(found)
+        # The gather is a barrier, too: the others open the store only once it is there.
+        made = topology.gather(None if store is None else str(store.folder))[first]
+        try:
+            if made is not None and store is None:
+                store = ActivationStore.open(made, writer)
+        except FileNotFoundError as found:
+            error = (
+                f"rank {topology.rank} does not see {made}, which rank {first} has made ({found.strerror}): both have "
+                "one host name and one kernel, but different file systems, as in containers. Give each container a "
+                "host name of its own, or set activation_cache_dir to a folder of the machine that both see."
+            )
+        except (OSError, ValueError, StoreDamagedError) as found:
+            error = str(found)
+        # One node without a store is enough: the run then computes everywhere what the others would read.
+        reason = first_told(topology, error)
+        if reason is not None or store is None:
+            if folder is not None:
+                folder.close()
+            return str(reason)
+        path = store.folder
+        # Its limit was without what was taken before: it loses what the others take from now on.
+        store.bytes_beside = lambda: self.bytes_taken(beside=path) - taken
+        self._opened.add(store)
+        return folder, store
 
 
 def measure_storage(

@@ -6,11 +6,12 @@ and rewrites them in place. Both are flat files: nothing is mapped into memory, 
 
 from __future__ import annotations
 
+import math
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -23,11 +24,11 @@ from hf_pipetransformer.cache.records import (
     Header,
     Index,
     RecordFormat,
-    Records,
+    StoredRecords,
     hash_of,
 )
-from hf_pipetransformer.cache.space import Space
 from hf_pipetransformer.report import logger
+from hf_pipetransformer.report.files import FULL_DISK
 
 
 DROPPED_FILE = "dropped"
@@ -36,6 +37,9 @@ RECORDS_FILE = "records-{}.bin"
 _NUM_TRIES = 3
 _LOCK_SECONDS = 60.0
 """Long timeout: file systems that cannot reserve space are filled with zeros, by one process at a time."""
+MIN_GROWTH_BYTES = 256 * 1024
+GROWTH = 36
+"""A writer's file grows by at least 1 / GROWTH of its size: this wastes little disk space and keeps locks rare."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,102 @@ def store_size(
     return StoreSize(index + records, index, max_bytes)
 
 
+@dataclass
+class Counts:
+    """Counters of what a process has read of a store and written to it: records, and seconds.
+
+    A hit is a record that was read, a miss one that was computed. A checked one is of a sample whose input was read
+    and compared anyway. While nothing is to be stored, nothing is counted.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    written: int = 0
+    checked: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._reported = asdict(self)
+
+    def since_report(self) -> dict[str, float]:
+        """Return by how much the counters have grown since the last call."""
+        before, self._reported = self._reported, asdict(self)
+        return {name: value - before[name] for name, value in self._reported.items()}
+
+
+class Space:
+    """Allocator of one writer: its file, which grows slightly ahead of its records.
+
+    A full disk therefore shows before a record is half written.
+
+    Args:
+        end: end of the writer's last record, in bytes.
+        growing: admits one writer at a time, and yields the bytes that this file may still grow by.
+    """
+
+    def __init__(
+        self, writer: int, file: StoreFile, end: int, max_bytes: int, growing: Callable[[], Iterator[int]]
+    ) -> None:
+        self.writer = writer
+        self._file = file
+        self._end = end
+        self._max_bytes = max_bytes
+        self._growing = contextmanager(growing)
+        self._reserved = file.size()
+        self._refused: float = math.inf  # Fewest bytes beyond the reserved ones rejected so far; files never shrink.
+        if self._reserved < end:
+            raise StoreDamagedError(f"{file.path} has {self._reserved} bytes: the index names {end}. It was cut.")
+
+    def check(self) -> None:
+        """Raise StoreDamagedError if the file was deleted or cut, or another process writes under the same number."""
+        self._file.check_size(self._reserved)
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Return the start of free space, or None if the byte limit or the disk leaves no room."""
+        start, end = self._end, self._end + num_bytes
+        if end > self._reserved and not self._grow(end):
+            return None
+        self._end = end
+        return start
+
+    def note_full_disk(self) -> bool:
+        """Stop growing for good; return False.
+
+        Other programs need the disk too, and each retry would take the little space left.
+        """
+        return self._refuse(0, f"the disk of {self._file.path.parent} is full")
+
+    def _grow(self, end: int) -> bool:
+        missing = end - self._reserved
+        if missing >= self._refused:
+            return False
+        with self._growing() as room:
+            if missing > room:
+                return self._refuse(missing, f"the bound of {self._max_bytes} bytes is reached")
+            # More than is missing, because each growth takes the lock that all writers share.
+            grown = self._reserved + min(room, max(missing, MIN_GROWTH_BYTES, self._reserved // GROWTH))
+            try:
+                self._file.reserve(self._reserved, grown)
+            except OSError as error:
+                if error.errno not in FULL_DISK:
+                    raise
+                # Some file systems keep the part that still fitted.
+                self._file.resize(self._reserved)
+                return self.note_full_disk()
+        self._reserved = grown
+        return True
+
+    def _refuse(self, num_bytes: int, reason: str) -> bool:
+        if self._refused == math.inf:
+            logger.warning(
+                f"The activation cache in {self._file.path.parent} takes no more records: {reason}. Stored records "
+                "are used, the other samples are computed each time. Name a larger disk with activation_cache_dir."
+            )
+        self._refused = num_bytes
+        return False
+
+
 class ActivationStore:
     """Records of activations `(tokens, hidden_size)` plus side fields, addressed by sample.
 
@@ -86,7 +186,7 @@ class ActivationStore:
         self.num_found = 0
         """Number of records already present when a writer opened the store."""
         self._space = None if writer is None else self._open_space(writer)
-        self._is_dropped = False
+        self._is_dropped = self.is_closed = False
         self.bytes_beside: Callable[[], int] = lambda: 0
         """Bytes that other stores have taken from the common limit since this store was opened."""
 
@@ -267,7 +367,7 @@ class ActivationStore:
         with suppress(OSError):
             self._index.set_compared(samples, input_digests)
 
-    def read(self, samples: Array, length: int) -> Records:
+    def read(self, samples: Array, length: int) -> StoredRecords:
         """Read records into new tensors.
 
         Args:
@@ -298,7 +398,7 @@ class ActivationStore:
                     "something outside the run wrote to the file. Delete the folder to compute the records again."
                 )
         fields = self.record_format.fields_of(columns[1:], entries)
-        return Records(entries["weights_id"].copy(), entries["length"].copy(), activation, fields)
+        return StoredRecords(entries["weights_id"].copy(), entries["length"].copy(), activation, fields)
 
     def _has_copied(self, place: tuple[int, ...], targets: list[Array]) -> bool:
         """Copy a record, truncated or zero-padded, or zeros if none is stored; return False if its hash is another."""
@@ -307,13 +407,11 @@ class ActivationStore:
             for target in targets:
                 target[:] = 0
             return True
-        whole = targets
-        if length != len(targets[0]):
-            # The hash covers all tokens of the record and nothing else, so exactly these are read.
-            whole = [
-                target[:length] if length < len(target) else np.empty((length, *target.shape[1:]), target.dtype)
-                for target in targets
-            ]
+        # The hash covers all tokens of the record and nothing else, so exactly these are read.
+        whole = [
+            target[:length] if length <= len(target) else np.empty((length, *target.shape[1:]), target.dtype)
+            for target in targets
+        ]
         self._file(writer).read(start, whole)
         for target, values in zip(targets, whole, strict=True):
             if length > len(target):
@@ -403,6 +501,7 @@ class ActivationStore:
 
     def close(self) -> None:
         self._files.clear()
+        self.is_closed = True
 
 
 def _places(entries: Array) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, FrozenWeights, coarsest, differs
 from hf_pipetransformer.cache.opening import CacheInputs, CacheStores, keep_on_nodes, num_samples_here, samples_here
 from hf_pipetransformer.cache.pricing import CachePlanner
-from hf_pipetransformer.cache.storage import measure_storage
+from hf_pipetransformer.cache.storage import first_told, measure_storage
 from hf_pipetransformer.cache.store import StoreSize, store_size
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.transfers import broadcast_tree
@@ -25,7 +25,7 @@ from hf_pipetransformer.schedules.placement import first_above
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.parts import SampleSource
+    from hf_pipetransformer.cache.assembly import SampleSource
     from hf_pipetransformer.data.loader import PipelineLoader
     from hf_pipetransformer.engine.program import MicroBatch
     from hf_pipetransformer.runtime.context import Context
@@ -398,7 +398,7 @@ class TrainingCache:
             self._opened.writer.wait()
         # The ranks of a machine share one store, whose bytes count once.
         num_bytes = self._opened.store.bytes_stored if self.topology.is_first_here else 0
-        counts = self.topology.gather({"bytes_stored": num_bytes, **self._opened.take_counts()})
+        counts = self.topology.gather({"bytes_stored": num_bytes, **self._opened.counts.since_report()})
         totals = {name: sum(count[name] for count in counts) for name in counts[0]}
         self.inputs.context.journal.write("cache", what="epoch", **totals)
         self._drop_on_all_nodes(self._opened)
@@ -414,7 +414,7 @@ class TrainingCache:
         The reason (a data set that changes) may apply to every node, and the plan counts on hits that one node no
         longer has. The ranks of the same node already know.
         """
-        reason = self.inputs.first_told(cache.store.dropped)
+        reason = first_told(self.topology, cache.store.dropped)
         if reason is None:
             return
         self.planner.mode = "off"

@@ -185,7 +185,8 @@ def _report(options: argparse.Namespace) -> None:
 
 def _cache(options: argparse.Namespace) -> None:
     """List, verify or delete activation stores; exit with an error for a damaged store or an untrusted folder."""
-    from hf_pipetransformer.cache.folder import default_base, list_stores, prune_stores, verify_stores
+    from hf_pipetransformer.cache.folder import default_base
+    from hf_pipetransformer.cli.stores import list_stores, prune_stores, verify_stores
 
     base, is_sound = options.activation_cache_dir or default_base(), True
     if options.action == "list":

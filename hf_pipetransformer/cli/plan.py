@@ -240,9 +240,8 @@ def _storage(
 ) -> tuple[DiskProfile, list[str]]:
     """Return what a store of the run's samples takes, and what was assumed for it."""
     # Here, as the cache imports datasets, which takes a second that a plan without a store can do without.
-    from hf_pipetransformer.cache.folder import safe_max_bytes
     from hf_pipetransformer.cache.records import RecordFormat
-    from hf_pipetransformer.cache.storage import cache_base, stored_dtype
+    from hf_pipetransformer.cache.storage import most_bytes, stored_dtype
     from hf_pipetransformer.planning.storing import DiskProfile
 
     activation, limit = planner.probe.activation, args.activation_cache_max_gb
@@ -250,7 +249,7 @@ def _storage(
     size = float(record.record_bytes(activation.hidden_shape[0]))
     seconds = size / (1e9 * options.disk_bandwidth)
     # The same limit as in a run: half of what is free.
-    allowed = safe_max_bytes(cache_base(args)) if limit is None else 1e9 * limit
+    allowed = most_bytes(args)
     # --disk_bandwidth is that of a disk alone: the pipelines of a node share it.
     storage = DiskProfile(
         size, allowed, seconds, seconds, 0.0 if args.dataloader_num_workers else machine.reading, is_shared=True

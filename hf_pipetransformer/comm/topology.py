@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import product
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,29 @@ class TransferTimes:
     ring_step: float = 0.0
     node_hop: float = 0.0
     node_hop_per_byte: float = 0.0
+
+
+class Peers(Protocol):
+    """Processes that do the same, by number: all of a run, or those at one position of their pipelines."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def is_distributed(self) -> bool: ...
+
+    @property
+    def ranks_here(self) -> list[int]:
+        """Those on this node."""
+
+    @property
+    def is_first_here(self) -> bool: ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's `value`. Collective."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import xxhash
 from hf_pipetransformer.comm.staging import KnownMask, pinned
 from hf_pipetransformer.comm.transfers import sendable
 from hf_pipetransformer.data.flattened import Sequences, assign_sequences, find_sequences, num_left_out
+from hf_pipetransformer.data.row_table import bytes_of
 
 
 _SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN = (
@@ -566,12 +567,11 @@ def field_digests(
         is_cut = name in token_fields
         # Part of the digest, as tensors of other dtypes or shapes can have the same bytes.
         head = f"{name}\0{value.dtype}\0{'' if is_cut else tuple(value.shape[1:])}\0".encode()
-        # Bytes, because numpy has no bfloat16.
-        data = value.detach().cpu().contiguous().reshape(value.shape[0], -1).view(torch.uint8).numpy()
+        data = bytes_of(value).reshape(value.shape[0], -1)
         found = np.empty(len(data), dtype=np.uint64)
         for index, content in enumerate(data):
             hasher = xxhash.xxh3_64(head)
-            hasher.update(content[: int(lengths[index]) * value.element_size()] if is_cut else content)
+            hasher.update((content[: int(lengths[index]) * value.element_size()] if is_cut else content).data)
             found[index] = hasher.intdigest()
         digests[name] = found
     return digests

@@ -1,6 +1,6 @@
 """Data loader of a pipeline, which Trainer iterates, and the request that it is made from.
 
-`PipelineLoader` knows the position in the data, a `Reading` reads samples on the ranks with stage 0, and a
+`PipelineLoader` knows the position in the data, an `EpochReading` reads samples on the ranks with stage 0, and a
 `PipelineLink` sends the batches to the later stages.
 """
 
@@ -18,7 +18,7 @@ from transformers.trainer_utils import has_length
 from hf_pipetransformer.comm.staging import pinned
 from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.node_shares import NodeOrder, replica_slice
-from hf_pipetransformer.data.reading import Part, Reading, RecordSource, ReplicaReading
+from hf_pipetransformer.data.reading import EpochReading, RecordSource, ReplicaReading, Share
 from hf_pipetransformer.data.sampler import Position
 
 
@@ -74,7 +74,7 @@ _SLOW_WORKER = (
 
 
 class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
-    """Loader that yields this replica's part of every global batch, on every stage of its pipeline.
+    """Loader that yields this replica's share of every global batch, on every stage of its pipeline.
 
     A replica without samples in a global batch gets an empty dict. Batches stay on the CPU.
 
@@ -87,7 +87,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
     dataset: Any
     sampler: Any
 
-    def __init__(self, dataset: Any, reading: Reading, total_batch_size: int, pins_memory: bool = False) -> None:
+    def __init__(self, dataset: Any, reading: EpochReading, total_batch_size: int, pins_memory: bool = False) -> None:
         # Trainer and accelerate would be content with less, but callbacks and scripts may check for a DataLoader and
         # read its attributes. They find those of the one that reads, which is inside `reading`.
         order = reading.order
@@ -135,19 +135,19 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         self.size = self.num_seen = 0
         try:
             while not self.is_at_end:
-                part = self._next_part()
-                self.size = part.size
-                self.num_seen += part.size
-                if part.is_last:
+                share = self._next_share()
+                self.size = share.size
+                self.num_seen += share.size
+                if share.is_last:
                     self._last = self._next
                 # The epoch had ended before this batch, such as one that is resumed at its end.
-                if part.is_none:
+                if share.is_none:
                     self._last = self._next - 1
                     break
                 self._next += 1
                 # Set before the batch is handed out: accelerate asks for it while the batch is trained on.
-                self.end_of_dataloader = part.is_last
-                self.present = part.batch.changed(pinned) if self.pins_memory else part.batch
+                self.end_of_dataloader = share.is_last
+                self.present = share.batch.changed(pinned) if self.pins_memory else share.batch
                 yield self.present
             # Not in `finally`: after an error the receivers may be gone, and this would wait for them until its time
             # limit.
@@ -157,23 +157,23 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
             self.reading.close()
             self.end()
 
-    def _next_part(self) -> Part:
+    def _next_share(self) -> Share:
         if self.link.groups.is_first:
             try:
-                part = self.reading.next(self._next, self.num_under_way)
+                share = self.reading.next(self._next, self.num_under_way)
             except RuntimeError as error:
                 # torch raises a plain RuntimeError, of which only the text tells.
                 if str(error).startswith("DataLoader timed out"):
                     error.add_note(_SLOW_WORKER)
                 raise
-            self.link.send(part, self.num_under_way)
+            self.link.send(share, self.num_under_way)
         else:
-            part = self.link.receive(self.num_under_way)
+            share = self.link.receive(self.num_under_way)
         self.reading.begun = None  # The first batch is over, also on the stages that have not read it.
         # Only rank 0 has drawn while it read; its state is what a single process would have now.
-        if self.reading.shared is not None and part.rng_state is not None:
-            self.reading.shared.torch_state = part.rng_state
-        return part
+        if self.reading.shared is not None and share.rng_state is not None:
+            self.reading.shared.torch_state = share.rng_state
+        return share
 
     def set_epoch(self, epoch: int) -> None:
         for drawing in (self.sampler, self.dataset):
@@ -187,7 +187,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         if size < num_replicas:
             return [size] + [0] * (num_replicas - 1)
         slices = [replica_slice(size, replica, num_replicas) for replica in range(num_replicas)]
-        return [part.stop - part.start for part in slices]
+        return [each.stop - each.start for each in slices]
 
     # ---- position ----
 
@@ -251,9 +251,9 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
             return self.link.receive().batch
         assert isinstance(self.reading, ReplicaReading)
         # The size and the end are of no use here: the position in the epoch stays.
-        part = Part(self.reading.again(batch), 0, False)
-        self.link.send(part)
-        return part.batch
+        share = Share(self.reading.again(batch), 0, False)
+        self.link.send(share)
+        return share.batch
 
     @property
     def nodes(self) -> NodeOrder | None:

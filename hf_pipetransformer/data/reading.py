@@ -1,7 +1,7 @@
 """Reading of batches on the ranks with stage 0, and sending them to the later stages of their pipelines.
 
-Every replica reads its own part of a global batch (`ReplicaReading`), or rank 0 reads whole batches and dispatches the
-parts: `DispatchedReading` for data that draws at random, `StreamReading` for streams.
+Every replica reads its own share of a global batch (`ReplicaReading`), or rank 0 reads whole batches and dispatches
+the shares: `DispatchedReading` for data that draws at random, `StreamReading` for streams.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class RecordSource(Protocol):
 
 @sendable
 @dataclass(frozen=True)
-class Part:
-    """A replica's part of a global batch.
+class Share:
+    """A replica's share of a global batch.
 
     Args:
         batch: empty for a replica without samples.
@@ -100,33 +100,33 @@ class PipelineLink:
         self.placeholders = placeholders
         self._sender = ObjectSender(timeout, "sending a batch to the later stages of this pipeline")
 
-    def send(self, part: Part, num_under_way: int = 0) -> None:
+    def send(self, share: Share, num_under_way: int = 0) -> None:
         """Start to send, and wait until at most `num_under_way` earlier batches are in transit."""
         self._sender.flush(num_under_way)
         if self.groups.batch_peers:
-            batch = without_hidden(part.batch).with_placeholders(self.placeholders)
-            self._sender.isend(replace(part, batch=batch), self.groups.batch_peers, self.groups.pipeline_control)
+            batch = without_hidden(share.batch).with_placeholders(self.placeholders)
+            self._sender.isend(replace(share, batch=batch), self.groups.batch_peers, self.groups.pipeline_control)
 
-    def receive(self, num_under_way: int = 0) -> Part:
+    def receive(self, num_under_way: int = 0) -> Share:
         """Return the next batch; where it is passed on, at most `num_under_way` earlier ones are still in transit."""
         groups = self.groups
         first, source = groups.pipeline_ranks[0], groups.batch_source
         assert source is not None, "stage 0 reads"
         through = "" if source == first else f" through rank {source}"
         what = f"receiving a batch from stage 0 (rank {first}){through}"
-        part: Part = recv_object(source, groups.pipeline_control, what)
+        share: Share = recv_object(source, groups.pipeline_control, what)
         # Behind the receive, so that what was passed on travels while this stage waits for the next batch.
         self._sender.flush(num_under_way)
         if groups.batch_peers:
-            self._sender.isend(part, groups.batch_peers, groups.pipeline_control)
-        return part
+            self._sender.isend(share, groups.batch_peers, groups.pipeline_control)
+        return share
 
     def flush(self) -> None:
         self._sender.flush()
 
 
 @dataclass
-class Reading:
+class EpochReading:
     """Way of reading an epoch's batches with torch's loader; the base of those below.
 
     Args:
@@ -185,8 +185,8 @@ class Reading:
                 order.batches()
         return len(order) - 1
 
-    def next(self, index: int, num_under_way: int) -> Part:
-        """Return this replica's part of global batch `index`; call on stage 0.
+    def next(self, index: int, num_under_way: int) -> Share:
+        """Return this replica's share of global batch `index`; call on stage 0.
 
         `num_under_way` batches before it may have to be drawn again by a resumed run.
         """
@@ -216,15 +216,15 @@ class Reading:
 
 
 @dataclass
-class ReplicaReading(Reading):
-    """Reading on stage 0 of each replica, of its own part; workers may read ahead.
+class ReplicaReading(EpochReading):
+    """Reading on stage 0 of each replica, of its own share; workers may read ahead.
 
     `common_length` makes the replicas pad to one length; None where the loss does not see padding.
     """
 
     common_length: CommonLength | None = None
     is_first_uncut: bool = field(default=False, init=False)
-    """True if the first batch was collated whole, and cannot be cut: each replica reads its part again."""
+    """True if the first batch was collated whole, and cannot be cut: each replica reads its share again."""
     _batches: Iterator[Any] | None = field(default=None, init=False)
     _num_stale: int = field(default=0, init=False)
 
@@ -252,7 +252,7 @@ class ReplicaReading(Reading):
             self._batches = None
             self._was_seeded = self._was_seeded and groups.is_first
 
-    def next(self, index: int, _num_under_way: int) -> Part:
+    def next(self, index: int, _num_under_way: int) -> Share:
         sampler = self.sampler
         batch, own = self._read(index)
         if self.records is not None and own.is_single:
@@ -268,10 +268,10 @@ class ReplicaReading(Reading):
         if is_last:
             # Callers stop at the last batch and leave the loader's generator suspended; end the workers now.
             self.close()
-        return Part(SampleBatch.of(batch), len(sampler.order.batches()[index]), is_last)
+        return Share(SampleBatch.of(batch), len(sampler.order.batches()[index]), is_last)
 
     def _read(self, index: int) -> tuple[Any, ReplicaBatch]:
-        """Return this replica's part of global batch `index` as it was read, and its samples."""
+        """Return this replica's share of global batch `index` as it was read, and its samples."""
         sampler, groups = self.sampler, self.link.groups
         begun = self.begun
         if begun is not None and (self.is_first_uncut or (self.records is not None and groups.num_replicas > 1)):
@@ -330,7 +330,7 @@ class ReplicaReading(Reading):
 
 
 @dataclass
-class DispatchedReading(Reading):
+class DispatchedReading(EpochReading):
     """Reading of global batches on rank 0, which is stage 0 of replica 0 under every layout.
 
     It reads and collates like a single process, one batch ahead as accelerate does, and sends each replica its
@@ -338,7 +338,7 @@ class DispatchedReading(Reading):
     process, and a transition does not change them.
 
     Args:
-        timeout: seconds that a replica may wait for its part.
+        timeout: seconds that a replica may wait for its share.
         is_training: True if a replica may be left without samples.
     """
 
@@ -372,38 +372,38 @@ class DispatchedReading(Reading):
 
     def alone(self) -> Iterator[Any]:
         """Yield the batches of the first epoch on one process, from its first one on."""
-        while not (part := self._global_batch(0)).is_none:
-            yield part.batch
-            if part.is_last:
+        while not (share := self._global_batch(0)).is_none:
+            yield share.batch
+            if share.is_last:
                 break
 
     def part_of_first(self, groups: PipelineGroups) -> Any:
-        """Return this replica's part of the first batch, which rank 0 has read. Call on stage 0 of each replica."""
+        """Return this replica's share of the first batch, which rank 0 has read. Call on stage 0 of each replica."""
         self.has_first = False
         if groups.replica:
             return self._received(groups).batch
         batch = SampleBatch.of(self._ahead.popleft())
         self.close()
-        own = self._dealt(Part(batch, batch.size, False), groups)
+        own = self._dealt(Share(batch, batch.size, False), groups)
         self._to_replicas.flush()
         return own.batch
 
-    def _received(self, groups: PipelineGroups) -> Part:
-        part: Part = recv_object(0, groups.replica_control, "receiving this replica's part of a batch from rank 0")
-        return part
+    def _received(self, groups: PipelineGroups) -> Share:
+        share: Share = recv_object(0, groups.replica_control, "receiving this replica's part of a batch from rank 0")
+        return share
 
-    def _dealt(self, whole: Part, groups: PipelineGroups) -> Part:
-        """Return the first replica's part of a batch, and start to send the others theirs."""
+    def _dealt(self, whole: Share, groups: PipelineGroups) -> Share:
+        """Return the first replica's share of a batch, and start to send the others theirs."""
         num_replicas = groups.num_replicas
         if num_replicas == 1:
             return whole
         repeats = not self.is_training and whole.size < num_replicas
-        parts = [whole if repeats else _part_of(whole, replica, num_replicas) for replica in range(num_replicas)]
-        # Waits for the parts of the batch before, so that one batch at most is in transit.
+        shares = [whole if repeats else _share_of(whole, replica, num_replicas) for replica in range(num_replicas)]
+        # Waits for the shares of the batch before, so that one batch at most is in transit.
         self._to_replicas.flush()
-        for part, rank in zip(parts[1:], groups.replica_ranks[1:], strict=True):
-            self._to_replicas.isend(part, [rank], groups.replica_control)
-        return parts[0]
+        for share, rank in zip(shares[1:], groups.replica_ranks[1:], strict=True):
+            self._to_replicas.isend(share, [rank], groups.replica_control)
+        return shares[0]
 
     def begin_epoch(self, start: Position | None) -> int | None:
         has_first, self.has_first = self.has_first, False
@@ -455,11 +455,11 @@ class DispatchedReading(Reading):
         self._states_before.append(random_state())
         self._ahead.append(next(self._coming, None))
 
-    def next(self, _index: int, num_under_way: int) -> Part:
+    def next(self, _index: int, num_under_way: int) -> Share:
         groups = self.link.groups
         return self._dealt(self._global_batch(num_under_way), groups) if self._reads else self._received(groups)
 
-    def _global_batch(self, num_under_way: int) -> Part:
+    def _global_batch(self, num_under_way: int) -> Share:
         batch = self._ahead.popleft()
         if not self._ahead and batch is None:
             self._ahead.append(None)
@@ -475,7 +475,7 @@ class DispatchedReading(Reading):
             self._coming = iter(())
         state = None if self.shared is None else self.shared.torch_state
         inputs = SampleBatch.of(batch or {})
-        return Part(inputs, inputs.size, is_last, batch is None, state)
+        return Share(inputs, inputs.size, is_last, batch is None, state)
 
     def ahead(self, num_ahead: int) -> tuple[States, int] | None:
         is_at_end = not num_ahead and (not self._ahead or self._ahead[0] is None)
@@ -493,7 +493,7 @@ class DispatchedReading(Reading):
         self._ahead.clear()
 
 
-def _part_of(whole: Part, replica: int, num_replicas: int) -> Part:
+def _share_of(whole: Share, replica: int, num_replicas: int) -> Share:
     where = replica_slice(whole.size, replica, num_replicas)
     return replace(whole, batch=take_samples(whole.batch, where) if where.start < where.stop else SampleBatch())
 

@@ -63,8 +63,7 @@ class SharedRngState:
 
     def __init__(self, states: States) -> None:
         self.states = states
-        self._own: States = states
-        """States of this rank's own generators while `drawing`."""
+        """Shared states; inside of `drawing` this rank's own."""
 
     @property
     def torch_state(self) -> torch.Tensor:
@@ -77,25 +76,17 @@ class SharedRngState:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Swap the shared states into the global generators inside the context, and save them when it ends."""
-        self._own = random_state()
-        set_random_state(*self.states)
+        """Draw from the shared states inside the context; amid it, once more, from this rank's own."""
+        self._swap()
         try:
             yield
         finally:
-            self.states = random_state()
-            set_random_state(*self._own)
+            self._swap()
 
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Draw from this rank's own generators inside, amid `drawing`."""
-        self.states = random_state()
-        set_random_state(*self._own)
-        try:
-            yield
-        finally:
-            self._own = random_state()
-            set_random_state(*self.states)
+    def _swap(self) -> None:
+        present = random_state()
+        set_random_state(*self.states)
+        self.states = present
 
 
 def drawing_from(shared: SharedRngState | None) -> AbstractContextManager[None]:
@@ -179,16 +170,6 @@ class Generators:
         for generator, state in zip(self.found, states, strict=True):
             set_state(generator, state)
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore these generators and the global ones at the end of the context."""
-        states, own = random_state(), self.states()
-        try:
-            yield
-        finally:
-            set_random_state(*states)
-            self.restore(own)
-
 
 def draws_from_now_on(*holders: Any) -> Callable[[], bool]:
     """Return a function that returns True if random numbers have been drawn since, or a generator made.
@@ -211,11 +192,14 @@ def generators_kept(*holders: Any) -> Iterator[None]:
     generators = Generators(holders)
     # The user's code may draw on GPUs; saving their states must not initialize one that is not in use.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    states, own = random_state(), generators.states()
     try:
-        # The first keeps the states of GPUs, the second those of the CPU and of the objects.
-        with torch.random.fork_rng(devices=devices), generators.kept():
+        # It keeps the states of GPUs.
+        with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        set_random_state(*states)
+        generators.restore(own)
         # As it was before, or the run would draw from a generator that this trial has created and advanced.
         for owner, name in generators.created():
             vars(owner)[name] = None

@@ -10,7 +10,7 @@ import json
 import mmap
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from numbers import Integral
@@ -51,16 +51,18 @@ Array = NDArray[Any]
 
 def digests_of_rows(values: torch.Tensor) -> Array:
     """Return two words `(rows, 2)` for the bytes of each row of a tensor on the host, a 128-bit hash."""
-    found = np.empty((values.shape[0], 2), np.uint64)
-    for row, content in enumerate(bytes_of_rows(values)):
-        found[row] = np.frombuffer(xxhash.xxh3_128(content.data).digest(), np.uint64)
-    return found
+    return words_of(xxhash.xxh3_128(content.data) for content in bytes_of(values))
 
 
-def bytes_of_rows(values: torch.Tensor) -> Array:
-    """Return the bytes `(rows, bytes)` of the rows of a tensor on the host."""
-    rows = values.detach().contiguous().reshape(values.shape[0], -1)
-    found: Array = rows.view(torch.uint8).numpy()
+def words_of(hashers: Iterable[xxhash.xxh3_128]) -> Array:
+    """Return the two words `(n, 2)` of 128-bit hashes."""
+    # Joined into what may be written to, as bytes may not.
+    return np.frombuffer(bytearray().join(each.digest() for each in hashers), np.uint64).reshape(-1, 2)
+
+
+def bytes_of(tensor: torch.Tensor) -> Array:
+    """Return the bytes of a tensor on the host, `(*shape, bytes of an element)`."""
+    found: Array = tensor.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8).numpy()
     return found
 
 
@@ -210,10 +212,9 @@ class RowTable:
             self.switch_off(reason)
             return None
         digests = {each.name: digests_of_rows(batch[each.name]) for each in fields if each.is_large}
-        columns = (
-            digests[each.name].view(np.uint8) if each.is_large else bytes_of_rows(batch[each.name]) for each in fields
-        )
-        found, rows = np.concatenate(list(columns), axis=1), self._rows
+        columns = [digests[each.name] if each.is_large else bytes_of(batch[each.name]) for each in fields]
+        found = np.concatenate([each.view(np.uint8).reshape(len(indices), -1) for each in columns], axis=1)
+        rows = self._rows
         counts = rows[indices, 0]
         if (rows[indices, 1:] != found)[counts > 0].any():
             self.switch_off("they are not the same when they are read again")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from hf_pipetransformer.comm.transfers import broadcast_tree
 from hf_pipetransformer.data.batches import SampleBatch, detach_tags
-from hf_pipetransformer.data.rng import same_states
+from hf_pipetransformer.data.rng import drawing_from, same_states
 from hf_pipetransformer.runtime.joining import BatchOfAll, Joined, ReplicaJoin, join_parts
 from hf_pipetransformer.splitters.adapters import bare_model
 
@@ -96,7 +96,7 @@ class LossCall:
         # The versions show what the loss has changed in place before it calls the model.
         self._versions = {id(each): each._version for each in self._given.values() if isinstance(each, torch.Tensor)}
         try:
-            with self._replacing_forward(), nullcontext() if self.shared is None else self.shared.drawing():
+            with self._replacing_forward(), drawing_from(self.shared):
                 result = loss({**self._given, **self.extra})
         except LeavesLoss as left:
             # The traceback references the frames of the loss, and with them its tensors.
@@ -183,7 +183,8 @@ class LossCall:
                 "in one, or set pipeline_parallel_size=1 and pipeline_parallel_num_microbatches=1."
             )
         self.is_entered = True
-        with nullcontext() if self.shared is None else self.shared.pausing():
+        # Amid the drawing of what the loss draws: the layers draw from this rank's own numbers.
+        with drawing_from(self.shared):
             self.states = None if self.shared is None else self.shared.states
             own = self._own(given)
             parts = self.cut(own, run)

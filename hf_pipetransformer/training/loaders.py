@@ -20,8 +20,8 @@ from hf_pipetransformer.data.batches import SampleBatch, join_pieces, pads_on_le
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.reading import (
     DispatchedReading,
+    EpochReading,
     PipelineLink,
-    Reading,
     ReplicaReading,
     StreamReading,
     is_stream,
@@ -261,7 +261,7 @@ def make_loader(context: TrainingContext, pipeline: Pipeline, begun: Begun) -> P
     # Metrics that read the inputs need their values on every rank, even those that no later stage reads.
     placeholders = frozenset() if "inputs" in args.include_for_metrics else start_up.probe.placeholders
     link = PipelineLink(groups, placeholders, args.pipeline_timeout)
-    reading: Reading = begun.reading
+    reading: EpochReading = begun.reading
     num_pieces = _num_pieces(pipeline, begun)
     # Workers have their own RNG states and read for all replicas in parallel: no dispatching with workers.
     # Samples that stay the same are read by each replica; a flattened batch does not say where a sample ends.

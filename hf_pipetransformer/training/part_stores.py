@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
-from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.folder import Use, safe_max_bytes, take_store
+from hf_pipetransformer.cache.folder import StoreFolder, Use, take_store
 from hf_pipetransformer.cache.frozen_parts.call import Deferred
-from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
-from hf_pipetransformer.cache.frozen_parts.served import Counts, weights_key
+from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, record_format
+from hf_pipetransformer.cache.frozen_parts.served import weights_key
 from hf_pipetransformer.cache.frozen_parts.serving import Price
-from hf_pipetransformer.cache.storage import cache_base, measure_storage
+from hf_pipetransformer.cache.storage import OpenStores, cache_base, measure_storage, most_bytes, stored_dtype
+from hf_pipetransformer.cache.store import ActivationStore, store_size
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.planning.storing import Storing, decide_cache, epochs_of_a_record
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.frozen_parts.served import Plan
+    from hf_pipetransformer.cache.frozen_parts.served import Form, Plan
     from hf_pipetransformer.cache.frozen_parts.serving import PartsRun
     from hf_pipetransformer.cache.frozen_parts.values import Rows
-    from hf_pipetransformer.cache.frozen_parts.watching import Form
     from hf_pipetransformer.cache.records import RecordFormat
 
 
@@ -37,83 +34,66 @@ SPARE = 1024
 
 
 class PartStores:
-    """Prices and stores of the frozen parts of a training; `taken` are the bytes of the stores that are open."""
+    """Prices and stores of the frozen parts of a training."""
 
     def __init__(self, run: PartsRun) -> None:
-        self._run, self._topology = run, run.topology
+        self._run, self._topology, self._stores = run, run.topology, OpenStores()
 
     @property
     def args(self) -> Any:
         return self._run.args
 
-    def price(self, form: Form, num_samples: int, content: RecordFormat, taken: int) -> Price:
-        """Return what storing a part costs and saves; raises like `measure_storage`.
+    def price(self, form: Form, num_samples: int) -> Price:
+        """Return what storing a part costs and saves; raises like `record_format` and `measure_storage`.
 
         Args:
             num_samples: of the batch in which the part was seen.
         """
         base, num_rows = cache_base(self.args), self._num_rows(form.num_rows / num_samples)
-        length, rows = form.length, form.rows
-        record_bytes = content.record_bytes(length)
-        needed = num_rows * record_bytes + content.index_bytes(num_rows)
+        length, rows, content = form.length, form.rows, self._record_format(form)
+        size = store_size(self._most_bytes, num_rows, content, length)
         speed = measure_storage(base, content, length, rows.number, num_rows)
         hashing = _seconds_of_hashing(rows)
         # A record is found by the hash of its inputs, so that each read and each write takes a hash too.
         read, write = speed.read + hashing, speed.write + hashing
-        mode, fits = self.args.activation_cache, min(1.0, self._max_bytes(taken) / needed)
+        mode = self.args.activation_cache
         storing = Storing(
-            (0.0, form.seconds), 0.0, read, write, is_apart(self.args.device), mode=mode, fits_share=fits
+            (0.0, form.seconds), 0.0, read, write, is_apart(self.args.device), mode=mode, fits_share=size.share
         )
         way = decide_cache(storing, 1, self._epochs_left())
         saved = (way.seconds["compute"] - way.seconds.get("write", math.inf)) * num_rows
         is_used = way.use and (mode == "on" or saved >= WORTH_SECONDS)
-        return Price(num_rows, record_bytes, needed, is_used, way.reason)
+        return Price(num_rows, content.record_bytes(length), size.needed, is_used, way.reason)
 
-    def open(self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int) -> ContentStore | str:
+    def open(self, plan: Plan, form: Form, price: Price, settings: str) -> ContentStore | str:
         """Return the node's store, which its first process makes, or why some node has none. Collective.
 
         Args:
             settings: everything besides weights and inputs that outputs depend on, as text.
         """
-        topology, key = self._topology, self._key_of_store(plan, content, settings)
-        number, num_writers = topology.ranks_here.index(topology.rank), len(topology.ranks_here)
-        store: ContentStore | None = None
-        reason: str | None = None
+        topology = self._topology
+        writer, num_writers = topology.ranks_here.index(topology.rank), len(topology.ranks_here)
 
-        def attempt(make: Callable[[], ContentStore]) -> None:
-            nonlocal store, reason
-            try:
-                store = make()
-            # Kept for the gather below, for which all processes wait.
-            except (OSError, ValueError, StoreDamagedError) as error:
-                reason = str(error)
+        def make() -> tuple[StoreFolder, ActivationStore]:
+            # Evaluations may compute more rows than are known of.
+            num_places, limit = 2 * price.num_rows + SPARE, int(self._most_bytes)
+            use, content = Use.of(self._run.model, plan.name, self._run.train_dataset), self._record_format(form)
+            key = self._key_of_store(plan, content, settings)
+            return take_store(cache_base(self.args), key, num_places, content, limit, use, goes_on=True)
 
-        if topology.is_first_here:
-            where, limit = (cache_base(self.args), key), int(self._max_bytes(taken))
+        found = self._stores.open(topology, make, writer)
+        if isinstance(found, str):
+            return found
+        folder, store = found
+        return ContentStore(store, writer, num_writers, folder)
 
-            def make() -> ContentStore:
-                # Evaluations may compute more rows than are known of.
-                num_places, use = 2 * price.num_rows + SPARE, self.use(plan, Counts())
-                folder, made = take_store(*where, num_places, content, limit, use, goes_on=True)
-                return ContentStore(made, 0, num_writers, folder)
+    def _record_format(self, form: Form) -> RecordFormat:
+        return record_format(form.width, stored_dtype(self.args, form.dtype))
 
-            attempt(make)
-        # The first process of a node names the folder that it has made, and the others open that one.
-        path = topology.gather(None if store is None else store.path)[topology.ranks_here[0]]
-        if path is not None and not topology.is_first_here:
-            attempt(lambda: ContentStore.open(path, number, num_writers))
-        # One node without a store is enough: the run then computes the part everywhere, as in Trainer.
-        reason = next((told for told in topology.gather(reason) if told is not None), None)
-        if reason is not None or store is None:
-            if store is not None:
-                store.close()
-            return str(reason)
-        return store
-
-    def use(self, plan: Plan, counts: Counts) -> Use:
-        """Return what a kept store is listed with."""
-        own = Use.of(self._run.model, plan.name, self._run.train_dataset)
-        return replace(own, hits=counts.hits, misses=counts.misses)
+    @property
+    def _most_bytes(self) -> float:
+        # The option bounds the stores of all parts together.
+        return most_bytes(self.args, self._stores.bytes_taken())
 
     def _num_rows(self, of_a_sample: float) -> int:
         if self.is_endless:
@@ -125,13 +105,6 @@ class PartStores:
         known = [each for each in (self._run.train_dataset, *others) if each is not None]
         # More than an estimate from a few samples.
         return math.ceil(1.1 * of_a_sample * sum(len(each) for each in known if hasattr(each, "__len__")))
-
-    def _max_bytes(self, taken: int) -> float:
-        asked = self.args.activation_cache_max_gb
-        if asked is None:
-            return safe_max_bytes(cache_base(self.args))
-        # The option bounds the stores of all parts together.
-        return max(0.0, asked * 1e9 - taken)
 
     @property
     def is_endless(self) -> bool:

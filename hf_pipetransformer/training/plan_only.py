@@ -7,10 +7,9 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hf_pipetransformer.cache.folder import safe_max_bytes
 from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.cache.records import RecordFormat
-from hf_pipetransformer.cache.storage import StorageSpeed, cache_base, measure_storage, stored_dtype
+from hf_pipetransformer.cache.storage import StorageSpeed, cache_base, measure_storage, most_bytes, stored_dtype
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.freeze.policies import freezing_of
@@ -105,7 +104,7 @@ def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputRep
     if len(activation.hidden_shape) != 2 or activation.changes_length:
         why = "the layers' activations are not one for each token"
     length, size = start_up.record_length, activation.hidden_shape[-1]
-    base, speed, limit = cache_base(args), StorageSpeed(0.0, 0.0), args.activation_cache_max_gb
+    base, speed = cache_base(args), StorageSpeed(0.0, 0.0)
     dtype = stored_dtype(args, start_up.probe.boundary_dtypes[-1])
     try:
         record = RecordFormat(size, dtype, report.token_fields, report.sample_fields)
@@ -113,6 +112,5 @@ def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputRep
             speed = measure_storage(base, record, length, args.train_samples_per_device, num_samples)
     except (OSError, ValueError) as error:
         return DiskProfile(why_off=why or str(error))
-    allowed = safe_max_bytes(base) if limit is None else limit * 1e9
     seconds = 0.0 if args.dataloader_num_workers else report.seconds_per_sample
-    return DiskProfile(record.record_bytes(length), allowed, speed.read, speed.write, seconds, why)
+    return DiskProfile(record.record_bytes(length), most_bytes(args), speed.read, speed.write, seconds, why)

@@ -137,7 +137,7 @@ def model():
 
 
 def watch(model):
-    return PrefixWatch(list(model.parameters()))
+    return PrefixWatch(model.parameters)
 
 
 def test_the_watch_does_not_notice_what_changes_nothing(model):
@@ -174,6 +174,13 @@ def test_the_watch_notices_a_change_of_any_parameter(model, change):
         assert not watch(model).has_changed()
 
 
+def test_the_watch_notices_another_tensor_of_the_same_values(model):
+    found = watch(model)
+    layer = model.bert.encoder.layer[0].output.dense
+    layer.weight = torch.nn.Parameter(layer.weight.detach())
+    assert found.has_changed() and found.has_changed(thoroughly=True)
+
+
 def test_the_watch_notices_loading(model):
     for state in (model.state_dict(), build_model("bert_sequence", seed=1).state_dict()):
         found = watch(model)
@@ -190,15 +197,15 @@ def test_the_watch_notices_a_step_past_autograd(model):
 
 def test_the_watch_takes_mixed_dtypes_and_odd_tensors():
     tensors = [torch.zeros(3, 4).t(), torch.zeros(2, dtype=torch.bfloat16), torch.tensor(1.0), torch.zeros(0)]
-    found = PrefixWatch(tensors)
+    found = PrefixWatch(lambda: tensors)
     assert not found.has_changed()
     # The middle element of the transposed tensor, past the version counter.
     tensors[0].data.reshape(-1)
     tensors[0].data[2, 0] = 1
     assert found.has_changed()
-    assert not PrefixWatch([]).has_changed()
+    assert not PrefixWatch(list).has_changed()
 
 
 def test_the_watch_refuses_what_has_no_data():
     with pytest.raises(ValueError, match="A meta tensor has no data to watch"):
-        PrefixWatch([torch.zeros(2, device="meta")])
+        PrefixWatch(lambda: [torch.zeros(2, device="meta")])

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from hf_pipetransformer.cache import records
+from hf_pipetransformer.cache.assembly import BatchAssembler
 from hf_pipetransformer.cache.files import PrivateFolder, StoreDamagedError, StoreFile
 from hf_pipetransformer.cache.folder import StoreFolder, check_base
 from hf_pipetransformer.cache.opening import CacheInputs
-from hf_pipetransformer.cache.parts import BatchAssembler
 from hf_pipetransformer.cache.records import HEADER_FILE, RecordFormat
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.data.batches import SampleBatch

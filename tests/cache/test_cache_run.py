@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.chain import settings_of
-from hf_pipetransformer.cache.opening import CacheInputs, CacheStores
+from hf_pipetransformer.cache.opening import CacheStores
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.cache.store import ActivationStore
@@ -358,7 +358,6 @@ class Inputs:
     )
     topology: Topology = field(default_factory=lambda: Topology(timeout=5, local_world_size=None))
     context: Any = field(default_factory=lambda: SimpleNamespace(run=SimpleNamespace(model=torch.nn.Linear(1, 1))))
-    first_told = CacheInputs.first_told
 
     def record_format(self, source: Any) -> RecordFormat:
         return RecordFormat(64, torch.float32, {}, {})
@@ -384,11 +383,12 @@ def test_ranks_that_see_different_file_systems_are_told_so(tmp_path: Path) -> No
     told: list[str] = []
     path = str(tmp_path / "of-rank-0")
     topology: Any = SimpleNamespace(
-        rank=1, is_first_here=False, ranks_here=[0, 1], gather=lambda _: [[path, "", None]]
+        rank=1,
+        is_first_here=False,
+        ranks_here=[0, 1],
+        gather=lambda told: [path, None] if told is None else [[None, [0, 1]], told],
     )
-    inputs: Any = SimpleNamespace(
-        args=None, topology=topology, first_told=lambda error: error, say_off=lambda reason, _: told.append(reason)
-    )
+    inputs: Any = SimpleNamespace(args=None, topology=topology, say_off=lambda reason, _: told.append(reason))
     assert CacheStores(inputs).open(SimpleNamespace(), SimpleNamespace()) is None
     assert f"rank 1 does not see {path}, which rank 0 has made" in told[0]
     assert "a host name of its own" in told[0]

@@ -23,11 +23,11 @@ import torch
 from torch.nn.functional import pad
 
 from hf_pipetransformer.cache import folder as folder_module
+from hf_pipetransformer.cache.assembly import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder, Use, check_base, delete_leftovers, open_root, take_store
 from hf_pipetransformer.cache.inputs import InputReport, PaddingRule
-from hf_pipetransformer.cache.parts import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.storage import measure_storage
 from hf_pipetransformer.cache.store import ActivationStore

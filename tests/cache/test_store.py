@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hf_pipetransformer.cache import folder as folder_module
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder, Use, as_dataset, safe_max_bytes, take_store
-from hf_pipetransformer.cache.records import RecordFormat, Records
+from hf_pipetransformer.cache.records import RecordFormat, StoredRecords
 from hf_pipetransformer.cache.store import ActivationStore, store_size
 
 
@@ -69,7 +69,7 @@ def put(store: ActivationStore, samples: list[int], lengths: list[int], weights_
 
 
 def check_rows(
-    rows: Records,
+    rows: StoredRecords,
     activation: torch.Tensor,
     fields: dict[str, torch.Tensor],
     lengths: list[int],
@@ -636,7 +636,7 @@ def check_killed(folder: Path) -> int:
         activation, lengths, fields = rows_at(np.array([sample]), int(rows.weights_ids[sample]))
         own = {name: values[sample : sample + 1] for name, values in rows.fields.items()}
         part = slice(sample, sample + 1)
-        found = Records(rows.weights_ids[part], rows.lengths[part], rows.activation[part], own)
+        found = StoredRecords(rows.weights_ids[part], rows.lengths[part], rows.activation[part], own)
         check_rows(found, activation, fields, lengths.tolist(), KILL_FORMAT)
     store.close()
     return int((rows.weights_ids > 0).sum())

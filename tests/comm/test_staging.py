@@ -39,7 +39,7 @@ def test_a_loss_filters_itself_as_trainer_would(value: float):
 
 def watched() -> tuple[nn.Linear, PrefixWatch]:
     layer = nn.Linear(8, 8).to(DEVICE)
-    return layer, PrefixWatch(list(layer.parameters()))
+    return layer, PrefixWatch(layer.parameters)
 
 
 def test_frozen_weights_on_a_device_are_compared_without_waiting():

@@ -32,7 +32,7 @@ from hf_pipetransformer.data.batches import (
 from hf_pipetransformer.data.flattened import Sequences
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import replica_slice
-from hf_pipetransformer.data.reading import Part, PipelineLink, StreamReading
+from hf_pipetransformer.data.reading import PipelineLink, Share, StreamReading
 from hf_pipetransformer.data.rng import SharedRngState, States, random_state
 from hf_pipetransformer.data.sampler import EpochOrder, Position, ReplicaBatchSampler, Samples
 
@@ -106,12 +106,12 @@ def test_a_batch_knows_how_its_samples_lie_wherever_it_goes() -> None:
     """To another process, as a message or from a worker of a loader, and with other entries."""
     sequences = Sequences((0, 2, 6), 2)
     for batch in (SampleBatch({"x": torch.arange(6)}, rows=2), SampleBatch({"x": torch.ones(1, 6)}, 1, sequences)):
-        sent = unpack(pack([Part(batch, 3, True), {"first": batch}]))
+        sent = unpack(pack([Share(batch, 3, True), {"first": batch}]))
         copies = [sent[0].batch, sent[1]["first"], pickle.loads(pickle.dumps(batch)), copy.copy(batch)]
         for found in (*copies, batch | {"y": 1}, batch.mapped(torch.Tensor.double)):
             assert type(found) is SampleBatch and (found.rows, found.sequences) == (batch.rows, batch.sequences)
             assert torch.equal(found["x"].double(), batch["x"].double())
-        assert (type(sent[0]), sent[0].size, sent[0].is_last) == (Part, 3, True)
+        assert (type(sent[0]), sent[0].size, sent[0].is_last) == (Share, 3, True)
     assert (batch | {"y": 1})["y"] == 1 and "y" not in batch
 
 

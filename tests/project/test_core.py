@@ -17,11 +17,11 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
-    "cache": 4367,
-    "cli": 603,
-    "comm": 950,
+    "cache": 4193,
+    "cli": 674,
+    "comm": 961,
     "compat": 385,
-    "data": 1513,
+    "data": 1504,
     "elastic": 584,
     "engine": 1805,
     "freeze": 320,
@@ -36,7 +36,7 @@ BUDGETS = {
     "state": 1309,
     "the package itself": 62,
     "trainer": 382,
-    "training": 3414,
+    "training": 3390,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 

@@ -271,11 +271,11 @@ def test_a_part_without_a_name_is_told_by_its_class_and_timed_alone(
     def build() -> nn.Module:
         return _Modules(_Slow(3 * 32 * 32, 8).requires_grad_(False), nn.Linear(8, 3))
 
-    def noted(watch: watching.Watch, agreed: set[str]) -> list[watching.Found]:
+    def noted(watch: watching.Watch, agreed: set[str]) -> list[watching.Plan]:
         found.extend(find(watch, agreed))
         return found
 
-    found, find = list[watching.Found](), watching.Watch.find
+    found, find = list[watching.Plan](), watching.Watch.find
     monkeypatch.setattr(watching.Watch, "find", noted)
     with caplog.at_level(logging.INFO, "hf_pipetransformer"):
         both(Case(build, images, "0"), tmp_path)

@@ -280,7 +280,6 @@ def classes_unseen(patch: Patch) -> None:
 
 def weights_unseen(patch: Patch) -> None:
     patch.setattr(PrefixWatch, "has_changed", lambda *_, **__: False)
-    patch.setattr(Records, "_are_weights_others", lambda *_, **__: False)
     patch.setattr(FrozenPart, "_present_marks", lambda _: [])
 
 
@@ -411,7 +410,7 @@ def dropout_turned_on(model: nn.Module) -> None:
 
 
 def file_of(trainer: Any, name: str) -> Path:
-    return Path(trainer.pipeline_run.stored_parts.served[0].store.path) / name
+    return trainer.pipeline_run.stored_parts.served[0].store._store.folder / name
 
 
 def bytes_flipped(trainer: Any) -> None:

@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each, rebuilt, tensors_of
+from hf_pipetransformer.cache.frozen_parts.values import (
+    NotStorableError,
+    Rows,
+    no_row_each,
+    rebuilt,
+    tensors_of,
+    version_of,
+)
 from hf_pipetransformer.data.rng import generators_kept
 
 
@@ -71,8 +78,7 @@ class PartCall:
         self._found: dict[int, torch.Tensor] | None = None
         self.counted = 0, 0
         """Rows that were read and computed, as the records have counted them."""
-        self._versions = [_version(each) for each in rows.tensors]
-        self._sample: PartCall | None = None
+        self._versions = [version_of_given(each) for each in rows.tensors]
 
     @property
     def inputs(self) -> list[Deferred]:
@@ -87,7 +93,7 @@ class PartCall:
     @property
     def has_written_inputs(self) -> bool:
         """True if an argument was written into since the call."""
-        return [_version(each) for each in self.rows.tensors] != self._versions
+        return [version_of_given(each) for each in self.rows.tensors] != self._versions
 
     @property
     def chain(self) -> list[PartCall]:
@@ -155,22 +161,32 @@ class PartCall:
         if self.part.records is not None:
             self.part.records.keep(self, self.values())
 
+    def arguments(
+        self, rows: Array, length: int | None = None, known: dict[int, list[torch.Tensor]] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for some rows, those that are outputs of other calls computed; see `computed`."""
+        outputs = {} if known is None else known
+
+        def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
+            if type(tensor) is not Deferred:
+                return None
+            output: torch.Tensor = tensor.call.output_of(tensor.number, rows, length, outputs)
+            return output
+
+        return self.rows.take(rows, length, replaced)
+
     def computed(
         self, rows: Array, length: int | None = None, known: dict[int, list[torch.Tensor]] | None = None
     ) -> list[torch.Tensor]:
-        """Compute the outputs of some rows alone, cut to a length if one is given, without a trace in generators."""
-        found = {} if known is None else known
-        if id(self) not in found:
+        """Compute the outputs of some rows alone, cut to a length if one is given, without a trace in generators.
 
-            def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
-                if type(tensor) is not Deferred:
-                    return None
-                return tensor.call.output_of(tensor.number, rows, length, found)
-
+        `known` has those of other calls by the `id` of these, and gets what is computed.
+        """
+        outputs = {} if known is None else known
+        if id(self) not in outputs:
             with generators_kept(), self.modes.entered(has_gradients=False):
-                args, kwargs = self.rows.take(rows, length, replaced)
-                found[id(self)] = tensors_of(self.part.compute(args, kwargs))
-        return found[id(self)]
+                outputs[id(self)] = tensors_of(self.part.compute(*self.arguments(rows, length, outputs)))
+        return outputs[id(self)]
 
     def output_of(
         self, number: int, rows: Array, length: int | None, known: dict[int, list[torch.Tensor]]
@@ -185,35 +201,18 @@ class PartCall:
         return None
 
     def sample(self, most: int = NUM_TRIED) -> PartCall:
-        """Return a call with copies of a few rows, the shortest one among them, for later."""
-        if self._sample is not None and most == NUM_TRIED:
-            return self._sample
-        lengths, number = self.rows.lengths, min(most, self.rows.number)
-        chosen = np.arange(number)
-        if lengths is not None and number:
-            chosen[-1] = max(number - 1, int(np.argmin(lengths)))
-        found = self.some(chosen)
-        if most == NUM_TRIED:
-            self._sample = found
-        return found
+        """Return a call with copies of a few rows for later."""
+        return self.some(self.rows.few(most))
 
     def some(self, chosen: Array) -> PartCall:
         """Return a call with copies of some rows."""
-        number, lengths = len(chosen), self.rows.lengths
 
         def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
             if type(tensor) is not Deferred:
                 return None
-            return Deferred(tensor.call.some(chosen), tensor.number, [number, *tensor.shape[1:]], tensor)
+            return Deferred(tensor.call.some(chosen), tensor.number, [len(chosen), *tensor.shape[1:]], tensor)
 
-        given = rebuilt(list(self.rows.take(chosen, None, replaced)), _copied)
-        tensors = tuple(tensors_of(given))
-        pairs = zip(self.rows.tensors, tensors, strict=True)
-        whole = frozenset(id(new) for old, new in pairs if id(old) in self.rows.whole)
-        rows = Rows(
-            tuple(given), tensors, number, None if lengths is None else lengths[chosen], self.rows.is_flat, whole
-        )
-        found = PartCall(self.part, rows, self.modes)
+        found = PartCall(self.part, self.rows.copied(chosen, replaced), self.modes)
         found.notes, found.template = self.notes, self.template
         found.state, found.marks = self.state, self.marks
         found.keys = self.keys[chosen] if len(self.keys) else self.keys
@@ -269,12 +268,9 @@ class Template:
         return rebuilt(self._output, leaf)
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if type(tensor) is Deferred else tensor.detach().clone()
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if type(tensor) is Deferred or tensor.is_inference() else tensor._version
+def version_of_given(tensor: torch.Tensor) -> int:
+    """Return the version of an argument, which a deferred one has not."""
+    return 0 if type(tensor) is Deferred else version_of(tensor)
 
 
 _ATTRIBUTES = (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.cache.files import Array, StoreDamagedError
-from hf_pipetransformer.cache.folder import StoreFolder, Use
+from hf_pipetransformer.cache.folder import StoreFolder
 from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each
 from hf_pipetransformer.cache.records import RecordFormat, field_column
 from hf_pipetransformer.cache.store import ActivationStore
@@ -154,15 +154,6 @@ class ContentStore:
         self._weights_id = 0
         self.is_off = False
 
-    @classmethod
-    def open(cls, path: str, writer: int, num_writers: int) -> ContentStore:
-        """Open the store that another process of the node has made; raises like `ActivationStore.open`."""
-        return cls(ActivationStore.open(path, writer), writer, num_writers)
-
-    @property
-    def path(self) -> str:
-        return str(self._store.folder)
-
     @property
     def dtype(self) -> torch.dtype:
         return self._store.record_format.dtype
@@ -188,10 +179,6 @@ class ContentStore:
         own = found[found % self._num_writers == self._writer]
         # Behind the last place of this process, since an earlier run may have filled some.
         self._next = int(own[-1]) + self._num_writers if len(own) else self._writer
-
-    @property
-    def bytes_taken(self) -> int:
-        return self._store.bytes_taken
 
     @property
     def bytes_stored(self) -> int:
@@ -254,8 +241,8 @@ class ContentStore:
             logger.warning(f"Outputs of frozen parts are computed from here on, not read: {reason}")
         self.is_off, self._places = True, {}
 
-    def close(self, use: Use | None = None) -> None:
-        """Close the store; who made it deletes its folder, unless it is kept for later runs, as `use` says."""
+    def close(self, hits: int = 0, misses: int = 0) -> None:
+        """Close the store; who made it deletes its folder, unless it is kept for later runs."""
         self._store.close()
         if self._folder is not None:
-            self._folder.close(use)
+            self._folder.close(hits, misses)

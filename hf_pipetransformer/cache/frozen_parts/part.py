@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,15 @@ from torch import nn
 
 from hf_pipetransformer.cache.frozen_parts.call import Deferred, Modes, PartCall, Template, undeferred
 from hf_pipetransformer.cache.frozen_parts.state import ModuleState
-from hf_pipetransformer.cache.frozen_parts.values import MASKS, NotStorableError, Rows, lengths_of_mask, rebuilt
-from hf_pipetransformer.data.effects import Draws, draw
+from hf_pipetransformer.cache.frozen_parts.values import (
+    MASKS,
+    NotStorableError,
+    Rows,
+    lengths_of_mask,
+    rebuilt,
+    version_of,
+)
+from hf_pipetransformer.data.effects import Draws, draw, modes_kept
 from hf_pipetransformer.data.rng import random_state, same_states
 
 
@@ -28,10 +35,23 @@ class PresentStep:
 
     Args:
         model: whose parameters and buffers belong to no row of a batch.
+        sends_buffers: True if buffers are written anew in every forward, as DistributedDataParallel does.
+        defers: False if outputs are read or computed at once, as compiled code needs them.
+        reads_at_random: True if random numbers were drawn while samples were read.
+        keys_of_read: gives the keys of the rows of a tensor that were taken when it was read.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self.device = model, device
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        sends_buffers: bool = False,
+        defers: bool = True,
+        reads_at_random: bool = False,
+        keys_of_read: Callable[[torch.Tensor], Array | None] = lambda _: None,
+    ) -> None:
+        self._model, self.device, self.sends_buffers, self.defers = model, device, sends_buffers, defers
+        self.reads_at_random, self.keys_of_read = reads_at_random, keys_of_read
         self._memory_of_model: frozenset[int] | None = None
         self._of_batch = set[int]()
         self._shapes: dict[str, set[torch.Size]] = {}
@@ -39,14 +59,6 @@ class PresentStep:
         self.reads_beyond = set[str]()
         """Names of parts of which the step used outputs that no record has."""
         self.evaluates = self.generates = self.reads_loss_alone = False
-        self.defers = True
-        """False if outputs are read or computed at once, as compiled code needs them."""
-        self.sends_buffers = False
-        """True if buffers are written anew in every forward, as DistributedDataParallel does."""
-        self.reads_at_random = False
-        """True if random numbers were drawn while samples were read."""
-        self.keys_of_read: Callable[[torch.Tensor], Array | None] = lambda _: None
-        """Gives the keys of the rows of a tensor that were taken when it was read."""
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Note the tensors of a batch."""
@@ -96,7 +108,7 @@ class PresentStep:
             is_given = type(tensor) is Deferred or memory_of(tensor) in self._of_batch
             return not is_given and self._is_of_model(tensor)
 
-        rows = Rows.of(args, kwargs, self._lengths_of, is_whole)
+        rows = Rows.of(args, kwargs, self.lengths_of, is_whole)
         if any(type(each) is Deferred and each.call.rows.number != rows.number for each in rows.tensors):
             raise NotStorableError("takes outputs of other frozen parts that have other rows")
         return rows
@@ -112,7 +124,7 @@ class PresentStep:
             return None
         return tensor.call.keys_as_read() if type(tensor) is Deferred else self.keys_of_read(tensor)
 
-    def _lengths_of(self, tensor: torch.Tensor) -> Array | None:
+    def lengths_of(self, tensor: torch.Tensor) -> Array | None:
         if type(tensor) is Deferred:
             return None if tensor.call.rows.is_flat else tensor.call.rows.lengths
         return self._lengths.get(memory_of(tensor))
@@ -143,25 +155,16 @@ class FrozenPart:
         """True if a row's outputs depend on nothing behind its last real token."""
         self.of_tokens = frozenset[int]()
         """Outputs whose second dimension is the padded length of a call."""
-        self.weights_changed: Callable[[FrozenPart], None] = lambda _: None
+        self.weights_changed: Callable[[], None] = lambda: None
         self._own = module.forward
         self.state = ModuleState(module, self._own)
         self._templates: dict[bytes, Template] = {}
         self._marks = self._present_marks()
 
-    @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Get the calls of the module inside. Outside, it is as the script has made it."""
-        own = vars(self.module)
-        before, had = own.get("forward"), "forward" in own
+    def standing_in(self) -> AbstractContextManager[None]:
+        """Get the calls of the module inside."""
         self._own = self.state.own_forward = self.module.forward
-        own["forward"] = self
-        try:
-            yield
-        finally:
-            del own["forward"]
-            if had:
-                own["forward"] = before
+        return standing(self.module, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Give a copy of the model, which a loss may make, the forward of its own."""
@@ -176,20 +179,13 @@ class FrozenPart:
 
     def compute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's own forward, in evaluation mode if it is to be without dropout."""
-        with self._in_mode() if self.in_evaluation else nullcontext():
+        if not self.in_evaluation:
             return self._own(*args, **kwargs)
-
-    @contextmanager
-    def _in_mode(self) -> Iterator[None]:
-        # Flag by flag: `train()` would reach modules that the script has put into evaluation mode.
-        training = [module for module in self.module.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+        with modes_kept(self.module.modules()):
+            # Flag by flag: `train()` would reach modules that the script has put into evaluation mode.
+            for module in self.module.modules():
+                module.training = False
+            return self._own(*args, **kwargs)
 
     # Compiled code goes on behind it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -213,7 +209,7 @@ class FrozenPart:
             return self.compute(_plain(args), _plain(kwargs))
         if (marks := self._present_marks()) != self._marks:
             self._marks = marks
-            self.weights_changed(self)
+            self.weights_changed()
         call = PartCall(self, rows, Modes.present())
         call.state, call.marks = self.state.digest, marks
         salt = call.state + call.modes.precision + b" evaluation" * self.in_evaluation
@@ -252,12 +248,26 @@ class FrozenPart:
         return self.state.weights(has_buffers=not self.step.sends_buffers)
 
     def _present_marks(self) -> list[tuple[int, int]]:
-        return [(0 if each.is_inference() else each._version, id(each)) for each in self.weights]
+        return [(version_of(each), id(each)) for each in self.weights]
 
     @property
     def is_trained(self) -> bool:
         """True if one of the part's parameters asks for gradients by now."""
         return any(parameter.requires_grad for parameter in self.state.weights(has_buffers=False))
+
+
+@contextmanager
+def standing(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Let `forward` get the calls of a module inside. Outside, it is as the script has made it."""
+    own = vars(module)
+    before, had = own.get("forward"), "forward" in own
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        del own["forward"]
+        if had:
+            own["forward"] = before
 
 
 def _itself(value: Any) -> Any:

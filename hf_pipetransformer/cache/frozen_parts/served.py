@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,13 +13,13 @@ import xxhash
 
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, PrefixWatch, coarsest, differs
 from hf_pipetransformer.cache.frozen_parts.values import NotStorableError
+from hf_pipetransformer.cache.store import Counts
 from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.report import logger
 
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.files import Array
-    from hf_pipetransformer.cache.folder import Use
     from hf_pipetransformer.cache.frozen_parts.call import PartCall
     from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, Reading
     from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
@@ -36,17 +36,35 @@ NUM_COMPARED = 8
 """Rows of an earlier run's records that are compared with what the part gives now before one is used."""
 
 
-@dataclass
-class Counts:
-    """Rows of the calls of a part, found or computed."""
+@dataclass(frozen=True)
+class Form:
+    """Form of the records of a part, and what computing them costs.
 
-    hits: int = 0
-    misses: int = 0
+    Args:
+        rows: some rows of a call.
+        length: tokens of their records, or values of records without tokens.
+        width: values of a token.
+        seconds: of a row of its forward and of those that it computes from.
+        num_rows: in a forward of the batch.
+    """
+
+    rows: Rows
+    length: int
+    width: int
+    dtype: torch.dtype
+    seconds: float
+    num_rows: int
+
+    @classmethod
+    def of(cls, reading: Reading, call: PartCall, seconds: float, num_rows: int) -> Form:
+        likes = [call.template.likes[pick.number] for pick in reading.picks]
+        dtype = next((each.dtype for each in likes if each.is_floating_point()), torch.float32)
+        return cls(call.rows, reading.num_tokens(call), reading.width(call), dtype, seconds, num_rows)
 
 
 @dataclass
 class Plan:
-    """Decision on what is to be stored of a part.
+    """What is known of a part, and to be stored of it.
 
     Args:
         parts: those that it computes from, in their order, and itself.
@@ -54,6 +72,10 @@ class Plan:
         is_for_outputs: True if the model's outputs, not its loss alone, are the same with zeros behind the last real
             token of a row.
         notes_first: True if it is not known that inputs come again: records are made of those that do.
+        share: of a forward.
+        form: of its records; None if nothing is to be stored.
+        why_not: why nothing is.
+        has_dropout: True if random numbers or statistics of the batch alone keep it from being stored.
     """
 
     parts: list[FrozenPart]
@@ -61,6 +83,10 @@ class Plan:
     is_of_script: bool = False
     is_for_outputs: bool = True
     notes_first: bool = False
+    share: float = 0.0
+    form: Form | None = None
+    why_not: str | None = None
+    has_dropout: bool = False
 
     @property
     def name(self) -> str:
@@ -70,6 +96,11 @@ class Plan:
     @property
     def part(self) -> FrozenPart:
         return self.parts[-1]
+
+    @property
+    def num_states(self) -> int:
+        """How many states of the parts were seen."""
+        return sum(part.state.num_states for part in self.parts)
 
     @property
     def size(self) -> int:
@@ -118,7 +149,6 @@ class Records:
     _seen: set[bytes] | None = field(default=None, init=False)
     _last: PartCall | None = field(default=None, init=False)
     _hits_checked: int = field(default=0, init=False)
-    _reported: Counts = field(default_factory=Counts, init=False)
     _has_overflown: bool = field(default=False, init=False)
 
     def begin(self) -> None:
@@ -127,11 +157,11 @@ class Records:
         self.use_present_weights()
         self.plan.part.records = self
 
-    def end(self, use: Use) -> None:
-        """Compute from here on, and give the store back; if it is kept, `use` is noted."""
+    def end(self) -> None:
+        """Compute from here on, and give the store back."""
         self.plan.part.records = None
         self._last = None
-        self.store.close(use)
+        self.store.close(self.counts.hits, self.counts.misses)
 
     @property
     def reading(self) -> Reading:
@@ -149,9 +179,7 @@ class Records:
 
     def use_present_weights(self) -> None:
         """Serve records of the present weights."""
-        # Kept alive by the watch, so that no other tensor can have the same `id`.
-        weights = self._weights()
-        self._watch, self._ids = PrefixWatch(weights), list(map(id, weights))
+        self._watch = PrefixWatch(lambda: [each for part in self.plan.parts for each in part.weights])
         self._num_calls.clear()
         self.store.use_weights(f"{weights_key(self.plan, self.settings)} {self.num_distrusted}")
         # Of an earlier run nothing is used before some of it was compared.
@@ -161,16 +189,9 @@ class Records:
     def is_trained(self) -> bool:
         return any(part.is_trained for part in self.plan.parts)
 
-    def _weights(self) -> list[torch.Tensor]:
-        return [each for part in self.plan.parts for each in part.weights]
-
-    def _are_weights_others(self, thoroughly: bool = False) -> bool:
-        is_replaced = list(map(id, self._weights())) != self._ids
-        return is_replaced or self._watch.has_changed(thoroughly=thoroughly)
-
     def have_weights_changed(self) -> bool:
         """Return True if a look at the weights shows a change; serve the new ones then."""
-        if not self._are_weights_others():
+        if not self._watch.has_changed():
             return False
         self.num_changes += 1
         self.use_present_weights()
@@ -364,18 +385,12 @@ class Records:
 
     def have_bytes_changed(self) -> bool:
         """Return True if some byte of the weights is another one."""
-        return self._are_weights_others(thoroughly=True)
+        return self._watch.has_changed(thoroughly=True)
 
     def has_served_since_check(self) -> bool:
         """Return True if records were read since the last call."""
         before, self._hits_checked = self._hits_checked, self.counts.hits
         return self._hits_checked > before
-
-    def counts_since_report(self) -> Counts:
-        """Return the rows found and computed since the last call."""
-        before, now = self._reported, self.counts
-        self._reported = replace(now)
-        return Counts(now.hits - before.hits, now.misses - before.misses)
 
 
 def _is_past(call: PartCall) -> bool:

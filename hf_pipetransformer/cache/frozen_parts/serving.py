@@ -11,45 +11,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 from transformers import TrainerState
 
-from hf_pipetransformer.cache.frozen_parts.part import FrozenPart
-from hf_pipetransformer.cache.frozen_parts.served import Counts, Plan, Records
+from hf_pipetransformer.cache.frozen_parts.served import Form, Plan, Records
 from hf_pipetransformer.report import announce, duration, printable
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.folder import Use
     from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
-    from hf_pipetransformer.cache.frozen_parts.watching import Form
-    from hf_pipetransformer.cache.records import RecordFormat
+    from hf_pipetransformer.comm.topology import Peers
 
 
 LEAST_TIMES, MOST_TIMES = 3, 512
 """Steps of which a median is told, and that one is taken of."""
 MOST_CHANGES = 3
 """Changes of a part after which nothing of it is stored any more."""
-
-
-class Peers(Protocol):
-    """Processes that call the same parts, by number: all of a run, or those that hold a pipeline's first stage."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def is_distributed(self) -> bool: ...
-
-    @property
-    def ranks_here(self) -> list[int]:
-        """Those on this node."""
-
-    @property
-    def is_first_here(self) -> bool: ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every process's `value`. Collective."""
 
 
 class PartsRun(Protocol):
@@ -125,13 +99,9 @@ class Stores(Protocol):
     @property
     def is_endless(self) -> bool: ...
 
-    def price(self, form: Form, num_samples: int, content: RecordFormat, taken: int) -> Price: ...
+    def price(self, form: Form, num_samples: int) -> Price: ...
 
-    def open(
-        self, plan: Plan, content: RecordFormat, price: Price, settings: str, taken: int
-    ) -> ContentStore | str: ...
-
-    def use(self, plan: Plan, counts: Counts) -> Use: ...
+    def open(self, plan: Plan, form: Form, price: Price, settings: str) -> ContentStore | str: ...
 
 
 class StepTimes:
@@ -167,8 +137,8 @@ class StepTimes:
 class ServingParts:
     """Parts of a model whose outputs are read in one training."""
 
-    def __init__(self, run: PartsRun, stores: Stores) -> None:
-        self.run, self._stores = run, stores
+    def __init__(self, run: PartsRun) -> None:
+        self.run = run
         self.records: list[Records] = []
         self.epoch = -1
         """Epoch of the last batch that was checked."""
@@ -177,10 +147,6 @@ class ServingParts:
         self.times = StepTimes()
         self.has_served = False
         """True once there was a part."""
-
-    @property
-    def bytes_taken(self) -> int:
-        return sum(records.store.bytes_taken for records in self.records)
 
     @property
     def present_epoch(self) -> int:
@@ -194,8 +160,8 @@ class ServingParts:
     def add(self, records: Records) -> None:
         """Read from records from here on."""
         for part in records.plan.parts:
-            part.weights_changed = self.notice_change_of
-        records.since_epoch, records.num_states = self.present_epoch, _num_states(records)
+            part.weights_changed = self.notice_changed_weights
+        records.since_epoch, records.num_states = self.present_epoch, records.plan.num_states
         records.begin()
         self.times.begin(self.present_epoch)
         self.records.append(records)
@@ -217,25 +183,19 @@ class ServingParts:
                 self._stop_if_useless(records)
 
     def notice_changed_weights(self) -> None:
+        """Follow weights that have changed, also where that is seen when a part is called."""
         for records in self.records:
             if records.is_trained:
                 self.say(f"{records.plan.name} is not frozen any more: it is computed as in Trainer from here on.")
                 self._stop(records)
             elif records.have_weights_changed():
-                self._say_changed(records)
+                text = f"Weights of {records.plan.name} were changed from outside: its outputs are computed again."
+                self._compute_again(records, text, records.num_changes)
 
-    def notice_change_of(self, part: FrozenPart) -> None:
-        """Follow weights that are seen to have changed when a part is called."""
-        for records in self.records:
-            if part in records.plan.parts and records.have_weights_changed():
-                self._say_changed(records)
-
-    def _say_changed(self, records: Records) -> None:
+    def _compute_again(self, records: Records, text: str, number: int) -> None:
+        """Say why the outputs of a part are computed again, for the `number`th time."""
         records.since_epoch = self.present_epoch
-        self.say(f"Weights of {records.plan.name} were changed from outside: its outputs are computed again.")
-        self._stop_if_often(records, records.num_changes)
-
-    def _stop_if_often(self, records: Records, number: int) -> None:
+        self.say(text)
         if number >= MOST_CHANGES:
             self.say(f"{records.plan.name} changes again and again: it is computed as in Trainer from here on.")
             self._stop(records)
@@ -250,7 +210,6 @@ class ServingParts:
 
     def say_wrong(self, records: Records) -> None:
         """Say which steps may have read records that do not hold."""
-        records.since_epoch = self.present_epoch
         has_served, name = records.has_served_since_check(), records.plan.name
         step = self.run.state.global_step
         if records.plan.is_of_script and not records.has_been_proven and not records.are_weights_others:
@@ -260,23 +219,21 @@ class ServingParts:
             )
             self._stop(records)
             return
-        if not has_served or step <= self._checked_at:
-            self.say(f"{name} was changed from outside: its outputs are computed again.")
-            self._stop_if_often(records, records.num_distrusted)
-            return
-        self.say(
-            f"{name} computes something else than what was stored, and no version counter shows it (a write past "
-            f"autograd, or something random). Steps {self._checked_at + 1} to {step} may have read outputs that did "
-            "not hold any more; from here on they are computed again. Change it between epochs (on_epoch_begin), or "
-            "write with parameter.copy_() under torch.no_grad()."
-        )
-        self._stop_if_often(records, records.num_distrusted)
+        text = f"{name} was changed from outside: its outputs are computed again."
+        if has_served and step > self._checked_at:
+            text = (
+                f"{name} computes something else than what was stored, and no version counter shows it (a write past "
+                f"autograd, or something random). Steps {self._checked_at + 1} to {step} may have read outputs that "
+                "did not hold any more; from here on they are computed again. Change it between epochs "
+                "(on_epoch_begin), or write with parameter.copy_() under torch.no_grad()."
+            )
+        self._compute_again(records, text, records.num_distrusted)
 
     def _stop_if_useless(self, records: Records) -> None:
         """End the storing of a part none of whose inputs came again in a whole epoch."""
-        if _num_states(records) != records.num_states:
+        if records.plan.num_states != records.num_states:
             # With other attributes it has other records.
-            records.num_states, records.since_epoch = _num_states(records), self.epoch
+            records.num_states, records.since_epoch = records.plan.num_states, self.epoch
         # The first epoch only writes, so hits must have come by the end of the second if inputs come again at all.
         first = records.since_epoch + records.plan.notes_first
         if self.epoch < first + 2 or records.have_come_again or not records.counts.misses:
@@ -300,8 +257,8 @@ class ServingParts:
             self._checked_at = self.run.state.global_step
         if not self.has_served:
             return
-        counts = [records.counts_since_report() for records in self.records]
-        hits, misses = sum(each.hits for each in counts), sum(each.misses for each in counts)
+        counts = [records.counts.since_report() for records in self.records]
+        hits, misses = (sum(each[name] for each in counts) for name in ("hits", "misses"))
         stored = sum(records.store.bytes_stored for records in self.records)
         self.run.note(what="epoch", hits=hits, misses=misses, bytes_stored=stored)
 
@@ -316,7 +273,7 @@ class ServingParts:
 
     def _close(self, records: Records) -> None:
         counts = records.counts
-        records.end(self._stores.use(records.plan, counts))
+        records.end()
         looked_up = counts.hits + counts.misses
         if looked_up:
             where = " by this process" if self.run.topology.is_distributed else ""
@@ -329,7 +286,3 @@ class ServingParts:
         if self.run.topology.rank == 0:
             # Names of modules are the script's.
             announce(printable(text))
-
-
-def _num_states(records: Records) -> int:
-    return sum(part.state.num_states for part in records.plan.parts)

@@ -22,6 +22,7 @@ from torch.nn.modules.module import _global_backward_hooks, _global_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from hf_pipetransformer.cache.chain import NOT_SETTINGS
+from hf_pipetransformer.cache.frozen_parts.values import version_of
 from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.splitters.script_code import is_installed, names_in, own_classes, text_of
 
@@ -105,7 +106,7 @@ class ModuleState:
         # The forward that stands in place of the module's own is no part of the state.
         standing = vars(self.module).get("forward")
         values = [each for each in chain.from_iterable(self._views) if each is not standing]
-        return [own, *map(type, self._modules), *values], [_version(each) for each in self._tensors]
+        return [own, *map(type, self._modules), *values], [version_of(each) for each in self._tensors]
 
     @property
     def digest(self) -> bytes:
@@ -159,9 +160,9 @@ class ModuleState:
         def told(hook: Any) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-                before = list(map(_version, given)), reached_by(hook)
+                before = list(map(version_of, given)), reached_by(hook)
                 found = hook(*args, **kwargs)
-                after = list(map(_version, given)), reached_by(hook)
+                after = list(map(version_of, given)), reached_by(hook)
                 if found is not None or before[1] is None or before != after:
                     busy.append(hook)
                 return found
@@ -331,8 +332,3 @@ def _code_text(code: CodeType) -> str:
         # It is known in this process alone, and what it computes is not found again in another one.
         text = token_hex()
     return xxhash.xxh3_64_hexdigest(text.encode())
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return a tensor's version, which tells of writes into it; inference tensors have none."""
-    return 0 if tensor.is_inference() else tensor._version

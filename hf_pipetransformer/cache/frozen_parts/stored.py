@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,14 +16,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hf_pipetransformer.cache.chain import settings_of
 from hf_pipetransformer.cache.files import StoreDamagedError
-from hf_pipetransformer.cache.frozen_parts.contents import record_format
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
 from hf_pipetransformer.cache.frozen_parts.served import Plan, Records
 from hf_pipetransformer.cache.frozen_parts.serving import PartsRun, Price, ServingParts, Stores
 from hf_pipetransformer.cache.frozen_parts.state import is_script_free
 from hf_pipetransformer.cache.frozen_parts.unread import UnreadSamples
-from hf_pipetransformer.cache.frozen_parts.watching import Form, Found, Watch
-from hf_pipetransformer.cache.storage import stored_dtype
+from hf_pipetransformer.cache.frozen_parts.watching import Watch
 from hf_pipetransformer.data.batches import SampleBatch, batch_size
 from hf_pipetransformer.data.rng import NotedDraws, States, random_state, same_states
 from hf_pipetransformer.options.refusals import precision_of
@@ -41,7 +38,7 @@ class StoredParts:
 
     def __init__(self, run: PartsRun, stores: Stores, draws: bool = False) -> None:
         self.run, self._stores, self._draws = run, stores, draws
-        self.serving = ServingParts(run, stores)
+        self.serving = ServingParts(run)
         self._say = self.serving.say
         self._watch: Watch | None = None
         self._step: PresentStep | None = None
@@ -51,7 +48,7 @@ class StoredParts:
         self._has_told_beyond = self._has_found = False
         self._state: States | None = None
         self._hooks: tuple[RemovableHandle, ...] = ()
-        self._waiting: list[tuple[Plan, Form]] = []
+        self._waiting: list[Plan] = []
         """Parts that may be stored, until it is known how often their inputs come again."""
         self.loader_draws: NotedDraws | None = None
         self._unread: UnreadSamples | None = None
@@ -227,11 +224,15 @@ class StoredParts:
                 f"{name} is computed in every epoch, because adapters train it. It would be frozen, and computed "
                 f"once, with target_modules=r'{others}'."
             )
-        self._step = PresentStep(model, self.args.device)
-        self._step.sends_buffers, self._step.reads_at_random = self.run.sends_buffers, self._draws
-        self._step.defers = not self.args.torch_compile
-        # Trainer may make another loader in a training, to try a smaller batch.
-        self._step.keys_of_read = lambda each: None if self._unread is None else self._unread.keys_of(each)
+        self._step = PresentStep(
+            model,
+            self.args.device,
+            self.run.sends_buffers,
+            defers=not self.args.torch_compile,
+            reads_at_random=self._draws,
+            # Trainer may make another loader in a training, to try a smaller batch.
+            keys_of_read=lambda each: None if self._unread is None else self._unread.keys_of(each),
+        )
         may_evaluate = self.args.activation_cache == "on"
         self._watch = Watch(
             model, frozen, self.run.model, self._step, precision_of(self.args), may_evaluate, self.args.plan_only,
@@ -254,11 +255,11 @@ class StoredParts:
         agreed = set.intersection(*map(set, told))
         if agreed:
             found = self._agreed(watch.find(agreed))
-            self._waiting += [(each.plan, each.form) for each in found if each.form and each.why_not is None]
+            self._waiting += [plan for plan in found if plan.form is not None and plan.why_not is None]
             if self._waiting and not self._knows_passes:
-                names = ", ".join(plan.name for plan, _ in self._waiting)
+                names = ", ".join(plan.name for plan in self._waiting)
                 self._say(f"{names}: frozen. Without a length of the data set, the second pass stores what pays.")
-            self._say_why_not([each for each in found if each.why_not is not None])
+            self._say_why_not([plan for plan in found if plan.why_not is not None])
             self._has_found |= bool(found)
         # A part that no batch of an epoch has called is watched no longer.
         if watch.is_over or self.serving.present_epoch > self._first_epoch:
@@ -277,16 +278,16 @@ class StoredParts:
     def _decide_on_found(self) -> None:
         """Decide on the parts that may be stored. Collective where there are some."""
         if self._waiting and (self._knows_passes or self.args.plan_only):
-            for plan, form in self._waiting:
-                self._decide(plan, form)
+            for plan in self._waiting:
+                self._decide(plan)
             self._waiting.clear()
 
-    def _agreed(self, found: list[Found]) -> list[Found]:
+    def _agreed(self, found: list[Plan]) -> list[Plan]:
         """Return the parts that all processes have found, with what holds for the samples of all. Collective."""
-        told = self.run.topology.gather([[each.plan.name, each.why_not, each.plan.key] for each in found])
+        told = self.run.topology.gather([[plan.name, plan.why_not, plan.key] for plan in found])
         by_name = [{name: rest for name, *rest in of_rank} for of_rank in told]
-        own = {each.plan.name: each for each in found}
-        agreed: list[Found] = []
+        own = {plan.name: plan for plan in found}
+        agreed: list[Plan] = []
         # In rank 0's order on every rank, as what follows for each part is collective.
         for name in by_name[0]:
             if not all(name in of_rank for of_rank in by_name):
@@ -295,18 +296,17 @@ class StoredParts:
             why_not = next((reason for reason, _ in facts if reason is not None), None)
             if why_not is None and len({key for _, key in facts}) > 1:
                 why_not = "gives outputs that are read in other ways by other processes"
-            agreed.append(replace(own[name], why_not=why_not))
+            own[name].why_not = why_not
+            agreed.append(own[name])
         return agreed
 
-    def _say_why_not(self, found: list[Found]) -> None:
-        by_reason: dict[tuple[str, bool], list[Found]] = {}
-        for each in found:
-            by_reason.setdefault((str(each.why_not), each.has_dropout), []).append(each)
+    def _say_why_not(self, found: list[Plan]) -> None:
+        by_reason: dict[tuple[str, bool], list[Plan]] = {}
+        for plan in found:
+            by_reason.setdefault((str(plan.why_not), plan.has_dropout), []).append(plan)
         for (reason, has_dropout), those in by_reason.items():
-            more = f" and {len(those) - 1} more parts are" if len(those) > 2 else f" and {those[-1].plan.name} are"
-            text = (
-                f"{those[0].plan.name}{more if len(those) > 1 else ' is'} frozen and computed as in Trainer in every "
-            )
+            more = f" and {len(those) - 1} more parts are" if len(those) > 2 else f" and {those[-1].name} are"
+            text = f"{those[0].name}{more if len(those) > 1 else ' is'} frozen and computed as in Trainer in every "
             text += f"epoch: {'it' if len(those) == 1 else 'each'} {reason}."
             if has_dropout:
                 text += (
@@ -317,18 +317,15 @@ class StoredParts:
 
     # ---- deciding ----
 
-    def _decide(self, plan: Plan, form: Form) -> None:
+    def _decide(self, plan: Plan) -> None:
         """Store a part if that pays. Collective."""
+        form = plan.form
+        assert form is not None
         topology, settings = self.run.topology, settings_of(bare_model(self.run.model), self.args)
-        try:
-            content = record_format(form.width, stored_dtype(self.args, form.dtype))
-        except ValueError as error:
-            self._say_computed(plan.name, str(error))
-            return
 
         def priced() -> dict[str, Any] | str:
             try:
-                return vars(self._stores.price(form, self._num_samples, content, self.serving.bytes_taken))
+                return vars(self._stores.price(form, self._num_samples))
             except (OSError, ValueError, StoreDamagedError) as error:
                 return str(error)
 
@@ -344,7 +341,7 @@ class StoredParts:
             self._say_computed(plan.name, f"{price.reason}.")
         if not price.is_used or self.args.plan_only:
             return
-        store = self._stores.open(plan, content, price, settings, self.serving.bytes_taken)
+        store = self._stores.open(plan, form, price, settings)
         if isinstance(store, str):
             self._say_computed(plan.name, store)
             return
@@ -376,13 +373,11 @@ def named(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return what a model is called with, or a batch of any kind, in one dict; entries of a dict have their names."""
     found: dict[str, Any] = {}
     for place, each in enumerate(args):
-        inside = each if isinstance(each, Mapping) else {str(place): each}
-        found.update(inside)
+        found.update(each if isinstance(each, Mapping) else {str(place): each})
     for name, each in [*found.items(), *kwargs.items()]:
-        if isinstance(each, Mapping):
-            found.update((f"{name}.{key}", value) for key, value in named(each).items())
-        elif isinstance(each, (list, tuple)):
-            found.update((f"{name}.{key}", value) for key, value in named(*each).items())
+        if isinstance(each, (Mapping, list, tuple)):
+            inside = named(each) if isinstance(each, Mapping) else named(*each)
+            found.update((f"{name}.{key}", value) for key, value in inside.items())
         else:
             found[name] = each
     return found

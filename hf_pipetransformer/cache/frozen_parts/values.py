@@ -12,7 +12,7 @@ import xxhash
 from transformers.utils import ModelOutput
 
 from hf_pipetransformer.data.batches import MASK, shown_lengths
-from hf_pipetransformer.data.row_table import digests_of_rows
+from hf_pipetransformer.data.row_table import bytes_of, digests_of_rows, words_of
 
 
 if TYPE_CHECKING:
@@ -156,9 +156,9 @@ class Rows:
             if other is not None:
                 return other
             found = self.rows_of(tensor, rows) if self.has_rows(tensor) or self._is_flat(tensor) else tensor
-            dims = self._token_dims(tensor) if length is not None else ()
-            for dim in dims:
-                found = found.narrow(dim, 0, length) if length is not None else found
+            if length is not None:
+                for dim in self._token_dims(tensor):
+                    found = found.narrow(dim, 0, length)
             return found
 
         args, kwargs = rebuilt(list(self.given[0]), of_rows), rebuilt(self.given[1], of_rows)
@@ -167,6 +167,29 @@ class Rows:
     def some(self, rows: Array) -> Rows:
         """Return some of the rows, as the outputs of a call are told apart; arguments are those of all."""
         return replace(self, number=len(rows), lengths=None if self.lengths is None else self.lengths[rows])
+
+    def few(self, most: int) -> Array:
+        """Return the positions of a few rows, the shortest one among them."""
+        chosen = np.arange(min(most, self.number))
+        if self.lengths is not None and self.number:
+            chosen[-1] = max(len(chosen) - 1, int(np.argmin(self.lengths)))
+        return chosen
+
+    def copied(self, chosen: Array, instead: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None) -> Rows:
+        """Return some of the rows, with copies of their arguments for later; `instead` as in `take`."""
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            other = instead(tensor)
+            if other is not None:
+                return other
+            has_rows = self.has_rows(tensor) or self._is_flat(tensor)
+            return (self.rows_of(tensor, chosen) if has_rows else tensor.clone()).detach()
+
+        given: Any = rebuilt(self.given, copy)
+        tensors = tuple(tensors_of(given))
+        pairs = zip(self.tensors, tensors, strict=True)
+        whole = frozenset(id(new) for old, new in pairs if id(old) in self.whole)
+        return replace(self.some(chosen), given=given, tensors=tensors, whole=whole)
 
     def share_of(self, tensor: torch.Tensor) -> int:
         """Return how many of a flat call's patches have one entry in a tensor; 0 if it has one for each row."""
@@ -203,7 +226,7 @@ class Rows:
             else:
                 # The same for all rows, so its content is part of what each of them is computed from.
                 hasher.update(f"whole {tuple(tensor.shape)} {tensor.dtype}".encode())
-                hasher.update(_values(tensor).tobytes())
+                hasher.update(bytes_of(tensor).tobytes())
             # Not made from the tensor, which may be deferred and would be used by that.
             return torch.empty(0)
 
@@ -224,15 +247,17 @@ class Rows:
         """
         start = xxhash.xxh3_128(salt + self.kind(cuts_padding))
         columns = [self._parts_of_rows(each, cuts_padding, key_of) for each in tensors_of(self._read)]
-        found = np.empty((self.number, 2), np.uint64)
-        for row, parts in enumerate(zip(*columns, strict=True)):
-            # What all rows have in common is hashed once.
-            hasher = start.copy()
-            for part in parts:
-                if part is not None:
-                    hasher.update(np.ascontiguousarray(part).data)
-            found[row] = np.frombuffer(hasher.digest(), np.uint64)
-        return found
+
+        def hashers() -> Iterator[xxhash.xxh3_128]:
+            for parts in zip(*columns, strict=True):
+                # What all rows have in common is hashed once.
+                hasher = start.copy()
+                for part in parts:
+                    if part is not None:
+                        hasher.update(np.ascontiguousarray(part).data)
+                yield hasher
+
+        return words_of(hashers())
 
     def _parts_of_rows(
         self, tensor: torch.Tensor, cuts_padding: bool, key_of: Callable[[torch.Tensor, bool], Array | None]
@@ -245,10 +270,10 @@ class Rows:
             yield from known
         elif self._is_flat(tensor):
             assert self.lengths is not None
-            yield from np.split(_values(tensor), np.cumsum(self.lengths)[:-1])
+            yield from np.split(bytes_of(tensor), np.cumsum(self.lengths)[:-1])
         elif dims:
             assert self.lengths is not None
-            values, has_rows = _values(tensor), self.has_rows(tensor)
+            values, has_rows = bytes_of(tensor), self.has_rows(tensor)
             for row, length in enumerate(self.lengths.tolist()):
                 part = values[row if has_rows else 0]
                 yield part[(*[slice(None)] * (dims[0] - 1), *[slice(length)] * len(dims))]
@@ -279,12 +304,6 @@ def lengths_of_mask(mask: torch.Tensor) -> Array:
     return np.maximum(shown_lengths(mask), 1)
 
 
-def _values(tensor: torch.Tensor) -> Array:
-    """Return a tensor on the host, as whole numbers of the same bits where numpy has no such kind of number."""
-    host = tensor.detach().cpu().contiguous()
-    if host.dtype in (torch.bfloat16, torch.float16):
-        host = host.view(torch.int16)
-    elif host.dtype.itemsize == 1 and host.dtype not in (torch.bool, torch.int8):
-        host = host.view(torch.uint8)
-    found: Array = host.numpy()
-    return found
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a tensor's version, which tells of writes into it; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version

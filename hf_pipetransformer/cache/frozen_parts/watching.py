@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,21 @@ from torch import nn
 from transformers import set_seed
 
 from hf_pipetransformer.cache.chain import OTHER_BATCH_TOLERANCE, SAME_BATCH_TOLERANCE, any_differs, differs
-from hf_pipetransformer.cache.frozen_parts.call import NUM_TRIED, Deferred, Modes, PartCall, Template, undeferred
+from hf_pipetransformer.cache.frozen_parts.call import (
+    NUM_TRIED,
+    Deferred,
+    Modes,
+    PartCall,
+    Template,
+    undeferred,
+    version_of_given,
+)
 from hf_pipetransformer.cache.frozen_parts.contents import Pick, Reading
-from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, memory_of, passed_on
-from hf_pipetransformer.cache.frozen_parts.served import Plan
+from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, memory_of, passed_on, standing
+from hf_pipetransformer.cache.frozen_parts.served import Form, Plan
 from hf_pipetransformer.cache.frozen_parts.state import is_script_free
 from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each, tensors_of
-from hf_pipetransformer.data.effects import buffers_kept, effects_of
+from hf_pipetransformer.data.effects import buffers_kept, effects_of, modes_kept
 from hf_pipetransformer.data.rng import generators_kept, random_state, same_states
 
 
@@ -62,67 +70,13 @@ class Watched:
     is_random: bool = False
     computes_from_stored: bool = False
     step: int = 0
-    steps: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds and rows of earlier steps."""
+    has_come_before: bool = False
+    """True if it was called in an earlier step, too."""
 
     @property
     def is_timed(self) -> bool:
         """True if it was timed while nothing was done for the first time."""
-        return self.call is None or bool(self.steps) or not self.part.state.is_of_script
-
-
-@dataclass(frozen=True)
-class Form:
-    """Form of the records of a part, and what computing them costs.
-
-    Args:
-        rows: some rows of a call.
-        length: tokens of their records, or values of records without tokens.
-        width: values of a token.
-        seconds: of a row of its forward and of those that it computes from.
-        num_rows: in a forward of the batch.
-    """
-
-    rows: Rows
-    length: int
-    width: int
-    dtype: torch.dtype
-    seconds: float
-    num_rows: int
-
-    @classmethod
-    def of(cls, reading: Reading, call: PartCall, seconds: float, num_rows: int) -> Form:
-        likes = [call.template.likes[pick.number] for pick in reading.picks]
-        dtype = next((each.dtype for each in likes if each.is_floating_point()), torch.float32)
-        return cls(call.rows, reading.num_tokens(call), reading.width(call), dtype, seconds, num_rows)
-
-
-@dataclass(frozen=True)
-class Found:
-    """A part that was looked at.
-
-    Args:
-        form: of its records; None if nothing is to be stored.
-        share: of a forward.
-        why_not: why nothing is.
-        has_dropout: True if random numbers or statistics of the batch alone keep it from being stored.
-    """
-
-    plan: Plan
-    form: Form | None
-    share: float
-    why_not: str | None = None
-    has_dropout: bool = False
-
-
-@dataclass
-class RootCall:
-    """A few rows of what the model itself was called with, and the seconds that its forwards took in a step."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    rows: np.ndarray | None = None
-    seconds: float = 0.0
+        return self.call is None or self.has_come_before or not self.part.state.is_of_script
 
 
 def _known_name(model: nn.Module, path: str) -> str:
@@ -162,8 +116,9 @@ class Watch:
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
         self._outputs: set[int] = set()
         self._number = 0
-        self._root = RootCall()
-        self._warm_seconds = self._root_began = 0.0
+        self._root: Rows | None = None
+        """A few rows of what the model itself was called with."""
+        self._root_seconds = self._warm_seconds = self._root_began = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -174,7 +129,7 @@ class Watch:
         """Watch the calls of one more step."""
         self._outputs.clear()
         self._number += 1
-        self._root.seconds = 0.0
+        self._root_seconds = 0.0
 
     def enter_root(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note that the model itself is called."""
@@ -184,37 +139,26 @@ class Watch:
 
     def leave_root(self) -> None:
         """Note that a call of the model itself is over."""
-        self._root.seconds += _now() - self._root_began
+        self._root_seconds += _now() - self._root_began
 
     def end_step(self) -> None:
         """Look at what was done in the step to the tensors that parts were called with."""
         for name, known, version in self._inputs:
-            tensor = known()
+            tensor, seen = known(), self._seen.get(name)
             # What no record has could not be computed from inputs of before.
-            if tensor is not None and _version(tensor) != version and (seen := self._seen.get(name)) is not None:
+            if tensor is not None and version_of_given(tensor) != version and seen is not None:
                 seen.why_not = seen.why_not or "is given tensors that are written into later in the step"
         self._inputs.clear()
 
     def _note_root(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._root.rows is not None:
+        if self._root is not None:
             return
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()]
-        number = tensors[0].shape[0] if tensors else 0
-        lengths = next((found for each in tensors if (found := self.step._lengths_of(each)) is not None), None)
-        if not number or lengths is None or len(lengths) != number:
-            return
-        chosen = np.arange(min(NUM_TRIED, number))
-        chosen[-1] = max(len(chosen) - 1, int(np.argmin(lengths)))
-        index = torch.from_numpy(chosen)
-
-        def rows(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                has_rows = value.dim() > 0 and value.shape[0] == number
-                return value.detach()[index.to(value.device)].clone() if has_rows else value.detach().clone()
-            return value
-
-        self._root.args, self._root.rows = tuple(map(rows, args)), chosen
-        self._root.kwargs = {name: rows(each) for name, each in kwargs.items()}
+        rows = self.step.rows(args, kwargs)
+        # Those of its texts, whatever comes first.
+        lengths = next((found for each in rows.tensors if (found := self.step.lengths_of(each)) is not None), None)
+        if rows.number and lengths is not None and len(lengths) == rows.number:
+            rows = replace(rows, lengths=lengths)
+            self._root = rows.copied(rows.few(NUM_TRIED))
 
     def watched(self, part: FrozenPart, args: Any, kwargs: Any) -> Any:
         """Run a part's own forward, and note what it shows. Gives its outputs, whose use is noted in turn."""
@@ -232,8 +176,8 @@ class Watch:
             self._seen.setdefault(part.name, Watched(part, None, 0.0, 0))
             return part.compute(plain_args, plain_kwargs)
         state, device = part.state.digest, self.step.device
-        versions = [_version(each) for each in tensors]
-        buffers = [(id(each), _version(each)) for each in part.module.buffers()]
+        versions = [version_of_given(each) for each in tensors]
+        buffers = [(id(each), version_of_given(each)) for each in part.module.buffers()]
         drawn = random_state(device)
         is_own = all(map(self.step.is_known, tensors))
         start = _now()
@@ -242,9 +186,9 @@ class Watch:
         seconds = _now() - start
         draws = not same_states(random_state(device), drawn)
         why_not = None
-        if [_version(each) for each in tensors] != versions:
+        if [version_of_given(each) for each in tensors] != versions:
             why_not = "writes into its inputs"
-        elif [(id(each), _version(each)) for each in part.module.buffers()] != buffers:
+        elif [(id(each), version_of_given(each)) for each in part.module.buffers()] != buffers:
             why_not = STATISTICS
         elif part.state.digest != state:
             why_not = "changes its own attributes"
@@ -253,8 +197,7 @@ class Watch:
         seen = self._seen.get(part.name)
         if seen is not None:
             if seen.step != self._number:
-                seen.steps.append((seen.seconds, seen.rows))
-                seen.step, seen.seconds, seen.rows = self._number, 0.0, 0
+                seen.step, seen.seconds, seen.rows, seen.has_come_before = self._number, 0.0, 0, True
             seen.seconds, seen.why_not = seen.seconds + seconds, seen.why_not or why_not
         call, given = None, output
         try:
@@ -285,7 +228,7 @@ class Watch:
             )
         if call is not None:
             # No tensor of the step is kept alive for it.
-            self._inputs += [(part.name, weakref.ref(each), _version(each)) for each in tensors]
+            self._inputs += [(part.name, weakref.ref(each), version_of_given(each)) for each in tensors]
             self._outputs |= set(map(memory_of, leaves))
         # The time of the notes is none of the model's.
         self._root_began += _now() - entered - seconds
@@ -293,7 +236,7 @@ class Watch:
 
     # ---- finding ----
 
-    def find(self, agreed: set[str]) -> list[Found]:
+    def find(self, agreed: set[str]) -> list[Plan]:
         """Return what is known of parts that were called, and watch those no longer; tries them on a few rows.
 
         Args:
@@ -303,8 +246,8 @@ class Watch:
         self.parts = [each for each in self.parts if each.name not in seen]
         for each in seen.values():
             each.part.watch = None
-        total = max(self._root.seconds, sum(each.seconds for each in seen.values()), 1e-9)
-        taken, found = set[str](), list[Found]()
+        total = max(self._root_seconds, sum(each.seconds for each in seen.values()), 1e-9)
+        taken, found = set[str](), list[Plan]()
         with ExitStack() as stack:
             for each in seen.values():
                 stack.enter_context(each.part.standing_in())
@@ -322,9 +265,10 @@ class Watch:
             for each in seen.values():
                 # Of calls whose rows cannot be told apart there is no chain.
                 if each.call is None and each.why_not is not None and each.seconds >= WORTH * total:
-                    found.append(Found(Plan([each.part], Reading(())), None, each.seconds / total, each.why_not))
+                    share = each.seconds / total
+                    found.append(Plan([each.part], Reading(()), share=share, why_not=each.why_not))
         self._seen = {name: each for name, each in self._seen.items() if name not in seen}
-        self._root = RootCall()
+        self._root = None
         return found
 
     @property
@@ -345,25 +289,24 @@ class Watch:
                 found.append((each, each.call))
         return found
 
-    def _looked_at(self, one: Watched, call: PartCall, chain: Sequence[Watched], time: tuple[float, float]) -> Found:
+    def _looked_at(self, one: Watched, call: PartCall, chain: Sequence[Watched], time: tuple[float, float]) -> Plan:
         (seconds, share), parts = time, [each.part for each in chain]
         is_of_script = any(part.state.is_of_script for part in parts)
         is_random = self.step.reads_at_random or any(each.is_random for each in chain)
-        plan = Plan(parts, Reading(()), is_of_script, notes_first=is_random)
-        has_dropout = False
+        plan = Plan(parts, Reading(()), is_of_script, notes_first=is_random, share=share)
         try:
-            why_not, has_dropout = self._why_not_called_again(chain, is_of_script)
-            why_not = why_not or self._tried(plan, call)
+            plan.why_not, plan.has_dropout = self._why_not_called_again(chain, is_of_script)
+            plan.why_not = plan.why_not or self._tried(plan, call)
         except NotStorableError as error:
-            why_not = str(error)
+            plan.why_not = str(error)
         # Code of others on a few rows: whatever it raises, Trainer's own step may go well.
         except Exception as error:
-            why_not = f"raises {type(error).__name__} on some of its rows: {error}"
-        if why_not is not None:
-            return Found(plan, None, share, why_not, has_dropout)
-        rows = max(1, one.rows)
-        per_row = seconds / rows if is_of_script else min(seconds / rows, self._warm_seconds)
-        return Found(plan, Form.of(plan.reading, call, per_row, rows), share)
+            plan.why_not = f"raises {type(error).__name__} on some of its rows: {error}"
+        if plan.why_not is None:
+            rows = max(1, one.rows)
+            per_row = seconds / rows if is_of_script else min(seconds / rows, self._warm_seconds)
+            plan.form = Form.of(plan.reading, call, per_row, rows)
+        return plan
 
     def _why_not_called_again(self, chain: Sequence[Watched], is_of_script: bool) -> tuple[str | None, bool]:
         """Return why the calls of a chain may not be stored, and True if evaluation mode would change that."""
@@ -395,7 +338,7 @@ class Watch:
         if call is None:
             return DROPOUT
         tolerance = SAME_BATCH_TOLERANCE[self._precision]
-        args, kwargs = call.rows.take(np.arange(call.rows.number), None, self._inputs_of(call))
+        args, kwargs = call.arguments(np.arange(call.rows.number))
         with call.modes.entered(has_gradients=False):
             found = effects_of(
                 lambda: _tensors_in(part.compute(args, kwargs)),
@@ -404,17 +347,6 @@ class Watch:
             )
         part.draws = found.num_draws > 0
         return found.why_not_repeatable
-
-    def _inputs_of(self, call: PartCall) -> Any:
-        everything, known = np.arange(call.rows.number), dict[int, list[torch.Tensor]]()
-
-        def replaced(tensor: torch.Tensor) -> torch.Tensor | None:
-            if type(tensor) is not Deferred:
-                return None
-            found: torch.Tensor = tensor.call.output_of(tensor.number, everything, None, known)
-            return found
-
-        return replaced
 
     def _tried(self, plan: Plan, call: PartCall) -> str | None:
         """Find what a record has to hold; return why not, if a row's outputs are not the same in other company."""
@@ -496,12 +428,12 @@ class Watch:
         The model itself is run on a few rows, if all of it is of installed packages.
         """
         root, lengths = self._root, call.rows.lengths
-        if root.rows is None or lengths is None or not is_script_free(self.root):
+        if root is None or lengths is None or not is_script_free(self.root):
             return None
         part, levels = plan.part, list[str | None]()
 
         def run(fills: bool) -> tuple[torch.Tensor | None, list[torch.Tensor], bool]:
-            def standing(*args: Any, **kwargs: Any) -> Any:
+            def zeros_behind(*args: Any, **kwargs: Any) -> Any:
                 output = part.compute(args, kwargs)
                 for pick in picks if fills else ():
                     leaf = tensors_of(output)[pick.number]
@@ -510,8 +442,8 @@ class Watch:
                 return output
 
             set_seed(1)
-            with torch.no_grad(), call.modes.entered(has_gradients=False), _forward(part, standing):
-                output = self.root(*root.args, **root.kwargs)
+            with torch.no_grad(), call.modes.entered(has_gradients=False), standing(part.module, zeros_behind):
+                output = self.root(*root.given[0], **root.given[1])
             loss = output.get("loss") if isinstance(output, Mapping) else None
             leaves, is_all = list[torch.Tensor](), True
             for value in output.values() if isinstance(output, Mapping) else [output]:
@@ -522,7 +454,8 @@ class Watch:
             return loss, leaves, is_all
 
         training = [module for module in self.model.modules() if module.training]
-        try:
+        # A model may be unable to compute a loss in evaluation mode, say.
+        with modes_kept(training), suppress(Exception):
             for trains in (True, False):
                 for module in training:
                     module.training = trains
@@ -536,24 +469,8 @@ class Watch:
                     levels.append("loss")
                 else:
                     return None
-        # A model may be unable to compute a loss in evaluation mode, say.
-        except Exception:
-            return None
-        finally:
-            for module in training:
-                module.training = True
-        return "outputs" if set(levels) == {"outputs"} else "loss"
-
-
-@contextmanager
-def _forward(part: FrozenPart, forward: Any) -> Iterator[None]:
-    own = vars(part.module)
-    before = own["forward"]
-    own["forward"] = forward
-    try:
-        yield
-    finally:
-        own["forward"] = before
+            return "outputs" if set(levels) == {"outputs"} else "loss"
+        return None
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
@@ -570,10 +487,6 @@ def _is_trained(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if type(tensor) is Deferred or tensor.is_inference() else tensor._version
-
-
 def _now() -> float:
     """Return the time in seconds, of the device's work too."""
     if torch.cuda.is_initialized():
@@ -584,6 +497,6 @@ def _now() -> float:
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a value, none if it holds objects of another kind."""
     try:
-        return tensors_of(list(value) if type(value) is tuple else value)
+        return tensors_of(value)
     except NotStorableError:
         return []

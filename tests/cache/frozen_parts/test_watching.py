@@ -21,7 +21,7 @@ from hf_pipetransformer.cache.frozen_parts.call import Deferred
 from hf_pipetransformer.cache.frozen_parts.contents import Pick
 from hf_pipetransformer.cache.frozen_parts.part import PresentStep
 from hf_pipetransformer.cache.frozen_parts.state import ModuleState, _code_text
-from hf_pipetransformer.cache.frozen_parts.watching import Found, Watch
+from hf_pipetransformer.cache.frozen_parts.watching import Plan, Watch
 from hf_pipetransformer.splitters.base import maximal_frozen
 
 
@@ -95,7 +95,7 @@ def watch_of(
     return watch, loss
 
 
-def found_in(model: nn.Module, may_evaluate: bool = False, length: int = 5, number: int = 3) -> list[Found]:
+def found_in(model: nn.Module, may_evaluate: bool = False, length: int = 5, number: int = 3) -> list[Plan]:
     watch, _ = watch_of(model, may_evaluate, length, number)
     found = watch.find(set(watch.called))
     assert all("forward" not in vars(each) for each in model.modules())
@@ -149,8 +149,8 @@ def test_modules_that_have_numbers_alone_are_told_by_their_classes() -> None:
 )
 def test_a_record_has_what_is_read(read: Callable[[Any], torch.Tensor], picks: tuple[Pick, ...]) -> None:
     (found,) = found_in(Model(Tower(), read))
-    assert found.why_not is None and found.form is not None and found.plan.name == "tower" and found.form.num_rows == 3
-    assert found.plan.reading.picks == picks
+    assert found.why_not is None and found.form is not None and found.name == "tower" and found.form.num_rows == 3
+    assert found.reading.picks == picks
 
 
 def test_a_watched_step_computes_what_it_would_compute() -> None:
@@ -198,7 +198,7 @@ def test_draws_without_effect_can_be_made_up_for(change: Callable[[torch.Tensor]
     if draws is None:
         assert found.why_not == "draws random numbers (dropout)"
     else:
-        assert found.why_not is None and found.plan.part.draws is draws
+        assert found.why_not is None and found.part.draws is draws
 
 
 class Leaves(Tower):
@@ -254,12 +254,12 @@ def test_padding_is_cut_only_where_some_was_seen_and_nobody_reads_it(length: int
     mean = found_in(Texts(OfTokens(lambda hidden: hidden), lambda both: (both[0][0] + 1).mean(1)), length=length)
     for (found,), reads_padding in ((masked, False), (mean, False)):
         assert found.why_not is None
-        assert found.plan.reading.is_by_token == (length == 4 and not reads_padding)
+        assert found.reading.is_by_token == (length == 4 and not reads_padding)
 
 
 def test_what_is_pooled_is_stored_whatever_the_padding() -> None:
     (found,) = found_in(Texts(OfTokens(), lambda both: both[0][1]), length=4)
-    assert not found.plan.reading.is_by_token and found.plan.part.cuts_padding
+    assert not found.reading.is_by_token and found.part.cuts_padding
 
 
 def test_a_part_that_depends_on_the_padded_length_is_said() -> None:
@@ -283,7 +283,7 @@ def test_inputs_that_are_handed_on_are_not_stored() -> None:
             return {"loss": (self.head(features["hidden"].mean(1)) * features["weights"][:, None]).mean()}
 
     (found,) = found_in(Reads(Features(), pooled))
-    assert found.why_not is None and found.plan.reading.picks == (Pick(2),)
+    assert found.why_not is None and found.reading.picks == (Pick(2),)
 
 
 def test_a_call_without_rows_says_so() -> None:
@@ -309,7 +309,7 @@ def test_dropout_may_be_left_out_where_asked() -> None:
     assert found.has_dropout and found.why_not == "draws random numbers (dropout)"
     model = Model(Drops(), pooled)
     (found,) = found_in(model, may_evaluate=True)
-    assert found.why_not is None and found.plan.part.in_evaluation
+    assert found.why_not is None and found.part.in_evaluation
     assert model.tower.drop.training
 
 
@@ -331,7 +331,7 @@ class InnerModel(Model):
 def test_without_gradients_only_samples_are_known_to_come_again(given: str) -> None:
     found = found_in(InnerModel(given))
     assert len(found) == (given != "trained")
-    assert all(each.plan.notes_first == (given == "made") for each in found)
+    assert all(each.notes_first == (given == "made") for each in found)
 
 
 def test_a_part_that_computes_with_what_is_trained_elsewhere_is_found() -> None:
@@ -390,8 +390,8 @@ def test_frozen_modules_that_follow_each_other_are_one_part() -> None:
             return {"loss": (self.head(self.connector(hidden)) + (hidden.mean() if self.shows else 0)).mean()}
 
     (found,) = found_in(Connected())
-    assert found.why_not is None and found.plan.name == "tower with connector"
-    assert [each.plan.name for each in found_in(Connected(shows=True))] == ["tower", "tower with connector"]
+    assert found.why_not is None and found.name == "tower with connector"
+    assert [each.name for each in found_in(Connected(shows=True))] == ["tower", "tower with connector"]
 
 
 @pytest.fixture

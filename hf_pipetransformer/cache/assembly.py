@@ -17,7 +17,7 @@ from hf_pipetransformer.data.batches import fill_value, pad_batch, real_lengths,
 
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.inputs import InputReport
-    from hf_pipetransformer.cache.records import Records
+    from hf_pipetransformer.cache.records import StoredRecords
 
 
 Indices = npt.NDArray[np.int64]
@@ -138,7 +138,7 @@ class BatchAssembler:
         return max(read, expected, *(source.padded_length(int(length)) for length in known))
 
     def joined(
-        self, hit: Any, records: Records | None, length: int
+        self, hit: Any, records: StoredRecords | None, length: int
     ) -> tuple[dict[str, torch.Tensor], Any, torch.Tensor | None]:
         """Return the inputs of the whole batch, padded, the digests of those that were read, and stored activations.
 
@@ -167,14 +167,3 @@ def _spread(pieces: list[tuple[Any, torch.Tensor]]) -> torch.Tensor:
     for where, piece in pieces:
         whole[torch.from_numpy(np.flatnonzero(where))] = piece
     return whole
-
-
-def positions_of(read: list[int], samples: list[int]) -> npt.NDArray[np.bool_]:
-    """Return a bool mask over `samples`, True for those in the subsequence `read`; samples can occur twice."""
-    where = np.zeros(len(samples), dtype=bool)
-    position = 0
-    for i, sample in enumerate(samples):
-        if position < len(read) and read[position] == sample:
-            where[i] = True
-            position += 1
-    return where
