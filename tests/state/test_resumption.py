@@ -164,9 +164,7 @@ def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pyt
     shapes = {0: (4, 1), 5: (2, 2)}
     layouts = {step: plan_layout([1.0] * 10, range(11), "1f1b", *shape, 1, 1, 3, 2) for step, shape in shapes.items()}
     monkeypatch.setattr(resumption, "read_layouts", lambda _: dict(layouts))
-    args: Any = SimpleNamespace(
-        layout_plan="plan", pipeline_schedule="1f1b", schedule="1f1b", replaces_schedule=False
-    )
+    args: Any = SimpleNamespace(layout_plan="plan", pipeline_schedule="1f1b", schedule="1f1b", replaces_schedule=False)
     structure: Any = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
 
     def replayed(local: int, allowed: list[int]) -> Any:
@@ -182,9 +180,7 @@ def test_a_plan_is_replayed_where_the_nodes_allow_its_pipelines(monkeypatch: pyt
 
 def test_a_plan_is_replayed_under_a_loss_of_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has replaced the schedule that the script asked for."""
-    args: Any = SimpleNamespace(
-        layout_plan="plan", pipeline_schedule="1f1b", schedule="gpipe", replaces_schedule=True
-    )
+    args: Any = SimpleNamespace(layout_plan="plan", pipeline_schedule="1f1b", schedule="gpipe", replaces_schedule=True)
     nodes: Any = {"local_world_size": 2, "pipeline_sizes": [1, 2], "world_size": 2}
     topology: Any = SimpleNamespace(gather=lambda value: [value], **nodes)
     structure: Any = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11))
