@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerControl, TrainerState
 
-from hf_pipetransformer.comm.topology import ReplicaPeers, check_agreement, get_topology
+from hf_pipetransformer.comm.topology import Peers, ReplicaPeers, check_agreement, get_topology
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import comparable

@@ -229,7 +229,7 @@ def test_slices_are_a_number_lengths_or_planned(given: Any, expected: Any, tmp_p
         ({"pipeline_token_slices": "0"}, "pipeline_token_slices must be 'auto' or a number of slices"),
         ({"pipeline_token_slices": "4,x"}, "pipeline_token_slices"),
         ({"pipeline_token_slices": 4, "pipeline_schedule": "1f1b"}, "needs pipeline_schedule='token', found '1f1b'"),
-        ({"torch_compile": True}, "torch_compile with pipeline_schedule='token'"),
+        ({"torch_compile": True}, "torch_compile=True with pipeline_schedule='token'"),
         ({"activation_cache": "on"}, "activation_cache='on' with pipeline_schedule='token'"),
     ],
 )
