@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -65,41 +65,40 @@ class Child:
         return perf_counter()
 
 
-@contextmanager
-def _children(
-    module: nn.Sequential, sample: Any, device: Device | None = None, unpack: bool | None = None
-) -> Iterator[Iterator[Child]]:
-    """Yield copies of the children, in training mode, with the inputs that reach each when the model runs on `sample`.
+def _measured(
+    measure: Callable[[Child], float],
+    module: nn.Sequential,
+    sample: Any,
+    device: Device | None = None,
+    unpack: bool | None = None,
+) -> list[float]:
+    """Measure copies of the children, in training mode, with the inputs that reach them when `sample` runs through all.
 
-    Gradients are enabled inside; the RNG state is restored on exit.
+    Gradients are enabled; the RNG state is restored.
     """
-    if device is None:
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    with torch.random.fork_rng([place] if place.type == "cuda" else []), torch.enable_grad():
-        yield _each_child(module, sample, place, unpack)
+    place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
 
-
-def _each_child(module: nn.Sequential, sample: Any, device: torch.device, unpack: bool | None) -> Iterator[Child]:
     # Every child starts a new graph: its backward must not run into the children before it.
     def cut_off(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+        return tensor.detach().to(place).requires_grad_(tensor.requires_grad)
 
-    value, skips = sample, dict[Key, Tensor | None]()
-    for child in module:
-        here = copy.deepcopy(child).to(device).train()
-        value = tree_map_only(Tensor, cut_off, value)
-        several = isinstance(value, (tuple, list)) and (_takes(here, value) if unpack is None else unpack)
-        popped = {key for inner in here.modules() if isinstance(inner, Skippable) for key in inner.poppable()}
-        received = {key: skips.pop(key) for key in popped & skips.keys()}
-        measured = Child(here, device, tuple(value) if several else (value,), received)
-        yield measured
-        # One more run after the measured ones: the next child gets outputs of unchanged inputs.
-        value, stashed = measured.run(*measured.copied_inputs())
-        skips.update(tree_map_only(Tensor, cut_off, stashed))
+    value, skips, found = sample, dict[Key, Tensor | None](), []
+    with torch.random.fork_rng([place] if place.type == "cuda" else []), torch.enable_grad():
+        for child in module:
+            here = copy.deepcopy(child).to(place).train()
+            value = tree_map_only(Tensor, cut_off, value)
+            several = isinstance(value, (tuple, list)) and (_takes(here, value) if unpack is None else unpack)
+            popped = {key for inner in here.modules() if isinstance(inner, Skippable) for key in inner.poppable()}
+            received = {key: skips.pop(key) for key in popped & skips.keys()}
+            alone = Child(here, place, tuple(value) if several else (value,), received)
+            found.append(measure(alone))
+            # One more run after the measured ones: the next child gets outputs of unchanged inputs.
+            value, stashed = alone.run(*alone.copied_inputs())
+            skips.update(tree_map_only(Tensor, cut_off, stashed))
+    return found
 
 
-def _seconds(child: Child, share: float) -> float:
+def _seconds(share: float, child: Child) -> float:
     """Return the median time of the runs in `share` seconds, at least two; the first one is a warm-up."""
     seconds: list[float] = []
     while len(seconds) < 2 or sum(seconds) < share:
@@ -202,8 +201,8 @@ def balance_by_time(
                 "module.zero_grad(set_to_none=True) before."
             )
     # The sample is one micro-batch already: this only unwraps NoChunk.
-    with _children(module, _first_micro_batch(sample, 1), **measuring) as children:
-        return _cut(partitions, [_seconds(child, timeout / len(module)) for child in children])
+    measure = partial(_seconds, timeout / len(module))
+    return _cut(partitions, _measured(measure, module, _first_micro_batch(sample, 1), **measuring))
 
 
 def balance_by_size(
@@ -246,11 +245,11 @@ def bytes_of_children(
     module: nn.Sequential, sample: Any, param_scale: float, **measuring: Unpack[Measuring]
 ) -> list[float]:
     """Measure the bytes of each child: output, tensors saved for backward, `param_scale` times its parameters."""
-    with _children(module, sample, **measuring) as children:
-        return [
-            _activation_bytes(child) + param_scale * sum(parameter.nbytes for parameter in child.module.parameters())
-            for child in children
-        ]
+
+    def measure(child: Child) -> float:
+        return _activation_bytes(child) + param_scale * sum(each.nbytes for each in child.module.parameters())
+
+    return _measured(measure, module, sample, **measuring)
 
 
 def _check(partitions: int, module: nn.Sequential) -> None:

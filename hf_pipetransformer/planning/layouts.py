@@ -47,9 +47,6 @@ class PlanRules:
         work: operations per sample of each block's forward, which decide the boundaries instead of measured times;
             empty where boundaries do not affect results.
         is_timeless: True if `work` decides K too.
-
-    Raises:
-        ValueError: unknown compression, or `is_timeless` without `work`.
     """
 
     compression: str
@@ -67,12 +64,6 @@ class PlanRules:
     memory: MemoryRules = MemoryRules()
     work: tuple[float, ...] = ()
     is_timeless: bool = False
-
-    def __post_init__(self) -> None:
-        if self.is_timeless and not self.work:
-            raise ValueError("K is to follow the work of the blocks: expected `work`, found none.")
-        if self.compression not in ("memory", "throughput"):
-            raise ValueError(f"Unknown compression {self.compression!r}: expected 'memory' or 'throughput'.")
 
 
 @dataclass(frozen=True)
@@ -99,11 +90,7 @@ class Choice:
 
 
 def stage_boundaries(block_costs: Sequence[float], cut_positions: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Return boundaries of stages of even cost, at allowed cut positions only.
-
-    Raises:
-        ValueError: more stages than pieces between allowed cuts.
-    """
+    """Return boundaries of stages of even cost, at allowed cut positions only."""
     pieces = [sum(block_costs[a:b]) for a, b in zip(cut_positions, cut_positions[1:], strict=False)]
     return tuple(cut_positions[index] for index in partition(pieces, num_stages))
 

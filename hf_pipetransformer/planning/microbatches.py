@@ -124,17 +124,9 @@ class MicrobatchTrial:
 
     Times count per token, since batches differ in length. The first step of each M is a warm-up and dropped. Of the
     others the fastest counts, because disturbances only make a step slower.
-
-    Raises:
-        ValueError: nothing to try, or no step besides the warm-up.
     """
 
     def __init__(self, candidates: Sequence[int], steps_each: int = 3) -> None:
-        if not candidates or steps_each < 2:
-            raise ValueError(
-                "A trial needs at least one number of micro-batches and two steps for each (the first is a warm-up), "
-                f"found {list(candidates)} and {steps_each}."
-            )
         self._steps = [count for count in candidates for _ in range(steps_each)]
         self._steps_each = steps_each
         self._position = 0

@@ -149,12 +149,7 @@ def choose_by_throughput(candidates: Sequence[Choice]) -> Choice:
     """Return the fitting candidate with the least cost; among equals (`TIE`) the shortest pipeline.
 
     If none fits, return the longest pipeline, which needs the least memory.
-
-    Raises:
-        ValueError: no candidates.
     """
-    if not candidates:
-        raise ValueError("There is no layout to choose from: expected at least one candidate.")
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         return max(candidates, key=lambda candidate: candidate.layout.pipeline_size)

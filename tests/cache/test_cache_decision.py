@@ -108,21 +108,6 @@ def test_on_caches_wherever_rows_are_read_again():
     assert not decided(slow, 0, (0, 0.0), 3.0, "on").use
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"mode": "maybe"}, "The mode of the cache is 'maybe'"),
-        ({"num_frozen": 5}, "expected 0 to 4, the prefixes that were measured"),
-        ({"share": 1.5}, "stored_share is 1.5: expected a share from 0 to 1"),
-        ({"fits_share": -0.1}, "fits_share is -0.1"),
-    ],
-)
-def test_impossible_values_are_refused(changes, text):
-    asked = {"num_frozen": 2, **changes}
-    with pytest.raises(ValueError, match=text):
-        decide_cache(num_frozen=asked.pop("num_frozen"), storing=replace(COSTS, **asked), epochs_left=2.0)
-
-
 # ---- laws ----
 
 seconds = st.floats(0, 10)
