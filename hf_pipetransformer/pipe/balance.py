@@ -72,7 +72,7 @@ def _measured(
     device: Device | None = None,
     unpack: bool | None = None,
 ) -> list[float]:
-    """Measure copies of the children, in training mode, with the inputs that reach them when `sample` runs through all.
+    """Measure copies of the children, in training mode, each with what reaches it when the model runs on `sample`.
 
     Gradients are enabled; the RNG state is restored.
     """

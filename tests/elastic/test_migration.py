@@ -236,11 +236,11 @@ def content(bundle: Bundle, with_state: bool) -> dict[str, Any]:
     return {"parameters": {"large": large, **small}, "buffers": empty, "state": state if with_state else {}}
 
 
-@pytest.mark.parametrize("are_small_ones_packed", [False, True], ids=["as on the CPU", "as on a device"])
+@pytest.mark.parametrize("are_all_beside", [False, True], ids=["as on the CPU", "as on a device"])
 @settings(max_examples=8)
 @given(transitions())
 def test_what_moves_arrives_bit_by_bit_and_is_collected_once(
-    are_small_ones_packed: bool, transition: tuple[list[Bundle], Layout, Layout]
+    are_all_beside: bool, transition: tuple[list[Bundle], Layout, Layout]
 ) -> None:
     bundles, old, new = transition
     moves, world_size = plan_moves(bundles, old, new), old.num_stages * old.num_replicas
@@ -249,7 +249,7 @@ def test_what_moves_arrives_bit_by_bit_and_is_collected_once(
     taken: dict[int, list[tuple[list[Bundle], int]]] = defaultdict(list)
 
     def run(rank: int) -> None:
-        topology = SimpleNamespace(rank=rank, control=rank, timeout=10)
+        topology = SimpleNamespace(rank=rank, control=rank, timeout=10, gather=partial(wires.gather, rank))
         expected = [move for move in moves if move.destination == rank]
 
         def collect(own: Sequence[Move]) -> list[dict[str, Any]]:
@@ -273,8 +273,8 @@ def test_what_moves_arrives_bit_by_bit_and_is_collected_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "ROUND_BYTES", 3 * migration.LARGE_BYTES)
         patch.setattr(migration, "carry", wires.carry)
-        patch.setattr(migration.dist, "all_reduce", wires.sum)
-        patch.setattr(migration, "_travels_in_description", lambda tensor: not are_small_ones_packed)
+        if are_all_beside:
+            patch.setattr(migration, "_travels_beside", lambda tensor: True)
         together([partial(run, rank) for rank in range(world_size)])
     assert len(collected) == len(set(collected)), "one copy, whatever the number of destinations"
     assert set(num_bytes.values()) == {num_bytes[0]} and bool(num_bytes[0]) == bool(moves)
