@@ -71,7 +71,7 @@ def current_exchange() -> SkipExchange:
 
 def exchanging(exchange: SkipExchange) -> AbstractContextManager[SkipExchange]:
     """Make modules that run inside stash to `exchange` and pop from it."""
-    return setting(_CURRENT, exchange)
+    return setting(_CURRENT, exchange)  # type: ignore[arg-type]
 
 
 Module = TypeVar("Module", bound=nn.Module)
