@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hf_pipetransformer.cache.pricing import CachePlanner
 from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
-from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.layouts import Choice, PlanInputs, PlanRules
 from hf_pipetransformer.planning.search import search
@@ -27,6 +26,7 @@ from hf_pipetransformer.planning.storing import (
     ways_of_storing,
 )
 from hf_pipetransformer.schedules.layout import Layout
+from tests.support.costs import block_costs
 
 
 # Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.
@@ -256,7 +256,7 @@ def test_records_of_layers_that_unfreeze_are_not_read_again():
 def searched(planner: CachePlanner, forward: float, above: float, steps: int = 40) -> Choice:
     """What a run with its one layer frozen decides: `forward` for the layer, `above` for everything over it."""
     nothing = (0.0,) * 4
-    blocks = BlockCosts((0.0, forward, 0.0, above), nothing, nothing, (1,) * 4, activation_bytes=nothing)
+    blocks = block_costs((0.0, forward, 0.0, above), nothing, nothing, (1,) * 4, activation_bytes=nothing)
     layout, rules = Layout(1, 0, 1, 1, (0, 4), 1, "1f1b"), PlanRules("throughput", tuple(range(5)), device_bytes=1e9)
     storing = planner.storing()
     choice = search(layout, 1, steps, PlanInputs(blocks, Overheads(), rules, 1), storing)

@@ -13,6 +13,7 @@ from hf_pipetransformer.planning.forecast import Forecast, likely_cause
 from hf_pipetransformer.planning.layouts import PlanInputs, PlanRules
 from hf_pipetransformer.planning.storing import Storing
 from hf_pipetransformer.schedules.layout import Layout
+from tests.support.costs import block_costs
 
 
 PER_EPOCH = 10
@@ -24,7 +25,7 @@ LAYOUT = Layout(
 
 def costs_of(num_blocks: int) -> BlockCosts:
     """A second for each forward, two for a backward, one for that of a block whose input needs no gradient."""
-    return BlockCosts(
+    return block_costs(
         forward=(1.0,) * num_blocks, backward=(2.0,) * num_blocks, edge_backward=(1.0,) * num_blocks,
         parameters=(1,) * num_blocks, activation_bytes=(1.0,) * num_blocks,
     )  # fmt: skip

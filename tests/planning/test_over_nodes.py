@@ -26,6 +26,7 @@ from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
 from tests.planning.test_planning import LONG, costs_of, layout_of, rules_for
+from tests.support.costs import block_costs
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_a_run_over_nodes_of_six_never_has_four_stages() -> None:
 
 
 # Four stages on two nodes of two; two samples, one by one.
-FLAT = BlockCosts((1.0,) * 8, (2.0,) * 8, (1.0,) * 8, (1,) * 8, (1.0,) * 8, boundary_bytes=(0.0, *(10.0,) * 7))
+FLAT = block_costs((1.0,) * 8, (2.0,) * 8, (1.0,) * 8, (1,) * 8, (1.0,) * 8, boundary_bytes=(0.0, *(10.0,) * 7))
 FOUR = Layout(3, 0, 4, 1, (0, 2, 4, 6, 8), 2, "gpipe")
 NODES = Overheads(hop=1.0, node_size=2, node_hop=3.0, node_hop_per_byte=0.5)
 
@@ -79,7 +80,6 @@ def test_a_message_costs_what_its_boundary_does() -> None:
     # 3 + 10 bytes at a half, between the nodes.
     assert NODES.hops(FOUR, FLAT, 1) == (1.0, 8.0, 1.0)
     assert NODES.hops(FOUR, FLAT, 2) == (1.0, 13.0, 1.0)
-    assert NODES.hops(FOUR, replace(FLAT, boundary_bytes=()), 2) == (1.0, 3.0, 1.0)
     # On one node, and each on a node of its own.
     assert (
         replace(NODES, node_size=4).hops(FOUR, FLAT, 1) == replace(NODES, node_size=0).hops(FOUR, FLAT, 1) == (1,) * 3

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.layouts import WORTH_MOVING, Choice, PlanInputs, PlanRules
 from hf_pipetransformer.planning.search import TIE, moving_seconds, search, seconds_left, without_reading
 from hf_pipetransformer.planning.storing import Storing
 from hf_pipetransformer.schedules.layout import Layout
+from tests.support.costs import block_costs
 
 
 L, PER_EPOCH = 4, 10
@@ -22,7 +22,7 @@ START = Layout(L, 0, 4, 1, (0, 3, 5, 7, 10), 8, "1f1b")
 
 
 def inputs_of(forward: float = 1.0, device_bytes: float = 1e9, elastic: bool = True, **overheads: float) -> PlanInputs:
-    blocks = BlockCosts(
+    blocks = block_costs(
         forward=(forward,) * 10, backward=(2 * forward,) * 10, edge_backward=(forward,) * 10, parameters=(100,) * 10,
         activation_bytes=(1.0,) * 10,
     )  # fmt: skip
