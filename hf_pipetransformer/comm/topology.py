@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import LAUNCH_HINT, PipelineError, guarded, set_present_limit
 from hf_pipetransformer.comm.groups import GroupMaker, let_group_threads_finish, synchronize
-from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast_tree, complete, receiving, sending
+from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast_tree, complete, receiving, reduced, sending
 from hf_pipetransformer.schedules.placement import (
     Placement,
     broadcast_route,
@@ -276,9 +276,7 @@ class Topology:
 
     def largest(self, tensor: torch.Tensor) -> None:
         """Replace a CPU tensor in place by its maximum over all ranks. Collective: call on every rank."""
-        if self.is_distributed:
-            what = "comparing a value over all ranks"
-            guarded(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control), what)
+        reduced(tensor, self.control, "comparing a value over all ranks", dist.ReduceOp.MAX)
 
     def barrier(self, what: str = "waiting for all ranks at a barrier") -> None:
         if self.is_distributed:

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +24,6 @@ from hf_pipetransformer.planning.partition import partition
 
 
 Device = torch.device | str | int
-
-
-class Measuring(TypedDict, total=False):
-    """Options of both measurements.
-
-    Args:
-        device: where to measure; by default the first GPU, or the CPU without GPUs.
-        unpack: True passes a tuple (the sample or a child's result) to the next child as several arguments, as `Pipe`
-            does; False as one argument, as `GPipe` does. None unpacks it where the child's forward accepts that many.
-    """
-
-    device: Device | None
-    unpack: bool | None
 
 
 @dataclass(frozen=True)
@@ -69,8 +56,8 @@ def _measured(
     measure: Callable[[Child], float],
     module: nn.Sequential,
     sample: Any,
-    device: Device | None = None,
-    unpack: bool | None = None,
+    device: Device | None,
+    unpack: bool | None,
 ) -> list[float]:
     """Measure copies of the children, in training mode, each with what reaches it when the model runs on `sample`.
 
@@ -172,7 +159,8 @@ def balance_by_time(
     sample: Tensor | tuple[Any, ...],
     *,
     timeout: float = 1.0,
-    **measuring: Unpack[Measuring],
+    device: Device | None = None,
+    unpack: bool | None = None,
 ) -> list[int]:
     """Split a model into stages such that the slowest stage is as fast as possible.
 
@@ -182,7 +170,9 @@ def balance_by_time(
     Args:
         sample: input of the model, one micro-batch in size.
         timeout: seconds of measurement for all children together; each child runs at least twice.
-        measuring: `device` and `unpack`, see `Measuring`.
+        device: where to measure; by default the first GPU, or the CPU without GPUs.
+        unpack: True passes a tuple (the sample or a child's result) to the next child as several arguments, as `Pipe`
+            does; False as one argument, as `GPipe` does. None unpacks it where the child's forward accepts that many.
 
     Returns:
         Number of children of each stage.
@@ -202,7 +192,7 @@ def balance_by_time(
             )
     # The sample is one micro-batch already: this only unwraps NoChunk.
     measure = partial(_seconds, timeout / len(module))
-    return _cut(partitions, _measured(measure, module, _first_micro_batch(sample, 1), **measuring))
+    return _cut(partitions, _measured(measure, module, _first_micro_batch(sample, 1), device, unpack))
 
 
 def balance_by_size(
@@ -212,7 +202,8 @@ def balance_by_size(
     *,
     chunks: int = 1,
     param_scale: float = 2.0,
-    **measuring: Unpack[Measuring],
+    device: Device | None = None,
+    unpack: bool | None = None,
 ) -> list[int]:
     """Split a model into stages such that the largest stage needs as little memory as possible.
 
@@ -224,7 +215,7 @@ def balance_by_size(
         chunks: micro-batches of a mini-batch; the first one is measured.
         param_scale: memory of parameters, gradients and optimizer state in multiples of the parameters: 2 to 3 for
             SGD, 4 to 5 for Adam.
-        measuring: `device` and `unpack`, see `Measuring`.
+        device: where to measure, as in `balance_by_time`, and `unpack`.
 
     Returns:
         Number of children of each stage.
@@ -238,18 +229,19 @@ def balance_by_size(
         raise ValueError(f"Found chunks={chunks}: expected at least one micro-batch.")
     if not 0 <= param_scale < math.inf:
         raise ValueError(f"Found param_scale={param_scale}: expected a number, 0 or more.")
-    return _cut(partitions, bytes_of_children(module, _first_micro_batch(input, chunks), param_scale, **measuring))
+    first = _first_micro_batch(input, chunks)
+    return _cut(partitions, bytes_of_children(module, first, param_scale, device, unpack))
 
 
 def bytes_of_children(
-    module: nn.Sequential, sample: Any, param_scale: float, **measuring: Unpack[Measuring]
+    module: nn.Sequential, sample: Any, param_scale: float, device: Device | None = None, unpack: bool | None = None
 ) -> list[float]:
     """Measure the bytes of each child: output, tensors saved for backward, `param_scale` times its parameters."""
 
     def measure(child: Child) -> float:
         return _activation_bytes(child) + param_scale * sum(each.nbytes for each in child.module.parameters())
 
-    return _measured(measure, module, sample, **measuring)
+    return _measured(measure, module, sample, device, unpack)
 
 
 def _check(partitions: int, module: nn.Sequential) -> None:

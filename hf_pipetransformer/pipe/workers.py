@@ -179,19 +179,10 @@ def _sent(
 
 
 def _copied(tensor: torch.Tensor, target: torch.device, streams: tuple[Any, Any]) -> torch.Tensor:
-    with on_streams([stream for stream in streams if stream is not None]):
+    # A CPU's None changes nothing, and the current device is restored.
+    with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
         # The host reads a CPU tensor without waiting for a stream: that copy must block.
         return tensor.to(target, non_blocking=target.type != "cpu")
-
-
-@contextmanager
-def on_streams(streams: Sequence[Any]) -> Iterator[None]:
-    """Run this thread's work on each stream's device on that stream. The current device is restored on exit."""
-    if not streams:
-        yield
-        return
-    with torch.cuda.device(torch.cuda.current_device()), torch.cuda.stream(streams[0]), on_streams(streams[1:]):
-        yield
 
 
 class _Passing(torch.autograd.Function):
