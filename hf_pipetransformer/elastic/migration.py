@@ -97,8 +97,8 @@ def exchange(
     if not moves:
         return 0
     # One entry a content: several ranks that need the same tensors get them from one copy.
-    own = {move.content: move for move in moves if move.source == topology.rank}
-    leaving = {content: _split(tree) for content, tree in zip(own, collect(list(own.values())), strict=True)}
+    sent = {move.content: move for move in moves if move.source == topology.rank}
+    leaving = {content: _split(tree) for content, tree in zip(sent, collect(list(sent.values())), strict=True)}
     # Every rank needs the sizes of all moves: with the same sizes, all cut them into the same rounds.
     messages, sizes = _described(moves, leaving, topology)
     by_bundle: dict[Bundle, list[Move]] = {}
@@ -132,10 +132,10 @@ def _described(
     answers = topology.gather([[each.message, sum(t.nbytes for t in each.tensors)] for each in leaving.values()])
     messages, sizes = dict[Move, torch.Tensor](), dict[Move, int]()
     for source, answer in enumerate(answers):
-        own = [move for move in moves if move.source == source]
+        theirs = [move for move in moves if move.source == source]
         # Each rank answers for its contents in the order in which its moves name them.
-        by_content = dict(zip(dict.fromkeys(move.content for move in own), answer, strict=True))
-        for move in own:
+        by_content = dict(zip(dict.fromkeys(move.content for move in theirs), answer, strict=True))
+        for move in theirs:
             message, num_bytes = by_content[move.content]
             sizes[move] = message.numel() + num_bytes
             if move.destination == topology.rank:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
+from hf_pipetransformer.planning.blocks import BlockCosts, block_loads, by_rank, by_stage
 from hf_pipetransformer.planning.costs import WORK_OVERHEADS, Overheads, Prediction, costs_by_work, predict_step
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, RankMemory, rank_memory
 from hf_pipetransformer.planning.partition import partition
@@ -195,8 +195,7 @@ def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor
     """Return the elements on the fullest rank, M_GPU of Eq. 2: each frozen block counts `frozen_factor` times."""
     first = layout.first_active_block
     sizes = [size * frozen_factor for size in parameters[:first]] + list(parameters[first:])
-    ranks = [layout.blocks_of_rank(rank) for rank in range(layout.pipeline_size)]
-    return max(sum(sizes[block] for part in parts for block in part) for parts in ranks)
+    return max(by_rank(layout, by_stage(layout, sizes)))
 
 
 @dataclass(frozen=True)
@@ -311,13 +310,13 @@ class PlanInputs:
         best, is_better = even, True
         while is_better:
             is_better = False
-            for before, own, after in zip(far, far[1:], [*far[2:], last], strict=False):
+            for before, middle, after in zip(far, far[1:], [*far[2:], last], strict=False):
                 ends = best.layout.boundaries
                 within = [cut for cut in cuts if ends[before] <= cut <= ends[after]]
                 # Stages on either side keep one piece between cuts at least.
-                for at in range(own - before, len(within) - (after - own)):
-                    below = stage_boundaries(loads, within[: at + 1], own - before)
-                    above = stage_boundaries(loads, within[at:], after - own)
+                for at in range(middle - before, len(within) - (after - middle)):
+                    below = stage_boundaries(loads, within[: at + 1], middle - before)
+                    above = stage_boundaries(loads, within[at:], after - middle)
                     boundaries = (*ends[:before], *below, *above[1:], *ends[after + 1 :])
                     moved = self.judge(replace(layout, boundaries=boundaries))
                     if moved.cost < best.cost and (moved.fits or not even.fits):

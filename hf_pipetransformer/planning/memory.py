@@ -230,15 +230,14 @@ def _fullest(
     # The only backward of a step puts its gradients into the flat buffers at once, which `rank_memory` adds.
     is_moved = is_alone and sums_in_place and microbatches == 1 and layout.num_replicas > 1
     for rank, actions in enumerate(table):
-        stages = layout.places.stages_of(rank)
-        own = [layout.blocks_of(stage) for stage in stages]
-        blocks = [[block for block in each if block >= layout.first_active_block] for each in own]
+        chunks = layout.blocks_of_rank(rank)
+        blocks = [[block for block in each if block >= layout.first_active_block] for each in chunks]
         made: set[int] = set() if is_alone else {block for each in blocks for block in each}
         held = 0.0
         moments = [RankMemory(0.0, gradients=sum(gradients[block] for block in made))]
         for op, _, chunk in actions:
             if op is Op.FORWARD:
-                for block in own[chunk]:
+                for block in chunks[chunk]:
                     held += costs.activation_bytes[block] if block in blocks[chunk] else 0.0
                     moments.append(RankMemory(held + costs.working_bytes[block], gradients=moments[-1].gradients))
             elif op is Op.BACKWARD_INPUT:
@@ -269,17 +268,17 @@ def _recomputed(layout: Layout, costs: BlockCosts, microbatches: int, recompute:
     # Every micro-batch in flight keeps inputs. Besides, one is recomputed at a time, and one may be left whole.
     inputs, at_once = [], []
     for stage, size in enumerate(whole):
-        own = [block for block in layout.blocks_of(stage) if block >= layout.first_active_block]
-        layers = [block for block in own if 0 < block < len(sizes) - 1]
+        active = [block for block in layout.blocks_of(stage) if block >= layout.first_active_block]
+        layers = [block for block in active if 0 < block < len(sizes) - 1]
         if recompute == "layers":
             # A stage's part of a layer is recomputed as one. Embeddings and head are not.
             parts = [[b for b in layers if mlp_of(layer) - b in (0, 1)] for layer in range(layout.num_layers)]
-            kept = sum(sizes[block] for block in own if block not in layers)
+            kept = sum(sizes[block] for block in active if block not in layers)
             inputs.append(kept + sum(costs.boundary_bytes[part[0]] for part in parts if part))
             at_once.append(max(sum(sizes[block] + working[block] for block in part) for part in parts))
         else:
-            inputs.append(costs.boundary_bytes[own[0]] if own else 0.0)
-            most = max((working[block] for block in own), default=0.0)
+            inputs.append(costs.boundary_bytes[active[0]] if active else 0.0)
+            most = max((working[block] for block in active), default=0.0)
             at_once.append(size * (2 if recompute == "except_last" else 1) + most)
     largest = [max(at_once[stage] for stage in layout.places.stages_of(rank)) for rank in range(layout.pipeline_size)]
     return [sum(both) for both in zip(peaks(inputs, *shape), largest, strict=True)]

@@ -180,20 +180,20 @@ def command() -> list[str]:
     Values of options for secrets are left out, and absolute paths become relative to the working directory, or lose
     their folders where they lie outside of it.
     """
-    own = list(sys.argv)
+    script = list(sys.argv)
     try:
         parent = psutil.Process().parent()
         words = parent.cmdline() if parent is not None else []
     except psutil.Error:
         words = []
     # torchrun's command ends with this script's; a shell's or a notebook's does not.
-    if own and len(words) > len(own) and words[-len(own) :] == own:
-        launcher = words[: -len(own)]
+    if script and len(words) > len(script) and words[-len(script) :] == script:
+        launcher = words[: -len(script)]
         if len(launcher) > 1 and launcher[1].startswith(os.sep):
             launcher = launcher[1:]  # The interpreter in front of an installed command
-        words = [os.path.basename(launcher[0]), *launcher[1:], *own]
+        words = [os.path.basename(launcher[0]), *launcher[1:], *script]
     else:
-        words = ["python", *own]
+        words = ["python", *script]
     return _without_secrets([relative(word) for word in words])
 
 

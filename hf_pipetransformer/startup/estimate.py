@@ -192,8 +192,8 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         ]
         activation = ActivationShape(target.main_input, tuple(batch[target.main_input].shape[1:]), sent[-2].shape[1:])
         boundary = float(sent[-2].numel() * sent[-2].element_size())
-        around, own, *sizes = count_blocks(target, structure, device.copies.values(), lambda: device.num_casts)
-        launches, (saved, working) = twin.of_all_blocks(own), map(twin.of_all_blocks, sizes)
+        around, operations, *sizes = count_blocks(target, structure, device.copies.values(), lambda: device.num_casts)
+        launches, (saved, working) = twin.of_all_blocks(operations), map(twin.of_all_blocks, sizes)
         table = kept_back(target, structure)
     forward = [each / machine.flops for each in flops]
     # `_with_backwards` puts in the times of backwards, which follow from those of the forwards.
