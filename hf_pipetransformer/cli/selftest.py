@@ -97,11 +97,11 @@ def run_selftest(use_cpu: bool, activation_cache_dir: str | None, step_seconds: 
         check_launch(args)
         check_arguments(args)
         # The timeout of the runs below, which so share the groups.
-        topology = get_topology(guard.wait, _local_world_size())
+        topology = get_topology(guard.wait)
         guard.share(topology)
         guard.say(_describe(args, topology))
         if shares:
-            guard.say(SAID_OF_SOCKETS.format(counted(num_gpus, "GPU"), _local_world_size()))
+            guard.say(SAID_OF_SOCKETS.format(counted(num_gpus, "GPU"), topology.num_ranks_here))
     with guard.step("groups"):
         guard.say(_check_groups(topology))
     with guard.step("bandwidth"):
@@ -230,11 +230,6 @@ def _place(thread: threading.Thread) -> tuple[str, bool]:
     code, line = next((code, line) for code, line in frames if code is not guarded.__code__)
     is_waiting = any(code is guarded.__code__ for code, _ in frames)
     return f"{code.co_name} ({os.path.relpath(code.co_filename, package)}, line {line})", is_waiting
-
-
-def _local_world_size() -> int | None:
-    value = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(value) if value else None
 
 
 def _describe(args: PipeTransformerArguments, topology: Topology) -> str:
