@@ -28,45 +28,6 @@ FROZEN_FACTOR = 1 / 6
 
 
 @dataclass(frozen=True)
-class PlanRules:
-    """Constraints on a plan.
-
-    Args:
-        compression: rule for the pipeline size K: `memory` (PipeTransformer, Eq. 2) or `throughput` (least predicted
-            seconds).
-        cut_positions: block indices where a stage may begin, from 0 to the number of blocks.
-        elastic: False keeps K and the boundaries for the whole run.
-        num_microbatches: the number of micro-batches M if the user fixed it, else None.
-        known_microbatches: the M that trials found best, by K and stages per rank V.
-        unfit: values of K that ran out of memory.
-        initial_largest_size: `largest_rank_size` of the initial layout.
-        initial_size: K of the initial layout, to which unfreezing may return; 0 keeps pipelines from growing.
-        num_chunks: V for pipelines of several ranks.
-        token_slices: token slices if the user fixed them.
-        weights: weight versions that passes see under an asynchronous schedule, a value of `pipeline_weights`.
-        work: operations per sample of each block's forward, which decide the boundaries instead of measured times;
-            empty where boundaries do not affect results.
-        is_timeless: True if `work` decides K too.
-    """
-
-    compression: str
-    cut_positions: tuple[int, ...]
-    device_bytes: float
-    elastic: bool = True
-    num_microbatches: int | None = None
-    known_microbatches: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    unfit: frozenset[int] = frozenset()
-    initial_largest_size: float = 0.0
-    initial_size: int = 0
-    num_chunks: int = 1
-    token_slices: Plans | None = None
-    weights: str = "pipeoptim"
-    memory: MemoryRules = MemoryRules()
-    work: tuple[float, ...] = ()
-    is_timeless: bool = False
-
-
-@dataclass(frozen=True)
 class Choice:
     """Layout that could come next, and what speaks for it.
 
@@ -204,16 +165,45 @@ class PlanInputs:
 
     Args:
         samples_per_device: samples of a batch per device; a pipeline's batch has K times as many.
-        measures_microbatches: True if M is tried on training steps, False if it follows the rule of thumb.
+        compression: rule for the pipeline size K: `memory` (PipeTransformer, Eq. 2) or `throughput` (least predicted
+            seconds).
+        cut_positions: block indices where a stage may begin, from 0 to the number of blocks.
         accumulation: batches per optimizer step.
+        elastic: False keeps K and the boundaries for the whole run.
+        measures_microbatches: True if M is tried on training steps, False if it follows the rule of thumb.
+        num_microbatches: the number of micro-batches M if the user fixed it, else None.
+        known_microbatches: the M that trials found best, by K and stages per rank V.
+        unfit: values of K that ran out of memory.
+        initial_largest_size: `largest_rank_size` of the initial layout.
+        initial_size: K of the initial layout, to which unfreezing may return; 0 keeps pipelines from growing.
+        num_chunks: V for pipelines of several ranks.
+        token_slices: token slices if the user fixed them.
+        weights: weight versions that passes see under an asynchronous schedule, a value of `pipeline_weights`.
+        work: operations per sample of each block's forward, which decide the boundaries instead of measured times;
+            empty where boundaries do not affect results.
+        is_timeless: True if `work` decides K too.
     """
 
     blocks: BlockCosts
     overheads: Overheads
-    rules: PlanRules
     samples_per_device: int
-    measures_microbatches: bool = True
+    compression: str
+    cut_positions: tuple[int, ...]
+    device_bytes: float
     accumulation: int = 1
+    elastic: bool = True
+    measures_microbatches: bool = True
+    num_microbatches: int | None = None
+    known_microbatches: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    unfit: frozenset[int] = frozenset()
+    initial_largest_size: float = 0.0
+    initial_size: int = 0
+    num_chunks: int = 1
+    token_slices: Plans | None = None
+    weights: str = "pipeoptim"
+    memory_rules: MemoryRules = MemoryRules()
+    work: tuple[float, ...] = ()
+    is_timeless: bool = False
 
     def samples(self, layout: Layout) -> int:
         """Return the samples of a pipeline's batch."""
@@ -225,8 +215,8 @@ class PlanInputs:
 
     def memory(self, layout: Layout) -> list[RankMemory]:
         """Return what each rank of a pipeline needs for training."""
-        rules = self.rules
-        return rank_memory(layout, self.blocks, self.samples(layout), self.accumulation, rules.weights, rules.memory)
+        samples, rules = self.samples(layout), self.memory_rules
+        return rank_memory(layout, self.blocks, samples, self.accumulation, self.weights, rules)
 
     def needed_bytes(self, layout: Layout) -> float:
         """Return the bytes of the fullest rank."""
@@ -234,7 +224,7 @@ class PlanInputs:
 
     def fits(self, layout: Layout) -> bool:
         """Return True if the fullest rank fits the smallest device."""
-        return self.needed_bytes(layout) <= self.rules.device_bytes * (1 - MEMORY_RESERVE)
+        return self.needed_bytes(layout) <= self.device_bytes * (1 - MEMORY_RESERVE)
 
     def stored(self, pipeline_size: int, cache_level: int) -> int:
         """Return the layers whose activations are stored by pipelines of a length: none by those over several nodes.
@@ -250,11 +240,11 @@ class PlanInputs:
     @property
     def cut_by(self) -> tuple[BlockCosts, Overheads]:
         """Costs that place stage boundaries: the blocks' work where boundaries affect results, else measured times."""
-        if not self.rules.work:
+        if not self.work:
             return self.blocks, self.overheads
         # The pass of the reference is work as well, and no clock decides whether there is one.
         by_work = replace(WORK_OVERHEADS, has_reference=self.overheads.has_reference)
-        return costs_by_work(self.blocks, self.rules.work), by_work
+        return costs_by_work(self.blocks, self.work), by_work
 
     def lay_out(
         self,
@@ -270,11 +260,10 @@ class PlanInputs:
         Frozen blocks count with their forward only, and not even that where their output is stored, which pipelines
         over several nodes cannot.
         """
-        rules, abilities = self.rules, find_schedule(schedule).abilities
-        samples = self.samples_per_device * pipeline_size
+        abilities, samples = find_schedule(schedule).abilities, self.samples_per_device * pipeline_size
         # M of the user comes before M of a trial, which comes before the rule.
-        known = rules.num_microbatches or rules.known_microbatches.get((pipeline_size, num_chunks))
-        by_rule = choose_num_microbatches(pipeline_size, samples, abilities, self.accumulation, rules.weights)
+        known = self.num_microbatches or self.known_microbatches.get((pipeline_size, num_chunks))
+        by_rule = choose_num_microbatches(pipeline_size, samples, abilities, self.accumulation, self.weights)
         level, (costs, overheads) = self.stored(pipeline_size, cache_level), self.cut_by
         # Where steps overlap, each stage waits for its own update: the update is a part of its load.
         # Loads are per sample, and an update comes once a step.
@@ -282,10 +271,10 @@ class PlanInputs:
         update = per_sample if abilities.overlaps_steps else 0.0
         loads = block_loads(costs, num_frozen, level, update)
         shape = schedule, pipeline_size, num_replicas, known or by_rule, num_chunks
-        layout = plan_layout(loads, rules.cut_positions, *shape, num_frozen, level)
+        layout = plan_layout(loads, self.cut_positions, *shape, num_frozen, level)
         # Slices are planned with one time for all messages: that of the slowest, which the others wait for.
-        hop, is_free = self.overheads.slowest_hop(layout, self.blocks, samples), rules.num_microbatches is None
-        layout = cut_layout(layout, rules.token_slices, self.blocks.slices, samples, is_free, hop)
+        hop, is_free = self.overheads.slowest_hop(layout, self.blocks, samples), self.num_microbatches is None
+        layout = cut_layout(layout, self.token_slices, self.blocks.slices, samples, is_free, hop)
         return self.cut_at_nodes(layout, loads)
 
     def cut_at_nodes(self, layout: Layout, loads: Sequence[float]) -> Layout:
@@ -295,9 +284,9 @@ class PlanInputs:
         after it, may beat even ones. The layout stays as it is if that saves too little or does not fit, and on one
         node. `loads` are the costs of the blocks, which even stages share.
         """
-        overheads, cuts, last = self.overheads, self.rules.cut_positions, layout.num_stages
+        overheads, cuts, last = self.overheads, self.cut_positions, layout.num_stages
         # Where cuts follow the blocks' work, no measured speed of a message may move them.
-        if self.rules.work or not overheads.spans_nodes(layout.pipeline_size):
+        if self.work or not overheads.spans_nodes(layout.pipeline_size):
             return layout
         even = self.judge(layout)
         # If messages to other nodes took no longer than inside one: even then there has to be enough to gain.

@@ -14,7 +14,7 @@ from hf_pipetransformer.cache.pricing import CachePlanner
 from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.layouts import Choice, PlanInputs, PlanRules
+from hf_pipetransformer.planning.layouts import Choice, PlanInputs
 from hf_pipetransformer.planning.search import search
 from hf_pipetransformer.planning.storing import (
     Pass,
@@ -257,9 +257,9 @@ def searched(planner: CachePlanner, forward: float, above: float, steps: int = 4
     """What a run with its one layer frozen decides: `forward` for the layer, `above` for everything over it."""
     nothing = (0.0,) * 4
     blocks = block_costs((0.0, forward, 0.0, above), nothing, nothing, (1,) * 4, activation_bytes=nothing)
-    layout, rules = Layout(1, 0, 1, 1, (0, 4), 1, "1f1b"), PlanRules("throughput", tuple(range(5)), device_bytes=1e9)
+    layout = Layout(1, 0, 1, 1, (0, 4), 1, "1f1b")
     storing = planner.storing()
-    choice = search(layout, 1, steps, PlanInputs(blocks, Overheads(), rules, 1), storing)
+    choice = search(layout, 1, steps, PlanInputs(blocks, Overheads(), 1, "throughput", tuple(range(5)), 1e9), storing)
     planner.report(0, choice, steps, storing, blocks)
     return choice
 

@@ -20,7 +20,6 @@ from hf_pipetransformer.planning.costs import Overheads, predict_step
 from hf_pipetransformer.planning.layouts import (
     Choice,
     PlanInputs,
-    PlanRules,
     choose_num_chunks,
     choose_num_microbatches,
     evaluation_microbatches,
@@ -410,15 +409,20 @@ LONG = 1000
 """So many steps that moving weights does not count."""
 
 
-def rules_for(num_layers: int, **changes: object) -> PlanRules:
-    rules = PlanRules("throughput", tuple(range(2 * num_layers + 3)), device_bytes=1e9)
-    return replace(rules, **changes)
+def rules_for(num_layers: int, **changes: Any) -> dict[str, Any]:
+    """Rules of a plan, fields of `PlanInputs`."""
+    cuts = tuple(range(2 * num_layers + 3))
+    return {"compression": "throughput", "cut_positions": cuts, "device_bytes": 1e9, **changes}
 
 
 def plan(
-    current: Layout, num_frozen_layers: int, rules: PlanRules, overheads: Overheads | None = None, samples: int = 8
+    current: Layout,
+    num_frozen_layers: int,
+    rules: dict[str, Any],
+    overheads: Overheads | None = None,
+    samples: int = 8,
 ) -> Choice:
-    inputs = PlanInputs(costs_of(current.num_layers), overheads or Overheads(), rules, samples)
+    inputs = PlanInputs(costs_of(current.num_layers), overheads or Overheads(), samples, **rules)
     return search(current, num_frozen_layers, LONG, inputs)
 
 
@@ -475,7 +479,7 @@ def test_compression_by_memory_follows_equation_2(num_frozen_layers: int, expect
 def test_lengths_that_ran_out_of_memory_are_not_tried_again(compression: str) -> None:
     rules = rules_for(12, compression=compression, initial_largest_size=1e9)
     current = layout_of(12, 8, 8)
-    found = [plan(current, 4, replace(rules, unfit=frozenset(unfit))) for unfit in [(), (1,), (1, 2), (1, 2, 4, 8)]]
+    found = [plan(current, 4, rules | {"unfit": frozenset(unfit)}) for unfit in [(), (1,), (1, 2), (1, 2, 4, 8)]]
     assert [each.layout.num_stages for each in found] == [1, 2, 4, 8]
     assert sorted(found[1].alternatives) == [2, 4, 8]
 
@@ -521,15 +525,15 @@ def test_cuts_that_fit_are_not_given_up_for_even_ones_that_do_not(
     costs = with_weights(costs_of(2), (0, 0, 0, 50, 50, 0))
     rules = rules_for(2, device_bytes=device_bytes, unfit=frozenset({1}))
     current = Layout(2, 0, 2, 1, (0, 4, 6), 4, "1f1b")
-    assert search(current, 0, LONG, PlanInputs(costs, Overheads(), rules, 8)).layout.boundaries == boundaries
+    assert search(current, 0, LONG, PlanInputs(costs, Overheads(), 8, **rules)).layout.boundaries == boundaries
 
 
 def test_the_number_of_micro_batches_is_the_users_then_the_measured_then_a_rule_of_thumb() -> None:
     current, unfit = layout_of(12, 4, 4), frozenset({1, 2})
     rules = rules_for(12, unfit=unfit, known_microbatches={(4, 1): 12, (4, 2): 7})
-    assert plan(current, 2, replace(rules, num_microbatches=5)).layout.num_microbatches == 5
+    assert plan(current, 2, rules | {"num_microbatches": 5}).layout.num_microbatches == 5
     assert plan(current, 2, rules).layout.num_microbatches == 12
-    assert plan(current, 2, replace(rules, known_microbatches={})).layout.num_microbatches == 8
+    assert plan(current, 2, rules | {"known_microbatches": {}}).layout.num_microbatches == 8
 
 
 def test_what_ran_out_of_memory_is_remembered_for_its_stages_of_a_rank(tmp_path: Path) -> None:
@@ -631,7 +635,7 @@ def test_lengths_are_planned_with_the_stages_that_the_active_blocks_allow(
 ) -> None:
     current = chunked(schedule, 6, 4, 2, 8)
     rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))
-    found = search(current, num_frozen_layers, LONG, PlanInputs(costs_of(6), Overheads(), rules, 8))
+    found = search(current, num_frozen_layers, LONG, PlanInputs(costs_of(6), Overheads(), 8, **rules))
     assert sorted(found.alternatives) == sorted(expected)
     layout = found.layout
     assert layout.num_chunks == expected[layout.pipeline_size]
@@ -650,10 +654,10 @@ def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
     initial = largest_rank_size(costs.parameters, current)
     device_bytes = budget / (1 - MEMORY_RESERVE) + 1
     rules = rules_for(7, compression=compression, device_bytes=device_bytes, initial_largest_size=initial)
-    rules = replace(rules, num_chunks=num_chunks)
+    rules = rules | {"num_chunks": num_chunks}
     num_kept = 0
     for num_frozen_layers in range(7):
-        found = search(current, num_frozen_layers, LONG, PlanInputs(costs, Overheads(), rules, 8))
+        found = search(current, num_frozen_layers, LONG, PlanInputs(costs, Overheads(), 8, **rules))
         assert max(rank_bytes(found.layout, costs, 8 * found.layout.pipeline_size)) <= budget
         size = found.layout.pipeline_size
         assert found.alternatives[size] == predict_step(found.layout, costs, Overheads(), 8 * size).seconds
@@ -679,7 +683,7 @@ def test_every_layout_that_may_follow_is_known_in_advance(
     current = chunked(schedule, 6, 4, min(wanted, 3), 8)
     for num_frozen_layers, unfit in product(range(7), [(), (1,), (1, 2)]):
         rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))
-        found = search(current, num_frozen_layers, LONG, PlanInputs(costs_of(6), Overheads(), rules, 8))
+        found = search(current, num_frozen_layers, LONG, PlanInputs(costs_of(6), Overheads(), 8, **rules))
         assert found.layout.shape in expected
 
 
