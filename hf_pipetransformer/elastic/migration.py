@@ -1,8 +1,8 @@
 """Migration of weights, buffers and optimizer state between ranks at a layout change (PipeTransformer section 3.3).
 
 The block of transfer is a bundle: the parameters and buffers that the same blocks use. There is one bundle per block,
-and one per set of tied weights. A bundle is sent point to point from a rank that has it. Before, all ranks tell each
-other what they will send.
+and one per set of tied weights. A bundle is sent point to point, tensor by tensor, from a rank that has it. Before,
+all ranks tell each other what they will send.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_pipetransformer.comm.transfers import Parcel, carry, in_rounds, pack, unpack
 
@@ -86,9 +86,9 @@ def exchange(
 ) -> int:
     """Carry out `moves`, in rounds of whole bundles, and return the bytes that all ranks sent together.
 
-    Collective: call on every rank. Tensors go from device to device on the device's own backend; their descriptions,
-    with small CPU tensors in them, go to all ranks over the control group. A rank copies what it sends at most once,
-    however many ranks it serves.
+    Collective: call on every rank. Tensors go from device to device on the device's backend, those on the CPU over the
+    control group, over which all ranks get the dtypes and shapes of all tensors before. A rank copies what it sends at
+    most once, however many ranks it serves.
 
     Args:
         collect: called once, with one move of each content that this rank sends.
@@ -150,42 +150,30 @@ def _parcels(move: Move, tensors: Sequence[torch.Tensor], topology: Topology) ->
     return [Parcel(tensor, peer, is_leaving, what) for tensor in tensors]
 
 
-LARGE_BYTES = 2**16
-"""Tensors of at least this size, and all of a device, are sent by themselves; others are in the description."""
-
-
 @dataclass(frozen=True)
 class _Split:
-    """Tree packed without the tensors that travel beside it, and these."""
+    """Tree without its tensors, packed, and these."""
 
     message: torch.Tensor
     tensors: list[torch.Tensor]
 
 
 def _split(tree: Any) -> _Split:
-    leaves, form = tree_flatten(tree)
-    beside = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _travels_beside(leaf)]
-    tensors = [leaves[at].detach().contiguous() for at in beside]
-    for at, tensor in zip(beside, tensors, strict=True):
-        # Its dtype and shape: of a tensor that has one element in all places, `pack` sends no more.
-        leaves[at] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-    places = [[at, tensor.is_cpu] for at, tensor in zip(beside, tensors, strict=True)]
-    return _Split(pack({"tree": tree_unflatten(leaves, form), "beside": places}), tensors)
-
-
-def _travels_beside(tensor: torch.Tensor) -> bool:
-    # To pack a tensor of a device would wait for the device.
-    return tensor.nbytes >= LARGE_BYTES or not tensor.is_cpu
+    tensors = [tensor.detach().contiguous() for tensor in _tensors(tree)]
+    # Dtype and shape: of a tensor that has one element in all places, `pack` sends no more.
+    shapes = tree_map_only(torch.Tensor, lambda each: torch.zeros((), dtype=each.dtype).expand(each.shape), tree)
+    return _Split(pack([shapes, [tensor.is_cpu for tensor in tensors]]), tensors)
 
 
 def _announced(message: torch.Tensor, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
-    """Return the tree of a message, and those of its tensors that are still to be received, in their order."""
-    content = unpack(message)
-    leaves, form = tree_flatten(content["tree"])
-    is_cpu = dict(content["beside"])
-    for at, leaf in enumerate(leaves):
-        if at in is_cpu:
-            leaves[at] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu" if is_cpu[at] else device)
-        elif isinstance(leaf, torch.Tensor):
-            leaves[at] = leaf.clone()  # A view would keep the whole message alive.
-    return tree_unflatten(leaves, form), [leaves[at] for at in is_cpu]
+    """Return the tree of a message, and its tensors, which are still to be received."""
+    shapes, are_on_cpu = unpack(message)
+    places = iter("cpu" if is_cpu else device for is_cpu in are_on_cpu)
+    tree = tree_map_only(
+        torch.Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype, device=next(places)), shapes
+    )
+    return tree, _tensors(tree)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
