@@ -138,11 +138,11 @@ def _add_selftest(commands: Any) -> None:
 def _selftest(options: argparse.Namespace) -> None:
     """Test all machines of a launch; exit with an error if a check fails."""
     output = None if options.output is None else Path(options.output)
-    from hf_pipetransformer.cli.selftest import Wishes, run_selftest
+    from hf_pipetransformer.cli.selftest import run_selftest
 
     if not options.timeout > 0:
         raise ValueError(f"--timeout {options.timeout:g}: expected a positive number of seconds.")
-    run_selftest(Wishes(options.use_cpu, options.activation_cache_dir, options.timeout, output))
+    run_selftest(options.use_cpu, options.activation_cache_dir, options.timeout, output)
 
 
 def _add_report(commands: Any) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import re
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hf_pipetransformer
 from hf_pipetransformer.options.reading import closest
 from hf_pipetransformer.planning.simulator import Timeline, draw, equal_durations, simulate, steady_seconds
 from hf_pipetransformer.report.drawing import Spec, save_chart
@@ -115,7 +113,6 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _plan_model(options: argparse.Namespace) -> _Told:
-    _check_names(options)
     if options.ends_process and options.lora_rank is None and not options.load_in_4bit:
         _leave_out_peft()
     import torch  # Imports of seconds.
@@ -134,7 +131,9 @@ def _plan_model(options: argparse.Namespace) -> _Told:
         )
     # Trainer's arguments look for devices and trackers, which a plan on meta tensors does without.
     given = ["--output_dir", "planned", "--use_cpu", "--report_to", "none", *options.of_run]
-    (args,) = HfArgumentParser([PipeTransformerArguments]).parse_args_into_dataclasses(given)
+    parser = HfArgumentParser([PipeTransformerArguments])
+    args, unknown = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
+    _refuse_unknown(unknown, options, [each.name for each in fields(args)])
     # After the options of the run, which an option of the plan with a wrong name is taken for.
     missing = [f"--{name}" for name in ("processes", "device_memory") if getattr(options, name) is None]
     if missing:
@@ -151,23 +150,14 @@ def _plan_model(options: argparse.Namespace) -> _Told:
     return in_words(plan), as_json(plan), chart, plan.chosen.fits
 
 
-def _check_names(options: argparse.Namespace) -> None:
-    """Raise ValueError for an option that no run has, without the imports of seconds that it takes to read them."""
-    package = importlib.util.find_spec("transformers")
-    assert package is not None and package.origin is not None
-    ours = Path(hf_pipetransformer.__file__).with_name("options") / "arguments.py"
-    files = ours, Path(package.origin).with_name("training_args.py")
-    fields = {name for file in files for name in re.findall(r"^    (\w+): ", file.read_text("utf-8"), re.MULTILINE)}
-    # HfArgumentParser adds --no_NAME for what is true by default.
-    known = fields | {f"no_{name}" for name in fields}
+def _refuse_unknown(words: Sequence[str], options: argparse.Namespace, of_run: Iterable[str]) -> None:
+    """Raise ValueError if there are `words` that neither a run nor the plan has an option for."""
     # Attributes that are no options come from no command line.
     of_plan = {*vars(options)} - {"run", "command", "model", "of_run", "ends_process"}
-    for word in options.of_run:
-        name = word.removeprefix("--").partition("=")[0]
-        # argparse takes abbreviations.
-        if word.startswith("--") and not any(field.startswith(name) for field in known):
-            near = closest(f"--{name}", [f"--{field}" for field in known | of_plan])
-            raise ValueError(f"--{name} is no option of plan, nor of a run.{near}")
+    if words:
+        name = words[0].partition("=")[0]
+        near = closest(name, [f"--{known}" for known in {*of_run, *of_plan}])
+        raise ValueError(f"{name} is no option of plan, nor of a run.{near}")
 
 
 def _leave_out_peft() -> None:

@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,46 +68,40 @@ TOO_SLOW = "has not ended within"
 MORE_TIME = "If the machine is busy with other work, give each step more time: --timeout 300."
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """Options of the self-test; `seconds` is the time limit of each step."""
-
-    use_cpu: bool = False
-    activation_cache_dir: str | None = None
-    seconds: float = 60.0
-    output: Path | None = None
-
-
-def run_selftest(wishes: Wishes) -> None:
+def run_selftest(use_cpu: bool, activation_cache_dir: str | None, step_seconds: float, output: Path | None) -> None:
     """Test the machines of this launch, print lines and a verdict on rank 0; on a failure end with status 1.
 
     Call it on every process. Nothing else may have made process groups in this one.
+
+    Args:
+        step_seconds: time limit of each step.
+        output: JSON file for all figures; None for none.
     """
     start = time.monotonic()
     # What each tiny run says of itself would hide the ten lines of the test.
     logging.getLogger("hf_pipetransformer").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
-    guard = Guard(wishes.seconds)
+    guard = Guard(step_seconds)
     figures: dict[str, Any] = {}
     with guard.step("start"):
         if (why := why_not_reached()) is not None:
             raise ValueError(why)
-        num_gpus = 0 if wishes.use_cpu else torch.cuda.device_count()
+        num_gpus = 0 if use_cpu else torch.cuda.device_count()
         shares = share_gpus(num_gpus)
         args = PipeTransformerArguments(
             output_dir=tempfile.gettempdir(),
-            use_cpu=wishes.use_cpu,
-            activation_cache_dir=wishes.activation_cache_dir,
+            use_cpu=use_cpu,
+            activation_cache_dir=activation_cache_dir,
             report_to="none",
         )
         check_launch(args)
         check_arguments(args)
         # The timeout of the runs below, which so share the groups.
-        topology = get_topology(guard.wait, _local_world_size())
+        topology = get_topology(guard.wait)
         guard.share(topology)
         guard.say(_describe(args, topology))
         if shares:
-            guard.say(SAID_OF_SOCKETS.format(counted(num_gpus, "GPU"), _local_world_size()))
+            guard.say(SAID_OF_SOCKETS.format(counted(num_gpus, "GPU"), topology.num_ranks_here))
     with guard.step("groups"):
         guard.say(_check_groups(topology))
     with guard.step("bandwidth"):
@@ -126,9 +119,9 @@ def run_selftest(wishes: Wishes) -> None:
     figures["transition"] = runs.check_transition()
     seconds = time.monotonic() - start
     with guard.step("end"):
-        if wishes.output is not None and topology.rank == 0:
-            wishes.output.parent.mkdir(parents=True, exist_ok=True)
-            wishes.output.write_text(json.dumps({**figures, "seconds": round(seconds, 1)}, indent=2) + "\n")
+        if output is not None and topology.rank == 0:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps({**figures, "seconds": round(seconds, 1)}, indent=2) + "\n")
         # All ranks of a node are through with the folder before one of them deletes it.
         topology.barrier()
         guard.clear()
@@ -237,11 +230,6 @@ def _place(thread: threading.Thread) -> tuple[str, bool]:
     code, line = next((code, line) for code, line in frames if code is not guarded.__code__)
     is_waiting = any(code is guarded.__code__ for code, _ in frames)
     return f"{code.co_name} ({os.path.relpath(code.co_filename, package)}, line {line})", is_waiting
-
-
-def _local_world_size() -> int | None:
-    value = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(value) if value else None
 
 
 def _describe(args: PipeTransformerArguments, topology: Topology) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import guarded
-from hf_pipetransformer.comm.transfers import close_connections, complete, receiving, sending
+from hf_pipetransformer.comm.transfers import close_connections, complete, receiving, reduced, sending
 
 
 _OPEN_FILES = 4096
@@ -117,9 +117,7 @@ class GroupMaker:
         num_groups = len(dist.distributed_c10d._world.pg_names)
         most = torch.tensor(num_groups)
         # Over gloo, because this group is there on every rank before any other is.
-        guarded(
-            lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.control), "counting the groups of all ranks"
-        )
+        reduced(most, self.control, "counting the groups of all ranks", dist.ReduceOp.MAX)
         for _ in range(int(most) - num_groups):
             # A group of this rank alone waits for nobody; it only counts.
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)

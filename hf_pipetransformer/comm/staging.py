@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 
 T = TypeVar("T")
@@ -19,18 +20,11 @@ def is_apart(device: torch.device) -> bool:
 
 def pinned(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch with its CPU tensors in pinned memory, except placeholders (expanded, stride 0)."""
-    return {key: _pinned(value) for key, value in batch.items()}
+    found: dict[str, Any] = tree_map_only(torch.Tensor, _pinned, dict(batch))
+    return found
 
 
-def _pinned(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _pinned_tensor(value)
-    if isinstance(value, list):
-        return [_pinned(each) for each in value]
-    return pinned(value) if isinstance(value, dict) else value
-
-
-def _pinned_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     # Pinning copies, and a copy of a placeholder has memory for each of its elements.
     is_placeholder = tensor.numel() > 1 and not any(tensor.stride())
     return tensor if is_placeholder or is_apart(tensor.device) or tensor.is_pinned() else tensor.pin_memory()

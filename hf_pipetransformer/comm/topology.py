@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import platform
 import sys
 import time
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from hf_pipetransformer.comm.errors import LAUNCH_HINT, PipelineError, guarded, set_present_limit
 from hf_pipetransformer.comm.groups import GroupMaker, let_group_threads_finish, synchronize
-from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast_tree, complete, receiving, sending
+from hf_pipetransformer.comm.transfers import all_gather_trees, broadcast_tree, complete, receiving, reduced, sending
 from hf_pipetransformer.schedules.placement import (
     Placement,
     broadcast_route,
@@ -81,21 +82,6 @@ class PipelineGroups:
     @property
     def last_rank(self) -> int:
         return self.pipeline_ranks[self.last_position]
-
-
-@dataclass(frozen=True)
-class TransferTimes:
-    """Measured seconds of a message between neighbors on a node, and per byte that a rank sends in a ring all-reduce.
-
-    A message to another node takes `node_hop` and `node_hop_per_byte`; zeros where no pipeline spans nodes. Besides
-    its bytes an all-reduce takes `ring_step` for each step of its ring, of which there are 2 (W - 1) over W ranks.
-    """
-
-    hop: float = 0.0
-    reduction_per_byte: float = 0.0
-    ring_step: float = 0.0
-    node_hop: float = 0.0
-    node_hop_per_byte: float = 0.0
 
 
 class Peers(Protocol):
@@ -331,30 +317,36 @@ class Topology:
 
     def largest(self, tensor: torch.Tensor) -> None:
         """Replace a CPU tensor in place by its maximum over all ranks. Collective: call on every rank."""
-        if self.is_distributed:
-            what = "comparing a value over all ranks"
-            guarded(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control), what)
+        reduced(tensor, self.control, "comparing a value over all ranks", dist.ReduceOp.MAX)
 
     def barrier(self, what: str = "waiting for all ranks at a barrier") -> None:
         if self.is_distributed:
             guarded(lambda: dist.barrier(group=self.control), what)
 
-    def measure(self, message_bytes: int) -> TransferTimes:
-        """Measure messages of `message_bytes` and all-reduces. Collective: call on every rank; all get one result."""
+    def measure(self, message_bytes: int) -> dict[str, float]:
+        """Measure messages of `message_bytes` and all-reduces. Collective: call on every rank; all get one result.
+
+        Returns:
+            Seconds by fields of `planning.costs.Overheads`: `hop` of a message between neighbors on a node,
+            `reduction_per_byte` that a rank sends in a ring all-reduce, and `ring_step` of each of the 2 (W - 1) steps
+            of the ring besides; where pipelines may span nodes, also `node_hop` and `node_hop_per_byte` of a message
+            between two.
+        """
         if self.world_size == 1:
-            return TransferTimes()
+            return {}
         hops, reductions = self.time_transfers(message_bytes, _MEASURED_BYTES)
         # What an all-reduce of four bytes takes are the steps of its ring; the rest of a large one are its bytes.
         least = min(self.time_transfers(4, 4)[1])
         per_byte = max(0.0, min(reductions) - least) / self.ring_bytes(_MEASURED_BYTES)
-        found = TransferTimes(min(hops), per_byte, least / (2 * (self.world_size - 1)))
+        ring_step = least / (2 * (self.world_size - 1))
+        found = {"hop": min(hops), "reduction_per_byte": per_byte, "ring_step": ring_step}
         if self.why_no_spanning is not None or self.local_world_size == self.world_size:
             return found
         between = self.local_world_size - 1, self.local_world_size
         # The sizes of messages between nodes decide where a pipeline is cut, so their two parts are told apart.
         alone, whole = (min(self.time_transfers(size, 4, between)[0]) for size in (4, message_bytes))
         per_byte = max(0.0, whole - alone) / max(1, message_bytes)
-        return replace(found, node_hop=alone, node_hop_per_byte=per_byte)
+        return {**found, "node_hop": alone, "node_hop_per_byte": per_byte}
 
     def ring_bytes(self, reduced_bytes: int) -> float:
         """Return the bytes that a rank sends in a ring all-reduce of a tensor: 2 (W - 1) / W of it over W ranks."""
@@ -454,8 +446,9 @@ def host_name() -> str:
 _TOPOLOGIES: dict[tuple[Any, float, int | None], Topology] = {}
 
 
-def get_topology(timeout: float, local_world_size: int | None) -> Topology:
+def get_topology(timeout: float) -> Topology:
     """Return this process's topology, shared between trainers because groups cost threads and sockets."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or None
     # Groups belong to one process group: after it was left and made again, they are made anew.
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     key = (world, timeout, local_world_size)

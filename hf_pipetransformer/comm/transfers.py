@@ -322,14 +322,14 @@ def gather_rows(
     """
     most = max(counts)
     # A collective takes tensors of one shape, without gaps; what is added is cut off again behind it.
-    own = tensor[:most].contiguous()
-    if len(own) < most:
-        own = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
-    parts = [torch.empty_like(own) for _ in counts] if only is None or only == dist.get_rank() else []
+    rows = tensor[:most].contiguous()
+    if len(rows) < most:
+        rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+    parts = [torch.empty_like(rows) for _ in counts] if only is None or only == dist.get_rank() else []
     if only is None:
-        guarded(lambda: dist.all_gather(parts, own, group=group), what)
+        guarded(lambda: dist.all_gather(parts, rows, group=group), what)
     else:
-        guarded(lambda: dist.gather(own, parts or None, dst=only, group=group), what)
+        guarded(lambda: dist.gather(rows, parts or None, dst=only, group=group), what)
     return [part[:count] for part, count in zip(parts, counts, strict=False)]
 
 

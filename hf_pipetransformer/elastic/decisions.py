@@ -59,7 +59,7 @@ class Decisions:
     num_frozen_by_user: int = 0
 
     def __post_init__(self) -> None:
-        self.known_microbatches = dict(self.inputs.rules.known_microbatches)
+        self.known_microbatches = dict(self.inputs.known_microbatches)
         """Number of micro-batches M that trials found best, by K and V."""
         self._target_num_frozen = float(self.num_frozen)
         self._num_fruitless = 0
@@ -139,8 +139,8 @@ class Decisions:
     def _search(self, num_frozen: int, layout: Layout, step: int) -> Choice:
         """Search for the layout that follows and what it stores, with the latest measurements, and log the latter."""
         costs, overheads = self._calibrated
-        rules = replace(self.inputs.rules, known_microbatches=self.known_microbatches)
-        inputs = replace(self.inputs, blocks=costs, overheads=overheads, rules=rules)
+        known = self.known_microbatches
+        inputs = replace(self.inputs, blocks=costs, overheads=overheads, known_microbatches=known)
         # What is stored is of use until layers unfreeze.
         until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
         # A policy of the user may have said a step that is over.

@@ -1,8 +1,8 @@
 """Migration of weights, buffers and optimizer state between ranks at a layout change (PipeTransformer section 3.3).
 
 The block of transfer is a bundle: the parameters and buffers that the same blocks use. There is one bundle per block,
-and one per set of tied weights. A bundle is sent point to point from a rank that has it: small tensors packed
-together, large ones by themselves.
+and one per set of tied weights. A bundle is sent point to point, tensor by tensor, from a rank that has it. Before,
+all ranks tell each other what they will send.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hf_pipetransformer.comm.errors import guarded
 from hf_pipetransformer.comm.transfers import Parcel, carry, in_rounds, pack, unpack
 
 
@@ -87,9 +86,9 @@ def exchange(
 ) -> int:
     """Carry out `moves`, in rounds of whole bundles, and return the bytes that all ranks sent together.
 
-    Collective: call on every rank. Tensors go from device to device on the device's own backend; their descriptions,
-    and small CPU tensors, go over the control group. A rank copies what it sends at most once, however many ranks it
-    serves.
+    Collective: call on every rank. Tensors go from device to device on the device's backend, those on the CPU over the
+    control group, over which all ranks get the dtypes and shapes of all tensors before. A rank copies what it sends at
+    most once, however many ranks it serves.
 
     Args:
         collect: called once, with one move of each content that this rank sends.
@@ -98,60 +97,50 @@ def exchange(
     if not moves:
         return 0
     # One entry a content: several ranks that need the same tensors get them from one copy.
-    own = {move.content: move for move in moves if move.source == topology.rank}
-    leaving = {content: _split(tree) for content, tree in zip(own, collect(list(own.values())), strict=True)}
+    sent = {move.content: move for move in moves if move.source == topology.rank}
+    leaving = {content: _split(tree) for content, tree in zip(sent, collect(list(sent.values())), strict=True)}
     # Every rank needs the sizes of all moves: with the same sizes, all cut them into the same rounds.
-    sizes = _sizes(moves, leaving, topology)
-    messages = _send_descriptions(moves, [size for size, _ in sizes], leaving, topology)
-    by_bundle: dict[Bundle, list[tuple[Move, int]]] = {}
-    for move, (_, size) in zip(moves, sizes, strict=True):
-        by_bundle.setdefault(move.bundle, []).append((move, size))
+    messages, sizes = _described(moves, leaving, topology)
+    by_bundle: dict[Bundle, list[Move]] = {}
+    for move in moves:
+        by_bundle.setdefault(move.bundle, []).append(move)
     bundles = list(by_bundle)
     # A rank may get one copy of each bundle, so that the largest of a bundle's moves bounds what it holds at a time.
-    for indices in in_rounds([max(size for _, size in by_bundle[bundle]) for bundle in bundles]):
+    for indices in in_rounds([max(map(sizes.__getitem__, by_bundle[bundle])) for bundle in bundles]):
         done = [bundles[index] for index in indices]
         parcels, arrived = [], []
-        for move in (move for bundle in done for move, _ in by_bundle[bundle]):
+        for move in (move for bundle in done for move in by_bundle[bundle]):
             if move.source == topology.rank:
-                parcels += _parcels(move, leaving[move.content].large, topology)
+                parcels += _parcels(move, leaving[move.content].tensors, topology)
             elif move.destination == topology.rank:
-                content = unpack(messages.pop(move))
-                large = _empty(content["large"], device)
-                parcels += _parcels(move, large, topology)
-                arrived.append((content["tree"], large))
+                tree, tensors = _announced(messages.pop(move), device)
+                parcels += _parcels(move, tensors, topology)
+                arrived.append(tree)
         carry(parcels, topology.control, topology.timeout)
         # Drop the references, so that `install` frees the memory of what leaves this rank.
         parcels.clear()
         for content_key in [key for key in leaving if key[0] in done]:
             del leaving[content_key]
-        install(done, [_joined(tree, large) for tree, large in arrived])
-    return sum(small + large for small, large in sizes)
+        install(done, arrived)
+    return sum(sizes.values())
 
 
-def _sizes(moves: Sequence[Move], leaving: Mapping[Content, _Split], topology: Topology) -> list[tuple[int, int]]:
-    """Return the bytes of each move, on every rank: of its description, and of its tensors."""
-    own = [leaving[m.content] if m.source == topology.rank else None for m in moves]
-    # A move has one source, so that the sum over all ranks is its size.
-    sizes = torch.tensor(
-        [[s.message.numel(), sum(tensor.nbytes for tensor in s.large)] if s is not None else [0, 0] for s in own]
-    )
-    guarded(lambda: dist.all_reduce(sizes, group=topology.control), "agreeing on what moves between the ranks")
-    return [(small, large) for small, large in sizes.tolist()]
-
-
-def _send_descriptions(
-    moves: Sequence[Move], sizes: Sequence[int], leaving: Mapping[Content, _Split], topology: Topology
-) -> dict[Move, torch.Tensor]:
-    messages: dict[Move, torch.Tensor] = {}
-    parcels = []
-    for move, size in zip(moves, sizes, strict=True):
-        if move.source == topology.rank:
-            parcels += _parcels(move, [leaving[move.content].message], topology)
-        elif move.destination == topology.rank:
-            messages[move] = torch.empty(size, dtype=torch.uint8)
-            parcels += _parcels(move, [messages[move]], topology)
-    carry(parcels, topology.control, topology.timeout)
-    return messages
+def _described(
+    moves: Sequence[Move], leaving: Mapping[Content, _Split], topology: Topology
+) -> tuple[dict[Move, torch.Tensor], dict[Move, int]]:
+    """Return the descriptions of what this rank gets, and the bytes of all moves. Collective: call on every rank."""
+    answers = topology.gather([[each.message, sum(t.nbytes for t in each.tensors)] for each in leaving.values()])
+    messages, sizes = dict[Move, torch.Tensor](), dict[Move, int]()
+    for source, answer in enumerate(answers):
+        theirs = [move for move in moves if move.source == source]
+        # Each rank answers for its contents in the order in which its moves name them.
+        by_content = dict(zip(dict.fromkeys(move.content for move in theirs), answer, strict=True))
+        for move in theirs:
+            message, num_bytes = by_content[move.content]
+            sizes[move] = message.numel() + num_bytes
+            if move.destination == topology.rank:
+                messages[move] = message
+    return messages, sizes
 
 
 def _parcels(move: Move, tensors: Sequence[torch.Tensor], topology: Topology) -> list[Parcel]:
@@ -161,79 +150,30 @@ def _parcels(move: Move, tensors: Sequence[torch.Tensor], topology: Topology) ->
     return [Parcel(tensor, peer, is_leaving, what) for tensor in tensors]
 
 
-LARGE_BYTES = 2**16
-"""Tensors of at least this size are sent by themselves, without packing; smaller ones share a message."""
-
-_LARGE = "large tensor"
-_PACKED = "packed tensor"
-_ALIGNMENT = 16
-
-
 @dataclass(frozen=True)
 class _Split:
-    """Tree packed without its large tensors, and these in order; the last one may hold the small device tensors."""
+    """Tree without its tensors, packed, and these."""
 
     message: torch.Tensor
-    large: list[torch.Tensor]
+    tensors: list[torch.Tensor]
 
 
 def _split(tree: Any) -> _Split:
-    large: list[torch.Tensor] = []
-    packed: list[torch.Tensor] = []
-    num_packed = 0
-
-    def visit(node: Any) -> Any:
-        nonlocal num_packed
-        if isinstance(node, dict):
-            return {key: visit(value) for key, value in node.items()}
-        if not isinstance(node, torch.Tensor):
-            return node
-        if node.nbytes >= LARGE_BYTES:
-            large.append(node.detach().contiguous())
-            return {_LARGE: len(large) - 1}
-        # CPU tensors go into the description; device tensors never do, packing them would synchronize the device.
-        if _travels_in_description(node):
-            return node
-        start, piece = num_packed, node.detach().contiguous().reshape(-1).view(torch.uint8)
-        # Padded, as `view` of bytes in another dtype needs an offset that its item size divides.
-        num_packed += -(-piece.numel() // _ALIGNMENT) * _ALIGNMENT
-        packed.append(torch.nn.functional.pad(piece, (0, num_packed - start - piece.numel())))
-        return {_PACKED: [start, _dtype_name(node), list(node.shape)]}
-
-    without = visit(tree)
-    if packed:
-        # As the last one, where `_joined` looks for it.
-        large.append(torch.cat(packed))
-    shapes = [[_dtype_name(tensor), list(tensor.shape), tensor.is_cpu] for tensor in large]
-    return _Split(pack({"tree": without, "large": shapes}), large)
+    tensors = [tensor.detach().contiguous() for tensor in _tensors(tree)]
+    # Dtype and shape: of a tensor that has one element in all places, `pack` sends no more.
+    shapes = tree_map_only(torch.Tensor, lambda each: torch.zeros((), dtype=each.dtype).expand(each.shape), tree)
+    return _Split(pack([shapes, [tensor.is_cpu for tensor in tensors]]), tensors)
 
 
-def _travels_in_description(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu
+def _announced(message: torch.Tensor, device: torch.device) -> tuple[Any, list[torch.Tensor]]:
+    """Return the tree of a message, and its tensors, which are still to be received."""
+    shapes, are_on_cpu = unpack(message)
+    places = iter("cpu" if is_cpu else device for is_cpu in are_on_cpu)
+    tree = tree_map_only(
+        torch.Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype, device=next(places)), shapes
+    )
+    return tree, _tensors(tree)
 
 
-def _joined(tree: Any, large: Sequence[torch.Tensor]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return tree.clone()  # A view would keep the whole message alive.
-    if not isinstance(tree, dict):
-        return tree
-    if _LARGE in tree:
-        return large[tree[_LARGE]]
-    if _PACKED in tree:
-        start, dtype_name, shape = tree[_PACKED]
-        dtype = getattr(torch, dtype_name)
-        piece = large[-1][start : start + torch.Size(shape).numel() * dtype.itemsize]
-        # A copy, so that the message's memory is freed.
-        return piece.clone().view(dtype).view(shape)
-    return {key: _joined(value, large) for key, value in tree.items()}
-
-
-def _empty(shapes: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
-    return [
-        torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if is_cpu else device)
-        for dtype, shape, is_cpu in shapes
-    ]
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +24,6 @@ from hf_pipetransformer.planning.partition import partition
 
 
 Device = torch.device | str | int
-
-
-class Measuring(TypedDict, total=False):
-    """Options of both measurements.
-
-    Args:
-        device: where to measure; by default the first GPU, or the CPU without GPUs.
-        unpack: True passes a tuple (the sample or a child's result) to the next child as several arguments, as `Pipe`
-            does; False as one argument, as `GPipe` does. None unpacks it where the child's forward accepts that many.
-    """
-
-    device: Device | None
-    unpack: bool | None
 
 
 @dataclass(frozen=True)
@@ -65,41 +52,40 @@ class Child:
         return perf_counter()
 
 
-@contextmanager
-def _children(
-    module: nn.Sequential, sample: Any, device: Device | None = None, unpack: bool | None = None
-) -> Iterator[Iterator[Child]]:
-    """Yield copies of the children, in training mode, with the inputs that reach each when the model runs on `sample`.
+def _measured(
+    measure: Callable[[Child], float],
+    module: nn.Sequential,
+    sample: Any,
+    device: Device | None,
+    unpack: bool | None,
+) -> list[float]:
+    """Measure copies of the children, in training mode, each with what reaches it when the model runs on `sample`.
 
-    Gradients are enabled inside; the RNG state is restored on exit.
+    Gradients are enabled; the RNG state is restored.
     """
-    if device is None:
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    with torch.random.fork_rng([place] if place.type == "cuda" else []), torch.enable_grad():
-        yield _each_child(module, sample, place, unpack)
+    place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
 
-
-def _each_child(module: nn.Sequential, sample: Any, device: torch.device, unpack: bool | None) -> Iterator[Child]:
     # Every child starts a new graph: its backward must not run into the children before it.
     def cut_off(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+        return tensor.detach().to(place).requires_grad_(tensor.requires_grad)
 
-    value, skips = sample, dict[Key, Tensor | None]()
-    for child in module:
-        here = copy.deepcopy(child).to(device).train()
-        value = tree_map_only(Tensor, cut_off, value)
-        several = isinstance(value, (tuple, list)) and (_takes(here, value) if unpack is None else unpack)
-        popped = {key for inner in here.modules() if isinstance(inner, Skippable) for key in inner.poppable()}
-        received = {key: skips.pop(key) for key in popped & skips.keys()}
-        measured = Child(here, device, tuple(value) if several else (value,), received)
-        yield measured
-        # One more run after the measured ones: the next child gets outputs of unchanged inputs.
-        value, stashed = measured.run(*measured.copied_inputs())
-        skips.update(tree_map_only(Tensor, cut_off, stashed))
+    value, skips, found = sample, dict[Key, Tensor | None](), []
+    with torch.random.fork_rng([place] if place.type == "cuda" else []), torch.enable_grad():
+        for child in module:
+            here = copy.deepcopy(child).to(place).train()
+            value = tree_map_only(Tensor, cut_off, value)
+            several = isinstance(value, (tuple, list)) and (_takes(here, value) if unpack is None else unpack)
+            popped = {key for inner in here.modules() if isinstance(inner, Skippable) for key in inner.poppable()}
+            received = {key: skips.pop(key) for key in popped & skips.keys()}
+            alone = Child(here, place, tuple(value) if several else (value,), received)
+            found.append(measure(alone))
+            # One more run after the measured ones: the next child gets outputs of unchanged inputs.
+            value, stashed = alone.run(*alone.copied_inputs())
+            skips.update(tree_map_only(Tensor, cut_off, stashed))
+    return found
 
 
-def _seconds(child: Child, share: float) -> float:
+def _seconds(share: float, child: Child) -> float:
     """Return the median time of the runs in `share` seconds, at least two; the first one is a warm-up."""
     seconds: list[float] = []
     while len(seconds) < 2 or sum(seconds) < share:
@@ -173,7 +159,8 @@ def balance_by_time(
     sample: Tensor | tuple[Any, ...],
     *,
     timeout: float = 1.0,
-    **measuring: Unpack[Measuring],
+    device: Device | None = None,
+    unpack: bool | None = None,
 ) -> list[int]:
     """Split a model into stages such that the slowest stage is as fast as possible.
 
@@ -183,7 +170,9 @@ def balance_by_time(
     Args:
         sample: input of the model, one micro-batch in size.
         timeout: seconds of measurement for all children together; each child runs at least twice.
-        measuring: `device` and `unpack`, see `Measuring`.
+        device: where to measure; by default the first GPU, or the CPU without GPUs.
+        unpack: True passes a tuple (the sample or a child's result) to the next child as several arguments, as `Pipe`
+            does; False as one argument, as `GPipe` does. None unpacks it where the child's forward accepts that many.
 
     Returns:
         Number of children of each stage.
@@ -202,8 +191,8 @@ def balance_by_time(
                 "module.zero_grad(set_to_none=True) before."
             )
     # The sample is one micro-batch already: this only unwraps NoChunk.
-    with _children(module, _first_micro_batch(sample, 1), **measuring) as children:
-        return _cut(partitions, [_seconds(child, timeout / len(module)) for child in children])
+    measure = partial(_seconds, timeout / len(module))
+    return _cut(partitions, _measured(measure, module, _first_micro_batch(sample, 1), device, unpack))
 
 
 def balance_by_size(
@@ -213,7 +202,8 @@ def balance_by_size(
     *,
     chunks: int = 1,
     param_scale: float = 2.0,
-    **measuring: Unpack[Measuring],
+    device: Device | None = None,
+    unpack: bool | None = None,
 ) -> list[int]:
     """Split a model into stages such that the largest stage needs as little memory as possible.
 
@@ -225,7 +215,7 @@ def balance_by_size(
         chunks: micro-batches of a mini-batch; the first one is measured.
         param_scale: memory of parameters, gradients and optimizer state in multiples of the parameters: 2 to 3 for
             SGD, 4 to 5 for Adam.
-        measuring: `device` and `unpack`, see `Measuring`.
+        device: where to measure, as in `balance_by_time`, and `unpack`.
 
     Returns:
         Number of children of each stage.
@@ -239,18 +229,19 @@ def balance_by_size(
         raise ValueError(f"Found chunks={chunks}: expected at least one micro-batch.")
     if not 0 <= param_scale < math.inf:
         raise ValueError(f"Found param_scale={param_scale}: expected a number, 0 or more.")
-    return _cut(partitions, bytes_of_children(module, _first_micro_batch(input, chunks), param_scale, **measuring))
+    first = _first_micro_batch(input, chunks)
+    return _cut(partitions, bytes_of_children(module, first, param_scale, device, unpack))
 
 
 def bytes_of_children(
-    module: nn.Sequential, sample: Any, param_scale: float, **measuring: Unpack[Measuring]
+    module: nn.Sequential, sample: Any, param_scale: float, device: Device | None = None, unpack: bool | None = None
 ) -> list[float]:
     """Measure the bytes of each child: output, tensors saved for backward, `param_scale` times its parameters."""
-    with _children(module, sample, **measuring) as children:
-        return [
-            _activation_bytes(child) + param_scale * sum(parameter.nbytes for parameter in child.module.parameters())
-            for child in children
-        ]
+
+    def measure(child: Child) -> float:
+        return _activation_bytes(child) + param_scale * sum(each.nbytes for each in child.module.parameters())
+
+    return _measured(measure, module, sample, device, unpack)
 
 
 def _check(partitions: int, module: nn.Sequential) -> None:

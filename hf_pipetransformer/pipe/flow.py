@@ -180,11 +180,11 @@ class Flow:
         self._batches = list(micro_batches)
         # Worker threads set their device; the calling thread's current GPU may not be the one that it serves.
         own = torch.cuda.device(self._own) if self._own.type == "cuda" else nullcontext()
-        with own, workers([stage.device for stage in self.stages], self._own) as threads:
+        with own, workers([stage.device for stage in self.stages], self._own) as run:
             # A cycle ends before the next one begins, so that no thread reads what another one writes to the
             # dictionaries here.
             for clock in clock_cycles(len(micro_batches), len(self.stages)):
-                threads.run([(self.stages[k].device, partial(self._compute, i, k)) for i, k in clock])
+                run([(self.stages[k].device, partial(self._compute, i, k)) for i, k in clock])
         return self._batches
 
     def _compute(self, i: int, k: int) -> None:

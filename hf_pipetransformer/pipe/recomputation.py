@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -20,20 +20,14 @@ from torch.utils.checkpoint import checkpoint
 Value = TypeVar("Value")
 
 
-class Setting(Generic[Value]):
-    """Context manager that sets a context variable. Reusable: a retained graph recomputes, and enters it, again."""
-
-    def __init__(self, variable: ContextVar[Value], value: Value) -> None:
-        self._variable = variable
-        self._value = value
-        self._tokens: list[Token[Value]] = []
-
-    def __enter__(self) -> Value:
-        self._tokens.append(self._variable.set(self._value))
-        return self._value
-
-    def __exit__(self, *_: object) -> None:
-        self._variable.reset(self._tokens.pop())
+@contextmanager
+def setting(variable: ContextVar[Value], value: Value) -> Iterator[Value]:
+    """Give a context variable a value inside."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 # Lock of the CPU generator. Its owner puts another lock in its place inside: with the same one, the threads of a
@@ -43,7 +37,7 @@ _CPU_GENERATOR: ContextVar[Lock] = ContextVar("cpu_generator", default=Lock())  
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    with _CPU_GENERATOR.get(), Setting(_CPU_GENERATOR, Lock()):
+    with _CPU_GENERATOR.get(), setting(_CPU_GENERATOR, Lock()):
         yield
 
 
@@ -119,17 +113,14 @@ def checkpointed(function: Callable[..., Any], *values: Any, drawing: Drawing | 
     def run(*values: Any) -> Any:
         # The first call is the forward; each later one recomputes, several times if the graph is retained.
         if states:
-            with states[0].restored():
+            with states[0].restored(), setting(_IS_RECOMPUTING, True):
                 return function(*values)
-        with drawing.noted() as found:
+        with drawing.noted() as found, setting(_IS_CHECKPOINTING, True):
             states.append(found)
             return function(*values)
 
-    def contexts() -> tuple[Setting[bool], Setting[bool]]:
-        return Setting(_IS_CHECKPOINTING, True), Setting(_IS_RECOMPUTING, True)
-
     # torch's preserve_rng_state is not safe here: other threads draw from the CPU generator meanwhile.
-    return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Waking(torch.autograd.Function):

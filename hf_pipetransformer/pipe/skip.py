@@ -17,7 +17,7 @@ from uuid import UUID, uuid4
 
 from torch import Tensor, nn
 
-from hf_pipetransformer.pipe.recomputation import Setting
+from hf_pipetransformer.pipe.recomputation import setting
 from hf_pipetransformer.pipe.stages import Expanding
 
 
@@ -71,7 +71,7 @@ def current_exchange() -> SkipExchange:
 
 def exchanging(exchange: SkipExchange) -> AbstractContextManager[SkipExchange]:
     """Make modules that run inside stash to `exchange` and pop from it."""
-    return Setting[SkipExchange | None](_CURRENT, exchange)  # type: ignore[return-value]
+    return setting(_CURRENT, exchange)  # type: ignore[arg-type]
 
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -231,7 +231,7 @@ def _answered(forward: Callable[..., Any]) -> Callable[..., Any]:
             # A base class's forward, called through super(), is part of the subclass's: names are checked once.
             return _result_of(forward(self, *args, **kwargs), outer)
         here = _Forward(self)
-        with Setting(_UNDER_WAY, here):
+        with setting(_UNDER_WAY, here):
             output = _result_of(forward(self, *args, **kwargs), here)
         here.check_all_used()
         return output

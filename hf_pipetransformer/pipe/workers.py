@@ -20,10 +20,12 @@ from hf_pipetransformer.pipe.micro_batches import replaced
 
 
 Task = Callable[[], None]
+RunTasks = Callable[[Sequence[tuple[torch.device, Task]]], None]
+"""Function that runs tasks, each on the thread of its device."""
 
 
 @contextmanager
-def workers(devices: Iterable[torch.device], own: torch.device) -> Iterator[Workers]:
+def workers(devices: Iterable[torch.device], own: torch.device) -> Iterator[RunTasks]:
     """Start a thread for each device but `own`, which the calling thread serves, and end them on exit."""
     devices = set(devices)
     submit: dict[torch.device, Callable[..., Future[None]]] = {}
@@ -37,42 +39,42 @@ def workers(devices: Iterable[torch.device], own: torch.device) -> Iterator[Work
             # shut down.
             stack.callback(submit[device], inside.close)
             submit[device](_TorchState(devices).enter, device, inside).result()
-        yield Workers(own, submit)
+        yield partial(run_tasks, own, submit)
 
 
-class Workers:
-    """Threads that run tasks, named by their devices; the calling thread runs the tasks of `own`."""
+def run_tasks(
+    here: torch.device,
+    submit: Mapping[torch.device, Callable[[Task], Future[None]]],
+    tasks: Sequence[tuple[torch.device, Task]],
+) -> None:
+    """Run tasks, devices in parallel and each device's tasks in order, and return when all are done.
 
-    def __init__(self, own: torch.device, submit: Mapping[torch.device, Callable[[Task], Future[None]]]) -> None:
-        self._own = own
-        self._submit = submit
+    Args:
+        here: device whose tasks the calling thread runs; `submit` hands those of another to its thread.
 
-    def run(self, tasks: Sequence[tuple[torch.device, Task]]) -> None:
-        """Run the tasks, devices in parallel and each device's tasks in order, and return when all are done.
-
-        Raises:
-            BaseException: an error of a task. Tasks that have not started are dropped.
-        """
-        futures: list[Future[None]] = []
-        try:
-            futures += [self._submit[device](task) for device, task in tasks if device != self._own]
-            for device, task in tasks:
-                if device == self._own:
-                    # Look before each task of one's own: an error elsewhere ends the run before more is computed.
-                    _raise_first([each for each in futures if each.done()])
-                    task()
-            wait(futures, return_when=FIRST_EXCEPTION)
-            _raise_first([each for each in futures if each.done()])
-        finally:
-            # The error's traceback keeps this frame: empty the lists, or the frame keeps every future and task error.
-            cancel = futures.copy()
-            futures.clear()
-            while cancel:
-                cancel.pop().cancel()
+    Raises:
+        BaseException: an error of a task. Tasks that have not started are dropped.
+    """
+    futures: list[Future[None]] = []
+    try:
+        futures += [submit[device](task) for device, task in tasks if device != here]
+        for device, task in tasks:
+            if device == here:
+                # Look before each task: an error elsewhere ends the run before more is computed.
+                _raise_first([each for each in futures if each.done()])
+                task()
+        wait(futures, return_when=FIRST_EXCEPTION)
+        _raise_first([each for each in futures if each.done()])
+    finally:
+        # The error's traceback keeps this frame: empty the lists, or the frame keeps every future and task error.
+        cancel = futures.copy()
+        futures.clear()
+        while cancel:
+            cancel.pop().cancel()
 
 
 def _raise_first(done: list[Future[None]]) -> None:
-    # Lists are emptied and errors popped for the reason given in `Workers.run`: a frame must not keep them.
+    # Lists are emptied and errors popped for the reason given in `run_tasks`: a frame must not keep them.
     errors = [error for error in (each.exception() for each in done) if error is not None]
     done.clear()
     if errors:
@@ -179,19 +181,10 @@ def _sent(
 
 
 def _copied(tensor: torch.Tensor, target: torch.device, streams: tuple[Any, Any]) -> torch.Tensor:
-    with on_streams([stream for stream in streams if stream is not None]):
+    # A CPU's None changes nothing, and the current device is restored.
+    with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
         # The host reads a CPU tensor without waiting for a stream: that copy must block.
         return tensor.to(target, non_blocking=target.type != "cpu")
-
-
-@contextmanager
-def on_streams(streams: Sequence[Any]) -> Iterator[None]:
-    """Run this thread's work on each stream's device on that stream. The current device is restored on exit."""
-    if not streams:
-        yield
-        return
-    with torch.cuda.device(torch.cuda.current_device()), torch.cuda.stream(streams[0]), on_streams(streams[1:]):
-        yield
 
 
 class _Passing(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hf_pipetransformer.schedules.placement import first_above
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from hf_pipetransformer.planning.token_slices import TokenCosts
     from hf_pipetransformer.schedules.layout import Layout
 
-
-WEIGHT_BYTES = 4
-"""Bytes of a weight's element unless given otherwise: fp32."""
 
 Shared = tuple[tuple[tuple[int, ...], int], ...]
 """Parameters that several blocks use: the blocks, in increasing order, and the number of elements."""
@@ -32,22 +29,19 @@ class BlockCosts:
             active block.
         parameters: elements; those of several blocks count at the first one.
         activation_bytes: bytes per sample that the block keeps from its forward for its backward.
-        shared: parameters of several blocks, not by block: each stage that uses them has a copy.
-        kept: elements of `parameters` that the user froze; empty if all are trained.
-        kept_shared: like `shared`, for parameters that the user froze.
-        trained_bytes: bytes of the weights that are trained unless their layer freezes; empty if all are fp32.
-        kept_bytes: bytes of the weights that the user froze; empty if all are fp32.
-        boundary_bytes: bytes per sample of the activation that enters the block; empty if unknown.
+        kept: elements of `parameters` that the user froze.
+        trained_bytes: bytes of the weights that are trained unless their layer freezes.
+        kept_bytes: bytes of the weights that the user froze.
+        boundary_bytes: bytes per sample of the activation that enters the block.
         working_bytes: bytes per sample that the block needs for a moment, in its forward or backward, besides those it
-            keeps and the gradients of its weights; empty if unknown.
+            keeps and the gradients of its weights.
+        shared: parameters of several blocks, not by block: each stage that uses them has a copy.
+        kept_shared: like `shared`, for parameters that the user froze.
         slices: costs of token slices; None where sequences stay whole.
         launch: seconds in which Python launches the operations of the block's forward on a device, and of its whole
             backward: a pass takes at least as long, with however few samples; empty if unknown.
         table: bytes of a table of embeddings whose gradient a first stage without the head makes after its backwards
             (see `EmbeddingGradients`), and the samples of a batch up to which it does.
-
-    Raises:
-        ValueError: the fields differ in length.
     """
 
     forward: tuple[float, ...]
@@ -55,44 +49,21 @@ class BlockCosts:
     edge_backward: tuple[float, ...]
     parameters: tuple[int, ...]
     activation_bytes: tuple[float, ...]
+    kept: tuple[int, ...]
+    trained_bytes: tuple[int, ...]
+    kept_bytes: tuple[int, ...]
+    boundary_bytes: tuple[float, ...]
+    working_bytes: tuple[float, ...]
     shared: Shared = ()
-    kept: tuple[int, ...] = ()
     kept_shared: Shared = ()
-    trained_bytes: tuple[int, ...] = ()
-    kept_bytes: tuple[int, ...] = ()
-    boundary_bytes: tuple[float, ...] = ()
-    working_bytes: tuple[float, ...] = ()
     slices: TokenCosts | None = None
     table: tuple[float, float] = (0.0, 0.0)
     launch: tuple[tuple[float, float], ...] = ()
 
-    def __post_init__(self) -> None:
-        may_be_empty = ("kept", "trained_bytes", "kept_bytes", "boundary_bytes", "working_bytes", "launch")
-        empty = [name for name in may_be_empty if not getattr(self, name)]
-        # None of these has an entry for each block.
-        others = ("shared", "kept_shared", "slices", "table", *empty)
-        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name not in others}
-        if len(set(lengths.values())) != 1:
-            raise ValueError(f"Block costs need one entry a block in every field, found {lengths}.")
-
     @property
     def trained(self) -> tuple[int, ...]:
         """Elements by block that are trained unless their layer freezes."""
-        return tuple(whole - frozen for whole, frozen in zip(self.parameters, self.kept_elements, strict=True))
-
-    @property
-    def kept_elements(self) -> tuple[int, ...]:
-        return self.kept or (0,) * len(self.parameters)
-
-    @property
-    def trained_sizes(self) -> tuple[int, ...]:
-        """`trained_bytes`, or the bytes in fp32 if that is empty."""
-        return self.trained_bytes or tuple(WEIGHT_BYTES * count for count in self.trained)
-
-    @property
-    def kept_sizes(self) -> tuple[int, ...]:
-        """`kept_bytes`, or the bytes in fp32 if that is empty."""
-        return self.kept_bytes or tuple(WEIGHT_BYTES * count for count in self.kept_elements)
+        return tuple(whole - frozen for whole, frozen in zip(self.parameters, self.kept, strict=True))
 
     def scaled(self, forward: float, backward: float) -> BlockCosts:
         return replace(
@@ -152,7 +123,7 @@ def stage_elements(layout: Layout, costs: BlockCosts) -> list[float]:
 
 def gradient_bytes(layout: Layout, costs: BlockCosts) -> list[float]:
     """Return the bytes of the gradients of each rank of a pipeline, in the dtypes of the weights."""
-    return by_rank(layout, by_stage(layout, of_active(layout, costs.trained_sizes)))
+    return by_rank(layout, by_stage(layout, of_active(layout, costs.trained_bytes)))
 
 
 def of_active(layout: Layout, values: Sequence[float]) -> list[float]:

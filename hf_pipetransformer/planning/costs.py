@@ -97,7 +97,7 @@ class Overheads:
         for lower, block in enumerate(layout.boundaries[1:-1]):
             is_far = self.spans_nodes(layout.pipeline_size) and layout.places.leaves_node(lower, self.node_size)
             # `hop` is that of a micro-batch's message as a whole: only those to other nodes have their bytes apart.
-            size = samples * costs.boundary_bytes[block] if is_far and costs.boundary_bytes else 0.0
+            size = samples * costs.boundary_bytes[block]
             found.append(self.node_hop + self.node_hop_per_byte * size if is_far else self.hop)
         return tuple(found)
 
@@ -281,7 +281,7 @@ def shard_seconds(
     `alone` is that of a process that neither shards nor reduces.
     """
     scale = 0.5 if casts else 1.0
-    all_bytes, trained = scale * (sum(costs.trained_sizes) + sum(costs.kept_sizes)), scale * sum(costs.trained_sizes)
+    all_bytes, trained = scale * (sum(costs.trained_bytes) + sum(costs.kept_bytes)), scale * sum(costs.trained_bytes)
     # The pass of the reference reads all weights once more.
     gathers = NUM_GATHERS + overheads.has_reference
     # A gather, like a sum into shards, moves half of the bytes of an all-reduce.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_pipetransformer.planning.blocks import BlockCosts, block_loads
+from hf_pipetransformer.planning.blocks import BlockCosts, block_loads, by_rank, by_stage
 from hf_pipetransformer.planning.costs import WORK_OVERHEADS, Overheads, Prediction, costs_by_work, predict_step
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, RankMemory, rank_memory
 from hf_pipetransformer.planning.partition import partition
@@ -25,54 +25,6 @@ WORTH_MOVING = 0.02
 
 FROZEN_FACTOR = 1 / 6
 """Memory of a frozen layer relative to an active one (PipeTransformer, section 3.2.1, lambda_frozen)."""
-
-
-@dataclass(frozen=True)
-class PlanRules:
-    """Constraints on a plan.
-
-    Args:
-        compression: rule for the pipeline size K: `memory` (PipeTransformer, Eq. 2) or `throughput` (least predicted
-            seconds).
-        cut_positions: block indices where a stage may begin, from 0 to the number of blocks.
-        elastic: False keeps K and the boundaries for the whole run.
-        num_microbatches: the number of micro-batches M if the user fixed it, else None.
-        known_microbatches: the M that trials found best, by K and stages per rank V.
-        unfit: values of K that ran out of memory.
-        initial_largest_size: `largest_rank_size` of the initial layout.
-        initial_size: K of the initial layout, to which unfreezing may return; 0 keeps pipelines from growing.
-        num_chunks: V for pipelines of several ranks.
-        token_slices: token slices if the user fixed them.
-        weights: weight versions that passes see under an asynchronous schedule, a value of `pipeline_weights`.
-        work: operations per sample of each block's forward, which decide the boundaries instead of measured times;
-            empty where boundaries do not affect results.
-        is_timeless: True if `work` decides K too.
-
-    Raises:
-        ValueError: unknown compression, or `is_timeless` without `work`.
-    """
-
-    compression: str
-    cut_positions: tuple[int, ...]
-    device_bytes: float
-    elastic: bool = True
-    num_microbatches: int | None = None
-    known_microbatches: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    unfit: frozenset[int] = frozenset()
-    initial_largest_size: float = 0.0
-    initial_size: int = 0
-    num_chunks: int = 1
-    token_slices: Plans | None = None
-    weights: str = "pipeoptim"
-    memory: MemoryRules = MemoryRules()
-    work: tuple[float, ...] = ()
-    is_timeless: bool = False
-
-    def __post_init__(self) -> None:
-        if self.is_timeless and not self.work:
-            raise ValueError("K is to follow the work of the blocks: expected `work`, found none.")
-        if self.compression not in ("memory", "throughput"):
-            raise ValueError(f"Unknown compression {self.compression!r}: expected 'memory' or 'throughput'.")
 
 
 @dataclass(frozen=True)
@@ -99,11 +51,7 @@ class Choice:
 
 
 def stage_boundaries(block_costs: Sequence[float], cut_positions: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Return boundaries of stages of even cost, at allowed cut positions only.
-
-    Raises:
-        ValueError: more stages than pieces between allowed cuts.
-    """
+    """Return boundaries of stages of even cost, at allowed cut positions only."""
     pieces = [sum(block_costs[a:b]) for a, b in zip(cut_positions, cut_positions[1:], strict=False)]
     return tuple(cut_positions[index] for index in partition(pieces, num_stages))
 
@@ -195,8 +143,7 @@ def largest_rank_size(parameters: Sequence[float], layout: Layout, frozen_factor
     """Return the elements on the fullest rank, M_GPU of Eq. 2: each frozen block counts `frozen_factor` times."""
     first = layout.first_active_block
     sizes = [size * frozen_factor for size in parameters[:first]] + list(parameters[first:])
-    ranks = [layout.blocks_of_rank(rank) for rank in range(layout.pipeline_size)]
-    return max(sum(sizes[block] for part in parts for block in part) for parts in ranks)
+    return max(by_rank(layout, by_stage(layout, sizes)))
 
 
 @dataclass(frozen=True)
@@ -205,16 +152,45 @@ class PlanInputs:
 
     Args:
         samples_per_device: samples of a batch per device; a pipeline's batch has K times as many.
-        measures_microbatches: True if M is tried on training steps, False if it follows the rule of thumb.
+        compression: rule for the pipeline size K: `memory` (PipeTransformer, Eq. 2) or `throughput` (least predicted
+            seconds).
+        cut_positions: block indices where a stage may begin, from 0 to the number of blocks.
         accumulation: batches per optimizer step.
+        elastic: False keeps K and the boundaries for the whole run.
+        measures_microbatches: True if M is tried on training steps, False if it follows the rule of thumb.
+        num_microbatches: the number of micro-batches M if the user fixed it, else None.
+        known_microbatches: the M that trials found best, by K and stages per rank V.
+        unfit: values of K that ran out of memory.
+        initial_largest_size: `largest_rank_size` of the initial layout.
+        initial_size: K of the initial layout, to which unfreezing may return; 0 keeps pipelines from growing.
+        num_chunks: V for pipelines of several ranks.
+        token_slices: token slices if the user fixed them.
+        weights: weight versions that passes see under an asynchronous schedule, a value of `pipeline_weights`.
+        work: operations per sample of each block's forward, which decide the boundaries instead of measured times;
+            empty where boundaries do not affect results.
+        is_timeless: True if `work` decides K too.
     """
 
     blocks: BlockCosts
     overheads: Overheads
-    rules: PlanRules
     samples_per_device: int
-    measures_microbatches: bool = True
+    compression: str
+    cut_positions: tuple[int, ...]
+    device_bytes: float
     accumulation: int = 1
+    elastic: bool = True
+    measures_microbatches: bool = True
+    num_microbatches: int | None = None
+    known_microbatches: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    unfit: frozenset[int] = frozenset()
+    initial_largest_size: float = 0.0
+    initial_size: int = 0
+    num_chunks: int = 1
+    token_slices: Plans | None = None
+    weights: str = "pipeoptim"
+    memory_rules: MemoryRules = MemoryRules()
+    work: tuple[float, ...] = ()
+    is_timeless: bool = False
 
     def samples(self, layout: Layout) -> int:
         """Return the samples of a pipeline's batch."""
@@ -226,8 +202,8 @@ class PlanInputs:
 
     def memory(self, layout: Layout) -> list[RankMemory]:
         """Return what each rank of a pipeline needs for training."""
-        rules = self.rules
-        return rank_memory(layout, self.blocks, self.samples(layout), self.accumulation, rules.weights, rules.memory)
+        samples, rules = self.samples(layout), self.memory_rules
+        return rank_memory(layout, self.blocks, samples, self.accumulation, self.weights, rules)
 
     def needed_bytes(self, layout: Layout) -> float:
         """Return the bytes of the fullest rank."""
@@ -235,7 +211,7 @@ class PlanInputs:
 
     def fits(self, layout: Layout) -> bool:
         """Return True if the fullest rank fits the smallest device."""
-        return self.needed_bytes(layout) <= self.rules.device_bytes * (1 - MEMORY_RESERVE)
+        return self.needed_bytes(layout) <= self.device_bytes * (1 - MEMORY_RESERVE)
 
     def stored(self, pipeline_size: int, cache_level: int) -> int:
         """Return the layers whose activations are stored by pipelines of a length: none by those over several nodes.
@@ -251,11 +227,11 @@ class PlanInputs:
     @property
     def cut_by(self) -> tuple[BlockCosts, Overheads]:
         """Costs that place stage boundaries: the blocks' work where boundaries affect results, else measured times."""
-        if not self.rules.work:
+        if not self.work:
             return self.blocks, self.overheads
         # The pass of the reference is work as well, and no clock decides whether there is one.
         by_work = replace(WORK_OVERHEADS, has_reference=self.overheads.has_reference)
-        return costs_by_work(self.blocks, self.rules.work), by_work
+        return costs_by_work(self.blocks, self.work), by_work
 
     def lay_out(
         self,
@@ -271,10 +247,10 @@ class PlanInputs:
         Frozen blocks count with their forward only, and not even that where their output is stored, which pipelines
         over several nodes cannot.
         """
-        rules, weights = self.rules, weights_under(abilities_of(schedule), self.rules.weights)
+        weights = weights_under(abilities_of(schedule), self.weights)
         samples = self.samples_per_device * pipeline_size
         # M of the user comes before M of a trial, which comes before the rule.
-        known = rules.num_microbatches or rules.known_microbatches.get((pipeline_size, num_chunks))
+        known = self.num_microbatches or self.known_microbatches.get((pipeline_size, num_chunks))
         by_rule = choose_num_microbatches(pipeline_size, samples, weights, self.accumulation)
         level, (costs, overheads) = self.stored(pipeline_size, cache_level), self.cut_by
         # Where steps overlap, each stage waits for its own update: the update is a part of its load.
@@ -282,10 +258,10 @@ class PlanInputs:
         per_sample = overheads.optimizer_per_parameter / (samples * self.accumulation)
         loads = block_loads(costs, num_frozen, level, 0.0 if weights is None else per_sample)
         shape = schedule, pipeline_size, num_replicas, known or by_rule, num_chunks
-        layout = plan_layout(loads, rules.cut_positions, *shape, num_frozen, level)
+        layout = plan_layout(loads, self.cut_positions, *shape, num_frozen, level)
         # Slices are planned with one time for all messages: that of the slowest, which the others wait for.
-        hop, is_free = self.overheads.slowest_hop(layout, self.blocks, samples), rules.num_microbatches is None
-        layout = cut_layout(layout, rules.token_slices, self.blocks.slices, samples, is_free, hop)
+        hop, is_free = self.overheads.slowest_hop(layout, self.blocks, samples), self.num_microbatches is None
+        layout = cut_layout(layout, self.token_slices, self.blocks.slices, samples, is_free, hop)
         return self.cut_at_nodes(layout, loads)
 
     def cut_at_nodes(self, layout: Layout, loads: Sequence[float]) -> Layout:
@@ -295,9 +271,9 @@ class PlanInputs:
         after it, may beat even ones. The layout stays as it is if that saves too little or does not fit, and on one
         node. `loads` are the costs of the blocks, which even stages share.
         """
-        overheads, cuts, last = self.overheads, self.rules.cut_positions, layout.num_stages
+        overheads, cuts, last = self.overheads, self.cut_positions, layout.num_stages
         # Where cuts follow the blocks' work, no measured speed of a message may move them.
-        if self.rules.work or not overheads.spans_nodes(layout.pipeline_size):
+        if self.work or not overheads.spans_nodes(layout.pipeline_size):
             return layout
         even = self.judge(layout)
         # If messages to other nodes took no longer than inside one: even then there has to be enough to gain.
@@ -310,13 +286,13 @@ class PlanInputs:
         best, is_better = even, True
         while is_better:
             is_better = False
-            for before, own, after in zip(far, far[1:], [*far[2:], last], strict=False):
+            for before, middle, after in zip(far, far[1:], [*far[2:], last], strict=False):
                 ends = best.layout.boundaries
                 within = [cut for cut in cuts if ends[before] <= cut <= ends[after]]
                 # Stages on either side keep one piece between cuts at least.
-                for at in range(own - before, len(within) - (after - own)):
-                    below = stage_boundaries(loads, within[: at + 1], own - before)
-                    above = stage_boundaries(loads, within[at:], after - own)
+                for at in range(middle - before, len(within) - (after - middle)):
+                    below = stage_boundaries(loads, within[: at + 1], middle - before)
+                    above = stage_boundaries(loads, within[at:], after - middle)
                     boundaries = (*ends[:before], *below, *above[1:], *ends[after + 1 :])
                     moved = self.judge(replace(layout, boundaries=boundaries))
                     if moved.cost < best.cost and (moved.fits or not even.fits):

@@ -128,15 +128,15 @@ def rank_memory(
         num_replicas = layout.num_replicas if memory.loss_sees == "batch" else 1
         in_each = _with_head(in_each, num_replicas, num_replicas, num_replicas * microbatches)
     sums = _times(memory.sums, sum_bytes(costs))
-    made = of_active(layout, [sum(both) for both in zip(costs.trained_sizes, sums, strict=True)])
+    made = of_active(layout, [sum(both) for both in zip(costs.trained_bytes, sums, strict=True)])
     _move_shared(made, layout, costs)
     late, (table_bytes, table_samples) = 0.0, costs.table
     if layout.num_stages > 1 and 0 < samples_per_pipeline <= table_samples:
         # With the float32 sum of a table in half precision.
-        late = made[0] and min(made[0], table_bytes * made[0] / costs.trained_sizes[0])
+        late = made[0] and min(made[0], table_bytes * made[0] / costs.trained_bytes[0])
     rows = late * samples / table_samples if late else 0.0
     found = _fullest(layout, in_each, microbatches, made, accumulation == 1, not any(sums), (late, rows))
-    if memory.recompute != "never" and costs.boundary_bytes:
+    if memory.recompute != "never":
         recomputed = _recomputed(layout, in_each, microbatches, memory.recompute)
         gradients = by_rank(layout, by_stage(layout, made))
         # The estimate with recomputation has all gradients beside all activations. Where it is above the one of a run
@@ -145,7 +145,7 @@ def rank_memory(
         found = [min(pair, key=lambda rank: rank.total) for pair in zip(found, whole, strict=True)]
     trained, active = trained_elements(layout, costs), gradient_bytes(layout, costs)
     reduced = active.copy()
-    sizes = [sum(both) for both in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]
+    sizes = [sum(both) for both in zip(costs.trained_bytes, costs.kept_bytes, strict=True)]
     casts = by_rank(layout, by_stage(layout, of_active(layout, _cast_bytes(costs))))
     for rank, size in enumerate(by_rank(layout, by_stage(layout, sizes))):
         found[rank].weights = size
@@ -173,9 +173,8 @@ def _with_head(costs: BlockCosts, kept: float, entering: float, at_once: float) 
         at_once: of what it works with.
     """
     activation, working = list(costs.activation_bytes), list(costs.working_bytes)
-    activation[-1] = kept * activation[-1] + (entering * costs.boundary_bytes[-1] if costs.boundary_bytes else 0.0)
-    if working:
-        working[-1] *= at_once
+    activation[-1] = kept * activation[-1] + entering * costs.boundary_bytes[-1]
+    working[-1] *= at_once
     return replace(costs, activation_bytes=tuple(activation), working_bytes=tuple(working))
 
 
@@ -192,8 +191,8 @@ def _move_shared(gradients: list[float], layout: Layout, costs: BlockCosts) -> N
 def _add_shared(found: Sequence[RankMemory], reduced: list[float], layout: Layout, costs: BlockCosts) -> None:
     """Add the copies of parameters that several ranks use, and take them out of the `reduced` bytes by rank."""
     shared = [
-        *((entry, True, costs.trained_sizes, costs.trained) for entry in costs.shared),
-        *((entry, False, costs.kept_sizes, costs.kept_elements) for entry in costs.kept_shared),
+        *((entry, True, costs.trained_bytes, costs.trained) for entry in costs.shared),
+        *((entry, False, costs.kept_bytes, costs.kept) for entry in costs.kept_shared),
     ]
     for (blocks, elements), is_trained, size_of, count_of in shared:
         first, *others = layout.ranks_of(blocks)
@@ -229,27 +228,25 @@ def _fullest(
     is_alone = is_alone and all(action.op is not Op.UPDATE for actions in table for action in actions)
     # The only backward of a step puts its gradients into the flat buffers at once, which `rank_memory` adds.
     is_moved = is_alone and sums_in_place and microbatches == 1 and layout.num_replicas > 1
-    working = costs.working_bytes or (0.0,) * len(gradients)
     for rank, actions in enumerate(table):
-        stages = layout.places.stages_of(rank)
-        own = [layout.blocks_of(stage) for stage in stages]
-        blocks = [[block for block in each if block >= layout.first_active_block] for each in own]
+        chunks = layout.blocks_of_rank(rank)
+        blocks = [[block for block in each if block >= layout.first_active_block] for each in chunks]
         made: set[int] = set() if is_alone else {block for each in blocks for block in each}
         held = 0.0
         moments = [RankMemory(0.0, gradients=sum(gradients[block] for block in made))]
         for op, _, chunk in actions:
             if op is Op.FORWARD:
-                for block in own[chunk]:
+                for block in chunks[chunk]:
                     held += costs.activation_bytes[block] if block in blocks[chunk] else 0.0
-                    moments.append(RankMemory(held + working[block], gradients=moments[-1].gradients))
+                    moments.append(RankMemory(held + costs.working_bytes[block], gradients=moments[-1].gradients))
             elif op is Op.BACKWARD_INPUT:
                 # Activations stay: the gradients of the weights need them still.
-                most = max((working[block] for block in blocks[chunk]), default=0.0)
+                most = max((costs.working_bytes[block] for block in blocks[chunk]), default=0.0)
                 moments.append(RankMemory(held + most, gradients=moments[-1].gradients))
             elif op in GRADIENTS_ARE_WHOLE:
                 for block in reversed(blocks[chunk]):
                     before = 0.0 if is_moved else moments[-1].gradients
-                    moments.append(RankMemory(held + working[block], gradients=before))
+                    moments.append(RankMemory(held + costs.working_bytes[block], gradients=before))
                     held -= costs.activation_bytes[block]
                     # With several batches all gradients are there from the beginning, that of the table too.
                     late, rows = kept_back if block == 0 and is_alone else (0.0, 0.0)
@@ -266,21 +263,21 @@ def _recomputed(layout: Layout, costs: BlockCosts, microbatches: int, recompute:
     """Return the most bytes of activations that each rank holds if it recomputes; `costs` are of one micro-batch."""
     shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
     peaks, sizes = find_schedule(layout.schedule).peaks, of_active(layout, costs.activation_bytes)
-    whole, working = by_stage(layout, sizes), costs.working_bytes or (0.0,) * len(sizes)
+    whole, working = by_stage(layout, sizes), costs.working_bytes
     # Every micro-batch in flight keeps inputs. Besides, one is recomputed at a time, and one may be left whole.
     inputs, at_once = [], []
     for stage, size in enumerate(whole):
-        own = [block for block in layout.blocks_of(stage) if block >= layout.first_active_block]
-        layers = [block for block in own if 0 < block < len(sizes) - 1]
+        active = [block for block in layout.blocks_of(stage) if block >= layout.first_active_block]
+        layers = [block for block in active if 0 < block < len(sizes) - 1]
         if recompute == "layers":
             # A stage's part of a layer is recomputed as one. Embeddings and head are not.
             parts = [[b for b in layers if mlp_of(layer) - b in (0, 1)] for layer in range(layout.num_layers)]
-            kept = sum(sizes[block] for block in own if block not in layers)
+            kept = sum(sizes[block] for block in active if block not in layers)
             inputs.append(kept + sum(costs.boundary_bytes[part[0]] for part in parts if part))
             at_once.append(max(sum(sizes[block] + working[block] for block in part) for part in parts))
         else:
-            inputs.append(costs.boundary_bytes[own[0]] if own else 0.0)
-            most = max((working[block] for block in own), default=0.0)
+            inputs.append(costs.boundary_bytes[active[0]] if active else 0.0)
+            most = max((working[block] for block in active), default=0.0)
             at_once.append(size * (2 if recompute == "except_last" else 1) + most)
     largest = [max(at_once[stage] for stage in layout.places.stages_of(rank)) for rank in range(layout.pipeline_size)]
     return [sum(both) for both in zip(peaks(inputs, *shape), largest, strict=True)]
@@ -288,7 +285,7 @@ def _recomputed(layout: Layout, costs: BlockCosts, microbatches: int, recompute:
 
 def _cast_bytes(costs: BlockCosts) -> list[float]:
     """Return the bytes of 16-bit copies of the float32 weights of each block."""
-    kinds = ((costs.trained, costs.trained_sizes), (costs.kept_elements, costs.kept_sizes))
+    kinds = ((costs.trained, costs.trained_bytes), (costs.kept, costs.kept_bytes))
     # Autocast copies float32 weights only; a block of mixed dtypes counts as none.
     whole = [[size if size == 4 * count else 0 for count, size in zip(*kind, strict=True)] for kind in kinds]
     return [sum(both) / 2 for both in zip(*whole, strict=True)]
@@ -296,7 +293,7 @@ def _cast_bytes(costs: BlockCosts) -> list[float]:
 
 def sum_bytes(costs: BlockCosts) -> list[float]:
     """Return the bytes of float32 sums of the gradients of each block's half-precision weights."""
-    return [4.0 * count * (size < 4 * count) for count, size in zip(costs.trained, costs.trained_sizes, strict=True)]
+    return [4.0 * count * (size < 4 * count) for count, size in zip(costs.trained, costs.trained_bytes, strict=True)]
 
 
 def _times(factor: float, values: Sequence[float]) -> tuple[float, ...]:
@@ -316,17 +313,17 @@ def shard_memory(alone: RankMemory, costs: BlockCosts, world_size: int, casts: b
         alone: of a process that neither shards nor reduces gradients, at the moment of most activations.
         casts: True if float32 weights are gathered in 16 bits.
     """
-    sizes = [trained + kept for trained, kept in zip(costs.trained_sizes, costs.kept_sizes, strict=True)]
+    sizes = [trained + kept for trained, kept in zip(costs.trained_bytes, costs.kept_bytes, strict=True)]
     layers = [sizes[attention_of(n)] + sizes[mlp_of(n)] for n in range(num_layers(len(sizes)))]
     # Embeddings and head belong to the outermost module, whose weights stay gathered from its forward to its backward.
     gathered = sizes[0] + sizes[-1] + GATHERED_LAYERS * max(layers)
-    scale, outermost = 0.5 if casts else 1.0, costs.trained_sizes[0] + costs.trained_sizes[-1]
-    trained = max(costs.trained_sizes[attention_of(n)] + costs.trained_sizes[mlp_of(n)] for n in range(len(layers)))
+    scale, outermost = 0.5 if casts else 1.0, costs.trained_bytes[0] + costs.trained_bytes[-1]
+    trained = max(costs.trained_bytes[attention_of(n)] + costs.trained_bytes[mlp_of(n)] for n in range(len(layers)))
     return replace(
         alone,
         weights=alone.weights / world_size,
         # Those of the outermost module are whole until the backward ends, those of a layer until they are summed.
-        gradients=sum(costs.trained_sizes) / world_size + scale * (trained + outermost),
+        gradients=sum(costs.trained_bytes) / world_size + scale * (trained + outermost),
         optimizer=alone.optimizer / world_size,
         copies=scale * gathered,
     )

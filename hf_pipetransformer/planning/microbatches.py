@@ -11,6 +11,8 @@ from hf_pipetransformer.planning.blocks import (
     BlockCosts,
     block_backwards,
     block_forwards,
+    by_rank,
+    by_stage,
     gradient_bytes,
     trained_elements,
 )
@@ -46,12 +48,12 @@ def calibrate(
 
     def factor(part: str, blocks: Sequence[float], per_pass: float, first: int, times: int = 1) -> float:
         """Return the measured seconds over those of blocks and of passes of stages with blocks from `first` on."""
-        modelled = 0.0
+        modelled, of_rank = 0.0, by_rank(layout, by_stage(layout, blocks))
         for rank in ranks:
             samples = reports[rank]["samples"]
             # A small batch has fewer micro-batches than M, one for each sample.
             passes = min(accumulation * layout.num_microbatches, samples) * _num_chunks(layout, rank, first)
-            modelled += times * (samples * _sum(blocks, layout, rank) + passes * per_pass)
+            modelled += times * (samples * of_rank[rank % layout.pipeline_size] + passes * per_pass)
         measured = sum(reports[rank][part] for rank in ranks)
         return measured / modelled if measured and modelled else 1.0
 
@@ -94,11 +96,6 @@ def _num_chunks(layout: Layout, rank: int, first: int) -> int:
     return sum(part.stop > first for part in layout.blocks_of_rank(rank % layout.pipeline_size))
 
 
-def _sum(values: Sequence[float], layout: Layout, rank: int) -> float:
-    parts = layout.blocks_of_rank(rank % layout.pipeline_size)
-    return sum(values[block] for part in parts for block in part)
-
-
 MULTIPLES = (6, 4, 3, 2, 1)
 """Multiples of K that are tried as the number of micro-batches M, 6K down to K (PipeTransformer, section 3.2.3)."""
 
@@ -124,17 +121,9 @@ class MicrobatchTrial:
 
     Times count per token, since batches differ in length. The first step of each M is a warm-up and dropped. Of the
     others the fastest counts, because disturbances only make a step slower.
-
-    Raises:
-        ValueError: nothing to try, or no step besides the warm-up.
     """
 
     def __init__(self, candidates: Sequence[int], steps_each: int = 3) -> None:
-        if not candidates or steps_each < 2:
-            raise ValueError(
-                "A trial needs at least one number of micro-batches and two steps for each (the first is a warm-up), "
-                f"found {list(candidates)} and {steps_each}."
-            )
         self._steps = [count for count in candidates for _ in range(steps_each)]
         self._steps_each = steps_each
         self._position = 0

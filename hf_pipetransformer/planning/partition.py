@@ -14,19 +14,15 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     rule of Algorithm 1 replaced by the optimum. Ties in the largest cost go to the smallest sum of squared stage
     costs, so the other stages are even as well.
 
+    Args:
+        costs: none below 0.
+        num_stages: at most one for each of the costs.
+
     Returns:
         `num_stages + 1` increasing indices; stage `k` is `range(result[k], result[k + 1])`.
-
-    Raises:
-        ValueError: more stages than blocks, no stage, or a negative cost.
     """
     num_blocks = len(costs)
-    if not 1 <= num_stages <= num_blocks:
-        raise ValueError(
-            f"Cannot cut {num_blocks} blocks into {num_stages} stages: expected 1 to {num_blocks} stages."
-        )
-    if min(costs) < 0:
-        raise ValueError(f"Costs must not be negative, found {min(costs)}.")
+    assert 1 <= num_stages <= num_blocks
     total = [0.0, *accumulate(costs)]
 
     @cache

@@ -47,7 +47,7 @@ def search(
     allow, each with its most even boundaries, and for each the ways to store that `storing` allows. Stages may consist
     of frozen blocks, but there are at most as many stages as active blocks: V shrinks, or K is not considered. Ranks
     that a shorter pipeline frees become replicas. If no candidate fits the memory and the current boundaries do, they
-    stay. K follows the rule of the run (`rules.compression`), and where results may not depend on measured times, the
+    stay. K follows the rule of the run (`compression`), and where results may not depend on measured times, the
     work of the blocks. The decision is for `steps_left` optimizer steps.
     """
 
@@ -58,12 +58,12 @@ def search(
     # Passes have a reading of their own, in place of the one that is a part of the measured overhead.
     look = _Look(current, num_frozen, steps_left, inputs, storing, without_reading(inputs, current, storing))
     found = []
-    for size, num_chunks in _shapes(current, num_frozen, inputs).items() if inputs.rules.elastic else ():
+    for size, num_chunks in _shapes(current, num_frozen, inputs).items() if inputs.elastic else ():
         found.append(look.best(partial(look.recut, size, num_chunks)))
     if not any(each.fits for each in found):
         kept = look.best(as_it_is)
         found += [kept] if kept.fits or not found else []
-    chosen = _choose(found, inputs) if inputs.rules.elastic else found[0]
+    chosen = _choose(found, inputs) if inputs.elastic else found[0]
     seconds = {each.layout.pipeline_size: inputs.predict(each.layout).seconds for each in found}
     return replace(chosen, alternatives=seconds)
 
@@ -98,7 +98,7 @@ class _Look:
         if not is_worth_moving(before, after):
             return unmoved
         # Where boundaries follow the blocks' work, no measured time may decide on them.
-        if inputs.rules.work or not before.fits:
+        if inputs.work or not before.fits:
             return layout
         pays = (before.cost - after.cost) * self.steps_left > moving_seconds(current, layout, inputs)
         return layout if pays else unmoved
@@ -126,21 +126,20 @@ class _Look:
         seconds = seconds_left(layout, way.passes, self.apart) + moving
         judged = inputs.judge(layout, inputs.cut_by)
         # Where no measured time may decide, the operations of a step stand for the rest of the run.
-        cost = judged.cost if inputs.rules.is_timeless else seconds
+        cost = judged.cost if inputs.is_timeless else seconds
         return replace(judged, cost=cost, way=way, seconds_left=seconds, moving=moving)
 
 
 def _shapes(current: Layout, num_frozen: int, inputs: PlanInputs) -> dict[int, int]:
     """Return the K to consider, in increasing order, with their V. The current and the longest K are never unfit."""
-    rules = inputs.rules
-    most = min(current.num_blocks - first_above(num_frozen), len(rules.cut_positions) - 1)
+    most = min(current.num_blocks - first_above(num_frozen), len(inputs.cut_positions) - 1)
     # Only layers that train again need more ranks than now, at most those of the start.
     is_unfreezing = num_frozen < current.num_frozen_layers
-    longest = max(current.pipeline_size, rules.initial_size if is_unfreezing else 0)
+    longest = max(current.pipeline_size, inputs.initial_size if is_unfreezing else 0)
     sizes = pipeline_sizes(longest, inputs.overheads.node_size or longest)
-    chunks = {k: choose_num_chunks(current.schedule, rules.num_chunks, k, most) for k in sizes}
+    chunks = {k: choose_num_chunks(current.schedule, inputs.num_chunks, k, most) for k in sizes}
     possible = {
-        k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k not in rules.unfit)
+        k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k not in inputs.unfit)
     }
     return possible or {current.pipeline_size: current.num_chunks}
 
@@ -149,12 +148,7 @@ def choose_by_throughput(candidates: Sequence[Choice]) -> Choice:
     """Return the fitting candidate with the least cost; among equals (`TIE`) the shortest pipeline.
 
     If none fits, return the longest pipeline, which needs the least memory.
-
-    Raises:
-        ValueError: no candidates.
     """
-    if not candidates:
-        raise ValueError("There is no layout to choose from: expected at least one candidate.")
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         return max(candidates, key=lambda candidate: candidate.layout.pipeline_size)
@@ -165,7 +159,7 @@ def choose_by_throughput(candidates: Sequence[Choice]) -> Choice:
 
 
 def _choose(options: Sequence[Choice], inputs: PlanInputs) -> Choice:
-    if inputs.rules.compression == "throughput":
+    if inputs.compression == "throughput":
         return choose_by_throughput(options)
     # Eq. 2 goes down from the longest pipeline, and asks for one size after the other.
     by_size = {option.layout.pipeline_size: option for option in options}
@@ -173,7 +167,7 @@ def _choose(options: Sequence[Choice], inputs: PlanInputs) -> Choice:
     def size(k: int) -> float:
         return largest_rank_size(inputs.blocks.parameters, by_size[k].layout)
 
-    return by_size[compress_by_memory(max(by_size), size, inputs.rules.initial_largest_size, list(by_size))]
+    return by_size[compress_by_memory(max(by_size), size, inputs.initial_largest_size, list(by_size))]
 
 
 # ---- seconds ----

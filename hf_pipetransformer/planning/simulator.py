@@ -77,15 +77,9 @@ def simulate(table: Table, durations: Durations, placement: Placement | None = N
     rank.
 
     Raises:
-        ValueError: the durations do not have one entry per stage.
         ScheduleError: a computation waits for a message that is never sent.
     """
     placement = placement or Placement(len(table))
-    used = {action.op for actions in table for action in actions}
-    read = ["forward", "backward", *(["backward_input", "backward_weight"] if Op.BACKWARD_WEIGHT in used else [])]
-    found = {name: len(getattr(durations, name)) for name in read}
-    if set(found.values()) != {placement.num_stages}:
-        raise ValueError(f"Expected durations for each of {placement.num_stages} stages, found {found}.")
     run = _Run(table, durations, placement)
     # In whatever order the ranks are looked at, the times are the same: each computation starts as soon as its rank
     # and its input allow. So any() may begin again with rank 0 after each move.

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 
-MODES = ("auto", "on", "off")
-
-
 def why_not_over_nodes(pipeline_size: int, node_size: int) -> str:
     """Return why pipelines of `pipeline_size` ranks on nodes of `node_size` ranks store nothing."""
     return (
@@ -43,8 +40,6 @@ class Storing:
         now: seconds per sample that the measured steps spend on reading; None for those of reading the data set. They
             are a part of the measured overhead of a step, and other numbers of stages read other numbers of samples.
 
-    Raises:
-        ValueError: a share outside 0 to 1.
     """
 
     prefix: tuple[float, ...]
@@ -61,11 +56,6 @@ class Storing:
     steps_per_epoch: float = 1.0
     dropout_from: float = inf
     now: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, share in (("stored_share", self.share), ("fits_share", self.fits_share)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} is {share}: expected a share from 0 to 1.")
 
     def keeps_dropout(self, num_frozen: int) -> bool:
         return self.mode == "auto" and num_frozen >= self.dropout_from
@@ -223,13 +213,7 @@ def ways_of_storing(storing: Storing, num_frozen: int, steps_left: float) -> dic
 
     Args:
         steps_left: optimizer steps, or any other unit that `steps_per_epoch` has too.
-
-    Raises:
-        ValueError: no measured time for `num_frozen` layers.
     """
-    if not 0 <= num_frozen < len(storing.prefix):
-        most = len(storing.prefix) - 1
-        raise ValueError(f"{num_frozen} layers are frozen: expected 0 to {most}, the prefixes that were measured.")
     levels = {"compute": 0}
     if storing.share > 0 and 0 < storing.level <= num_frozen:
         levels["keep"] = storing.level
@@ -257,14 +241,9 @@ def choose_way(
     Args:
         seconds: compared costs by way; `of` names what they are costs of.
         fitting: ways whose layouts fit in memory; None for all. One that does not is out, unless none does.
-
-    Raises:
-        ValueError: unknown mode.
     """
     keeps_dropout = storing.keeps_dropout(num_frozen)
     mode = "off" if keeps_dropout else storing.mode
-    if mode not in MODES:
-        raise ValueError(f"The mode of the cache is {mode!r}: expected one of {', '.join(MODES)}.")
     possible = list(ways)
     allowed = {"auto": possible, "on": possible[-1:], "off": ["compute"]}[mode]
     allowed = [name for name in allowed if fitting is None or name in fitting] or allowed

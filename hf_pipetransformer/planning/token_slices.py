@@ -44,14 +44,7 @@ def plan_slices(times: Times, num_stages: float, tolerance: float = 1e-3) -> tup
     Args:
         num_stages: K; may be fractional.
         tolerance: allowed relative excess over the least time.
-
-    Raises:
-        ValueError: the stages or `times` are empty, or `times` is not square.
     """
-    if min(num_stages, *times.shape) < 1 or times.shape[0] != times.shape[1]:
-        raise ValueError(
-            f"Slices on {num_stages} stages need times of shape (granules, granules), found {times.shape}."
-        )
     search = _Search(times, num_stages, tolerance)
     search.look(0, len(search.bounds) - 1, 0.0)
     return search.found
@@ -170,13 +163,7 @@ class TokenCosts:
 
 
 def fit_token_costs(times: Sequence[SliceTime]) -> TokenCosts:
-    """Fit the costs to measurements: least squares of relative errors, without negative coefficients.
-
-    Raises:
-        ValueError: nothing was measured.
-    """
-    if not times:
-        raise ValueError("Costs of slices need measurements, found none.")
+    """Fit the costs to measurements: least squares of relative errors, without negative coefficients."""
     sequences, contexts, tokens, seconds = np.array([astuple(each) for each in times], np.float64).T
     columns = np.stack(
         [

@@ -71,13 +71,16 @@ def progress_bar(what: str, total: int, is_shown: bool) -> tqdm:
     )
 
 
+def _counted(amount: float, unit: str) -> str:
+    return f"{amount:,.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
+
+
 def in_bytes(size: float) -> str:
     """Format bytes with two or three digits, such as "390 GB" or "4.2 MB" (powers of 1000)."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if size >= factor:
-            amount = size / factor
-            return f"{amount:,.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
-    return f"{size / 1e3:.0f} kB" if size >= 1e4 else f"{size / 1e3:.1f} kB"
+            return _counted(size / factor, unit)
+    return _counted(size / 1e3, "kB")
 
 
 _JOINERS = "\u200c\u200d"
@@ -96,6 +99,5 @@ def duration(seconds: float) -> str:
     """Format seconds in the largest block that gives 2 or more, such as "272 days" or "3.5 minutes"; or "14 ms"."""
     for block, size in _BLOCKS:
         if seconds >= 2 * size:
-            amount = seconds / size
-            return f"{amount:,.0f} {block}" if amount >= 10 else f"{amount:.1f} {block}"
+            return _counted(seconds / size, block)
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 
 from hf_pipetransformer.report import printable
 from hf_pipetransformer.report.files import create
-from hf_pipetransformer.report.origin import SECRETS, length_of, plain, relative, versions
+from hf_pipetransformer.report.origin import SECRETS, changed_options, length_of, plain, relative, versions
 from hf_pipetransformer.report.recorded import NO_METRICS, RecordedRun, is_finite, pipeline_size, read_run
 
 
@@ -98,7 +98,7 @@ def facts_of(trainer: Any, data: str | None) -> Facts:
         "samples_per_step": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps,
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         "options": {name: plain(getattr(args, name)) for name in _TRAINERS_OPTIONS},
-        "pipeline_options": _changed_options(args),
+        "pipeline_options": _pipeline_options(args),
         "layouts": _layouts(run),
         "bytes_moved": sum(event["bytes_moved"] for event in run.of_kind("transition")),
         "cache": _cache(run),
@@ -107,20 +107,13 @@ def facts_of(trainer: Any, data: str | None) -> Facts:
     }
 
 
-def _changed_options(args: TrainingArguments) -> Facts:
+def _pipeline_options(args: TrainingArguments) -> Facts:
     """Return the pipeline's options that differ from their defaults, without folders."""
-    inherited = {each.name for each in fields(TrainingArguments)}
     # By its name: the options import this part of the package, and a trainer's own options may derive from theirs.
     pipeline = next((kind for kind in type(args).__mro__ if kind.__name__ == "PipeTransformerArguments"), None)
-    known = [] if pipeline is None else [each for each in fields(pipeline) if each.name not in inherited]
-    return {
-        each.name: plain(getattr(args, each.name))
-        for each in known
-        if each.init
-        and each.default is not MISSING
-        and getattr(args, each.name) != each.default
-        and not each.name.endswith(("_dir", "_plan"))
-    }
+    known = set() if pipeline is None else {each.name for each in fields(pipeline)}
+    inherited = {each.name for each in fields(TrainingArguments)}
+    return {name: value for name, value in changed_options(args).items() if name in known - inherited}
 
 
 def _metrics(history: Sequence[Facts], results: Facts) -> Facts:
@@ -151,7 +144,6 @@ def _evaluations(history: Sequence[Facts]) -> list[Facts]:
 
 def _layouts(run: RecordedRun) -> list[Facts]:
     """Return each layout with the step it began at and why."""
-    changes = [event for event in run.events if event["event"] in ("run", "transition")]
     return [
         {
             "step": event["step"],
@@ -163,10 +155,9 @@ def _layouts(run: RecordedRun) -> list[Facts]:
             "frozen": layout["num_frozen_layers"],
             "layers": layout["num_layers"],
             "cached": layout.get("cache_level", 0),
-            "reason": event.get("reason", "start") if "to" in event else "start",
+            "reason": event.get("reason", "start") if event["event"] == "transition" else "start",
         }
-        for event in changes
-        for layout in [event["to"] if "to" in event else event["layout"]]
+        for event, layout in run.layouts()
     ]
 
 
@@ -189,20 +180,20 @@ def command() -> list[str]:
     Values of options for secrets are left out, and absolute paths become relative to the working directory, or lose
     their folders where they lie outside of it.
     """
-    own = list(sys.argv)
+    script = list(sys.argv)
     try:
         parent = psutil.Process().parent()
         words = parent.cmdline() if parent is not None else []
     except psutil.Error:
         words = []
     # torchrun's command ends with this script's; a shell's or a notebook's does not.
-    if own and len(words) > len(own) and words[-len(own) :] == own:
-        launcher = words[: -len(own)]
+    if script and len(words) > len(script) and words[-len(script) :] == script:
+        launcher = words[: -len(script)]
         if len(launcher) > 1 and launcher[1].startswith(os.sep):
             launcher = launcher[1:]  # The interpreter in front of an installed command
-        words = [os.path.basename(launcher[0]), *launcher[1:], *own]
+        words = [os.path.basename(launcher[0]), *launcher[1:], *script]
     else:
-        words = ["python", *own]
+        words = ["python", *script]
     return _without_secrets([relative(word) for word in words])
 
 

@@ -202,7 +202,9 @@ def _layout(runs: Sequence[RecordedRun]) -> Chart:
     ]
     panels = []
     for title, of in quantities:
-        rows = [row for run in runs for row in _steps(run, [(step, of(layout)) for step, layout in run.layouts()])]
+        rows = [
+            row for run in runs for row in _steps(run, [(event["step"], of(each)) for event, each in run.layouts()])
+        ]
         if rows:
             top = max(row["value"] for row in rows)
             y = _y(
@@ -243,7 +245,7 @@ def _step_time(runs: Sequence[RecordedRun]) -> Chart:
 
 def _predicted(run: RecordedRun) -> list[Row]:
     """Return the predicted milliseconds of a step, each from its decision to the next."""
-    events = [event for event in run.events if event["event"] in ("run", "transition")]
+    events = [event for event, _layout in run.layouts()]
     # A prediction holds for its own layout only.
     ends = [*(event["step"] for event in events[1:]), run.num_steps]
     rows = []

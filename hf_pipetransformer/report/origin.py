@@ -24,6 +24,7 @@ _PACKAGES = ("transformers", "torch", "accelerate", "datasets", "peft", "trl")
 _NOT_OF_A_TRAINING = (
     *("disable_tqdm", "report_to", "run_name", "use_cpu", "accelerator_config", "dataloader_pin_memory", "debug"),
     *("do_eval", "project", "trackio_space_id", "local_rank", "ddp_backend", "log_level", "log_level_replica"),
+    *("resume_from_checkpoint", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint"),
 )
 """Options that tell of the machine and of what is written, not of what is trained."""
 _LONGEST_VALUE = 200
@@ -71,7 +72,7 @@ def changed_options(args: TrainingArguments) -> dict[str, Any]:
     """Return the options of a training that differ from their defaults, without folders and secrets."""
     found = {}
     for each in fields(args):
-        if not each.init or each.name in _NOT_OF_A_TRAINING or each.name.endswith(("_dir", "_plan", "_checkpoint")):
+        if not each.init or each.name in _NOT_OF_A_TRAINING or each.name.endswith(("_dir", "_plan")):
             continue
         # Where a model is uploaded to, and with what, is not what was trained.
         if each.name.startswith("hub_") or _is_secret(each.name):

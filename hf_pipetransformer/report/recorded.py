@@ -138,15 +138,10 @@ class RecordedRun:
         """Event of the end; empty for a run that has not ended."""
         return next(self.of_kind("end"), {})
 
-    def layouts(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return each layout with the step from which it applied."""
-        found = []
-        for event in self.events:
-            if event["event"] == "run":
-                found.append((event["step"], event["layout"]))
-            elif event["event"] == "transition":
-                found.append((event["step"], event["to"]))
-        return found
+    def layouts(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return each layout with the event from which it applied."""
+        field_of = {"run": "layout", "transition": "to"}
+        return [(event, event[field_of[event["event"]]]) for event in self.events if event["event"] in field_of]
 
 
 def is_finite(value: Any) -> TypeGuard[float]:

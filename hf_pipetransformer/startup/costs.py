@@ -289,55 +289,41 @@ class _LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def saved_activations(
-    target: ProbeTarget, structure: Structure, copies: Iterable[torch.Tensor] = ()
-) -> tuple[list[float], list[float]]:
-    """Return the bytes per sample that each block keeps for its backward, and its working bytes, without timing it.
-
-    They are 0 for a block that does not compute.
-
-    Stages that hold several blocks count at the first.
-
-    Args:
-        copies: tensors that do not count, like the weights.
-    """
-    saved, working = [0.0] * structure.num_blocks, [0.0] * structure.num_blocks
-    size = target.inputs.size
-    runner = _Runner(target, structure, num_repeats=0)
-    try:
-        for start, end in pairwise(target.twin.cut_positions(structure)):
-            blocks, hidden = range(start, end), runner.hidden_before(start)
-            whole = runner.saved_bytes(blocks, hidden, copies)
-            saved[start], working[start] = whole / size, runner.working_bytes(blocks, hidden, whole) / size
-    finally:
-        runner.view.remove()
-    return saved, working
-
-
-def num_launches(target: ProbeTarget, structure: Structure, num_casts: Callable[[], int]) -> tuple[int, list[int]]:
-    """Return the operations that make tensors: those around the blocks of a forward, and those of each block.
+def count_blocks(
+    target: ProbeTarget, structure: Structure, copies: Collection[torch.Tensor], num_casts: Callable[[], int]
+) -> tuple[int, list[int], list[float], list[float]]:
+    """Count without timing: operations that make tensors, and bytes per sample, of blocks that compute.
 
     Stages of several blocks count at the first.
 
     Args:
+        copies: tensors whose bytes do not count, like the weights'.
         num_casts: returns how many weights autocast has cast since the beginning, which are operations too.
-    """
-    found = [0] * structure.num_blocks
-    runner = _Runner(target, structure, num_repeats=0)
 
-    def count(blocks: range) -> int:
-        hidden, before = runner.hidden_before(blocks.start), num_casts()
+    Returns:
+        Operations around the blocks of a forward, and by block: operations, bytes that it keeps for its backward,
+        working bytes.
+    """
+    operations = [0] * structure.num_blocks
+    saved, working = [0.0] * structure.num_blocks, [0.0] * structure.num_blocks
+    size, runner = target.inputs.size, _Runner(target, structure, num_repeats=0)
+
+    def count(blocks: range, hidden: torch.Tensor | None) -> int:
+        before = num_casts()
         with _LiveBytes() as live:
             runner._run(blocks, hidden)
         return live.num_operations + num_casts() - before
 
     try:
-        around = count(range(1, 1))
+        around = count(range(1, 1), runner.hidden_before(1))
         for start, end in pairwise(target.twin.cut_positions(structure)):
-            found[start] = max(0, count(range(start, end)) - around)
+            blocks, hidden = range(start, end), runner.hidden_before(start)
+            operations[start] = max(0, count(blocks, hidden) - around)
+            whole = runner.saved_bytes(blocks, hidden, copies)
+            saved[start], working[start] = whole / size, runner.working_bytes(blocks, hidden, whole) / size
     finally:
         runner.view.remove()
-    return around, found
+    return around, operations, saved, working
 
 
 def _trained_layers(structure: Structure) -> list[int]:

@@ -32,7 +32,7 @@ from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.splitters.quantized import plan_in_4_bits
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, trace_structure
 from hf_pipetransformer.startup.check import run_stages
-from hf_pipetransformer.startup.costs import BlockProfile, block_costs, kept_back, num_launches, saved_activations
+from hf_pipetransformer.startup.costs import BlockProfile, block_costs, count_blocks, kept_back
 from hf_pipetransformer.startup.model import (
     ProbeTarget,
     dropout_from,
@@ -192,9 +192,8 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         ]
         activation = ActivationShape(target.main_input, tuple(batch[target.main_input].shape[1:]), sent[-2].shape[1:])
         boundary = float(sent[-2].numel() * sent[-2].element_size())
-        saved, working = map(twin.of_all_blocks, saved_activations(target, structure, device.copies.values()))
-        around, own = num_launches(target, structure, lambda: device.num_casts)
-        launches = twin.of_all_blocks(own)
+        around, operations, *sizes = count_blocks(target, structure, device.copies.values(), lambda: device.num_casts)
+        launches, (saved, working) = twin.of_all_blocks(operations), map(twin.of_all_blocks, sizes)
         table = kept_back(target, structure)
     forward = [each / machine.flops for each in flops]
     # `_with_backwards` puts in the times of backwards, which follow from those of the forwards.

@@ -16,7 +16,6 @@ from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.layouts import (
     PlanInputs,
-    PlanRules,
     choose_num_chunks,
     choose_num_microbatches,
     largest_rank_size,
@@ -182,8 +181,7 @@ class RunPlanner:
     def needed_bytes(self, layout: Layout, **rules: Any) -> float:
         """Return the bytes of a layout's fullest rank; `rules` override `memory_rules`."""
         inputs = self.inputs()
-        memory = replace(inputs.rules.memory, **rules)
-        return replace(inputs, rules=replace(inputs.rules, memory=memory)).needed_bytes(layout)
+        return replace(inputs, memory_rules=replace(inputs.memory_rules, **rules)).needed_bytes(layout)
 
     @property
     def _is_free(self) -> bool:
@@ -216,7 +214,10 @@ class RunPlanner:
         if began_under is not None:
             largest, size = largest_rank_size(blocks.parameters, began_under), began_under.pipeline_size
             memory = replace(memory, sums=self.sums_in_float32(began_under))
-        rules = PlanRules(
+        return PlanInputs(
+            blocks,
+            self.costs.overheads,
+            args.train_samples_per_device,
             compression=args.pipeline_compression,
             cut_positions=tuple(self.probe.structure.cut_positions()),
             device_bytes=self.device_bytes,
@@ -230,13 +231,13 @@ class RunPlanner:
             num_chunks=self.wanted_chunks,
             token_slices=args.token_slices,
             weights=args.pipeline_weights,
-            memory=memory,
+            memory_rules=memory,
             work=self._work,
             # Under async_1f1b K decides how stale weights are; with full_determinism no clock may decide.
             is_timeless=not args.abilities.is_exact or args.full_determinism,
+            measures_microbatches=self.measures_microbatches,
+            accumulation=args.gradient_accumulation_steps,
         )
-        how = self.measures_microbatches, args.gradient_accumulation_steps
-        return PlanInputs(blocks, self.costs.overheads, rules, args.train_samples_per_device, *how)
 
     def layout(self, num_frozen: int = 0) -> Layout:
         """Return the first layout, chosen by rank 0. Collective: call on every rank.

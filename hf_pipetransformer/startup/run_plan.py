@@ -321,7 +321,7 @@ def _data_parallel(model: Any, planner: RunPlanner, machine: Machine) -> Iterato
         return
     alone = replace(layout, num_replicas=1)
     inputs = _inputs(planner, alone, sums=False)
-    step, blocks, casts = inputs.predict(alone), inputs.blocks, inputs.rules.memory.casts
+    step, blocks, casts = inputs.predict(alone), inputs.blocks, inputs.memory_rules.casts
     # With gradients of an earlier batch at any time, the fullest moment is that of most activations.
     (whole,) = replace(inputs, accumulation=max(2, accumulation)).memory(alone)
     memory = shard_memory(whole, blocks, world_size, casts)

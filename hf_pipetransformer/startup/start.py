@@ -421,6 +421,6 @@ def _measure_costs(
         sums_norms=(args.max_grad_norm or 0) > 0 or args.freeze_policy == "gradient_norm",
         per_forward=profile.passing[0],
         per_backward=profile.passing[1],
-        **asdict(times),
+        **times,
     )
     return MeasuredCosts(blocks, overheads, profile.num_samples)

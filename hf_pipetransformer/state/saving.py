@@ -112,8 +112,8 @@ class Checkpoints:
         self._unlogged_loss = sum(loss for _entries, loss in answers) / context.topology.world_size
 
     def _write_optimizer(self, folder: str) -> dict[str, FileEntry]:
-        stage, own = self.pipeline.stage, self.optimizer_state
-        states = {name: own.state_of(parameter) for name, parameter in stage.trained_here().items()}
+        stage, optimizer = self.pipeline.stage, self.optimizer_state
+        states = {name: optimizer.state_of(parameter) for name, parameter in stage.trained_here().items()}
         pairs = {(name, key): value for name, state in states.items() for key, value in state.items()}
         tensors = {f"{name}|{key}": each for (name, key), each in pairs.items() if isinstance(each, torch.Tensor)}
         values = {
@@ -122,7 +122,7 @@ class Checkpoints:
             if not isinstance(each, torch.Tensor)
         }
         names = [name for name, state in states.items() if state]
-        header = {"names": names, "values": values, "groups": own.options()}
+        header = {"names": names, "values": values, "groups": optimizer.options()}
         return checkpoint.write_part(folder, checkpoint.optimizer_file(stage.groups.position), tensors, header)
 
     def complete(self, folder: str) -> None:
@@ -230,14 +230,14 @@ class Checkpoints:
 
     def _restore_plain(self, resumption: Resumption) -> RankState:
         """Restore plain Trainer's optimizer, scheduler and, if one process trained, RNG states."""
-        folder, context, own, stage = resumption.folder, self.context, self.optimizer_state, self.pipeline.stage
+        folder, context, optimizer, stage = resumption.folder, self.context, self.optimizer_state, self.pipeline.stage
         together, trained, store = context.topology.together, stage.trained_here(), stage.store
         active = [name for name in store.named() if store.is_active(name)]
         groups = trainers_groups(active, self.description.identity.decaying)
         shapes = {name: tuple(parameter.shape) for name, parameter in store.named().items()}
-        states, options = together(lambda: read_plain_optimizer(folder, groups, shapes, own.options()))
-        own.hold(trained, {name: state for name, state in states.items() if name in trained})
-        own.set_options(options)
+        states, options = together(lambda: read_plain_optimizer(folder, groups, shapes, optimizer.options()))
+        optimizer.hold(trained, {name: state for name, state in states.items() if name in trained})
+        optimizer.set_options(options)
         context.run.lr_scheduler.load_state_dict(together(lambda: read_plain_scheduler(folder)))
         shared = self.pipeline.shared_rng
         with nullcontext() if shared is None else shared.drawing():
@@ -249,7 +249,7 @@ class Checkpoints:
 
     def _restore_optimizer(self, resumption: Resumption) -> None:
         """Read the optimizer state; what this rank trains may be in any stage's file."""
-        folder, own, stage = resumption.folder, self.optimizer_state, self.pipeline.stage
+        folder, optimizer, stage = resumption.folder, self.optimizer_state, self.pipeline.stage
         trained = stage.trained_here()
         # The stages of the saved layout, which need not be those of this run.
         num_stages = resumption.state.layout.pipeline_size
@@ -260,8 +260,8 @@ class Checkpoints:
                 f"{folder!r} has optimizer state for {strangers[0]} (one of {len(strangers)}), which this run does "
                 "not train: resume with the optimizer of the run that was saved."
             )
-        own.hold(trained, states)
-        own.set_options(groups)
+        optimizer.hold(trained, states)
+        optimizer.set_options(groups)
 
     def _read_rank_state(self, resumption: Resumption) -> RankState:
         """Read this rank's state; under another K or R, seed new RNG states, except those that data are read with."""

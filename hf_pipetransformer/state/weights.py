@@ -155,10 +155,10 @@ def _converted(model: Any, folder: str) -> dict[str, torch.Tensor]:
         )
     absent = {*found["missing_keys"], *(str(entry[0]) for entry in found["mismatched_keys"])}
     state = model.state_dict(keep_vars=True)
-    own = {key: value for key, value in fresh.state_dict().items() if key not in absent}
-    own |= _read(folder, _candidates(model, folder, state)[1])
-    _check_complete(_not_loaded(state, own), model, folder)
-    return own
+    loaded = {key: value for key, value in fresh.state_dict().items() if key not in absent}
+    loaded |= _read(folder, _candidates(model, folder, state)[1])
+    _check_complete(_not_loaded(state, loaded), model, folder)
+    return loaded
 
 
 def check_weights(folder: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -175,8 +174,7 @@ class ComputedOnce(TrainerCallback):
         self._end()  # An exception may have ended the training before.
         own: Any = copy.copy(args)
         vars(own).update(self._options, plan_only=False)
-        local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-        topology = get_topology(args.ddp_timeout, int(local_world_size) if local_world_size else None)
+        topology = get_topology(args.ddp_timeout)
         run = _Run(own, state, topology, kwargs["model"], kwargs["train_dataloader"])
         if args.torch_compile or not run.is_whole:
             with_what = "torch_compile" if args.torch_compile else "models of which processes have parts or copies"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -177,8 +176,7 @@ def make_context(trainer: Trainer) -> TrainingContext:
     args = cast(PipeTransformerArguments, trainer.args)
     # Between two steps ranks save, evaluate or compile, which may take longer than any step.
     rest_seconds = max(args.pipeline_timeout, args.ddp_timeout)
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    topology = get_topology(rest_seconds, int(local_world_size) if local_world_size else None)
+    topology = get_topology(rest_seconds)
     topology.limit_waits(rest_seconds)  # An earlier trainer may have failed mid-step.
     if args.pipeline_size is not None:
         topology.check_pipeline_size(args.pipeline_size)

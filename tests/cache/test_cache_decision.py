@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hf_pipetransformer.cache.pricing import CachePlanner
 from hf_pipetransformer.cache.storage import StorageSpeed
 from hf_pipetransformer.cache.store import StoreSize
-from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.layouts import Choice, PlanInputs, PlanRules
+from hf_pipetransformer.planning.layouts import Choice, PlanInputs
 from hf_pipetransformer.planning.search import search
 from hf_pipetransformer.planning.storing import (
     Pass,
@@ -27,6 +26,7 @@ from hf_pipetransformer.planning.storing import (
     ways_of_storing,
 )
 from hf_pipetransformer.schedules.layout import Layout
+from tests.support.costs import block_costs
 
 
 # Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.
@@ -106,21 +106,6 @@ def test_on_caches_wherever_rows_are_read_again():
     assert "with 1 epoch left" in last.reason
     assert not decided(slow, 2, (0, 0.0), 1.0, "on").use
     assert not decided(slow, 0, (0, 0.0), 3.0, "on").use
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"mode": "maybe"}, "The mode of the cache is 'maybe'"),
-        ({"num_frozen": 5}, "expected 0 to 4, the prefixes that were measured"),
-        ({"share": 1.5}, "stored_share is 1.5: expected a share from 0 to 1"),
-        ({"fits_share": -0.1}, "fits_share is -0.1"),
-    ],
-)
-def test_impossible_values_are_refused(changes, text):
-    asked = {"num_frozen": 2, **changes}
-    with pytest.raises(ValueError, match=text):
-        decide_cache(num_frozen=asked.pop("num_frozen"), storing=replace(COSTS, **asked), epochs_left=2.0)
 
 
 # ---- laws ----
@@ -271,10 +256,10 @@ def test_records_of_layers_that_unfreeze_are_not_read_again():
 def searched(planner: CachePlanner, forward: float, above: float, steps: int = 40) -> Choice:
     """What a run with its one layer frozen decides: `forward` for the layer, `above` for everything over it."""
     nothing = (0.0,) * 4
-    blocks = BlockCosts((0.0, forward, 0.0, above), nothing, nothing, (1,) * 4, activation_bytes=nothing)
-    layout, rules = Layout(1, 0, 1, 1, (0, 4), 1, "1f1b"), PlanRules("throughput", tuple(range(5)), device_bytes=1e9)
+    blocks = block_costs((0.0, forward, 0.0, above), nothing, nothing, (1,) * 4, activation_bytes=nothing)
+    layout = Layout(1, 0, 1, 1, (0, 4), 1, "1f1b")
     storing = planner.storing()
-    choice = search(layout, 1, steps, PlanInputs(blocks, Overheads(), rules, 1), storing)
+    choice = search(layout, 1, steps, PlanInputs(blocks, Overheads(), 1, "throughput", tuple(range(5)), 1e9), storing)
     planner.report(0, choice, steps, storing, blocks)
     return choice
 

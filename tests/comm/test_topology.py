@@ -146,8 +146,8 @@ from hf_pipetransformer.comm.topology import get_topology
 
 atexit.register(lambda: print("left" if not dist.is_initialized() else "still there"))
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
-get_topology(60, 1)
-get_topology(60, None)
+get_topology(60)
+get_topology(30)
 if sys.argv[2] == "fails":
     raise KeyError("planted")
 """

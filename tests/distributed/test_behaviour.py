@@ -74,7 +74,7 @@ def sends_what_differs(folder: Path) -> dict[str, Any]:
     model = build_model("vit", 3)
     torch.manual_seed(RANK)
     torch.nn.init.normal_(model.classifier.weight)
-    topology, counts, own = get_topology(60.0, None), [], dist.broadcast
+    topology, counts, own = get_topology(60.0), [], dist.broadcast
 
     def counting(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         counts.append(tensor.numel())

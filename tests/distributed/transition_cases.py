@@ -258,7 +258,7 @@ UNFREEZING = {**FOUR_BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "2:3,5:0,
 OWN_PLANS = {**FOUR_BY_MEMORY, "freeze_policy": "fixed", "freeze_at": "0:1,10:2,17:3"}
 
 # Followed through every step: bits around transitions, what freezes, traffic, samples.
-BROAD = planned("adamw-bert", "bert_sequence", changes=["buffers", "small_messages"])
+BROAD = planned("adamw-bert", "bert_sequence", changes=["buffers"])
 
 CASES = [
     BROAD,

@@ -25,7 +25,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache import opening
 from hf_pipetransformer.cache.inputs import examine_inputs
-from hf_pipetransformer.elastic import migration
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from tests.distributed.equality_worker import digest
 from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, run_case, scenario
@@ -283,7 +282,6 @@ def trainer_of(case: TransitionCase, output: Path, kind: str, observer: Observer
 def run(case: TransitionCase, output: Path, kind: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     set_seed(0)
     torch._dynamo.utils.counters.clear()
-    migration.LARGE_BYTES = 2**10 if "small_messages" in case.changes else LARGE_BYTES
     warnings = Lines(logging.WARNING)
     logger = logging.getLogger("hf_pipetransformer")
     logger.addHandler(warnings)
@@ -315,9 +313,6 @@ def run(case: TransitionCase, output: Path, kind: str) -> tuple[dict[str, Any], 
         values["flags"] = [flags, {name: p.requires_grad for name, p in trainer.model.named_parameters()}]
     logger.removeHandler(warnings)
     return values, weights
-
-
-LARGE_BYTES = migration.LARGE_BYTES
 
 
 @scenario

@@ -98,7 +98,7 @@ def controller_of(
 ) -> LayoutController:  # fmt: skip
     args = PipeTransformerArguments(output_dir=str(folder), use_cpu=True, report_to="none", freeze_min_active_layers=0)
     rules = rules_for(L, device_bytes=device_bytes)
-    inputs = PlanInputs(costs_of(L), Overheads(), rules, samples_per_device=16, **options)
+    inputs = PlanInputs(costs_of(L), Overheads(), 16, **rules, **options)
     frozen = stage.layout.num_frozen_layers
     decided = Decisions(policy, clock, args, inputs, frozen, {}, ignore, cache)
     run = SimpleNamespace(learning_rate=0.0, state=SimpleNamespace(max_steps=1000, global_step=400))

@@ -61,7 +61,7 @@ def test_the_passes_of_a_run_by_hand(
 def test_the_rest_of_a_run_by_hand() -> None:
     """One of two layers frozen, a sample takes 11.4 s, 8.3 s with its row; 8 samples a step, and 5 s beside them."""
     layout = replace(layout_of(2, 1, 1), num_frozen_layers=1)
-    inputs = PlanInputs(costs_of(2), Overheads(per_step=5.0), rules_for(2), samples_per_device=8)
+    inputs = PlanInputs(costs_of(2), Overheads(per_step=5.0), 8, **rules_for(2))
     computed, read = 8 * 11.4 + 5, 8 * 8.3 + 5
     assert seconds_left(layout, [Pass(30)], inputs) == pytest.approx(30 * computed)
     passes = [Pass(10, record_seconds=0.25), Pass(20, 1, 0.75, 0.125)]
@@ -96,7 +96,7 @@ def decisions_of(
 ) -> Decisions:
     args = PipeTransformerArguments(output_dir=str(folder), use_cpu=True, report_to="none", freeze_min_active_layers=1)
     rules = rules_for(L, device_bytes=1e12, initial_size=layout.pipeline_size)
-    inputs = PlanInputs(costs_of(L), Overheads(per_step=1.0, **overheads), rules, samples_per_device=8)
+    inputs = PlanInputs(costs_of(L), Overheads(per_step=1.0, **overheads), 8, **rules)
     clock, frozen = DecisionClock(10, 0, 40), layout.num_frozen_layers
     return Decisions(policy, clock, args, inputs, frozen, {}, lambda *_, **__: None, cache)
 

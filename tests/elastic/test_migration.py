@@ -225,23 +225,23 @@ def test_posts_in_another_order_wait_in_a_circle() -> None:
     assert blocked({0: [{1: 1, 2: 1}], 1: [{2: 1, 0: 1}], 2: [{0: 1, 1: 1}]}) == set()
 
 
+LARGE_BYTES = 2**16
+
+
 def content(bundle: Bundle, with_state: bool) -> dict[str, Any]:
     """A large tensor, small ones of several dtypes and none, and numbers."""
-    large = torch.arange(bundle[0], bundle[0] + migration.LARGE_BYTES // 4, dtype=torch.float32)
+    large = torch.arange(bundle[0], bundle[0] + LARGE_BYTES // 4, dtype=torch.float32)
     small = {"half": torch.full((3, 5), bundle[0], dtype=torch.bfloat16), "count": torch.tensor(bundle[-1])}
     empty = {"empty": torch.zeros(0, 4), "flags": torch.tensor([True, False, True])}
     # As bitsandbytes keeps it: blocks of bytes, a table, and a step that is no tensor.
-    blocks = torch.full((migration.LARGE_BYTES,), bundle[0], dtype=torch.uint8)
+    blocks = torch.full((LARGE_BYTES,), bundle[0], dtype=torch.uint8)
     state = {"step": 3, "state1": blocks, "qmap1": torch.linspace(-1, 1, 256), "absmax1": torch.ones(2)}
     return {"parameters": {"large": large, **small}, "buffers": empty, "state": state if with_state else {}}
 
 
-@pytest.mark.parametrize("are_small_ones_packed", [False, True], ids=["as on the CPU", "as on a device"])
 @settings(max_examples=8)
 @given(transitions())
-def test_what_moves_arrives_bit_by_bit_and_is_collected_once(
-    are_small_ones_packed: bool, transition: tuple[list[Bundle], Layout, Layout]
-) -> None:
+def test_what_moves_arrives_bit_by_bit_and_is_collected_once(transition: tuple[list[Bundle], Layout, Layout]) -> None:
     bundles, old, new = transition
     moves, world_size = plan_moves(bundles, old, new), old.num_stages * old.num_replicas
     wires = Wires(world_size)
@@ -249,7 +249,7 @@ def test_what_moves_arrives_bit_by_bit_and_is_collected_once(
     taken: dict[int, list[tuple[list[Bundle], int]]] = defaultdict(list)
 
     def run(rank: int) -> None:
-        topology = SimpleNamespace(rank=rank, control=rank, timeout=10)
+        topology = SimpleNamespace(rank=rank, control=rank, timeout=10, gather=partial(wires.gather, rank))
         expected = [move for move in moves if move.destination == rank]
 
         def collect(own: Sequence[Move]) -> list[dict[str, Any]]:
@@ -271,10 +271,8 @@ def test_what_moves_arrives_bit_by_bit_and_is_collected_once(
 
     num_bytes: dict[int, int] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "ROUND_BYTES", 3 * migration.LARGE_BYTES)
+        patch.setattr(rounds, "ROUND_BYTES", 3 * LARGE_BYTES)
         patch.setattr(migration, "carry", wires.carry)
-        patch.setattr(migration.dist, "all_reduce", wires.sum)
-        patch.setattr(migration, "_travels_in_description", lambda tensor: not are_small_ones_packed)
         together([partial(run, rank) for rank in range(world_size)])
     assert len(collected) == len(set(collected)), "one copy, whatever the number of destinations"
     assert set(num_bytes.values()) == {num_bytes[0]} and bool(num_bytes[0]) == bool(moves)

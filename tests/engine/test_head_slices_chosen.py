@@ -11,11 +11,12 @@ import pytest
 
 from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.engine.losses import LossScope
-from hf_pipetransformer.planning.costs import BlockCosts, Overheads
+from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE
 from hf_pipetransformer.schedules.placement import pipeline_sizes
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
 from hf_pipetransformer.startup.slices import choose_head_slices, why_whole_by_options
+from tests.support.costs import block_costs
 
 
 WHOLE, REST = 6.4e9, 1e8
@@ -34,7 +35,7 @@ def planner_of(
         world_size=num_devices, local_world_size=num_devices, pipeline_sizes=pipeline_sizes(num_devices, num_devices)
     )
     structure = SimpleNamespace(num_layers=4, cut_positions=lambda: range(11), media=None)
-    blocks = BlockCosts(
+    blocks = block_costs(
         forward=(1.0,) * 10, backward=(1.0,) * 10, edge_backward=(1.0,) * 10, parameters=(0,) * 10,
         activation_bytes=(0.0,) * 9 + (WHOLE,), boundary_bytes=(REST,) * 10,
     )  # fmt: skip

@@ -10,9 +10,10 @@ from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads, Prediction
 from hf_pipetransformer.planning.course import Span, spans_of
 from hf_pipetransformer.planning.forecast import Forecast, likely_cause
-from hf_pipetransformer.planning.layouts import PlanInputs, PlanRules
+from hf_pipetransformer.planning.layouts import PlanInputs
 from hf_pipetransformer.planning.storing import Storing
 from hf_pipetransformer.schedules.layout import Layout
+from tests.support.costs import block_costs
 
 
 PER_EPOCH = 10
@@ -24,15 +25,17 @@ LAYOUT = Layout(
 
 def costs_of(num_blocks: int) -> BlockCosts:
     """A second for each forward, two for a backward, one for that of a block whose input needs no gradient."""
-    return BlockCosts(
+    return block_costs(
         forward=(1.0,) * num_blocks, backward=(2.0,) * num_blocks, edge_backward=(1.0,) * num_blocks,
         parameters=(1,) * num_blocks, activation_bytes=(1.0,) * num_blocks,
     )  # fmt: skip
 
 
 def inputs_of(overheads: Overheads, compression: str = "throughput") -> PlanInputs:
-    rules = PlanRules(compression, tuple(range(7)), device_bytes=1e9, initial_largest_size=1e9)
-    return PlanInputs(costs_of(6), overheads, rules, samples_per_device=1)
+    return PlanInputs(
+        costs_of(6), overheads, samples_per_device=1, compression=compression, cut_positions=tuple(range(7)),
+        device_bytes=1e9, initial_largest_size=1e9,
+    )  # fmt: skip
 
 
 def forecast(storing: Storing | None = None) -> Forecast:

@@ -20,7 +20,6 @@ from hf_pipetransformer.planning.costs import Overheads, predict_step
 from hf_pipetransformer.planning.layouts import (
     Choice,
     PlanInputs,
-    PlanRules,
     choose_num_chunks,
     choose_num_microbatches,
     evaluation_microbatches,
@@ -38,10 +37,11 @@ from hf_pipetransformer.schedules.placement import pipeline_sizes
 from hf_pipetransformer.schedules.tables import find_schedule
 from hf_pipetransformer.schedules.weight_kinds import find_weights
 from hf_pipetransformer.startup.planner import MeasuredCosts, RunPlanner
+from tests.support.costs import block_costs, with_weights
 
 
 # One layer; blocks are embeddings, attention, MLP, head.
-SMALL = BlockCosts(
+SMALL = block_costs(
     forward=(1, 2, 3, 1),
     backward=(9, 4, 6, 2),
     edge_backward=(1, 3, 5, 1),
@@ -135,11 +135,6 @@ def test_frozen_blocks_cost_their_forward_and_the_first_active_one_needs_no_inpu
     assert SMALL.scaled(3, 1).forward == tuple(3 * seconds for seconds in SMALL.forward)
     assert SMALL.scaled(3, 1).backward == SMALL.backward
     assert SMALL.scaled(2, 2).parameters == SMALL.parameters
-
-
-def test_block_costs_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="one entry a block"):
-        replace(SMALL, parameters=(1, 2))
 
 
 def test_a_step_worked_by_hand() -> None:
@@ -286,12 +281,12 @@ def test_bytes_of_a_rank_worked_by_hand(
     )
     assert rank_bytes(layout, SMALL, samples_per_pipeline=4) == expected
     alone = replace(layout, num_replicas=1)
-    weightless = replace(SMALL, parameters=(0, 0, 0, 0))
+    weightless = with_weights(SMALL, (0, 0, 0, 0))
     assert rank_bytes(alone, weightless, 8) == [2 * each for each in rank_bytes(alone, weightless, 4)]
 
 
 def test_what_a_block_needs_for_a_moment_counts_where_it_is_most() -> None:
-    costs = replace(SMALL, parameters=(0, 0, 0, 100), working_bytes=(0, 0, 0, 50))
+    costs = replace(with_weights(SMALL, (0, 0, 0, 100)), working_bytes=(0, 0, 0, 50))
     alone = replace(SMALL_LAYOUT, num_stages=1, num_replicas=1, boundaries=(0, 4), num_microbatches=1)
     # At the head's loss all activations are there and no gradients; then its gradients and the others' activations.
     assert rank_bytes(alone, costs, 1) == [100 * 12 + max(10 + 50, 6 + 400)]
@@ -370,11 +365,6 @@ def test_the_fastest_that_fits_is_chosen(found: dict[int, tuple[float, bool]], e
     assert choose_by_throughput(options).layout.num_stages == expected
 
 
-def test_a_choice_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one candidate"):
-        choose_by_throughput([])
-
-
 @pytest.mark.parametrize(
     ("num_stages", "samples", "expected"),
     [(4, 64, [24, 16, 12, 8, 4]), (4, 14, [14, 12, 8, 4]), (4, 3, [3]), (1, 64, [6, 4, 3, 2, 1])],
@@ -399,15 +389,9 @@ def test_a_trial_keeps_the_fastest_step_after_the_warm_up() -> None:
     assert trial.as_event() == {8: 0.04, 4: 0.03}, "what comes after the trial does not count"
 
 
-@pytest.mark.parametrize(("tried", "steps_each"), [([], 3), ([4], 1)])
-def test_a_trial_that_can_measure_nothing_is_refused(tried: list[int], steps_each: int) -> None:
-    with pytest.raises(ValueError, match="at least one number"):
-        MicrobatchTrial(tried, steps_each)
-
-
 def costs_of(num_layers: int) -> BlockCosts:
     """Attention 1 and MLP 2, backwards twice forwards; cheap ends."""
-    return BlockCosts(
+    return block_costs(
         forward=(0.1, *(1.0, 2.0) * num_layers, 0.1),
         backward=(0.1, *(2.0, 4.0) * num_layers, 0.2),
         edge_backward=(0.1, *(1.0, 2.0) * num_layers, 0.1),
@@ -426,15 +410,20 @@ LONG = 1000
 """So many steps that moving weights does not count."""
 
 
-def rules_for(num_layers: int, **changes: object) -> PlanRules:
-    rules = PlanRules("throughput", tuple(range(2 * num_layers + 3)), device_bytes=1e9)
-    return replace(rules, **changes)
+def rules_for(num_layers: int, **changes: Any) -> dict[str, Any]:
+    """Rules of a plan, fields of `PlanInputs`."""
+    cuts = tuple(range(2 * num_layers + 3))
+    return {"compression": "throughput", "cut_positions": cuts, "device_bytes": 1e9, **changes}
 
 
 def plan(
-    current: Layout, num_frozen_layers: int, rules: PlanRules, overheads: Overheads | None = None, samples: int = 8
+    current: Layout,
+    num_frozen_layers: int,
+    rules: dict[str, Any],
+    overheads: Overheads | None = None,
+    samples: int = 8,
 ) -> Choice:
-    inputs = PlanInputs(costs_of(current.num_layers), overheads or Overheads(), rules, samples)
+    inputs = PlanInputs(costs_of(current.num_layers), overheads or Overheads(), samples, **rules)
     return search(current, num_frozen_layers, LONG, inputs)
 
 
@@ -491,7 +480,7 @@ def test_compression_by_memory_follows_equation_2(num_frozen_layers: int, expect
 def test_lengths_that_ran_out_of_memory_are_not_tried_again(compression: str) -> None:
     rules = rules_for(12, compression=compression, initial_largest_size=1e9)
     current = layout_of(12, 8, 8)
-    found = [plan(current, 4, replace(rules, unfit=frozenset(unfit))) for unfit in [(), (1,), (1, 2), (1, 2, 4, 8)]]
+    found = [plan(current, 4, rules | {"unfit": frozenset(unfit)}) for unfit in [(), (1,), (1, 2), (1, 2, 4, 8)]]
     assert [each.layout.num_stages for each in found] == [1, 2, 4, 8]
     assert sorted(found[1].alternatives) == [2, 4, 8]
 
@@ -534,18 +523,18 @@ def test_cuts_that_fit_are_not_given_up_for_even_ones_that_do_not(
     device_bytes: float, boundaries: tuple[int, ...]
 ) -> None:
     # All parameters lie in the last layer: even cuts put its 1600 bytes on one stage.
-    costs = replace(costs_of(2), parameters=(0, 0, 0, 50, 50, 0))
+    costs = with_weights(costs_of(2), (0, 0, 0, 50, 50, 0))
     rules = rules_for(2, device_bytes=device_bytes, unfit=frozenset({1}))
     current = Layout(2, 0, 2, 1, (0, 4, 6), 4, "1f1b")
-    assert search(current, 0, LONG, PlanInputs(costs, Overheads(), rules, 8)).layout.boundaries == boundaries
+    assert search(current, 0, LONG, PlanInputs(costs, Overheads(), 8, **rules)).layout.boundaries == boundaries
 
 
 def test_the_number_of_micro_batches_is_the_users_then_the_measured_then_a_rule_of_thumb() -> None:
     current, unfit = layout_of(12, 4, 4), frozenset({1, 2})
     rules = rules_for(12, unfit=unfit, known_microbatches={(4, 1): 12, (4, 2): 7})
-    assert plan(current, 2, replace(rules, num_microbatches=5)).layout.num_microbatches == 5
+    assert plan(current, 2, rules | {"num_microbatches": 5}).layout.num_microbatches == 5
     assert plan(current, 2, rules).layout.num_microbatches == 12
-    assert plan(current, 2, replace(rules, known_microbatches={})).layout.num_microbatches == 8
+    assert plan(current, 2, rules | {"known_microbatches": {}}).layout.num_microbatches == 8
 
 
 def test_what_ran_out_of_memory_is_remembered_for_its_stages_of_a_rank(tmp_path: Path) -> None:
@@ -562,11 +551,6 @@ def test_what_ran_out_of_memory_is_remembered_for_its_stages_of_a_rank(tmp_path:
         for chunks in (None, 2, 3)
     ]
     assert found[0] == found[1] != found[2]
-
-
-def test_an_unknown_compression_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected 'memory' or 'throughput'"):
-        PlanRules("size", (0, 1), 1.0)
 
 
 # ---- several stages a rank ----
@@ -652,7 +636,7 @@ def test_lengths_are_planned_with_the_stages_that_the_active_blocks_allow(
 ) -> None:
     current = chunked(schedule, 6, 4, 2, 8)
     rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))
-    found = search(current, num_frozen_layers, LONG, PlanInputs(costs_of(6), Overheads(), rules, 8))
+    found = search(current, num_frozen_layers, LONG, PlanInputs(costs_of(6), Overheads(), 8, **rules))
     assert sorted(found.alternatives) == sorted(expected)
     layout = found.layout
     assert layout.num_chunks == expected[layout.pipeline_size]
@@ -671,10 +655,10 @@ def test_a_layout_that_fits_is_not_left_for_one_that_does_not(
     initial = largest_rank_size(costs.parameters, current)
     device_bytes = budget / (1 - MEMORY_RESERVE) + 1
     rules = rules_for(7, compression=compression, device_bytes=device_bytes, initial_largest_size=initial)
-    rules = replace(rules, num_chunks=num_chunks)
+    rules = rules | {"num_chunks": num_chunks}
     num_kept = 0
     for num_frozen_layers in range(7):
-        found = search(current, num_frozen_layers, LONG, PlanInputs(costs, Overheads(), rules, 8))
+        found = search(current, num_frozen_layers, LONG, PlanInputs(costs, Overheads(), 8, **rules))
         assert max(rank_bytes(found.layout, costs, 8 * found.layout.pipeline_size)) <= budget
         size = found.layout.pipeline_size
         assert found.alternatives[size] == predict_step(found.layout, costs, Overheads(), 8 * size).seconds
@@ -700,7 +684,7 @@ def test_every_layout_that_may_follow_is_known_in_advance(
     current = chunked(schedule, 6, 4, min(wanted, 3), 8)
     for num_frozen_layers, unfit in product(range(7), [(), (1,), (1, 2)]):
         rules = rules_for(6, num_chunks=wanted, unfit=frozenset(unfit))
-        found = search(current, num_frozen_layers, LONG, PlanInputs(costs_of(6), Overheads(), rules, 8))
+        found = search(current, num_frozen_layers, LONG, PlanInputs(costs_of(6), Overheads(), 8, **rules))
         assert found.layout.shape in expected
 
 
@@ -734,7 +718,7 @@ def test_a_frozen_stage_of_an_asynchronous_pipeline_only_runs_forwards() -> None
 def test_cuts_of_an_asynchronous_pipeline_even_out_the_updates_too() -> None:
     """A stage with a large embedding, which every step updates, gets fewer layers."""
     blocks = 10
-    costs = BlockCosts(
+    costs = block_costs(
         forward=(1.0,) * blocks, backward=(2.0,) * blocks, edge_backward=(2.0,) * blocks,
         parameters=(600, *(10,) * (blocks - 1)), activation_bytes=(1.0,) * blocks,
     )  # fmt: skip
@@ -930,11 +914,9 @@ def test_float32_sums_of_gradients_take_memory_for_weights_of_half_precision() -
     ],
 )
 def test_recomputation_takes_memory_for_what_it_keeps(schedule: str, recompute: str, expected: list[float]) -> None:
-    costs = replace(SMALL, parameters=(0,) * 4, boundary_bytes=(0, 0.5, 0.5, 0.5))
+    costs = replace(with_weights(SMALL, (0,) * 4), boundary_bytes=(0, 0.5, 0.5, 0.5))
     layout = replace(SMALL_LAYOUT, schedule=schedule, num_microbatches=4, num_replicas=1)
     assert rank_bytes(layout, costs, 4, memory=MemoryRules(recompute=recompute)) == expected
-    unknown = replace(costs, boundary_bytes=())
-    assert rank_bytes(layout, unknown, 4, memory=MemoryRules(recompute=recompute)) == rank_bytes(layout, costs, 4)
 
 
 @pytest.mark.parametrize(
@@ -963,7 +945,7 @@ def test_the_gradient_of_a_table_comes_after_the_activations(
 
 def test_a_head_that_sees_all_replicas_needs_room_for_all() -> None:
     """Its output for the whole batch lies beside what layers keep of every micro-batch."""
-    costs = replace(SMALL, parameters=(0,) * 4, activation_bytes=(0, 0, 30, 100), working_bytes=(0, 0, 0, 50))
+    costs = replace(with_weights(SMALL, (0,) * 4), activation_bytes=(0, 0, 30, 100), working_bytes=(0, 0, 0, 50))
     layout = replace(SMALL_LAYOUT, schedule="gpipe", num_replicas=2)
 
     def activations(loss_sees: str, at: Layout = layout, slices: int = 1) -> float:
@@ -987,7 +969,7 @@ def test_a_table_beside_few_activations_is_counted_at_the_end() -> None:
 
 
 def test_weights_of_half_precision_take_half_the_memory() -> None:
-    frozen = replace(SMALL, kept=(10, 20, 30, 0), activation_bytes=(0,) * 4)
+    frozen = replace(with_weights(SMALL, SMALL.parameters, (10, 20, 30, 0)), activation_bytes=(0,) * 4)
     half = replace(frozen, trained_bytes=(0, 0, 0, 160), kept_bytes=(20, 40, 60, 0))
     tied = ((0, 3), 8)
     found, whole = (

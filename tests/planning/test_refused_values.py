@@ -10,7 +10,6 @@ import pytest
 from hf_pipetransformer.comm.topology import Topology, check_agreement
 from hf_pipetransformer.comm.transfers import pack, plain
 from hf_pipetransformer.freeze.policy import FreezeSignal, decide
-from hf_pipetransformer.planning.layouts import PlanRules
 from hf_pipetransformer.schedules.actions import Action, Op, add_transfers
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes, ranks_in_a_row, why_no_spanning
 from tests.schedules.test_layout import layout
@@ -34,11 +33,6 @@ def test_computations_that_wait_for_each_other() -> None:
     ranks = [[Action(Op.BACKWARD, 0), Action(Op.FORWARD, 0)], [Action(Op.FORWARD, 0), Action(Op.BACKWARD, 0)]]
     with pytest.raises(ValueError, match="Computations that wait for each other"):
         add_transfers(ranks, Placement(2))
-
-
-def test_a_plan_by_work_needs_the_work() -> None:
-    with pytest.raises(ValueError, match="K is to follow the work of the blocks"):
-        PlanRules("throughput", (0, 1), 1.0, is_timeless=True)
 
 
 def test_an_answer_of_a_policy_that_is_no_number() -> None:

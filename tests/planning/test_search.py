@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
-from hf_pipetransformer.planning.layouts import WORTH_MOVING, Choice, PlanInputs, PlanRules
+from hf_pipetransformer.planning.layouts import WORTH_MOVING, Choice, PlanInputs
 from hf_pipetransformer.planning.search import TIE, moving_seconds, search, seconds_left, without_reading
 from hf_pipetransformer.planning.storing import Storing
 from hf_pipetransformer.schedules.layout import Layout
+from tests.support.costs import block_costs
 
 
 L, PER_EPOCH = 4, 10
@@ -22,12 +23,12 @@ START = Layout(L, 0, 4, 1, (0, 3, 5, 7, 10), 8, "1f1b")
 
 
 def inputs_of(forward: float = 1.0, device_bytes: float = 1e9, elastic: bool = True, **overheads: float) -> PlanInputs:
-    blocks = BlockCosts(
+    blocks = block_costs(
         forward=(forward,) * 10, backward=(2 * forward,) * 10, edge_backward=(forward,) * 10, parameters=(100,) * 10,
         activation_bytes=(1.0,) * 10,
     )  # fmt: skip
-    rules = PlanRules("throughput", CUTS, device_bytes, elastic, initial_size=4)
-    return PlanInputs(blocks, Overheads(**overheads), rules, samples_per_device=4)
+    rules: dict[str, Any] = {"compression": "throughput", "cut_positions": CUTS, "device_bytes": device_bytes}
+    return PlanInputs(blocks, Overheads(**overheads), samples_per_device=4, elastic=elastic, initial_size=4, **rules)
 
 
 def storing(read: float = 0.0, write: float = 0.0, mode: str = "auto", **more: float) -> Storing:
@@ -48,7 +49,7 @@ def test_nothing_else_takes_less_time(num_frozen, length, read, write, hop, per_
     inputs, steps = inputs_of(hop=hop, reduction_per_byte=per_byte / 100, per_step=1.0), epochs(length)
     store = storing(read, write, fits_share=fits)
     choice, others = search(START, num_frozen, steps, inputs, store), []
-    fixed = replace(inputs, rules=replace(inputs.rules, elastic=False))
+    fixed = replace(inputs, elastic=False)
     for size in (size for size in (1, 2, 4) if size <= START.num_blocks - (1 + 2 * num_frozen)):
         # Boundaries are even for what is computed: a run that writes nothing has those for level 0.
         for mode, level in (("off", 0), ("on", num_frozen if steps > PER_EPOCH else 0)):

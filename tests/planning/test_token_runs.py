@@ -121,8 +121,6 @@ def test_no_cost_is_below_zero_whatever_was_measured() -> None:
     times = [SliceTime(1, start, 8, generator.uniform(1e-3, 2e-3)) for start in range(0, 64, 8)]
     found = fit_token_costs(times)
     assert min(found.launch, found.sequence, found.context, found.token, found.attention) >= 0
-    with pytest.raises(ValueError, match="slices need measurements, found none"):
-        fit_token_costs([])
 
 
 # ---- plans ----

@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import GgufConfig
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cache.chain import settings_of
-from hf_pipetransformer.planning.blocks import BlockCosts, trained_elements
+from hf_pipetransformer.planning.blocks import trained_elements
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.runtime.pipeline import PipelineShell
 from hf_pipetransformer.schedules.layout import Layout
@@ -33,6 +33,7 @@ from hf_pipetransformer.state.weights import check_weights, load_weights
 from hf_pipetransformer.training.needs import RunOptions
 from tests.planning.test_planning import rank_bytes
 from tests.support.adapted import ADDS, METHODS, OUTSIDE, adapted, base_of, data_of, lora
+from tests.support.costs import block_costs
 from tests.support.decoders import make_decoder
 from tests.support.models import build_model, collate, make_dataset, probed_with
 from tests.support.usages import (
@@ -196,7 +197,7 @@ def adapted_names(model: Any) -> list[str]:
 
 
 def test_what_the_user_froze_costs_neither_gradients_nor_moments() -> None:
-    costs = BlockCosts(
+    costs = block_costs(
         forward=(1.0,) * 6, backward=(1.0,) * 6, edge_backward=(1.0,) * 6, activation_bytes=(0.0,) * 6,
         parameters=(100, 50, 50, 50, 50, 10), kept=(100, 40, 50, 40, 50, 0), kept_shared=(((0, 5), 100),),
     )  # fmt: skip

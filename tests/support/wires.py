@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from hf_pipetransformer.comm.transfers import Parcel
 
 
@@ -20,20 +18,15 @@ class Wires:
         self.boxes: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
         self.met: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
         self.barrier = threading.Barrier(world_size, timeout=10)
-        self.lock = threading.Lock()
-        self.total: Any = 0
+        self.told: list[Any] = [None] * world_size
         for a in range(world_size):
             for b in range(world_size):
                 self.boxes[a, b], self.met[a, b]  # Made before the threads run.
 
-    def sum(self, tensor: torch.Tensor, group: Any) -> None:
-        with self.lock:
-            self.total = self.total + tensor.clone()
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self.told[rank] = value
         self.barrier.wait()
-        tensor.copy_(self.total)
-        if self.barrier.wait() == 0:
-            self.total = 0
-        self.barrier.wait()
+        return self.told.copy()
 
     def carry(self, parcels: Sequence[Parcel], control: int, timeout: float) -> None:
         for parcel in parcels:
