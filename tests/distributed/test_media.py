@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launches import Outcome, Run, assert_trained_alike, launches_of, slow_unless
-from tests.distributed.media_worker import CASES, QUICK, STEPS, grid, run_all
+from tests.distributed.media_worker import CASES, PROCESSED, QUICK, STEPS, grid, run_all
 from tests.support.models import is_key_bias
 
 
@@ -22,6 +22,7 @@ def runs() -> list[Any]:
     # One stage and one micro-batch ask for nothing that Trainer does not do.
     rest += [(case, (1, 2)) for case in grid() if case.num_microbatches > 1]
     rest += [(case, (2, 2)) for case in grid()]
+    rest += [(case, (1, 2)) for case in PROCESSED]
     return [*quick, *(slow_unless(False, Run(case.name, layout, case.plain.name)) for case, layout in rest)]
 
 
