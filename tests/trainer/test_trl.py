@@ -122,10 +122,8 @@ def test_pairs_of_answers_to_pictures_are_refused_in_parts(tmp_path: Path) -> No
         for row in make_pictures(8)
     ]
     args = DPOPipelineConfig(str(tmp_path), use_cpu=True, bf16=False, max_length=None, report_to="none", **PIPELINE)
-    trainer = DPOPipelineTrainer(
-        build("qwen2_vl"), None, args, train_dataset=Dataset.from_list(rows), processing_class=PROCESSORS["qwen2_vl"](),
-        peft_config=PICTURES["peft_config"],
-    )  # fmt: skip
+    data = {"train_dataset": Dataset.from_list(rows), "processing_class": PROCESSORS["qwen2_vl"]()}
+    trainer = DPOPipelineTrainer(build("qwen2_vl"), None, args, **data, peft_config=PICTURES["peft_config"])
     with pytest.raises(UnsupportedModelError, match="its samples have one row each"):
         trainer.train()
 
