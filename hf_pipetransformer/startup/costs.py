@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -192,6 +192,15 @@ class _Runner:
         self.num_repeats = num_repeats
         self._kept = EmbeddingGradients(embeddings_of(target.model, structure.layers))
 
+    def stages(self, cuts: Sequence[int]) -> Iterator[tuple[range, torch.Tensor | None]]:
+        """Yield the blocks between cuts with the activation that enters them, which the blocks below have computed."""
+        hidden = None
+        for start, end in pairwise(cuts):
+            yield range(start, end), hidden
+            if end < cuts[-1]:
+                with torch.no_grad():
+                    hidden = self._run(range(start, end), hidden).detach()
+
     def hidden_before(self, block: int) -> torch.Tensor | None:
         if block == 0:
             return None
@@ -305,10 +314,10 @@ def saved_activations(
     size = target.inputs.size
     runner = _Runner(target, structure, num_repeats=0)
     try:
-        for start, end in pairwise(target.twin.cut_positions(structure)):
-            blocks, hidden = range(start, end), runner.hidden_before(start)
+        for blocks, hidden in runner.stages(target.twin.cut_positions(structure)):
             whole = runner.saved_bytes(blocks, hidden, copies)
-            saved[start], working[start] = whole / size, runner.working_bytes(blocks, hidden, whole) / size
+            saved[blocks.start] = whole / size
+            working[blocks.start] = runner.working_bytes(blocks, hidden, whole) / size
     finally:
         runner.view.remove()
     return saved, working
@@ -325,19 +334,21 @@ def num_launches(target: ProbeTarget, structure: Structure, num_casts: Callable[
     found = [0] * structure.num_blocks
     runner = _Runner(target, structure, num_repeats=0)
 
-    def count(blocks: range) -> int:
-        hidden, before = runner.hidden_before(blocks.start), num_casts()
+    def count(blocks: range, hidden: torch.Tensor | None) -> int:
+        before = num_casts()
         with _LiveBytes() as live:
             runner._run(blocks, hidden)
         return live.num_operations + num_casts() - before
 
     try:
-        around = count(range(1, 1))
-        for start, end in pairwise(target.twin.cut_positions(structure)):
-            found[start] = max(0, count(range(start, end)) - around)
+        around = 0
+        for blocks, hidden in runner.stages(target.twin.cut_positions(structure)):
+            # No block at all, which takes an activation to pass on.
+            around = around or count(range(blocks.start, blocks.start), hidden) if hidden is not None else 0
+            found[blocks.start] = count(blocks, hidden)
     finally:
         runner.view.remove()
-    return around, found
+    return around, [max(0, number - around) for number in found]
 
 
 def _trained_layers(structure: Structure) -> list[int]:
