@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,7 +12,8 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer
+from safetensors.torch import save_file
+from transformers import Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
 from tests.distributed.launches import Layout, run_listed
@@ -117,6 +120,47 @@ def train(name: str, layout: Layout | None, output: Path) -> End:
     trainer = make_trainer(PLAIN[name] if layout is None else CASES[name], layout, output)
     trainer.train()
     return end_of(trainer, evaluated=trainer.evaluate()["eval_loss"])
+
+
+KILLED = MediaCase(
+    "qwen2_vl", "frozen", 2, adapts=True, processes=True, options={"save_strategy": "steps", "save_steps": 2}
+)
+DIES_AT = 5
+
+
+class Killing(TrainerCallback):
+    """End the process with no word to anybody, between two checkpoints."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_given: Any) -> None:
+        if state.global_step == DIES_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@scenario
+def die(folder: Path) -> None:
+    trainer = make_trainer(KILLED, (WORLD_SIZE, 1), folder / "killed")
+    trainer.add_callback(Killing())
+    trainer.train()
+
+
+@scenario
+def go_on(folder: Path, source: str) -> dict[str, Any]:
+    """Go on from a copy of what the killed run left, on as many stages as there are processes."""
+    trainer = make_trainer(KILLED, (WORLD_SIZE, 1), Path(source))
+    trainer.train(resume_from_checkpoint=True)
+    ended, weights = end_of(trainer, evaluated=trainer.evaluate()["eval_loss"])
+    if trainer.is_world_process_zero():
+        save_file(weights, folder / "weights.safetensors")
+    return ended
+
+
+@scenario
+def undisturbed(folder: Path) -> dict[str, Any]:
+    trainer = make_trainer(KILLED.plain, None, folder / "plain")
+    trainer.train()
+    ended, weights = end_of(trainer, evaluated=trainer.evaluate()["eval_loss"])
+    save_file(weights, folder / "weights.safetensors")
+    return ended
 
 
 @scenario
