@@ -123,8 +123,8 @@ def probe_model(target: ProbeTarget) -> Probe:
     dtypes = [each.dtype for (start, end), each in zip(stages, sent[:-1], strict=False) for _ in range(start, end)]
     # What later stages do not read is not sent to them: they get a tensor of its shape.
     placeholders = frozenset[str]() if is_read else frozenset({main_input})
-    flops, dtypes = tuple(twin.of_all_blocks(flops)), tuple(twin.of_all_blocks(dtypes))
-    return Probe(structure, flops, dtypes, activation, placeholders | names)
+    flops, dtypes = twin.of_all_blocks(flops), twin.of_all_blocks(dtypes)
+    return Probe(structure, tuple(flops), tuple(dtypes), activation, placeholders | names)
 
 
 @contextmanager

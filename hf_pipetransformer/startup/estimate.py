@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -147,33 +147,35 @@ def images_on_meta(model: Any, number: int, size: int | None) -> dict[str, torch
     Raises:
         ValueError: the model takes no images beside text, or none of this size.
     """
-    media = media_of(model)
-    get = getattr(type(media.module), "get_image_features", None) if media is not None else None
-    name, vision = type(bare_model(model)).__name__, getattr(bare_model(model).config, "vision_config", None)
-    if get is None or vision is None:
+    name, dtype, media = type(bare_model(model)).__name__, bare_model(model).dtype, media_of(model)
+    vision = getattr(bare_model(model).config, "vision_config", None)
+    if media is None or vision is None or "pixel_values" not in media.names:
         raise ValueError(f"--images {number}: {name} takes no images beside text whose size its config tells.")
-    of_config, patch = _side(getattr(vision, "image_size", None)), _side(vision.patch_size)
-    channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
-    names = inspect.signature(get).parameters
-    zeros = partial(torch.zeros, device="meta", dtype=bare_model(model).dtype)
-    if "image_grid_thw" in names:
-        if size is None:
-            raise ValueError(f"--images {number}: {name} takes images of any size. Say theirs with --image_size.")
+    (patch, *_), (of_config, *_) = map(_sides, (vision.patch_size, getattr(vision, "image_size", None)))
+    side, channels = size or of_config, getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
+    if side is None:
+        raise ValueError(f"--images {number}: {name} takes images of any size. Say theirs with --image_size.")
+    taken = inspect.signature(media.module.get_image_features).parameters  # type: ignore[arg-type]
+    if "image_grid_thw" in taken:
         merged = vision.spatial_merge_size
-        side = merged * max(1, round(size / (patch * merged)))
-        pixels = zeros(number * side**2, channels * vision.temporal_patch_size * patch**2)
-        # Of small numbers, which the tower reads, on the host.
-        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]] * number)}
-    if size not in (None, of_config):
+        wide = merged * max(1, round(side / (patch * merged)))
+        patches = number * wide**2, channels * vision.temporal_patch_size * patch**2
+        # Sizes on the host, where the tower reads them.
+        sizes = {"image_grid_thw": torch.tensor([[1, wide, wide]] * number)}
+        return {"pixel_values": torch.zeros(patches, device="meta", dtype=dtype), **sizes}
+    if side != (of_config or side):
         raise ValueError(
             f"--image_size {size}: the tower of {name} takes images and tiles of {of_config} pixels. Leave it out, "
             "and count tiles as --images."
         )
-    shape = number, channels, of_config, of_config
-    found = {"pixel_values": zeros(1, *shape) if "pixel_attention_mask" in names else zeros(*shape)}
-    sizes = names.get("image_sizes")
-    needs_sizes = sizes is not None and sizes.default is sizes.empty
-    return found | ({"image_sizes": torch.tensor([shape[2:]] * number)} if needs_sizes else {})
+    pixels = torch.zeros(number, channels, side, side, device="meta", dtype=dtype)
+    needs_sizes = "image_sizes" in taken and taken["image_sizes"].default is inspect.Parameter.empty
+    sizes = {"image_sizes": torch.tensor([[side, side]] * number)} if needs_sizes else {}
+    return {"pixel_values": pixels[None] if "pixel_attention_mask" in taken else pixels, **sizes}
+
+
+def _sides(size: Any) -> Sequence[Any]:
+    return size if isinstance(size, (list, tuple)) else (size,)
 
 
 def freeze_tower(model: Any) -> None:
@@ -185,44 +187,41 @@ def freeze_tower(model: Any) -> None:
     media = media_of(model)
     if media is None:
         raise ValueError(f"--frozen_tower: {type(bare_model(model)).__name__} takes no images beside text.")
-    inside = {id(parameter) for parameter in media.decoder.parameters()}
-    for parameter in media.module.parameters():
-        parameter.requires_grad_(parameter.requires_grad and id(parameter) in inside)
-
-
-def _side(size: Any) -> int | None:
-    return max(size) if isinstance(size, (list, tuple)) else size
+    trained = [parameter for parameter in media.decoder.parameters() if parameter.requires_grad]
+    media.module.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_()
 
 
 @contextmanager
 def _seeing(model: Any, images: Mapping[str, torch.Tensor]) -> Iterator[list[int]]:
-    """Encode images with the embeddings inside, and yield a list of how many tokens they become.
+    """Encode images with the embeddings inside.
 
-    With it comes the number of layers behind which what was encoded enters again.
+    Yields how many tokens they become, and how many layers what was encoded enters again.
     """
-    media, latest, told = media_of(model), [], [0, 0]
+    media, latest, told = media_of(model), list[Any](), [0, 0]
     if media is None or not images:
         yield told
         return
     # The outermost modules that encode: a tower, a projector.
-    around = {id(each) for each in media.module.modules() if media.decoder in each.modules()}
-    parents = [each for each in media.module.modules() if id(each) in around and each is not media.decoder]
-    encoders = [child for each in parents for child in each.children() if id(child) not in around]
+    around = [each for each in media.module.modules() if media.decoder in each.modules()]
+    children = [child for each in around if each is not media.decoder for child in each.children()]
+    encoders = [child for child in children if child not in around]
 
     def encode(_embeddings: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         latest.clear()
-        further: Any = ()
+        further: Any = None
         try:
-            whole = media.module.get_image_features(**images, return_dict=True)
-            encoded, further = whole.pooler_output, getattr(whole, "deepstack_features", None) or ()
+            whole = media.module.get_image_features(**images, return_dict=True)  # type: ignore[operator]
+            encoded, further = whole.pooler_output, getattr(whole, "deepstack_features", None)
         except Exception:
             # Behind the encoders tiles are put together by values, which tensors without memory lack.
             if not latest:
                 raise
             encoded = latest[-1]
-        found = [each for each in tree_leaves(encoded) if isinstance(each, torch.Tensor)]
-        told[:] = sum(each.numel() for each in found) // output.shape[-1], len(further)
-        return output + sum(each.sum() for each in found)
+        parts = [each for each in tree_leaves(encoded) if isinstance(each, torch.Tensor)]
+        told[:] = sum(each.numel() for each in parts) // output.shape[-1], len(further or ())
+        return output + sum(each.sum() for each in parts)
 
     handles = [each.register_forward_hook(lambda _module, _args, output: latest.append(output)) for each in encoders]
     handles.append(model.get_input_embeddings().register_forward_hook(encode))

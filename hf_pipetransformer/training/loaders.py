@@ -239,9 +239,8 @@ class Begun:
         """
 
         def find() -> list[Any]:
-            found = sorted({*names} & self.batch.names)
-            if found or not names:
-                return [found, self.draws]
+            if not names or {*names} & self.batch.names:
+                return [sorted({*names} & self.batch.names), self.draws]
             if is_stream(self.dataset):
                 raise ValueError(
                     f"No sample of the first batch has {', '.join(sorted(names))}: expected one with images, videos "
@@ -250,11 +249,10 @@ class Begun:
                 )
             with generators_kept(self.dataset, self.collate):
                 has_drawn = draws_from_now_on(self.dataset, self.collate)
-                found = self._searched(names)
-                return [found, self.draws or has_drawn()]
+                return [self._searched(names), self.draws or has_drawn()]
 
-        found, self.draws = topology.decide(find)
-        return frozenset(found)
+        present, self.draws = topology.decide(find)
+        return frozenset(present)
 
     def _searched(self, names: Collection[str]) -> list[str]:
         # A data set may be sorted by what its samples have. No generator of the run's draws the order.
@@ -262,10 +260,10 @@ class Begun:
         order = random.Random(0).sample(range(size), min(size, MOST_LOOKED_AT))
         for index in order:
             sample = Samples(self.dataset).__getitems__([index])
-            if found := sorted({*names} & {*self.collate([*sample])}):
+            if present := sorted({*names} & {*self.collate([*sample])}):
                 self.samples = [*sample, *self.samples[1:]]
                 self.batch = self.collated(0, len(self.samples))
-                return found
+                return present
         announce(
             f"No {' or '.join(sorted(names))} in {counted(len(order), 'sample')}: the model is tried on stages as one "
             "of text alone, and takes no other batches."

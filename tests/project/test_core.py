@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
     "cache": 4367,
-    "cli": 604,
+    "cli": 611,
     "comm": 935,
     "compat": 385,
     "data": 1513,
@@ -29,14 +29,14 @@ BUDGETS = {
     "pipe": 1091,
     "planning": 1270,
     "report": 1260,
-    "runtime": 1781,
+    "runtime": 1782,
     "schedules": 743,
-    "splitters": 1080,
-    "startup": 2074,
+    "splitters": 1081,
+    "startup": 2160,
     "state": 1309,
     "the package itself": 62,
     "trainer": 378,
-    "training": 3446,
+    "training": 3473,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 
