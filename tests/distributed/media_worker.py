@@ -76,6 +76,7 @@ PROCESSED = [MediaCase(model, "frozen", 2, processes=True) for model in PROCESSO
 WORKERS = MediaCase("llava", "trained", 2, options={"dataloader_num_workers": 1})
 OTHERS = [
     WORKERS,
+    MediaCase("gemma3", "trained", 2, begins_with_text=True, options={"dataloader_num_workers": 1}),
     MediaCase("qwen2_vl", "trained", 4),
     MediaCase("smolvlm", "trained", 2, options={"gradient_accumulation_steps": 2}),
     MediaCase("llava", "trained", 2, ours={"pipeline_schedule": "zb_h1"}),
