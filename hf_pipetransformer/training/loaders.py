@@ -239,8 +239,8 @@ class Begun:
         """
 
         def find() -> list[Any]:
-            if not names or {*names} & self.batch.names:
-                return [sorted({*names} & self.batch.names), self.draws]
+            if present := sorted({*names} & self.batch.names):
+                return [present, self.draws]
             if is_stream(self.dataset):
                 raise ValueError(
                     f"No sample of the first batch has {', '.join(sorted(names))}: expected one with images, videos "
@@ -251,7 +251,7 @@ class Begun:
                 has_drawn = draws_from_now_on(self.dataset, self.collate)
                 return [self._searched(names), self.draws or has_drawn()]
 
-        present, self.draws = topology.decide(find)
+        present, self.draws = topology.decide(find) if names else ([], self.draws)
         return frozenset(present)
 
     def _searched(self, names: Collection[str]) -> list[str]:
