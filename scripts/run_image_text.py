@@ -4,8 +4,16 @@
         --model_name_or_path HuggingFaceTB/SmolVLM-256M-Instruct --dataset_name merve/vqav2-small \
         --answer_column_name multiple_choice_answer --do_train --bf16 true --output_dir outputs/vqa
 
-The vision tower is frozen and computed once: from the second epoch on its outputs are read. On a machine without GPUs
-add `--use_cpu true`. Images need Pillow; torchvision is not needed.
+On one process the frozen vision tower is computed once: from the second epoch on its outputs are read. A model that
+does not fit on one device goes on several:
+
+    accelerate launch --multi_gpu --num_processes 2 scripts/run_image_text.py \
+        --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --dataset_name my_images --do_train --bf16 true \
+        --pipeline_parallel_size 2 --output_dir outputs/vqa
+
+`my_images` may be a folder with `train/metadata.jsonl`, whose lines have `file_name`, `question` and `answer`. A row
+may have no image or a list of them. On a machine without GPUs add `--use_cpu true`. Images need Pillow; torchvision
+only where the model's processor asks for it.
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ from typing import Any
 
 import script_utils
 import torch
-from datasets import DatasetDict, Image
+from datasets import DatasetDict, Image, Sequence
 from peft import LoraConfig, get_peft_model
 from script_utils import DataArguments, ModelArguments
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -46,7 +54,7 @@ class ImageTextModelArguments(ModelArguments):
 class ImageTextDataArguments(DataArguments):
     """Which images, questions and answers."""
 
-    image_column_name: str = HfArg(default="image", help="The column of images.")
+    image_column_name: str = HfArg(default="image", help="The column of images: one a row, a list, or none.")
     question_column_name: str = HfArg(default="question", help="The column of questions.")
     answer_column_name: str = HfArg(default="answer", help="The column of answers.")
     max_seq_length: int | None = HfArg(default=None, help="Longer samples, image tokens included, are refused.")
@@ -67,9 +75,13 @@ class ImageTextCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         args = self.data_args
-        texts = [self._text(row[args.question_column_name], row[args.answer_column_name]) for row in rows]
-        images = [[row[args.image_column_name].convert("RGB")] for row in rows]
-        batch = self.processor(text=texts, images=images, padding=True, return_tensors="pt")
+        images = [[image.convert("RGB") for image in _listed(row[args.image_column_name])] for row in rows]
+        texts = [
+            self._text(row[args.question_column_name], row[args.answer_column_name], len(own))
+            for row, own in zip(rows, images, strict=True)
+        ]
+        # Processors refuse lists without any image.
+        batch = self.processor(text=texts, images=images if any(images) else None, padding=True, return_tensors="pt")
         length = batch["input_ids"].shape[1]
         if args.max_seq_length is not None and length > args.max_seq_length:
             raise ValueError(f"A sample has {length} tokens; expected --max_seq_length {args.max_seq_length} at most.")
@@ -77,14 +89,19 @@ class ImageTextCollator:
         labels[(batch["attention_mask"] == 0) | is_image] = IGNORED
         return {**batch, "labels": labels}
 
-    def _text(self, question: str, answer: str) -> str:
+    def _text(self, question: str, answer: str, num_images: int) -> str:
         if getattr(self.processor, "chat_template", None) is None:
-            return f"{self.processor.image_token}\n{question}\n{answer}{self.processor.tokenizer.eos_token}"
-        asked = [{"type": "image"}, {"type": "text", "text": question}]
+            images = f"{self.processor.image_token}\n" * num_images
+            return f"{images}{question}\n{answer}{self.processor.tokenizer.eos_token}"
+        asked = [*({"type": "image"} for _ in range(num_images)), {"type": "text", "text": question}]
         said = [{"type": "text", "text": answer}]
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
         text: str = self.processor.apply_chat_template(turns, tokenize=False)
         return text
+
+
+def _listed(images: Any) -> list[Any]:
+    return images if isinstance(images, list) else [image for image in (images,) if image is not None]
 
 
 def load_data(data_args: ImageTextDataArguments, model_args: ModelArguments) -> DatasetDict:
@@ -92,8 +109,9 @@ def load_data(data_args: ImageTextDataArguments, model_args: ModelArguments) -> 
     data = script_utils.load_data(data_args, model_args.cache_dir)
     for option, column in data_args.columns.items():
         script_utils.require_column(next(iter(data.values())), column, f"--{option}")
-    columns = list(data_args.columns.values())
-    return data.select_columns(columns).cast_column(data_args.image_column_name, Image())
+    columns, name = list(data_args.columns.values()), data_args.image_column_name
+    is_list = hasattr(next(iter(data.values())).features[name], "feature")
+    return data.select_columns(columns).cast_column(name, Sequence(Image()) if is_list else Image())
 
 
 def main(argv: list[str] | None = None) -> None:

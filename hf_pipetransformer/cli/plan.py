@@ -14,6 +14,7 @@ from hf_pipetransformer.planning.simulator import Timeline, draw, equal_duration
 from hf_pipetransformer.report.drawing import Spec, save_chart
 from hf_pipetransformer.schedules.abilities import OPTIONS_OF_SCHEDULES, SCHEDULE_NAMES
 from hf_pipetransformer.schedules.asynchronous import window_table
+from hf_pipetransformer.schedules.layout import counted
 from hf_pipetransformer.schedules.placement import Placement
 from hf_pipetransformer.schedules.tables import find_schedule
 from hf_pipetransformer.schedules.weight_kinds import find_weights
@@ -31,7 +32,10 @@ _OF_MODEL: dict[str, tuple[type, float | None, str]] = {
     "processes": (int, None, "devices of the run, one process each (required)"),
     "device_memory": (float, None, "memory of a device, in GB of 1e9 bytes (required)"),
     "processes_per_node": (int, None, "devices of a node; all by default"),
-    "sequence_length": (int, 512, "tokens of a sequence, 512 by default"),
+    "sequence_length": (int, 512, "tokens of a sequence, those of its images with it; 512 by default"),
+    "images": (int, 0, "images or tiles of a sample beside its text; none by default"),
+    "image_size": (int, None, "their height and width in pixels; the config's by default"),
+    "frozen_tower": (bool, None, "train no weight of what encodes images; adapters leave it frozen too"),
     "samples": (int, None, "training samples: for epochs, freezing and the cache"),
     "dtype": (str, None, "dtype of the weights; the config's by default"),
     "lora_rank": (int, None, "train LoRA adapters of this rank on all linear layers"),
@@ -119,7 +123,13 @@ def _plan_model(options: argparse.Namespace) -> _Told:
     from transformers import HfArgumentParser
 
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
-    from hf_pipetransformer.startup.estimate import batch_on_meta, build_on_meta, estimate
+    from hf_pipetransformer.startup.estimate import (
+        batch_on_meta,
+        build_on_meta,
+        estimate,
+        freeze_tower,
+        images_on_meta,
+    )
     from hf_pipetransformer.startup.plan_words import as_json, chart_of, in_words
     from hf_pipetransformer.startup.run_plan import plan_run
 
@@ -144,7 +154,10 @@ def _plan_model(options: argparse.Namespace) -> _Told:
     if options.dtype and not isinstance(dtype, torch.dtype):
         raise ValueError(f"--dtype {options.dtype}: expected a dtype of torch, such as bfloat16.")
     model = build_on_meta(options.model, dtype, options.lora_rank, options.load_in_4bit)
-    planner = estimate(model, batch_on_meta(model, options.sequence_length), args, machine)
+    images = images_on_meta(model, options.images, options.image_size) if options.images else {}
+    if options.frozen_tower:
+        freeze_tower(model)
+    planner = estimate(model, batch_on_meta(model, options.sequence_length), args, machine, images)
     plan = plan_run(model, planner, machine, _course(options, args, planner, machine))
     chart = chart_of(plan.timeline, f"{plan.model}, {plan.chosen.name}", "seconds")
     return in_words(plan), as_json(plan), chart, plan.chosen.fits
@@ -208,6 +221,9 @@ def _course(
     figures = [(getattr(options, name), words) for name, (*_, field, words) in _FIGURES.items() if field]
     assumed = [f"{value:g} {words}" for value, words in figures if value is not None]
     assumed.append("reductions beside the backward of the last micro-batch")
+    if planner.probe.structure.media is not None:
+        images = f"{counted(options.images, 'image')} in each sample, with tokens among those of its sequence"
+        assumed.append(images if options.images else "samples of text alone: --images says how many images they have")
     if args.use_liger_kernel:
         assumed.append("logits of whole sequences, as without Liger's kernels: only --plan_only runs these")
     if not length[0]:

@@ -456,8 +456,14 @@ class StageRunner:
 
         `on_host`: what was read of each, if the batch is on the device.
         """
-        media = self.stage.view.structure.media
-        if media is not None and media.names & {*batch.inputs}:
+        structure, is_alone = self.stage.view.structure, self.stage.groups.pipeline_size == 1
+        if structure.media is not None and (encoded := batch.inputs.names & structure.media.names):
+            if not (is_alone or structure.has_seen_media):
+                raise ValueError(
+                    f"A batch has {', '.join(sorted(encoded))}, which no sample had that the stages were tried with. "
+                    "Let the data set of the training have images, videos or sounds in more samples, or set "
+                    "pipeline_parallel_size=1."
+                )
             num_microbatches = 1  # A batch that was collated whole, whose images have no row for each sample.
         cut: list[tuple[dict[str, Any], CacheTags | None, TokenSpan | None]] = []
         for number, whole in enumerate(split_batch(batch.inputs, num_microbatches)):
@@ -466,7 +472,6 @@ class StageRunner:
                 cut.append((part, tags, None))
             for (start, stop), own in zip(pairwise(bounds), cut_tokens(part, bounds), strict=True):
                 cut.append((own, tags, TokenSpan(number, start, stop, bounds[-1])))
-        is_alone = self.stage.groups.pipeline_size == 1
         return [
             MicroBatch(
                 index=i,

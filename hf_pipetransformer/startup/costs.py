@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -192,6 +192,15 @@ class _Runner:
         self.num_repeats = num_repeats
         self._kept = EmbeddingGradients(embeddings_of(target.model, structure.layers))
 
+    def stages(self, cuts: Sequence[int]) -> Iterator[tuple[range, torch.Tensor | None]]:
+        """Yield the blocks between cuts with the activation that enters them, which the blocks below have computed."""
+        hidden = None
+        for start, end in pairwise(cuts):
+            yield range(start, end), hidden
+            if end < cuts[-1]:
+                with torch.no_grad():
+                    hidden = self._run(range(start, end), hidden).detach()
+
     def hidden_before(self, block: int) -> torch.Tensor | None:
         if block == 0:
             return None
@@ -315,15 +324,20 @@ def count_blocks(
         return live.num_operations + num_casts() - before
 
     try:
-        around = count(range(1, 1), runner.hidden_before(1))
-        for start, end in pairwise(target.twin.cut_positions(structure)):
-            blocks, hidden = range(start, end), runner.hidden_before(start)
-            operations[start] = max(0, count(blocks, hidden) - around)
+        around = 0
+        for blocks, hidden in runner.stages(target.twin.cut_positions(structure)):
+            # No block at all, which takes an activation to pass on.
+            if around == 0 and hidden is not None:
+                around = count(range(blocks.start, blocks.start), hidden)
+            operations[blocks.start] = count(blocks, hidden)
             whole = runner.saved_bytes(blocks, hidden, copies)
-            saved[start], working[start] = whole / size, runner.working_bytes(blocks, hidden, whole) / size
+            saved[blocks.start], working[blocks.start] = (
+                whole / size,
+                runner.working_bytes(blocks, hidden, whole) / size,
+            )
     finally:
         runner.view.remove()
-    return around, operations, saved, working
+    return around, [max(0, number - around) for number in operations], saved, working
 
 
 def _trained_layers(structure: Structure) -> list[int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -18,7 +19,7 @@ import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel
 
 from hf_pipetransformer.data.batches import SampleBatch
@@ -26,7 +27,7 @@ from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.planning.costs import Overheads
 from hf_pipetransformer.splitters.adapters import bare_model
-from hf_pipetransformer.splitters.base import is_causal_lm, layers_of
+from hf_pipetransformer.splitters.base import MediaSplitter, Splitter, is_causal_lm, layers_of, media_of
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.splitters.quantized import plan_in_4_bits
@@ -86,17 +87,32 @@ def build_on_meta(path: str, dtype: torch.dtype | None, lora_rank: int | None = 
                 f'["{example}"].'
             )
         if in_4_bits:
-            plan_in_4_bits(layers_of(find_splitter(model), model))
+            plan_in_4_bits(layers_of(_splitter_of(model), model))
         if lora_rank is not None:
             from peft import LoraConfig, get_peft_model  # Optional, and needed for adapters alone.
 
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # PEFT's own, of names it reads.
-                model = get_peft_model(model, LoraConfig(r=lora_rank, target_modules="all-linear"))
+                model = get_peft_model(model, LoraConfig(r=lora_rank, target_modules=_adapted(model)))
     return model
+
+
+def _adapted(model: Any) -> str | list[str]:
+    """Return what has adapters: all linear layers, of a language model that takes images those of its own."""
+    media = media_of(model)
+    if media is None:
+        return "all-linear"
+    inside = {id(module) for layer in layers_of(MediaSplitter(), model) for module in layer.modules()}
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in inside]
+
+
+def _splitter_of(model: Any) -> Splitter:
+    return find_splitter(model) if media_of(model) is None else MediaSplitter()
 
 
 def batch_on_meta(model: Any, length: int) -> dict[str, torch.Tensor]:
     """Return a batch of one sample: an image of the config's size, or `length` tokens, with labels.
+
+    Images beside text are not in it: see `images_on_meta`.
 
     Raises:
         ValueError: the model reads something else, or fewer tokens than `length`.
@@ -111,8 +127,8 @@ def batch_on_meta(model: Any, length: int) -> dict[str, torch.Tensor]:
         return {name: torch.zeros(shape, device="meta", dtype=model.dtype), "labels": labels}
     if name != "input_ids":
         raise ValueError(f"{type(model).__name__} reads {name!r}: expected a model for text or images.")
-    longest = getattr(config, "max_position_embeddings", None) or length
-    if length > longest:
+    longest = getattr(config if media_of(model) is None else config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and length > longest:
         raise ValueError(f"{type(model).__name__} takes up to {longest} tokens, found a sequence length of {length}.")
     tokens = whole(1, length)
     kind = type(model).__name__
@@ -120,6 +136,100 @@ def batch_on_meta(model: Any, length: int) -> dict[str, torch.Tensor]:
         return {name: tokens, "start_positions": labels, "end_positions": labels}
     is_of_sequences = kind.endswith(("ForSequenceClassification", "ForMultipleChoice"))
     return {name: tokens, "labels": labels if is_of_sequences else tokens}
+
+
+def images_on_meta(model: Any, number: int, size: int | None) -> dict[str, torch.Tensor]:
+    """Return what a language model's tower takes of images of one sample.
+
+    Args:
+        size: height and width in pixels; None for that of the config.
+
+    Raises:
+        ValueError: the model takes no images beside text, or none of this size.
+    """
+    name, dtype, media = type(bare_model(model)).__name__, bare_model(model).dtype, media_of(model)
+    vision = getattr(bare_model(model).config, "vision_config", None)
+    if media is None or vision is None or "pixel_values" not in media.names:
+        raise ValueError(f"--images {number}: {name} takes no images beside text whose size its config tells.")
+    (patch, *_), (of_config, *_) = map(_sides, (vision.patch_size, getattr(vision, "image_size", None)))
+    side, channels = size or of_config, getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
+    if side is None:
+        raise ValueError(f"--images {number}: {name} takes images of any size. Say theirs with --image_size.")
+    taken = inspect.signature(media.module.get_image_features).parameters  # type: ignore[arg-type]
+    if "image_grid_thw" in taken:
+        merged = vision.spatial_merge_size
+        wide = merged * max(1, round(side / (patch * merged)))
+        patches = number * wide**2, channels * vision.temporal_patch_size * patch**2
+        # Sizes on the host, where the tower reads them.
+        sizes = {"image_grid_thw": torch.tensor([[1, wide, wide]] * number)}
+        return {"pixel_values": torch.zeros(patches, device="meta", dtype=dtype), **sizes}
+    if side != (of_config or side):
+        raise ValueError(
+            f"--image_size {size}: the tower of {name} takes images and tiles of {of_config} pixels. Leave it out, "
+            "and count tiles as --images."
+        )
+    pixels = torch.zeros(number, channels, side, side, device="meta", dtype=dtype)
+    needs_sizes = "image_sizes" in taken and taken["image_sizes"].default is inspect.Parameter.empty
+    sizes = {"image_sizes": torch.tensor([[side, side]] * number)} if needs_sizes else {}
+    return {"pixel_values": pixels[None] if "pixel_attention_mask" in taken else pixels, **sizes}
+
+
+def _sides(size: Any) -> Sequence[Any]:
+    return size if isinstance(size, (list, tuple)) else (size,)
+
+
+def freeze_tower(model: Any) -> None:
+    """Train nothing of what encodes images beside text.
+
+    Raises:
+        ValueError: the model has no such part.
+    """
+    media = media_of(model)
+    if media is None:
+        raise ValueError(f"--frozen_tower: {type(bare_model(model)).__name__} takes no images beside text.")
+    trained = [parameter for parameter in media.decoder.parameters() if parameter.requires_grad]
+    media.module.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_()
+
+
+@contextmanager
+def _seeing(model: Any, images: Mapping[str, torch.Tensor]) -> Iterator[list[int]]:
+    """Encode images with the embeddings inside.
+
+    Yields how many tokens they become, and how many layers what was encoded enters again.
+    """
+    media, latest, told = media_of(model), list[Any](), [0, 0]
+    if media is None or not images:
+        yield told
+        return
+    # The outermost modules that encode: a tower, a projector.
+    around = [each for each in media.module.modules() if media.decoder in each.modules()]
+    children = [child for each in around if each is not media.decoder for child in each.children()]
+    encoders = [child for child in children if child not in around]
+
+    def encode(_embeddings: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        latest.clear()
+        further: Any = None
+        try:
+            whole = media.module.get_image_features(**images, return_dict=True)  # type: ignore[operator]
+            encoded, further = whole.pooler_output, getattr(whole, "deepstack_features", None)
+        except Exception:
+            # Behind the encoders tiles are put together by values, which tensors without memory lack.
+            if not latest:
+                raise
+            encoded = latest[-1]
+        parts = [each for each in tree_leaves(encoded) if isinstance(each, torch.Tensor)]
+        told[:] = sum(each.numel() for each in parts) // output.shape[-1], len(further or ())
+        return output + sum(each.sum() for each in parts)
+
+    handles = [each.register_forward_hook(lambda _module, _args, output: latest.append(output)) for each in encoders]
+    handles.append(model.get_input_embeddings().register_forward_hook(encode))
+    try:
+        yield told
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 _IN_LOW_PRECISION = {
@@ -136,7 +246,8 @@ _IN_FLOAT32 = {
 class _OnDevice(TorchFunctionMode):
     """Emulation of devices on meta tensors: attention without a matrix of its weights, and autocast to `lower`.
 
-    Autocast itself leaves meta tensors as they are.
+    Autocast itself leaves meta tensors as they are. Masks count as full. Numbers of the host (sizes of images) that
+    meet meta tensors become such.
     """
 
     def __init__(self, lower: torch.dtype | None) -> None:
@@ -153,7 +264,14 @@ class _OnDevice(TorchFunctionMode):
                 given = tree_map_only(torch.Tensor, self._lowered, given)
             elif name in _IN_FLOAT32:
                 given = tree_map_only(torch.Tensor, self._raised, given)
+        on_meta = {each.is_meta for each in tree_leaves(given) if isinstance(each, torch.Tensor)}
+        if on_meta == {True, False}:
+            given = tree_map_only(torch.Tensor, lambda each: each.to("meta"), given)
         args, kwargs = given
+        if on_meta == {True} and func is torch.Tensor.__bool__:
+            return True
+        if True in on_meta and func is torch.Tensor.__getitem__ and getattr(args[1], "dtype", None) is torch.bool:
+            return args[0].flatten(0, args[1].dim() - 1)
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         # On meta tensors attention would otherwise keep the matrix of its weights, which kernels of devices do not.
@@ -173,16 +291,35 @@ class _OnDevice(TorchFunctionMode):
         return tensor.float() if tensor.dtype is self.lower else tensor
 
 
-def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArguments, machine: Machine) -> RunPlanner:
-    """Return the planner of a run of `model`, on meta tensors, from a `batch` of one sample and assumed rates."""
+def estimate(
+    model: Any,
+    batch: Mapping[str, Any],
+    args: PipeTransformerArguments,
+    machine: Machine,
+    images: Mapping[str, torch.Tensor] | None = None,
+) -> RunPlanner:
+    """Return the planner of a run of `model`, on meta tensors, from a `batch` of one sample and assumed rates.
+
+    Args:
+        images: of the sample, beside its tokens.
+
+    Raises:
+        ValueError: the images have more tokens than the sample.
+    """
     if args.pipeline_master_dtype:
         cast_masters(model, master_names(model))
-    splitter = find_splitter(model)
+    splitter = _splitter_of(model)
     lower = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    with as_twin(model, splitter) as twin, _OnDevice(lower) as device:
+    with as_twin(model, splitter) as twin, _OnDevice(lower) as device, _seeing(model, images or {}) as seen:
         inputs = SampleBatch(batch)
         target = ProbeTarget(model, splitter, inputs, lambda given, _: model(**given).loss, lambda _: 1, twin)
         structure = trace_structure(model, splitter, lambda: target.loss(target.inputs), target.is_text)
+        num_tokens, num_layers = seen
+        if num_tokens > (length := batch[target.main_input].shape[-1]):
+            raise ValueError(
+                f"--sequence_length {length}: the images of a sample alone have {num_tokens} tokens. Give the length "
+                "of a sequence with theirs."
+            )
         with torch.no_grad():
             sent, per_stage = run_stages(target, structure, target.inputs)
         flops = twin.of_all_blocks(per_stage)
@@ -217,6 +354,8 @@ def estimate(model: Any, batch: Mapping[str, Any], args: PipeTransformerArgument
         node_hop_per_byte=1 / (machine.node_bandwidth or machine.bandwidth),
     )
     dtypes = tuple(twin.of_all_blocks(per_block))
+    # Cut anywhere until here: what is encoded enters no later layer without memory.
+    structure = replace(structure, changed_before=max(structure.changed_before, num_layers))
     probe = Probe(structure, tuple(flops), dtypes, activation, frozenset())
     frozen = num_frozen_by_user(model, structure)
     return RunPlanner(

@@ -177,7 +177,8 @@ class PipelineBuilder:
         # The run goes on from it, so the numbers that reading it draws are the run's.
         rows = trl_compat.rows_of_sample(trainer)
         if isinstance(given, Request):
-            begun, names = self._begin(given), frozenset() if media is None else media.names
+            begun = self._begin(given)
+            names = begun.look_for(() if media is None else media.names, topology)
             collated = begun.collated if begun.samples else None
             first = FirstBatch(begun.batch, begun.num_samples, names, collated)
         else:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer
+from safetensors.torch import save_file
+from transformers import Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
 from tests.distributed.launches import Layout, run_listed
 from tests.distributed.scenarios import WORLD_SIZE, scenario
-from tests.support.media_models import MODELS, build, make_rows
+from tests.support.media_models import MODELS, Collate, Rows, build, make_rows
+from tests.support.processors import PROCESSORS, collator_of, make_conversations
 from tests.support.trainings import End, end_of, our_arguments, plain_arguments
 
 
@@ -29,6 +35,8 @@ class MediaCase:
         tower: whether it is `trained` or `frozen`.
         num_microbatches: M.
         adapts: the language model is trained by LoRA alone.
+        processes: pictures and conversations go through the family's own processor, in the collator.
+        begins_with_text: the run reads rows without images first, in each epoch.
         options: of both trainings.
         ours: options of the pipeline.
     """
@@ -37,6 +45,8 @@ class MediaCase:
     tower: str = "trained"
     num_microbatches: int = 1
     adapts: bool = False
+    processes: bool = False
+    begins_with_text: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)
 
@@ -59,11 +69,14 @@ QUICK = [
     MediaCase("smolvlm", "frozen"),
     MediaCase("llava", "trained", 2),
     MediaCase("qwen2_vl", "frozen", 2, adapts=True),
-    MediaCase("qwen3_vl", "trained", 2),
+    MediaCase("qwen3_vl", "trained", 2, begins_with_text=True),
+    MediaCase("smolvlm", "frozen", 2, processes=True),
 ]
+PROCESSED = [MediaCase(model, "frozen", 2, processes=True) for model in PROCESSORS]
 WORKERS = MediaCase("llava", "trained", 2, options={"dataloader_num_workers": 1})
 OTHERS = [
     WORKERS,
+    MediaCase("gemma3", "trained", 2, begins_with_text=True, options={"dataloader_num_workers": 1}),
     MediaCase("qwen2_vl", "trained", 4),
     MediaCase("smolvlm", "trained", 2, options={"gradient_accumulation_steps": 2}),
     MediaCase("llava", "trained", 2, ours={"pipeline_schedule": "zb_h1"}),
@@ -71,7 +84,7 @@ OTHERS = [
     MediaCase("llava", "trained", 2, ours={"pipeline_checkpoint": "always"}),
     MediaCase("llava", "trained", 2, ours={"pipeline_loss": "batch"}),
 ]
-CASES = {case.name: case for case in [*QUICK, *grid(), *OTHERS]}
+CASES = {case.name: case for case in [*QUICK, *PROCESSED, *grid(), *OTHERS]}
 PLAIN = {case.plain.name: case.plain for case in CASES.values()}
 
 
@@ -89,11 +102,15 @@ def make_trainer(case: MediaCase, layout: Layout | None, output: Path) -> Traine
         "remove_unused_columns": False,
         "per_device_eval_batch_size": GLOBAL_BATCH // WORLD_SIZE, "prediction_loss_only": True, **case.options,
     }  # fmt: skip
-    data = {
-        "train_dataset": make_rows(family, NUM_ROWS),
-        "eval_dataset": make_rows(family, NUM_EVALUATED, seed=2),
-        "data_collator": family.collate,
-    }
+    make: Callable[..., Rows] = partial(make_rows, family)
+    collate: Collate = family.collate
+    if case.processes:
+        make, collate = make_conversations, collator_of(PROCESSORS[case.model]())
+    rows = make(NUM_ROWS)
+    if case.begins_with_text:
+        rows.sort(key=lambda row: bool(row["images"]))
+        options["train_sampling_strategy"] = "sequential"
+    data = {"train_dataset": rows, "eval_dataset": make(NUM_EVALUATED, seed=2), "data_collator": collate}
     if layout is None:
         return Trainer(model, plain_arguments(output, **options), **data)
     own = {"pipeline_parallel_num_microbatches": case.num_microbatches, **case.ours}
@@ -104,6 +121,47 @@ def train(name: str, layout: Layout | None, output: Path) -> End:
     trainer = make_trainer(PLAIN[name] if layout is None else CASES[name], layout, output)
     trainer.train()
     return end_of(trainer, evaluated=trainer.evaluate()["eval_loss"])
+
+
+KILLED = MediaCase(
+    "qwen2_vl", "frozen", 2, adapts=True, processes=True, options={"save_strategy": "steps", "save_steps": 2}
+)
+DIES_AT = 5
+
+
+class Killing(TrainerCallback):
+    """End the process with no word to anybody, between two checkpoints."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_given: Any) -> None:
+        if state.global_step == DIES_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@scenario
+def die(folder: Path) -> None:
+    trainer = make_trainer(KILLED, (WORLD_SIZE, 1), folder / "killed")
+    trainer.add_callback(Killing())
+    trainer.train()
+
+
+@scenario
+def go_on(folder: Path, source: str) -> dict[str, Any]:
+    """Go on from a copy of what the killed run left, on as many stages as there are processes."""
+    trainer = make_trainer(KILLED, (WORLD_SIZE, 1), Path(source))
+    trainer.train(resume_from_checkpoint=True)
+    ended, weights = end_of(trainer, evaluated=trainer.evaluate()["eval_loss"])
+    if trainer.is_world_process_zero():
+        save_file(weights, folder / "weights.safetensors")
+    return ended
+
+
+@scenario
+def undisturbed(folder: Path) -> dict[str, Any]:
+    trainer = make_trainer(KILLED.plain, None, folder / "plain")
+    trainer.train()
+    ended, weights = end_of(trainer, evaluated=trainer.evaluate()["eval_loss"])
+    save_file(weights, folder / "weights.safetensors")
+    return ended
 
 
 @scenario

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from peft import LoraConfig
 from trl import SFTTrainer
 
 from hf_pipetransformer.splitters.quantized import prepare_quantized
@@ -16,6 +17,8 @@ from tests.support.sft import logged, make_sft_trainer
 
 FROZEN = {"freeze_policy": "fixed", "freeze_at": "6:1,11:2", "pipeline_compression": "throughput"}
 
+ATTENTION_OF_TEXT = r".*(language_model|text_model).*(q_proj|v_proj)"
+
 CASES: dict[str, dict[str, Any]] = {
     "whole": {"gradient_accumulation_steps": 2},
     "slices": {"model": "llama", "pipeline_schedule": "token", "pipeline_token_slices": "4"},
@@ -23,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters": {"model": "gpt2", "peft_config": lora("gpt2")},
     "packed": {"model": "llama", "packing": True, "max_length": 48},
     "padding-free": {"model": "qwen2", "padding_free": True, "max_length": None, "gradient_accumulation_steps": 2},
+    "pictures": {"pictures": "smolvlm"},
+    "pictures-adapters": {"pictures": "qwen2_vl", "peft_config": LoraConfig(r=4, target_modules=ATTENTION_OF_TEXT)},
     "qlora": {"model": "llama-nf4", "peft_config": lora("llama-nf4")},
     "qlora-qwen2": {"model": "qwen2-float32", "peft_config": lora("qwen2-float32")},
 }

@@ -14,11 +14,11 @@ from tests.support.adapted import QUANTIZED
 
 TOLERANCE = 1e-5
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
 def ends(folder: Path, num_processes: int) -> dict[str, Any]:
-    found: dict[str, Any] = run(train, folder, num_processes, {"names": list(CASES)}, timeout=300)[0]
+    found: dict[str, Any] = run(train, folder, num_processes, {"names": list(CASES)}, timeout=420)[0]
     return found
 
 

@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
     "cache": 4193,
-    "cli": 657,
+    "cli": 664,
     "comm": 952,
     "compat": 385,
     "data": 1504,
@@ -29,14 +29,14 @@ BUDGETS = {
     "pipe": 1071,
     "planning": 1209,
     "report": 1254,
-    "runtime": 1782,
+    "runtime": 1783,
     "schedules": 761,
-    "splitters": 1101,
-    "startup": 2110,
+    "splitters": 1102,
+    "startup": 2195,
     "state": 1309,
     "the package itself": 62,
     "trainer": 382,
-    "training": 3386,
+    "training": 3413,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 

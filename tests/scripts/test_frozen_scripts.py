@@ -12,7 +12,9 @@ import pytest
 import run_image_text
 import run_speech_recognition
 import soundfile
+import torch
 from datasets import Dataset
+from peft import PeftModel
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -32,7 +34,10 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from hf_pipetransformer.cache.frozen_parts import watching
 from hf_pipetransformer.training import part_stores
+from tests.distributed.launcher import accelerate_launch
 
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 OPTIONS = (
     "--do_train",
@@ -191,6 +196,51 @@ def test_adapters_of_the_language_model_leave_the_tower_to_be_computed_once(
     assert results(output)["eval_loss"] > 0
     assert "vision_tower" in caplog.text
     assert "outputs were read instead of computed" in caplog.text
+
+
+def test_a_row_has_any_number_of_images(pictures: Path, llava: Path, tmp_path: Path) -> None:
+    paths = Dataset.from_json(str(pictures))["image"]
+    rows = {"image": [[], [*paths[:2]], [paths[2]]], "question": ["what colour"] * 3, "answer": ["red"] * 3}
+    Dataset.from_dict(rows).to_json(tmp_path / "lists.jsonl")
+    args = run_image_text.ImageTextDataArguments(train_file=str(tmp_path / "lists.jsonl"))
+    data = run_image_text.load_data(args, run_image_text.ImageTextModelArguments(str(llava)))["train"]
+    collate = run_image_text.ImageTextCollator(LlavaProcessor.from_pretrained(llava), args, image_token_id=3)
+    batch = collate(list(data))
+    assert len(batch["pixel_values"]) == 3
+    assert (batch["input_ids"] == 3).sum(dim=1).tolist() == [0, 32, 16]
+    assert "pixel_values" not in collate([data[0]])
+    assert run_image_text._listed(None) == []
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_a_folder_of_images_trains_on_two_stages_as_on_one_process(llava: Path, tmp_path: Path) -> None:
+    for split, number in (("train", 6), ("validation", 3)):
+        folder = tmp_path / "images" / split
+        folder.mkdir(parents=True)
+        lines = []
+        for index in range(number):
+            Image.new("RGB", (40 + index, 30), (40 * index, 10, 200)).save(folder / f"{index}.png")
+            lines.append(
+                {"file_name": f"{index}.png", "question": "what colour", "answer": ["blue", "red"][index % 2]}
+            )
+        (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    data = ("--dataset_name", str(tmp_path / "images"), "--cache_dir", str(tmp_path / "cache"), "--do_eval")
+    common = ["--model_name_or_path", str(llava), *data, *OPTIONS, "--lora_r", "4", "--learning_rate", "1e-2"]
+    script, one, two = SCRIPTS / "run_image_text.py", tmp_path / "one", tmp_path / "two"
+    run_image_text.main([*common, "--per_device_train_batch_size", "2", "--output_dir", str(one)])
+    launched = ["--per_device_train_batch_size", "1", "--pipeline_parallel_size", "2", "--output_dir", str(two)]
+    result = accelerate_launch(script, [*common, *launched], timeout=200)
+    assert "2 stages x 1 replica" in result.output
+    assert results(two)["eval_loss"] == pytest.approx(results(one)["eval_loss"], rel=1e-5)
+    base = [LlavaForConditionalGeneration.from_pretrained(llava) for _ in range(2)]
+    loaded = [PeftModel.from_pretrained(*each).state_dict() for each in zip(base, (one, two), strict=True)]
+    adapters = [name for name in loaded[0] if "lora_B" in name]
+    assert adapters
+    for name in adapters:
+        assert loaded[0][name].any()
+        torch.testing.assert_close(loaded[1][name], loaded[0][name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_longer_sample_is_refused(pictures: Path, llava: Path, tmp_path: Path) -> None:

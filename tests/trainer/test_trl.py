@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
+from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer.cache.frozen_parts import watching
+from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.training.metrics import averages
-from hf_pipetransformer.trl import DPOPipelineConfig, RewardPipelineConfig, SFTPipelineConfig, SFTPipelineTrainer
+from hf_pipetransformer.trl import (
+    DPOPipelineConfig,
+    DPOPipelineTrainer,
+    RewardPipelineConfig,
+    SFTPipelineConfig,
+    SFTPipelineTrainer,
+)
 from tests.support.decoders import make_decoder
-from tests.support.sft import logged, make_sft_trainer, make_texts, make_tokenizer
+from tests.support.media_models import build
+from tests.support.processors import PROCESSORS
+from tests.support.sft import logged, make_pictures, make_sft_trainer, make_texts, make_tokenizer
 
 
 PIPELINE: dict[str, Any] = {"freeze_policy": "none", "pipeline_parallel_num_microbatches": "4"}
@@ -72,6 +85,47 @@ def test_one_packed_row_is_cut_between_its_texts(tmp_path: Path) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
     num_evaluated = -(-len(ours.eval_dataset) // 8)
     assert sum(lengths[-num_evaluated - 4 : -num_evaluated]) <= 96
+
+
+PICTURES: dict[str, Any] = {
+    "pictures": "qwen2_vl", "max_steps": 8, "logging_steps": 4, "eval_steps": 4, "per_device_eval_batch_size": 4,
+    "peft_config": LoraConfig(r=4, target_modules=r".*language_model.*(q_proj|v_proj)"),
+}  # fmt: skip
+
+
+def test_pictures_are_looked_at_once_or_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A frozen tower is stored on one process; with micro-batches TRL's collator is called for each."""
+    monkeypatch.setattr(watching, "WORTH", 0.0)
+    plain = make_sft_trainer(SFTTrainer, tmp_path / "plain", **PICTURES)
+    stored = make_sft_trainer(SFTPipelineTrainer, tmp_path / "stored", **PICTURES, activation_cache="on")
+    in_parts = make_sft_trainer(SFTPipelineTrainer, tmp_path / "parts", **PICTURES, **PIPELINE)
+    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
+        for trainer in (plain, stored, in_parts):
+            trainer.train()
+    assert "model.visual" in caplog.text
+    assert "outputs were read instead of computed" in caplog.text
+    assert in_parts.layout.num_microbatches == 4
+    for each in (stored, in_parts):
+        for found, expected in zip(logged(each), logged(plain), strict=True):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_pairs_of_answers_to_pictures_are_refused_in_parts(tmp_path: Path) -> None:
+    def told(turn: dict[str, str]) -> list[dict[str, str]]:
+        return [{**turn, "role": "assistant"}]
+
+    rows = [
+        {"prompt": row["messages"][:1], "chosen": told(row["messages"][1]), "rejected": told(row["messages"][0])}
+        | {"images": row["images"]}
+        for row in make_pictures(8)
+    ]
+    args = DPOPipelineConfig(str(tmp_path), use_cpu=True, bf16=False, max_length=None, report_to="none", **PIPELINE)
+    data = {"train_dataset": Dataset.from_list(rows), "processing_class": PROCESSORS["qwen2_vl"]()}
+    trainer = DPOPipelineTrainer(build("qwen2_vl"), None, args, **data, peft_config=PICTURES["peft_config"])
+    with pytest.raises(UnsupportedModelError, match="its samples have one row each"):
+        trainer.train()
 
 
 def test_texts_are_evaluated_before_a_training(tmp_path: Path) -> None:
