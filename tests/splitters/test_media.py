@@ -19,7 +19,7 @@ from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.startup.model import undisturbed
 from hf_pipetransformer.startup.rows import FirstBatch, probe_samples
-from tests.distributed.media_worker import STEPS, MediaCase, make_trainer
+from tests.distributed.test_media import STEPS, MediaCase, make_trainer
 from tests.support.media_models import MODELS, build, make_rows, qwen3_vl
 from tests.support.models import probed_with
 
