@@ -15,12 +15,13 @@ import torch
 from torch.utils.data import get_worker_info
 from transformers import TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.comm import topology
 from hf_pipetransformer.comm.groups import GroupMaker
 from hf_pipetransformer.runtime import gathering
 from tests.distributed.scenarios import RANK, scenario
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import our_arguments
 
 
 MODEL = "bert_sequence"
@@ -211,25 +212,18 @@ def train_with(
     if rank != RANK and not what.get("everywhere"):
         what = what.get("elsewhere", {})
     settings = {
-        "output_dir": str(folder),
         "per_device_train_batch_size": 4,
         "max_steps": max_steps,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "pipeline_parallel_size": num_stages,
         "pipeline_parallel_num_microbatches": 1 if schedule == "async_1f1b" else 4,
         "pipeline_schedule": schedule,
         "pipeline_timeout": timeout,
-        "freeze_policy": "none",
         # Rank 1 runs out of memory in the loss of a micro-batch, while rank 0 waits in that of a later one. Without a
         # flush no loss is computed on whole batches, as one that is not known is elsewhere.
         "pipeline_loss": "parts" if fault == "out_of_memory_unnoticed" or schedule == "async_1f1b" else "auto",
     }
     trainer = FaultyTrainer(
         model=build_model(MODEL),
-        args=PipeTransformerArguments(**(settings | what.get("options", {}))),
+        args=our_arguments(folder, num_stages, **(settings | what.get("options", {}))),
         train_dataset=what.get("train_dataset", make_dataset(MODEL, 53)),
         data_collator=what.get("data_collator", collate),
         callbacks=what.get("callbacks", [Announce()]),

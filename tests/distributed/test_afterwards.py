@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.comm.transfers import digest_of
 from hf_pipetransformer.runtime import gathering
 from hf_pipetransformer.state import weights
@@ -21,6 +21,7 @@ from tests.distributed.scenarios import RANK, run, scenario
 from tests.state.test_trainers_checkpoints import Told
 from tests.support.comparison import untimed
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import our_arguments
 
 
 MODEL = "bert_sequence"
@@ -93,11 +94,8 @@ def told_to_end(folder: Path, schedule: str) -> dict[str, Any]:
     output = folder / f"told-{schedule}"
 
     def make(**options: Any) -> PipeTransformerTrainer:
-        args = PipeTransformerArguments(
-            output_dir=str(output), per_device_train_batch_size=4, max_steps=6, save_strategy="no", use_cpu=True,
-            report_to="none", disable_tqdm=True, logging_steps=1, pipeline_parallel_size=2,
-            pipeline_parallel_num_microbatches=2, pipeline_timeout=30, pipeline_schedule=schedule, **options,
-        )  # fmt: skip
+        options |= {"pipeline_timeout": 30, "pipeline_schedule": schedule, "pipeline_parallel_num_microbatches": 2}
+        args = our_arguments(output, 2, max_steps=6, **options)
         return PipeTransformerTrainer(
             build_model(MODEL, 1), args, train_dataset=make_dataset(MODEL, 16), data_collator=collate
         )
@@ -125,10 +123,9 @@ def told_to_end(folder: Path, schedule: str) -> dict[str, Any]:
 @scenario
 def look_afterwards(folder: Path) -> dict[str, Any]:
     """Return what this rank found, by name."""
-    args = PipeTransformerArguments(
-        output_dir=str(folder / "output"), per_device_train_batch_size=4, per_device_eval_batch_size=2, max_steps=2,
-        save_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, freeze_policy="none",
-        pipeline_parallel_size=2, pipeline_timeout=30,
+    args = our_arguments(
+        folder / "output", 2, per_device_eval_batch_size=2, max_steps=2, save_strategy="steps", save_steps=2,
+        logging_steps=500, pipeline_timeout=30,
     )  # fmt: skip
     acts = Acts()
     trainer = PipeTransformerTrainer(
@@ -208,10 +205,9 @@ class LooksAtTheBest(PipeTransformerTrainer):
 @scenario
 def end_in_own_method(folder: Path) -> dict[str, Any]:
     """Train, and load the best model through a method that the user overrides."""
-    args = PipeTransformerArguments(
-        output_dir=str(folder / "output"), per_device_train_batch_size=4, per_device_eval_batch_size=4, seed=3,
-        max_steps=4, use_cpu=True, report_to="none", disable_tqdm=True, pipeline_parallel_size=2, eval_steps=2,
-        eval_strategy="steps", save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=1e-2,
+    args = our_arguments(
+        folder / "output", 2, per_device_eval_batch_size=4, seed=3, max_steps=4, eval_strategy="steps", eval_steps=2,
+        save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=1e-2,
         metric_for_best_model="eval_loss", greater_is_better=False, pipeline_gather_at_end="always",
     )  # fmt: skip
     trainer = LooksAtTheBest(
@@ -239,11 +235,8 @@ def end(folder: Path, gather: str, free: int | None = None) -> dict[str, Any]:
         gathering.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=free))
 
     def make(**options: Any) -> PipeTransformerTrainer:
-        args = PipeTransformerArguments(
-            output_dir=str(folder / "output"), per_device_train_batch_size=4, per_device_eval_batch_size=4, seed=3,
-            max_steps=4, use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1, pipeline_parallel_size=2,
-            pipeline_parallel_num_microbatches=2, pipeline_timeout=60, pipeline_gather_at_end=gather, **options,
-        )  # fmt: skip
+        options |= {"pipeline_parallel_num_microbatches": 2, "pipeline_gather_at_end": gather}
+        args = our_arguments(folder / "output", 2, per_device_eval_batch_size=4, seed=3, max_steps=4, **options)
         return PipeTransformerTrainer(
             build_model("vit", 3), args, train_dataset=make_dataset("vit", 16), data_collator=collate,
             eval_dataset=make_dataset("vit", EVALUATED, seed=1),

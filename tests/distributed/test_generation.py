@@ -23,6 +23,7 @@ from hf_pipetransformer.splitters.quantized import prepare_quantized
 from tests.distributed.scenarios import RANK, WORLD_SIZE, run, scenario
 from tests.support.adapted import adapted
 from tests.support.decoders import DECODERS, VOCABULARY, collate_tokens, make_decoder, make_rows
+from tests.support.trainings import losses_of, options_for
 
 
 NUM_NEW = 64
@@ -77,11 +78,9 @@ def make_prompts(num: int = 8, longest: int = 17) -> dict[str, torch.Tensor]:
 
 
 def common(folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder), "max_steps": 6, "per_device_train_batch_size": 8 // WORLD_SIZE, "seed": 3,
-        "per_device_eval_batch_size": 8 // WORLD_SIZE, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none",
-        "disable_tqdm": True, "save_strategy": "no",
-    }  # fmt: skip
+    return options_for(
+        folder, max_steps=6, seed=3, per_device_eval_batch_size=8 // WORLD_SIZE, learning_rate=1e-2, logging_steps=500
+    )
 
 
 def arguments(folder: Path, num_stages: int, kind: Any = PipeTransformerArguments, **options: Any) -> Any:
@@ -238,7 +237,7 @@ def train_and_generate(folder: Path, num_stages: int, options: dict[str, Any], n
     tokens = trainer.generate(make_prompts(), **GREEDY).tolist()
     with trainer.whole_model(), trainer.accelerator.autocast():
         expected = whole(trainer.model, make_prompts(), **GREEDY)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = losses_of(trainer)
     return {**callback.found, "after": (tokens, expected), "losses": losses}
 
 

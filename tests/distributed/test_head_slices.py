@@ -14,6 +14,7 @@ from hf_pipetransformer.planning.memory import MEMORY_RESERVE
 from hf_pipetransformer.startup import start as start_up
 from tests.distributed.scenarios import WORLD_SIZE, records, scenario, start
 from tests.support.decoders import collate_tokens, make_decoder, make_rows
+from tests.support.trainings import options_for
 
 
 WORDS = 4_000
@@ -22,11 +23,8 @@ WORDS = 4_000
 
 def trainer_of(kind: type, folder: Path, **options: Any) -> Any:
     torch.manual_seed(0)
-    common: dict[str, Any] = {
-        "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 8 // WORLD_SIZE, "logging_steps": 1,
-        "learning_rate": 1e-3, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
-    }  # fmt: skip
-    args = (TrainingArguments if kind is Trainer else PipeTransformerArguments)(**common | options)
+    common = options_for(folder, max_steps=4, learning_rate=1e-3, **options)
+    args = (TrainingArguments if kind is Trainer else PipeTransformerArguments)(**common)
     model = make_decoder("llama", vocab_size=WORDS)
     return kind(model, args, train_dataset=make_rows(16), data_collator=collate_tokens)
 

@@ -19,7 +19,7 @@ from tests.distributed.hosts import ENVIRONMENT, cut_cable, move_to, two_hosts
 from tests.distributed.launcher import LaunchResult
 from tests.distributed.scenarios import RANK, run, scenario, start
 from tests.support.models import build_model, collate, make_dataset
-from tests.support.trainings import our_arguments
+from tests.support.trainings import losses_of, our_arguments
 
 
 MODEL = "bert_sequence"
@@ -111,7 +111,7 @@ def train_with_loss_of(
     trainer.train(resume_from_checkpoint=resume)
     return {
         "step": trainer.state.global_step,
-        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        "losses": losses_of(trainer),
     }
 
 

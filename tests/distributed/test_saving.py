@@ -21,7 +21,7 @@ from hf_pipetransformer.runtime.ownership import is_whole
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario, start
 from tests.gpu.runs import SavedBytes
 from tests.support.models import NUM_LAYERS, build_model, collate, make_dataset, vit_config
-from tests.support.trainings import our_arguments
+from tests.support.trainings import losses_of, our_arguments
 
 
 MODELS = ["bert_sequence", "bert_masked", "vit"]
@@ -281,8 +281,7 @@ def recomputation(folder: Path, num_stages: int) -> None:
             count = SavedBytes(trainer)
             with count.hooks():
                 trainer.train()
-            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-            record = {"peak": count.most, "left": count.now, "losses": losses}
+            record = {"peak": count.most, "left": count.now, "losses": losses_of(trainer)}
             (folder / f"{schedule}-{mode}.rank{RANK}.json").write_text(json.dumps(record))
 
 

@@ -16,9 +16,10 @@ from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.engine.timing import WARMUP_STEPS
-from tests.distributed.scenarios import RANK, WORLD_SIZE, run, scenario
+from tests.distributed.scenarios import RANK, run, scenario
 from tests.doubles.device import DEVICE, DeviceStandIn, RealDevice
 from tests.support.models import build_model, collate, make_rows
+from tests.support.trainings import our_arguments
 
 
 NUM_SAMPLES = 40
@@ -59,19 +60,16 @@ def waits(
         PipeTransformerArguments.device = property(lambda self: (self._setup_devices, DEVICE)[1])
     trainer = PipeTransformerTrainer(
         model=build_model(model, 11),
-        args=PipeTransformerArguments(
-            output_dir=str(folder / "run"),
-            per_device_train_batch_size=GLOBAL_BATCH // WORLD_SIZE // batches,
+        args=our_arguments(
+            folder / "run",
+            num_stages,
+            batch=GLOBAL_BATCH // batches,
             gradient_accumulation_steps=batches,
             num_train_epochs=EPOCHS,
             learning_rate=1e-3,
             logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
             use_cpu=not cuda,
             seed=7,
-            pipeline_parallel_size=num_stages,
             pipeline_parallel_num_microbatches=2,
             elastic=False,
             freeze_policy="fixed",
