@@ -126,15 +126,16 @@ def go_on() -> None:
 
 
 class FaultyTrainer(PipeTransformerTrainer):
-    """In the fourth step something happens."""
+    """In a call of the loss of the fourth step something happens."""
 
     happening = staticmethod(go_on)
+    happens_at = 1
     calls = 0
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.state.global_step == 3 and self.is_in_train:
             self.calls += 1
-            if self.calls == 1:
+            if self.calls == self.happens_at:
                 self.happening()
         return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -155,7 +156,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "out_of_memory": {"happening": run_out_of_memory},
     "out_of_memory_unnoticed": {
         "happening": run_out_of_memory,
-        "elsewhere": {"happening": wait_for_device},
+        "elsewhere": {"happening": wait_for_device, "happens_at": 2},
     },
     # Rank 0 alone writes the model.
     "slow": {
@@ -230,6 +231,7 @@ def train_with(
         processing_class=what.get("processing_class"),
     )
     trainer.happening = what.get("happening", go_on)
+    trainer.happens_at = what.get("happens_at", 1)
     if what.get("fails_to_move") and rank == RANK:
         original = gathering.collect_parameters
         gathering.collect_parameters = lambda *args: fail() if any(args[3:]) else original(*args)
