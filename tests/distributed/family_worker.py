@@ -31,6 +31,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from hf_pipetransformer.cache.frozen_parts import watching
 from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, note, noted, scenario
 from tests.support.every_family import Subject, build, collate, every_subject, rows
+from tests.support.trainings import options_for
 
 
 NUM_STEPS = 3
@@ -42,23 +43,11 @@ SECONDS_FOR_THE_OTHER = 60
 
 
 def options_of(folder: Path, world_size: int) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": GLOBAL_BATCH // world_size,
-        "max_steps": NUM_STEPS,
-        # With SGD a parameter whose gradient is zero by mathematics stays where it is: all weights can be compared.
-        "optim": "sgd",
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1.0,
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 7,
-    }
+    # With SGD a parameter whose gradient is zero by mathematics stays where it is: all weights can be compared.
+    return options_for(
+        folder, per_device_train_batch_size=GLOBAL_BATCH // world_size, max_steps=NUM_STEPS, optim="sgd",
+        learning_rate=0.05, lr_scheduler_type="constant", max_grad_norm=1.0, logging_nan_inf_filter=False, seed=7,
+    )  # fmt: skip
 
 
 def freeze_largest(model: torch.nn.Module, share: float) -> str | None:

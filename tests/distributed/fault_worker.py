@@ -15,12 +15,13 @@ import torch
 from torch.utils.data import get_worker_info
 from transformers import TrainerCallback
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.comm import topology
 from hf_pipetransformer.comm.groups import GroupMaker
 from hf_pipetransformer.runtime import gathering
 from tests.distributed.scenarios import RANK, scenario
 from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import our_arguments
 
 
 MODEL = "bert_sequence"
@@ -125,15 +126,16 @@ def go_on() -> None:
 
 
 class FaultyTrainer(PipeTransformerTrainer):
-    """In the fourth step something happens."""
+    """In a call of the loss of the fourth step something happens."""
 
     happening = staticmethod(go_on)
+    happens_at = 1
     calls = 0
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if self.state.global_step == 3 and self.is_in_train:
             self.calls += 1
-            if self.calls == 1:
+            if self.calls == self.happens_at:
                 self.happening()
         return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -154,7 +156,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "out_of_memory": {"happening": run_out_of_memory},
     "out_of_memory_unnoticed": {
         "happening": run_out_of_memory,
-        "elsewhere": {"happening": wait_for_device},
+        "elsewhere": {"happening": wait_for_device, "happens_at": 2},
     },
     # Rank 0 alone writes the model.
     "slow": {
@@ -211,31 +213,25 @@ def train_with(
     if rank != RANK and not what.get("everywhere"):
         what = what.get("elsewhere", {})
     settings = {
-        "output_dir": str(folder),
         "per_device_train_batch_size": 4,
         "max_steps": max_steps,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "pipeline_parallel_size": num_stages,
         "pipeline_parallel_num_microbatches": 1 if schedule == "async_1f1b" else 4,
         "pipeline_schedule": schedule,
         "pipeline_timeout": timeout,
-        "freeze_policy": "none",
         # Rank 1 runs out of memory in the loss of a micro-batch, while rank 0 waits in that of a later one. Without a
         # flush no loss is computed on whole batches, as one that is not known is elsewhere.
         "pipeline_loss": "parts" if fault == "out_of_memory_unnoticed" or schedule == "async_1f1b" else "auto",
     }
     trainer = FaultyTrainer(
         model=build_model(MODEL),
-        args=PipeTransformerArguments(**(settings | what.get("options", {}))),
+        args=our_arguments(folder, num_stages, **(settings | what.get("options", {}))),
         train_dataset=what.get("train_dataset", make_dataset(MODEL, 53)),
         data_collator=what.get("data_collator", collate),
         callbacks=what.get("callbacks", [Announce()]),
         processing_class=what.get("processing_class"),
     )
     trainer.happening = what.get("happening", go_on)
+    trainer.happens_at = what.get("happens_at", 1)
     if what.get("fails_to_move") and rank == RANK:
         original = gathering.collect_parameters
         gathering.collect_parameters = lambda *args: fail() if any(args[3:]) else original(*args)

@@ -35,10 +35,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.state.checkpoint import STATE_FOLDER, newest_verified
 from tests.distributed.launcher import free_port
 from tests.support.models import build_model, collate, has_zero_gradient, make_dataset
+from tests.support.trainings import our_arguments
 
 
 MODEL = "bert_sequence"
@@ -68,25 +69,23 @@ def train(output: Path, world_size: int, where: str | None) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    args = PipeTransformerArguments(
-        output_dir=str(output),
+    args = our_arguments(
+        output,
+        STAGES[world_size],
         per_device_train_batch_size=GLOBAL_BATCH // world_size,
         learning_rate=1e-3,
         weight_decay=0.05,
         max_steps=NUM_STEPS,
+        save_strategy="steps",
         save_steps=1,
         save_total_limit=1,
         logging_steps=3,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
         seed=7,
         freeze_policy="fixed",
         freeze_at="4:1,9:2",
         freeze_min_active_layers=1,
         elastic=False,
         activation_cache="off",
-        pipeline_parallel_size=STAGES[world_size],
         pipeline_parallel_num_microbatches=2,
         pipeline_timeout=PIPELINE_TIMEOUT,
     )

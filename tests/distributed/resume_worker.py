@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cli import main as main_of_cli
@@ -36,6 +36,7 @@ from hf_pipetransformer.schedules.layout import Layout
 from tests.distributed.scenarios import RANK, WORLD_SIZE, scenario
 from tests.support.models import NUM_LAYERS, build_model, collate, make_dataset
 from tests.support.settled_policy import Settled
+from tests.support.trainings import our_arguments, plain_arguments
 
 
 # 37 samples make 5 batches of 8 an epoch, the last one of 5 samples.
@@ -240,30 +241,22 @@ def digest_of(values: list[Any]) -> str:
 
 def arguments(output: Path, num_stages: int, **changes: Any) -> PipeTransformerArguments:
     options = {
-        "output_dir": str(output),
-        "per_device_train_batch_size": GLOBAL_BATCH // WORLD_SIZE,
         "per_device_eval_batch_size": 4,
         "learning_rate": 1e-3,
         "max_steps": 12,
         "logging_steps": 3,
         "logging_first_step": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
         "seed": 7,
         # Checkpoints are asked for by the callback.
         "save_strategy": "steps",
         "save_steps": 1000,
-        "freeze_policy": "none",
         "freeze_warmup": 0,
         "freeze_min_active_layers": 1,
         # Whether it pays is decided on measured times.
         "activation_cache": "off",
-        "pipeline_parallel_size": num_stages,
         "pipeline_parallel_num_microbatches": 2,
-        "pipeline_timeout": 60,
     }
-    return PipeTransformerArguments(**(options | changes))
+    return our_arguments(output, num_stages, batch=GLOBAL_BATCH, **(options | changes))
 
 
 def make_trainer(
@@ -360,23 +353,9 @@ PLAIN = Case((1, 1), "bert_sequence", (3, 4), ADAMW | {"max_steps": 6}, dropout=
 def plain_trainer(output: Path, seed: int) -> Trainer:
     """Plain Trainer with the settings of `PLAIN`, a checkpoint after every step."""
     ours = arguments(output, 1, **PLAIN.options)
-    names = (
-        "output_dir",
-        "per_device_train_batch_size",
-        "learning_rate",
-        "weight_decay",
-        "max_steps",
-        "seed",
-        "optim",
-    )
-    args = TrainingArguments(
-        **{name: getattr(ours, name) for name in names},
-        save_steps=1,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    names = ("per_device_train_batch_size", "learning_rate", "weight_decay", "max_steps", "seed", "optim")
+    kept = {name: getattr(ours, name) for name in names}
+    args = plain_arguments(output, save_strategy="steps", save_steps=1, **kept)
     model = build_model(PLAIN.model, seed=seed)
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -5,18 +5,82 @@ The lines of the launcher are told apart by `--tee`, which marks those of the ra
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
+from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.report.events import EVENTS_FILE
-from tests.distributed.failure_worker import PLANTED, READY, SAVE_STEPS, train_and_fail
 from tests.distributed.launcher import LaunchResult, accelerate_launch
-from tests.distributed.scenarios import WORKER, arguments_of, start
+from tests.distributed.scenarios import RANK, WORKER, arguments_of, scenario, start
+from tests.support.models import build_model, collate, make_dataset
+from tests.support.trainings import our_arguments
+
+
+MODEL = "bert_sequence"
+SAVE_STEPS = 2
+READY = "== the failure follows =="
+PLANTED = "planted failure"
+
+
+class Fail(TrainerCallback):
+    """Ends the run amid two checkpoints, in one of several ways."""
+
+    def __init__(self, how: str, rank: int) -> None:
+        self.how, self.rank = how, rank
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == SAVE_STEPS + 1:
+            print(READY, file=sys.stderr, flush=True)
+        # A step later all ranks have said so, and nothing more is saved.
+        if state.global_step != SAVE_STEPS + 2 or self.rank != RANK:
+            return
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "interrupt":
+            # As a terminal does: the launcher leads a group without its workers.
+            os.killpg(os.getpgid(os.getppid()), signal.SIGINT)
+        if self.how in ("error", "handled error"):
+            raise RuntimeError(PLANTED)
+
+
+@scenario
+def train_and_fail(folder: Path, how: str, *, rank: int = 1) -> None:
+    """Train until it fails on `rank`, or without end where the test ends it."""
+    if how == "option":
+        print(READY, file=sys.stderr, flush=True)
+    args = our_arguments(
+        folder,
+        2,
+        max_steps=1_000_000,
+        save_strategy="steps",
+        save_steps=SAVE_STEPS,
+        logging_strategy="no",
+        pipeline_timeout=15,
+        freeze_policy="gradnorm" if how == "option" else "none",
+    )
+    trainer = PipeTransformerTrainer(
+        model=build_model(MODEL),
+        args=args,
+        train_dataset=make_dataset(MODEL, 53),
+        data_collator=collate,
+        callbacks=[Fail(how, rank)],
+    )
+    try:
+        trainer.train()
+    except RuntimeError:
+        if how != "handled error":
+            raise
+        print(f"rank {RANK} goes on", flush=True)
+        os._exit(0)  # The ranks can no longer meet, as the worker lets them at its end.
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -137,7 +201,7 @@ def test_a_full_disk_is_named_with_what_is_free(small_disk: Path) -> None:
 def test_an_error_of_the_users_code_is_the_root_cause_in_the_box(tmp_path: Path) -> None:
     result = fail("error", tmp_path)
     cause = result.output.rpartition("Root Cause")[2]
-    assert "failure_worker.py" in cause and "on_step_end" in cause and f"RuntimeError: {PLANTED}" in cause
+    assert "test_failure.py" in cause and "on_step_end" in cause and f"RuntimeError: {PLANTED}" in cause
     assert re.search(rf"First cause: rank 1: RuntimeError: {PLANTED}\n +Resume from the newest whole", result.output)
     assert code_of(result, 1) == 1
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import get_peft_model
+from safetensors.torch import load_file, save_model
+from torch import nn
+from transformers import BertForMaskedLM, Trainer, TrainerCallback
 
+from hf_pipetransformer import PipeTransformerTrainer
+from hf_pipetransformer.runtime import wiring
 from tests.distributed.launches import (
     Launches,
     Layout,
@@ -18,10 +27,124 @@ from tests.distributed.launches import (
     assert_trained_alike,
     far_steps,
     launches_of,
+    run_listed,
     slow_unless,
 )
-from tests.distributed.precision_worker import RESUMED, SAVED_AT, STEPS, run_all
-from tests.support.models import has_zero_gradient
+from tests.distributed.scenarios import WORLD_SIZE, scenario
+from tests.support.adapted import lora
+from tests.support.models import build_model, collate, has_zero_gradient, make_dataset
+from tests.support.trainings import End, end_of, our_arguments, plain_arguments
+
+
+STEPS, SAVED_AT = 6, 3
+MASTERS = {"pipeline_master_dtype": "float32"}
+SUMS = {"pipeline_gradient_dtype": "float32"}
+ELASTIC = {"freeze_policy": "fixed", "freeze_at": "2:1,4:3", "elastic": True}
+CASES: dict[str, dict[str, Any]] = {
+    "tied": MASTERS,
+    "autocast": MASTERS | {"bf16": True},
+    "elastic": MASTERS | ELASTIC,
+    "adapters": MASTERS | {"bf16": True},
+    "bfloat16": SUMS,
+    "bfloat16-weights": {"pipeline_gradient_dtype": "weights"},
+}
+"""Options of our trainer by name."""
+RESUMED = "-resumed"
+"""Ends the name of a run that goes on from a checkpoint of another one."""
+
+
+def load(case: str, dtype: torch.dtype) -> Any:
+    """Load the model of a case in a dtype; what the adapters train has that dtype too, their base is bfloat16."""
+    if case.startswith("bfloat16"):
+        return build_model("vit", seed=5).bfloat16()  # Images: micro-batches of any layout have the same shapes.
+    base = torch.bfloat16 if case == "adapters" else dtype
+    whole = build_model("bert_masked", seed=5).bfloat16()
+    with TemporaryDirectory() as saved:
+        whole.config.save_pretrained(saved)
+        save_model(whole, f"{saved}/model.safetensors", {"format": "pt"})  # `save_pretrained` writes on rank 0 only.
+        model = BertForMaskedLM.from_pretrained(saved, dtype=base)
+    if case != "adapters":
+        return model
+    torch.manual_seed(1)
+    model = get_peft_model(model, lora("bert", task_type=None), autocast_adapter_dtype=False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype) if parameter.requires_grad else parameter.data
+    return model
+
+
+class Notes(TrainerCallback):
+    """Notes at the end of each step the dtypes of the weights that train, those of other stages too, and K."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.trained: set[str] = set()
+        self.dtypes: list[list[str]] = []
+        self.sizes: list[int] = []
+
+    def watch(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        named = self.trainer.model.named_parameters()
+        self.dtypes.append(sorted({str(p.dtype) for name, p in named if name in self.trained}))
+        layout = getattr(self.trainer, "layout", None)
+        self.sizes.append(1 if layout is None else layout.pipeline_size)
+
+
+def train(name: str, layout: Layout | None, output: Path) -> End:
+    """Train in a pipeline; the reference is of plain Trainer, or of one stage, and loads in float32 what others cast.
+
+    What is resumed goes on in the folder of the whole run.
+    """
+    case = name.removesuffix(RESUMED)
+    own, notes, is_vit = CASES[case], Notes(), case.startswith("bfloat16")
+    where = output.with_name(output.name.replace(RESUMED, ""))
+    options = {
+        "max_steps": STEPS, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": SAVED_AT,
+        "bf16": bool(own.get("bf16")),
+    }  # fmt: skip
+    model = load(case, torch.float32 if layout is None and not is_vit else torch.bfloat16)
+    dataset = make_dataset("vit" if is_vit else "bert_masked", 29)
+    data = {"train_dataset": dataset, "data_collator": collate, "callbacks": [notes]}
+    trainer: Any
+    if layout is None and case in ("tied", "autocast", "adapters"):
+        trainer = Trainer(model, plain_arguments(where, **options), **data)
+    else:
+        num_stages = 1 if layout is None else layout[0]
+        own = {"activation_cache": "off", "pipeline_gather_at_end": "always", **options, **own}
+        if layout is None:
+            own.pop("pipeline_master_dtype", None)
+        args = our_arguments(where, num_stages, pipeline_parallel_num_microbatches=8 * num_stages // WORLD_SIZE, **own)
+        trainer = PipeTransformerTrainer(model, args, **data)
+    trainer.model_accepts_loss_kwargs = False
+    notes.watch(trainer)
+    held: list[float] = []
+    with noting_casts(held):
+        trainer.train(resume_from_checkpoint=str(where / f"checkpoint-{SAVED_AT}") if name != case else None)
+    return end_of(trainer, dtypes=notes.dtypes, sizes=notes.sizes, held=held)
+
+
+@contextmanager
+def noting_casts(held: list[float]) -> Iterator[None]:
+    """Note the share of the model's weights that a rank holds whenever it casts inside."""
+    cast = wiring.cast_masters
+
+    def noting(model: nn.Module, *args: Any) -> None:
+        cast(model, *args)
+        sizes = [(p.numel(), p.is_meta) for p in model.parameters()]
+        held.append(sum(size for size, is_meta in sizes if not is_meta) / sum(size for size, _ in sizes))
+
+    wiring.cast_masters = noting
+    try:
+        yield
+    finally:
+        wiring.cast_masters = cast
+
+
+@scenario
+def run_all(folder: Path, listed: str) -> None:
+    run_listed(folder, listed, train)
 
 
 TOLERANCE = {"tied": 1e-5, "elastic": 1e-5, "autocast": 2e-2, "adapters": 2e-2, "bfloat16": 1e-5}
