@@ -118,9 +118,9 @@ class RunPlanner:
         """Everything except the layout that a rank's memory depends on, as JSON values."""
         args, slices = self.args, self.num_head_slices
         names = (
-            *("per_device_train_batch_size", "per_device_eval_batch_size", "bf16", "fp16", "pipeline_checkpoint"),
-            *("pipeline_master_dtype", "optim"),
-        )
+            "per_device_train_batch_size", "per_device_eval_batch_size", "bf16", "fp16", "pipeline_checkpoint",
+            "pipeline_master_dtype", "optim",
+        )  # fmt: skip
         return {
             **{name: str(getattr(args, name)) for name in names},
             "num_microbatches": args.num_microbatches,
