@@ -26,7 +26,8 @@ KILLED_AT = 5
 def stored(model: str, num_microbatches: int = 1, adapts: bool = False, **ours: Any) -> MediaCase:
     """Three epochs with a frozen tower, and an evaluation after each."""
     options = {"max_steps": STEPS_OF_EPOCH * NUM_EPOCHS, "eval_strategy": "epoch"}
-    return MediaCase(model, "frozen", num_microbatches, adapts, options, {"activation_cache": "on", **ours})
+    ours = {"activation_cache": "on", **ours}
+    return MediaCase(model, "frozen", num_microbatches, adapts, options=options, ours=ours)
 
 
 QUICK = stored("qwen2_vl", 2, adapts=True)

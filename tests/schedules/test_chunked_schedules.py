@@ -223,8 +223,3 @@ def test_a_message_takes_its_time_between_ranks_only() -> None:
     assert (starts[1, "F0.1"], starts[0, "F0.1"]) == (2.5, 4)
     assert (starts[0, "I0.1"], starts[1, "I0.1"], starts[1, "I0"], starts[0, "I0"]) == (5, 6.5, 7.5, 9)
     assert timeline.busy == (6, 6)
-
-
-def test_a_split_table_needs_durations_of_both_parts() -> None:
-    with pytest.raises(ValueError, match="each of 4 stages, found .*'backward_weight': 0"):
-        simulate(parse(*GOOD), Durations((1.0,) * 4, (1.0,) * 4, 0.0, (1.0,) * 4), V)
