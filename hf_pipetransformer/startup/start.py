@@ -200,7 +200,7 @@ def share_read(probe: Probe, args: PipeTransformerArguments) -> float:
     Before the first steps `auto` is taken to store it: else it takes less time than reading, or seconds in all.
     """
     media, mode = probe.structure.media, args.activation_cache
-    if media is None or mode == "off" or args.schedule.abilities.overlaps_steps:
+    if media is None or mode == "off" or args.abilities.overlaps_steps:
         return 0.0
     if mode == "auto" and any(map(has_dropout, media.frozen.values())):
         return 0.0
