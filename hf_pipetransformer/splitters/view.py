@@ -201,7 +201,7 @@ class StageView:
             # PEFT calls the `forward` of a model that it wraps, which passes its hooks by.
             self._without_media = [
                 module.register_forward_pre_hook(
-                    lambda _module, args, kwargs: (args, self.inputs_read(kwargs)), with_kwargs=True
+                    lambda _module, args, kwargs: (args, {**self.inputs_read(kwargs)}), with_kwargs=True
                 )
                 for module in {self.model, media.module}
             ]

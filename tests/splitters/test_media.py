@@ -28,8 +28,10 @@ from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.splitters.base import GenericSplitter, MediaSplitter, UnsupportedModelError, media_of
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.splitters.view import StageView
+from hf_pipetransformer.startup.costs import middle_layers
 from hf_pipetransformer.startup.model import undisturbed
 from hf_pipetransformer.startup.rows import FirstBatch, probe_samples
+from hf_pipetransformer.startup.twin import WHOLE
 from tests.distributed import media_worker
 from tests.distributed.media_worker import STEPS, MediaCase, make_trainer
 from tests.distributed.scenarios import Lines
@@ -45,6 +47,12 @@ def probe(name: str, model: Any = None, **entries: Any) -> Probe:
     model = build(name) if model is None else model
     with undisturbed(model, True):
         return probed_with(model, MediaSplitter(), lambda given: model(**given).loss, batch_of(name) | entries)
+
+
+def test_a_layer_of_each_kind_is_measured() -> None:
+    """Those of Qwen3.5 take turns."""
+    assert middle_layers(WHOLE, probe("qwen3_5").structure) == {2: [0, 2], 3: [1, 3]}
+    assert middle_layers(WHOLE, probe("llava").structure) == {2: [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize("name", MODELS)
