@@ -77,11 +77,15 @@ def record_table() -> str:
     record = json.loads(RECORD.read_text())
     by_task: dict[str, Counter[str]] = {}
     by_type: dict[str, set[str]] = {}
+    of_images: dict[str, list[str]] = {}
     for subject in every_subject():
         outcome = record["classes"].get(subject.name, {}).get("outcome", "skipped")
         by_task.setdefault(subject.task, Counter())[outcome] += 1
-        by_type.setdefault(subject.model_type, set()).add(outcome)
-    columns = {"equal": "equal to `Trainer`", "refused": "left to `Trainer`", "skipped": "`Trainer` alone cannot"}
+        if subject.task == "images beside text":
+            of_images.setdefault(outcome, []).append(subject.model_type)
+        else:
+            by_type.setdefault(subject.model_type, set()).add(outcome)
+    columns = {"equal": "equal to `Trainer`", "refused": "left to `Trainer`", "skipped": "not tried"}
     columns |= {outcome: outcome for outcome in record["counts"] if outcome not in columns}
     rows = [(task, counts) for task, counts in sorted(by_task.items())]
     rows.append(("all", sum(by_task.values(), Counter())))
@@ -93,6 +97,9 @@ def record_table() -> str:
     whole = sorted(name for name, found in by_type.items() if "equal" in found and "refused" not in found)
     partly = sorted(name for name, found in by_type.items() if {"equal", "refused"} <= found)
     lines += ["", *wrap(f"All classes are split of {', '.join(whole)}; some of {', '.join(partly)}.", LINE)]
+    for outcome, what in columns.items():
+        if outcome in of_images:
+            lines += ["", *wrap(f"With images beside text, {what}: {', '.join(sorted(of_images[outcome]))}.", LINE)]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -170,6 +170,7 @@ class LossCall:
         is_model = module is self.stage.view.model
 
         def run(inputs: Mapping[str, Any]) -> Any:
+            inputs = self.stage.view.inputs_read(inputs)
             # What is not the model runs under the autocast of the loss alone, as with Trainer.
             return self.called(lambda: own_forward(**inputs)) if is_model else own_forward(**inputs)
 

@@ -178,12 +178,15 @@ class GenericSplitter(Splitter):
     """
 
     cuts_inside_layers = False
+    takes_kinds = False
+    """True if layers of one class may have different weights."""
 
     def layers(self, model: Any) -> list[nn.Module]:
         name, expected = type(model).__name__, _numbers_of_layers(model)
         stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
         # A model may have other lists of that length, of unlike modules.
-        uniform = [stack for stack in stacks if len(stack) in expected.values() and not _unlike(stack)]
+        of_length = [stack for stack in stacks if len(stack) in expected.values()]
+        uniform = [stack for stack in of_length if not _unlike(stack, self.takes_kinds)]
         if len(uniform) > 1:
             # Embeddings may be in a ModuleList too (MarkupLM); unlike layers, they have no submodules.
             uniform = [stack for stack in uniform if any(True for _ in stack[0].children())]
@@ -236,24 +239,29 @@ def _listed(stacks: Iterable[nn.ModuleList | nn.Sequential]) -> list[str]:
     return [f"{len(stack)} x {type(stack[0]).__name__}{_unlike(stack)}" for stack in stacks]
 
 
-def _unlike(stack: nn.ModuleList | nn.Sequential) -> str:
+def shapes_of(layer: nn.Module) -> dict[str, Any]:
+    """Return the class of a layer and the shapes of its weights, without adapters, which only some layers may have."""
+    return {"class": type(layer).__name__, **{name: tuple(p.shape) for name, p in base_parameters(layer)}}
+
+
+def _unlike(stack: nn.ModuleList | nn.Sequential, takes_kinds: bool = False) -> str:
     """Describe the first difference between the first layer of a stack and another; empty if there is none."""
-
-    def shapes(layer: nn.Module) -> dict[str, Any]:
-        # Without adapters, which may be on some of the layers only.
-        return {"class": type(layer).__name__, **{name: tuple(p.shape) for name, p in base_parameters(layer)}}
-
-    first = shapes(stack[0])
+    first = shapes_of(stack[0])
     for index, layer in enumerate(stack):
-        other = shapes(layer)
-        for key in {**first, **other}:
+        other = shapes_of(layer)
+        for key in ["class"] if takes_kinds else {**first, **other}:
             if first.get(key) != other.get(key):
                 return f", layer {index} with {key} {other.get(key)} instead of {first.get(key)}"
     return ""
 
 
 class MediaSplitter(GenericSplitter):
-    """Splitter of a language model with encoders of images, videos or sounds, which belong to the embeddings."""
+    """Splitter of a language model with encoders of images, videos or sounds, which belong to the embeddings.
+
+    No layer moves or is stored in its runs, so that kinds of layers may alternate (Qwen3.5).
+    """
+
+    takes_kinds = True
 
     def media(self, model: nn.Module) -> Media | None:
         return media_of(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 from hf_pipetransformer.comm.errors import PipelineError
@@ -83,7 +84,7 @@ class StageView:
         self._noted: list[torch.Tensor] | None = None
         self._around: list[nn.Module] | None = None
         self.blocks = range(0)
-        self._without_media: Any = None
+        self._without_media: list[RemovableHandle] = []
         """Handle of the hook that takes media from the inputs of later stages."""
         self.methods: dict[str, Callable[..., Any]] = {}
         """Methods that the transformers model has while it is installed, by the names of those that they replace."""
@@ -197,7 +198,13 @@ class StageView:
         self.blocks, media = blocks, self.structure.media
         if media is not None and 0 not in blocks:
             # The first stage has encoded them; without any, the model's code runs as on text alone.
-            self._without_media = media.module.register_forward_pre_hook(_without(media.names), with_kwargs=True)
+            # PEFT calls the `forward` of a model that it wraps, which passes its hooks by.
+            self._without_media = [
+                module.register_forward_pre_hook(
+                    lambda _module, args, kwargs: (args, {**self.inputs_read(kwargs)}), with_kwargs=True
+                )
+                for module in {self.model, media.module}
+            ]
         if blocks not in self._forwards:
             # Cached: ranks with several stages switch between them many times per step.
             self._forwards[blocks] = self._forwards_of(blocks)
@@ -209,6 +216,13 @@ class StageView:
             if call is not None:
                 self._called.append(module)
                 module.__dict__["_call_impl"] = call
+
+    def inputs_read(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the inputs that the model reads here: media on the first stage only, whoever calls its `forward`."""
+        media = self.structure.media
+        if media is None or not self._without_media:
+            return inputs
+        return {name: value for name, value in inputs.items() if name not in media.names}
 
     def widen(self) -> None:
         """Restrict the model to the whole first installed stage again."""
@@ -233,8 +247,8 @@ class StageView:
                 module.forward = own
         for module in self._called:
             del module.__dict__["_call_impl"]
-        if self._without_media is not None:
-            self._without_media = self._without_media.remove()
+        while self._without_media:
+            self._without_media.pop().remove()
         self._overridden.clear()
         self._called.clear()
         self.blocks = range(0)
@@ -333,15 +347,6 @@ class StageView:
         if (index, part) not in self._faster:
             self._faster[index, part] = self._compiled(function)
         return self._faster[index, part]
-
-
-def _without(names: frozenset[str]) -> Callable[..., Any]:
-    """Return a hook that leaves the named arguments out of a module's call."""
-
-    def left_out(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {name: value for name, value in kwargs.items() if name not in names}
-
-    return left_out
 
 
 def _recomputed(run: Callable[..., Any], hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

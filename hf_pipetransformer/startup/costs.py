@@ -25,6 +25,7 @@ from hf_pipetransformer.engine.embeddings import EmbeddingGradients, embeddings_
 from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.planning.blocks import BlockCosts
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of
+from hf_pipetransformer.splitters.base import shapes_of
 from hf_pipetransformer.splitters.quantized import is_packed, num_bytes, num_weights
 from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, run_stage
 
@@ -91,7 +92,7 @@ def measure_blocks(
         if wanted > size:
             # First with the few samples of the checks: a run of the full size could already be too large.
             pilot = profile_blocks(target, structure, num_repeats=1)
-            num_blocks_run = len(blocks_run_alone(structure, middle_layer(target.twin, structure)))
+            num_blocks_run = len(blocks_run_alone(target.twin, structure))
             free = _free_bytes(target.device, num_ranks_here)
             # The pilot has run with `size` samples, so that these fit at least.
             wanted = max(size, affordable_samples(wanted, pilot, num_blocks_run, free))
@@ -120,13 +121,13 @@ def affordable_samples(wanted: int, pilot: BlockProfile, num_blocks_run: int, fr
 
 
 def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int = NUM_REPEATS) -> BlockProfile:
-    """Time the embeddings, one middle layer and the head; the middle layer stands for all layers."""
+    """Time the embeddings, one middle layer of each kind, which stands for the others, and the head."""
     size, num_blocks, cuts = target.inputs.size, structure.num_blocks, structure.block_starts()
     forward, backward, edge_backward, saved, working = ([0.0] * num_blocks for _ in range(5))
     profile = BlockProfile(forward, backward, edge_backward, saved, working_bytes=working, num_samples=size)
     profile.table = kept_back(target, structure)
     runner = _Runner(target, structure, num_repeats)
-    alone = blocks_run_alone(structure, middle_layer(target.twin, structure))
+    alone = blocks_run_alone(target.twin, structure)
     try:
         # On a GPU that computes a block faster than Python launches it, the code around blocks takes as long as one.
         profile.passing = runner.time(range(1, 1), runner.hidden_before(1), needs_input_gradient=True)
@@ -140,10 +141,7 @@ def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int =
             edge_seconds = without(edge, profile.passing[1])
             saved_bytes = runner.saved_bytes(blocks, hidden)
             working_bytes = runner.working_bytes(blocks, hidden, saved_bytes)
-            is_layer = 0 < start < num_blocks - 1
-            # Both sublayers of a layer are measured: each stands for those of its kind.
-            same = [each for each in cuts if 0 < each < num_blocks - 1 and (each - start) % 2 == 0]
-            for block in same if is_layer else [start]:
+            for block in alone[start]:
                 forward[block], backward[block] = (each / size for each in seconds)
                 edge_backward[block] = edge_seconds / size
                 saved[block], working[block] = saved_bytes / size, working_bytes / size
@@ -171,16 +169,31 @@ def kept_back(target: ProbeTarget, structure: Structure) -> tuple[float, float]:
     return float(num_bytes(largest)), tables[largest].num_embeddings * target.inputs.size / ids.numel()
 
 
-def middle_layer(twin: ProbeSubmodel, structure: Structure) -> int:
-    """Return the layer to measure, like the middle one of the trained layers, or of all if none is trained."""
-    trained = _trained_layers(structure) or list(range(structure.num_layers))
-    return twin.representative(trained[len(trained) // 2])
+def middle_layers(twin: ProbeSubmodel, structure: Structure) -> dict[int, list[int]]:
+    """Map the layers to measure to those that they stand for: all with weights of the same shapes.
+
+    Each is like the middle one of the trained layers of its kind, or of all if none is trained.
+    """
+    kinds: dict[Any, list[int]] = {}
+    for index, layer in enumerate(structure.layers):
+        kinds.setdefault(frozenset(shapes_of(layer).items()), []).append(index)
+    trained = set(_trained_layers(structure))
+    found = {}
+    for layers in kinds.values():
+        candidates = [layer for layer in layers if layer in trained] or layers
+        found[twin.representative(candidates[len(candidates) // 2])] = layers
+    return found
 
 
-def blocks_run_alone(structure: Structure, layer: int) -> tuple[int, ...]:
-    """Return the blocks to measure: embeddings, attention and MLP of `layer` (one piece if uncut), head."""
-    middle = (attention_of(layer), mlp_of(layer)) if structure.cuts_inside_layers else (attention_of(layer),)
-    return (0, *middle, structure.num_blocks - 1)
+def blocks_run_alone(twin: ProbeSubmodel, structure: Structure) -> dict[int, list[int]]:
+    """Map the blocks to measure to those that they stand for.
+
+    They are the embeddings, attention and MLP (one piece if uncut) of a layer of each kind, and the head.
+    """
+    halves = (attention_of, mlp_of) if structure.cuts_inside_layers else (attention_of,)
+    layers = middle_layers(twin, structure).items()
+    middle = {half(layer): [half(other) for other in others] for layer, others in layers for half in halves}
+    return {0: [0], **middle, structure.num_blocks - 1: [structure.num_blocks - 1]}
 
 
 class _Runner:

@@ -106,7 +106,9 @@ class ProbeTarget:
 
     @property
     def pad_token_id(self) -> int:
-        return config_value(self.model, "pad_token_id") or 0
+        media = self.splitter.media(self.model)
+        # Around a smaller language model that of the family may be beyond its words (Idefics3).
+        return config_value(self.model if media is None else media.decoder, "pad_token_id") or 0
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -7,7 +7,7 @@ What becomes of a class:
     equal    three steps on two stages give the losses, gradient norms and weights of Trainer in one process
     refused  one sentence says why it cannot be split, and with all defaults on two processes it is trained by Trainer,
              with the numbers of Trainer on two processes
-    skipped  Trainer alone does not train it on these inputs, or it cannot be made tiny
+    skipped  Trainer alone does not train it on these inputs, or it or an image for it cannot be made tiny
     crash    anything but a sentence was raised, or nothing happened for two minutes
     wrong    other numbers
     barred   refused with a sentence with all defaults, too, where Trainer trains it
@@ -276,6 +276,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--folder", type=Path, help="where the runs leave their files; by default a temporary one")
     parser.add_argument("--only", default="", help="a regular expression that names of classes or tasks contain")
+    parser.add_argument("--join", action="store_true", help="keep what the output has of other classes")
     parser.add_argument("--every", type=int, default=1, help="take each n-th class only")
     parser.add_argument("--no-parts", action="store_true", help="leave out one process with two micro-batches")
     options = parser.parse_args()
@@ -285,7 +286,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.redirect_stdout(io.StringIO()):  # What the ranks print; what matters is in the outcomes.
             outcomes = run(known[:: options.every], folder, in_parts=not options.no_parts)
-    written = record(outcomes)
+    before = json.loads(options.output.read_text())["classes"] if options.join else {}
+    written = record(dict(sorted({**before, **outcomes}.items())))
     if options.output:
         options.output.write_text(json.dumps(written, indent=1) + "\n")
     for name, found in outcomes.items():

@@ -71,6 +71,8 @@ QUICK = [
     MediaCase("qwen2_vl", "frozen", 2, adapts=True),
     MediaCase("qwen3_vl", "trained", 2, begins_with_text=True),
     MediaCase("smolvlm", "frozen", 2, processes=True),
+    MediaCase("llama4", "frozen", 2, adapts=True),
+    MediaCase("qwen3_5", "trained", 2),
 ]
 PROCESSED = [MediaCase(model, "frozen", 2, processes=True) for model in PROCESSORS]
 WORKERS = MediaCase("llava", "trained", 2, options={"dataloader_num_workers": 1})

@@ -192,7 +192,7 @@ def test_the_first_line_says_how_sequences_are_cut_and_why_not(
     costs = replace(short, attention=256 * COSTS.attention, launch=2.0 if samples > 1 else COSTS.launch)
     measured = MeasuredCosts(replace(costs_of(12), slices=costs), Overheads(), 1)
     structure = SimpleNamespace(num_layers=12, cut_positions=lambda: range(27), media=None)
-    probe = SimpleNamespace(structure=structure, block_flops=())
+    probe = SimpleNamespace(structure=structure, media_share=0.0, block_flops=())
     plans = RunPlanner(*(args, SimpleNamespace(), probe, measured, 1e9, 0), has_dropout=False, unfit=0)
     layout = replace(layout_of(12, size, size), schedule=args.pipeline_schedule, num_microbatches=1)
     layout = cut_layout(layout, args.token_slices, costs, samples, args.num_microbatches is None, 0.0)

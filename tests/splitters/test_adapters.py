@@ -27,7 +27,7 @@ from hf_pipetransformer.splitters import adapters
 from hf_pipetransformer.splitters.base import UnsupportedModelError
 from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.structure import Probe
-from hf_pipetransformer.startup.costs import middle_layer
+from hf_pipetransformer.startup.costs import middle_layers
 from hf_pipetransformer.startup.twin import WHOLE
 from hf_pipetransformer.state.weights import check_weights, load_weights
 from hf_pipetransformer.training.needs import RunOptions
@@ -214,7 +214,7 @@ def test_what_the_user_froze_costs_neither_gradients_nor_moments() -> None:
 
 def test_the_layer_that_is_measured_trains_its_adapters_alone() -> None:
     model = adapted("llama", "upper")
-    assert middle_layer(WHOLE, probed(model, "llama").structure) == 3
+    assert list(middle_layers(WHOLE, probed(model, "llama").structure)) == [3]
 
 
 def test_what_stored_activations_hang_on_names_the_adapters(tmp_path: Path) -> None:

@@ -28,8 +28,10 @@ from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.splitters.base import GenericSplitter, MediaSplitter, UnsupportedModelError, media_of
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.splitters.view import StageView
+from hf_pipetransformer.startup.costs import middle_layers
 from hf_pipetransformer.startup.model import undisturbed
 from hf_pipetransformer.startup.rows import FirstBatch, probe_samples
+from hf_pipetransformer.startup.twin import WHOLE
 from tests.distributed import media_worker
 from tests.distributed.media_worker import STEPS, MediaCase, make_trainer
 from tests.distributed.scenarios import Lines
@@ -47,6 +49,12 @@ def probe(name: str, model: Any = None, **entries: Any) -> Probe:
         return probed_with(model, MediaSplitter(), lambda given: model(**given).loss, batch_of(name) | entries)
 
 
+def test_a_layer_of_each_kind_is_measured() -> None:
+    """Those of Qwen3.5 take turns."""
+    assert middle_layers(WHOLE, probe("qwen3_5").structure) == {2: [0, 2], 3: [1, 3]}
+    assert middle_layers(WHOLE, probe("llava").structure) == {2: [0, 1, 2, 3]}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_is_whole_again_where_its_stages_are_put_together(name: str) -> None:
     """Losses and gradients at all cuts are compared as at each start."""
@@ -56,7 +64,9 @@ def test_every_family_is_whole_again_where_its_stages_are_put_together(name: str
     assert "pixel_values" in media.names
     assert found.placeholders == media.names
     structure, first = found.structure, next(media.module.parameters())
-    assert structure.layers == list(media.decoder.layers)  # type: ignore[arg-type]
+    # Its decoder may be a causal language model itself.
+    text: Any = getattr(media.decoder, "model", media.decoder)
+    assert structure.layers == list(text.layers)
     of_tower = [path for path, _ in model.named_parameters() if path.startswith(MODELS[name].tower)]
     for path in of_tower:
         expected = range(structure.num_blocks) if model.get_parameter(path) is first else [0]

@@ -1,5 +1,7 @@
 """Every class of transformers for text, images or sound that trains on labels, tiny and with random weights.
 
+Classes that take images beside text are tried with them (`images_beside_text`), named after class and configuration.
+
 The classes come from the mappings of transformers' own `Auto` classes. A configuration is shrunk by the names of its
 fields; `_FIELDS` says where that does not give a model. Everything random is off in `build(subject)`, so that two runs
 can be compared number by number; `build(subject, as_released=True)` leaves dropout and layer drop as they are.
@@ -19,6 +21,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from tests.support.images_beside_text import OF_IMAGES, TYPES, rows_with_images
 from tests.support.models import enlarge_weights
 
 
@@ -55,6 +58,7 @@ TASKS = {
     "speaker verification": "AUDIO_XVECTOR",
     "speech recognition (CTC)": "CTC",
     "speech to text": "SPEECH_SEQ_2_SEQ",
+    "images beside text": "IMAGE_TEXT_TO_TEXT",
 }
 """What a class is for, and the middle of the name of its mapping."""
 
@@ -106,13 +110,17 @@ class Subject:
 
 @cache
 def every_subject() -> tuple[Subject, ...]:
-    """All classes, sorted by name; one that several tasks list counts for the first of them."""
+    """All classes, sorted by name; one that several tasks list counts for the first of them, and with images anew."""
     found: dict[tuple[str, str], Subject] = {}
+    with_images = []
     for task, middle in TASKS.items():
         mapping: Mapping[str, str | Sequence[str]] = getattr(modeling_auto, f"MODEL_FOR_{middle}_MAPPING_NAMES")
         for model_type, names in mapping.items():
             for class_name in (names,) if isinstance(names, str) else names:
                 key = (class_name, model_type)
+                if task == "images beside text":
+                    with_images.append(Subject(f"{class_name}-{model_type}-images", class_name, model_type, task))
+                    continue
                 found.setdefault(key, Subject(class_name, class_name, model_type, task))
     types: dict[str, set[str]] = {}
     for class_name, model_type in found:
@@ -121,7 +129,7 @@ def every_subject() -> tuple[Subject, ...]:
     for (class_name, model_type), subject in found.items():
         name = class_name if len(types[class_name]) == 1 else f"{class_name}-{model_type}"
         named.append(Subject(name, class_name, model_type, subject.task))
-    return tuple(sorted(named, key=lambda subject: subject.name))
+    return tuple(sorted([*named, *with_images], key=lambda subject: subject.name))
 
 
 def build(subject: Subject, as_released: bool = False, seed: int = 0) -> PreTrainedModel:
@@ -144,13 +152,16 @@ def build(subject: Subject, as_released: bool = False, seed: int = 0) -> PreTrai
     return model
 
 
-_AS_INITIALISED = ("mobilebert",)
-"""Types without normalisation: with larger weights Trainer alone gives other numbers in float32 than in float64."""
+_AS_INITIALISED = ("mobilebert", "qwen3_5_moe")
+"""Types that larger weights make a poor measure: MobileBERT has no normalisation, so that Trainer alone gives other
+numbers in float32 than in float64; in Qwen3.5 with experts 1e-7 of the weights changes 5e-5 of the gradient norm."""
 
 
 def rows(subject: Subject, model: PreTrainedModel, num_samples: int) -> list[dict[str, Any]]:
     """Samples that fit a model, always alike."""
     generator = torch.Generator().manual_seed(zlib.crc32(subject.name.encode()))
+    if subject.task == "images beside text":
+        return rows_with_images(model, num_samples, generator, collate)
     make = _ROWS[subject.task]
     taken = inspect.signature(model.forward).parameters
     made = [make(model, index, generator) for index in range(num_samples)]
@@ -159,13 +170,16 @@ def rows(subject: Subject, model: PreTrainedModel, num_samples: int) -> list[dic
 
 
 def collate(rows: Sequence[Mapping[str, Any]], pad: int = 0) -> dict[str, torch.Tensor]:
-    """Pad text to the longest row, its labels with -100; stack everything else."""
+    """Pad text to the longest row, its labels with -100; stack everything else, but images beside text."""
     longest = max((len(row["input_ids"]) for row in rows if "input_ids" in row), default=0)
     batch = {}
-    for key in rows[0]:
-        values = [torch.as_tensor(row[key]) for row in rows]
-        if key in ("input_ids", "attention_mask", "bbox") or (key == "labels" and values[0].dim() == 1):
-            filler = {"input_ids": pad, "attention_mask": 0, "bbox": 0}.get(key, IGNORED)
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = [torch.as_tensor(row[key]) for row in rows if key in row]
+        if longest and key in OF_IMAGES:
+            batch[key] = torch.cat(values)
+            continue
+        if key in ("input_ids", "attention_mask", "bbox", *TYPES) or (key == "labels" and values[0].dim() == 1):
+            filler = pad if key == "input_ids" else IGNORED if key == "labels" else 0
             length = max(longest, *map(len, values))
             values = [_padded(value, length, filler) for value in values]
         batch[key] = torch.stack(values)
@@ -185,7 +199,7 @@ _BY_NAME: dict[str, Any] = {
         ["hidden_size", "d_model", "n_embd", "emb_dim", "dim", "word_embed_proj_dim", "embedding_size"]
         + ["output_hidden_size", "attention_hidden_size", "feature_size", "pooler_output_size", "pooler_hidden_size"]
         + ["prediction_head_size", "decoder_hidden_size", "classifier_proj_size", "embedding_dim", "projection_dim"]
-        + ["hidden_size_global", "bottleneck_dim"],
+        + ["hidden_size_global", "bottleneck_dim", "out_hidden_size", "text_hidden_size", "projection_hidden_size"],
         _WIDTH,
     ),
     **dict.fromkeys(
@@ -248,6 +262,7 @@ _BY_NAME: dict[str, Any] = {
     "codevector_dim": 16,
     "proj_codevector_dim": 16,
     "fusion_hidden_size": 16,
+    "mm_tokens_per_image": 4,
 }
 """Fields of configurations and the values that they get, where they have a number by default."""
 
@@ -266,7 +281,16 @@ _WIDTHS = ("hidden_sizes", "embed_dim", "neck_hidden_sizes", "embed_dims", "enco
 _SWIN = {"embed_dim": 8, "depths": [1, 1, 1], "num_heads": [1, 2, 4], "encoder_stride": 16}
 _MAMBA_AND_ATTENTION = ["linear_attention", "full_attention"] * 2
 
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+
 _FIELDS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ["qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "glm4v_text", "glm46v_text", "glm_ocr_text"]
+        + ["paddleocr_vl_text"],
+        {"rope_parameters": _MROPE},
+    ),
+    "glm4v_moe_text": {"rope_parameters": {**_MROPE, "mrope_section": [0, 1, 1], "partial_rotary_factor": 0.5}},
+    "aria": {"projector_patch_to_query_dict": {(IMAGE_SIZE // 8) ** 2: 4}},
     "audio-spectrogram-transformer": {"max_length": NUM_SPECTRA, "frequency_stride": 8, "time_stride": 8},
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -314,6 +338,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "hiera": {"embed_dim": 8, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 4, 8)},
     "hunyuan_v1_dense": {"head_dim": _HEAD},
     "hunyuan_v1_moe": {"head_dim": _HEAD},
+    "janus_vqgan": {"base_channels": 32, "latent_channels": 32, "num_embeddings": 64},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": _MAMBA_AND_ATTENTION},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "input_size": IMAGE_SIZE},
@@ -327,6 +352,16 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lilt": {"hidden_size": 48},
+    "llama4_vision_model": {
+        "intermediate_size": 4 * _WIDTH,
+        "projector_input_dim": _WIDTH,
+        "projector_output_dim": _WIDTH,
+        "vision_output_dim": _WIDTH,
+    },
+    **dict.fromkeys(
+        ["granite4_vision", "llava_next", "llava_next_video", "llava_onevision"],
+        {"image_grid_pinpoints": [[IMAGE_SIZE, IMAGE_SIZE]]},
+    ),
     "mamba": {"conv_kernel": 4, "time_step_rank": 4},
     "mamba2": {"conv_kernel": 4, "num_heads": 8, "n_groups": 1},
     "ministral": {"head_dim": _HEAD},
@@ -343,6 +378,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "output_num_channels": 8,
         "max_position_embeddings": LONGEST,
     },
+    "qwen2_vl_vision": {"depth": 2, "embed_dim": _WIDTH, "num_heads": _HEADS, "hidden_size": _WIDTH},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -390,6 +426,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "auxiliary_in_channels": 16,
         "pool_scales": [1, 2],
     },
+    "vipllava": {"vision_feature_layers": [-2, -1]},
     "vit": {"encoder_stride": 8},
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
@@ -409,6 +446,8 @@ def _config(subject: Subject, kind: type[PreTrainedModel], as_released: bool) ->
         # Of a model with several parts the class takes one.
         parts = (getattr(config, name, None) for name in type(config).sub_configs)
         config = next((part for part in parts if isinstance(part, own)), config)
+    if subject.task == "images beside text" and getattr(config, "image_token_id", 0) is None:
+        config.image_token_id = VOCABULARY - 1
     if subject.task in ("masked words", "next words") and hasattr(config, "is_decoder"):
         config.is_decoder = subject.task == "next words"
     for part in [config, *(getattr(config, name, None) for name in type(config).sub_configs)]:
@@ -464,6 +503,8 @@ def _small(name: str, default: Any, known: Mapping[str, Any]) -> Any:
         return type(default)(max(8, width // 64 * 8) for width in default)
     if name == "patch_size":
         return type(default)(min(size, 8) for size in default) if is_sequence else min(default, 8)
+    if name == "depth" and not is_sequence:
+        return 2
     if name == "window_size":
         return 2 if default == 7 else default
     if name not in _BY_NAME or (name in _SEQUENCES and not is_sequence):

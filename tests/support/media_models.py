@@ -16,6 +16,8 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -28,6 +30,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     SmolVLMConfig,
@@ -78,8 +82,9 @@ def llava() -> PreTrainedModel:
 
 
 def _of_idefics(config: type, model: type) -> PreTrainedModel:
+    """Its own `pad_token_id` is that of the first release, which lies beyond the words of a smaller model."""
     text = {"model_type": "llama", **_TEXT}
-    return model(config(vision_config=_TOWER, text_config=text, image_token_id=IMAGE, scale_factor=2, pad_token_id=0))
+    return model(config(vision_config=_TOWER, text_config=text, image_token_id=IMAGE, scale_factor=2))
 
 
 def gemma3() -> PreTrainedModel:
@@ -118,6 +123,21 @@ def llava_onevision() -> PreTrainedModel:
     return LlavaOnevisionForConditionalGeneration(config)
 
 
+def llama4() -> PreTrainedModel:
+    """No model inside that of the task takes its images."""
+    vision = {
+        **_TOWER, "intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32,
+        "vision_output_dim": 32,
+    }  # fmt: skip
+    text = {
+        **_TEXT, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+    }  # fmt: skip
+    return Llama4ForConditionalGeneration(
+        Llama4Config(vision_config=vision, text_config=text, image_token_index=IMAGE)
+    )
+
+
 _VISION_IDS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -150,6 +170,20 @@ def qwen3_vl(num_layers: int = 6) -> PreTrainedModel:
     }  # fmt: skip
     text = {**_TEXT, "num_hidden_layers": num_layers, "head_dim": 8, "rope_parameters": _ROPE}
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(vision_config=vision, text_config=text, **_VISION_IDS))
+
+
+def qwen3_5() -> PreTrainedModel:
+    """Layers of two kinds, of which one carries a state along the tokens."""
+    vision = {
+        "depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64, "patch_size": 4, "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = {
+        **_TEXT, "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0},
+    }  # fmt: skip
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(vision_config=vision, text_config=text, **_VISION_IDS))
 
 
 # ---- data ----
@@ -249,6 +283,8 @@ MODELS = {
     "qwen2_vl": MediaModel(qwen2_vl, **_QWEN),
     "qwen2_5_vl": MediaModel(qwen2_5_vl, **_QWEN),
     "qwen3_vl": MediaModel(qwen3_vl, **_QWEN),
+    "llama4": MediaModel(llama4, lambda *_: 4, one_after_another, ("vision_model.", "multi_modal_projector.")),
+    "qwen3_5": MediaModel(qwen3_5, **_QWEN),
     "gemma3": MediaModel(gemma3, lambda *_: 4, with_types, _PROJECTED),
     "internvl": MediaModel(internvl, lambda *_: 4, one_after_another, _PROJECTED),
     "paligemma": MediaModel(paligemma, lambda *_: 16, with_suffix, _PROJECTED),
