@@ -145,7 +145,8 @@ CASES = tuple(
         r"runtime/test_collecting\.py::test_every_family\S*\[(?!bert_masked|vit|gpt2|llama|mixtral)",
         r"schedules/test_schedules\.py::test_every_table_with_frozen\S*\[some-[67]-",
         r"project/test_private_names\.py::test_later_pythons\S*\[12",
-        r"project/test_code_blocks\.py::\S*recipes/(frozen|lora)",
+        r"project/test_code_blocks\.py::\S*recipes/(frozen|lora|vision_language)",
+        r"startup/test_planned_images\.py::test_(the_command\S*\[smolvlm|the_first_block\S*\[(qwen2_vl|llava))",
         # Every launch shows them.
         r"distributed/test_launcher\.py::test_(a_failing_rank_is_echoed|every_rank_has_its_own|ranks_meet|neighbours_are"
         r"|one_process_gets)",

@@ -66,9 +66,7 @@ def grid() -> list[MediaCase]:
 
 
 QUICK = [
-    MediaCase("smolvlm", "frozen"),
     MediaCase("llava", "trained", 2),
-    MediaCase("qwen2_vl", "frozen", 2, adapts=True),
     MediaCase("qwen3_vl", "trained", 2, begins_with_text=True),
     MediaCase("smolvlm", "frozen", 2, processes=True),
     MediaCase("llama4", "frozen", 2, adapts=True),
