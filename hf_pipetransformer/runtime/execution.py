@@ -456,14 +456,8 @@ class StageRunner:
 
         `on_host`: what was read of each, if the batch is on the device.
         """
-        structure, is_alone = self.stage.view.structure, self.stage.groups.pipeline_size == 1
-        if structure.media is not None and (encoded := batch.inputs.names & structure.media.names):
-            if not (is_alone or structure.has_seen_media):
-                raise ValueError(
-                    f"A batch has {', '.join(sorted(encoded))}, which no sample had that the stages were tried with. "
-                    "Let the data set of the training have images, videos or sounds in more samples, or set "
-                    "pipeline_parallel_size=1."
-                )
+        media, is_alone = self.stage.view.structure.media, self.stage.groups.pipeline_size == 1
+        if media is not None and media.names & batch.inputs.names:
             num_microbatches = 1  # A batch that was collated whole, whose images have no row for each sample.
         cut: list[tuple[dict[str, Any], CacheTags | None, TokenSpan | None]] = []
         for number, whole in enumerate(split_batch(batch.inputs, num_microbatches)):

@@ -45,7 +45,6 @@ class Structure:
         enters_layers: True if no module returns the activation entering the first layer, because code around the
             modules computes it (OPT adds two embeddings). The received activation then replaces the layer's input.
         media: what the embeddings encode beside tokens. Later stages run without any, as on text alone.
-        has_seen_media: True if the batch that the model was traced on had some.
         changed_before: number of the last layer before which code around the layers changes the activation; 0 if none
             does. With media such code needs what is encoded, so that the first stage has all of it.
     """
@@ -63,7 +62,6 @@ class Structure:
     has_only_activations: bool = True
     returns_list: bool = False
     media: Media | None = None
-    has_seen_media: bool = False
     changed_before: int = 0
 
     @property

@@ -99,8 +99,6 @@ def probe_model(target: ProbeTarget) -> Probe:
             "transformers.Trainer."
         )
     structure = trace_structure(model, target.splitter, lambda: target.loss(inputs), target.is_text)
-    names = frozenset() if structure.media is None else structure.media.names
-    structure = replace(structure, has_seen_media=bool(names & {*inputs}))
     with torch.no_grad(), _entry_errors_explained(model, structure):
         # In the precision of the run, whose dtypes between stages are wanted. The comparison below is in float32.
         sent, flops = run_stages(target, structure, inputs, of_stages=False)
@@ -124,8 +122,9 @@ def probe_model(target: ProbeTarget) -> Probe:
     dtypes = [each.dtype for (start, end), each in zip(stages, sent[:-1], strict=False) for _ in range(start, end)]
     # What later stages do not read is not sent to them: they get a tensor of its shape.
     placeholders = frozenset[str]() if is_read else frozenset({main_input})
+    placeholders |= frozenset() if structure.media is None else structure.media.names
     flops, dtypes = twin.of_all_blocks(flops), twin.of_all_blocks(dtypes)
-    return Probe(structure, tuple(flops), tuple(dtypes), activation, placeholders | names, media_share)
+    return Probe(structure, tuple(flops), tuple(dtypes), activation, placeholders, media_share)
 
 
 @contextmanager

@@ -177,8 +177,7 @@ class PipelineBuilder:
         # The run goes on from it, so the numbers that reading it draws are the run's.
         rows = trl_compat.rows_of_sample(trainer)
         if isinstance(given, Request):
-            begun = self._begin(given)
-            names = begun.look_for(() if media is None else media.names, topology)
+            begun, names = self._begin(given), frozenset() if media is None else media.names
             collated = begun.collated if begun.samples else None
             first = FirstBatch(begun.batch, begun.num_samples, names, collated)
         else:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,8 +44,6 @@ from hf_pipetransformer.data.sampler import (
 )
 from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.planning.layouts import evaluation_microbatches
-from hf_pipetransformer.report import announce
-from hf_pipetransformer.schedules.layout import counted
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import media_of
 
@@ -55,10 +52,6 @@ if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import Topology
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.training.context import TrainingContext
-
-
-MOST_LOOKED_AT = 10_000
-"""Samples among which one with images is looked for; of texts alone, they take seconds."""
 
 
 def check_undivided(loader: Any, method: str, num_stages: int | None) -> None:
@@ -211,7 +204,7 @@ class Begun:
     last_seeded: int
     reading: DispatchedReading = field(init=False)
     batch: SampleBatch = field(default_factory=SampleBatch, init=False)
-    """That of `samples`, on rank 0."""
+    """On rank 0."""
     num_samples: int | None = field(default=None, init=False)
     """Samples of that batch, there; None if nobody tells."""
     draws: bool = field(default=False, init=False)
@@ -221,54 +214,12 @@ class Begun:
     pads_on_left: bool = field(default=False, init=False)
     """True if its texts begin later where they are shorter."""
     samples: list[Any] = field(default_factory=list, init=False)
-    """Samples of the first batch, there, of a model whose batches cannot be cut; see `look_for`."""
+    """Samples of the first batch, there, of a model whose batches cannot be cut."""
 
     def collated(self, start: int, stop: int) -> SampleBatch:
-        """Return some of the kept samples by themselves."""
+        """Return some samples of the first batch by themselves."""
         with generators_kept(self.collate):
             return SampleBatch(self.collate(self.samples[start:stop]))
-
-    def look_for(self, names: Collection[str], topology: Topology) -> frozenset[str]:
-        """Return which of the entries `names` the kept samples have, after a search for one that has any.
-
-        Where the first batch has none, other samples of the data set are collated by themselves until one does, which
-        then stands first among the kept ones. Collective: call on every rank.
-
-        Raises:
-            ValueError: the first batch of a stream has none, of which no other sample can be read.
-        """
-
-        def find() -> list[Any]:
-            if present := sorted({*names} & self.batch.names):
-                return [present, self.draws]
-            if is_stream(self.dataset):
-                raise ValueError(
-                    f"No sample of the first batch has {', '.join(sorted(names))}: expected one with images, videos "
-                    "or sounds, with which the stages of this model are tried. Let the stream begin with it, or use "
-                    "larger batches."
-                )
-            with generators_kept(self.dataset, self.collate):
-                has_drawn = draws_from_now_on(self.dataset, self.collate)
-                return [self._searched(names), self.draws or has_drawn()]
-
-        present, self.draws = topology.decide(find) if names else ([], self.draws)
-        return frozenset(present)
-
-    def _searched(self, names: Collection[str]) -> list[str]:
-        # A data set may be sorted by what its samples have. No generator of the run's draws the order.
-        size = len(self.dataset)
-        order = random.Random(0).sample(range(size), min(size, MOST_LOOKED_AT))
-        for index in order:
-            sample = Samples(self.dataset).__getitems__([index])
-            if present := sorted({*names} & {*self.collate([*sample])}):
-                self.samples = [*sample, *self.samples[1:]]
-                self.batch = self.collated(0, len(self.samples))
-                return present
-        announce(
-            f"No {' or '.join(sorted(names))} in {counted(len(order), 'sample')}: the model is tried on stages as one "
-            "of text alone, and takes no other batches."
-        )
-        return []
 
     def is_for(self, request: Request) -> bool:
         """Return True if a request is for the same batches."""

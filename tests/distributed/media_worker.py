@@ -36,7 +36,6 @@ class MediaCase:
         num_microbatches: M.
         adapts: the language model is trained by LoRA alone.
         processes: pictures and conversations go through the family's own processor, in the collator.
-        begins_with_text: the run reads rows without images first, in each epoch.
         options: of both trainings.
         ours: options of the pipeline.
     """
@@ -46,7 +45,6 @@ class MediaCase:
     num_microbatches: int = 1
     adapts: bool = False
     processes: bool = False
-    begins_with_text: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)
 
@@ -67,7 +65,7 @@ def grid() -> list[MediaCase]:
 
 QUICK = [
     MediaCase("llava", "trained", 2),
-    MediaCase("qwen3_vl", "trained", 2, begins_with_text=True),
+    MediaCase("qwen3_vl", "trained", 2),
     MediaCase("smolvlm", "frozen", 2, processes=True),
     MediaCase("llama4", "frozen", 2, adapts=True),
     MediaCase("qwen3_5", "trained", 2),
@@ -76,7 +74,7 @@ PROCESSED = [MediaCase(model, "frozen", 2, processes=True) for model in PROCESSO
 WORKERS = MediaCase("llava", "trained", 2, options={"dataloader_num_workers": 1})
 OTHERS = [
     WORKERS,
-    MediaCase("gemma3", "trained", 2, begins_with_text=True, options={"dataloader_num_workers": 1}),
+    MediaCase("gemma3", "trained", 2, options={"dataloader_num_workers": 1}),
     MediaCase("qwen2_vl", "trained", 4),
     MediaCase("smolvlm", "trained", 2, options={"gradient_accumulation_steps": 2}),
     MediaCase("llava", "trained", 2, ours={"pipeline_schedule": "zb_h1"}),
@@ -107,9 +105,6 @@ def make_trainer(case: MediaCase, layout: Layout | None, output: Path) -> Traine
     if case.processes:
         make, collate = make_conversations, collator_of(PROCESSORS[case.model]())
     rows = make(NUM_ROWS)
-    if case.begins_with_text:
-        rows.sort(key=lambda row: bool(row["images"]))
-        options["train_sampling_strategy"] = "sequential"
     data = {"train_dataset": rows, "eval_dataset": make(NUM_EVALUATED, seed=2), "data_collator": collate}
     if layout is None:
         return Trainer(model, plain_arguments(output, **options), **data)

@@ -40,7 +40,6 @@ def runs() -> list[Any]:
     rest += [(case, (1, 2)) for case in grid() if case.num_microbatches > 1]
     rest += [(case, (2, 2)) for case in grid()]
     rest += [(case, (1, 2)) for case in PROCESSED]
-    rest += [(case, (2, 2)) for case in QUICK if case.begins_with_text]
     return [*quick, *(slow_unless(False, Run(case.name, layout, case.plain.name)) for case, layout in rest)]
 
 

@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from datasets import IterableDataset
 from peft import LoraConfig
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
 from hf_pipetransformer.data.batches import SampleBatch
-from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.report.events import EVENTS_FILE
-from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
 from hf_pipetransformer.runtime.generation import check_generation, settings_of
 from hf_pipetransformer.runtime.ownership import ParameterStore
 from hf_pipetransformer.splitters.base import GenericSplitter, MediaSplitter, UnsupportedModelError, media_of
@@ -186,40 +181,9 @@ def logged(trainer: Trainer) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
 
 
-def trainer_of_text(output: Path, pictures: bool) -> Trainer:
-    """A run whose first batches are text alone, and those behind them too unless there are `pictures`."""
-    trainer = make_trainer(MediaCase("llava", "trained", 2, begins_with_text=True), (1, 1), output)
-    if not pictures:
-        trainer.train_dataset = [row for row in trainer.train_dataset if not row["images"]]  # type: ignore[union-attr]
-    return trainer
-
-
-def test_a_data_set_without_images_is_one_of_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ours = trainer_of_text(tmp_path / "ours", pictures=False)
-    plain = make_trainer(MediaCase("llava", "trained", 2, begins_with_text=True), None, tmp_path / "plain")
-    plain.train_dataset = ours.train_dataset
-    with caplog.at_level(logging.INFO, "hf_pipetransformer"):
-        found = logged(ours)
-    assert found == pytest.approx(logged(plain), rel=1e-5)
-    assert "tried on stages as one of text alone" in caplog.text
-
-
-def test_a_later_batch_with_images_is_refused_by_stages_that_were_tried_without() -> None:
-    structure = probe("llava").structure
-    assert structure.has_seen_media
-    stage = SimpleNamespace(
-        view=SimpleNamespace(structure=replace(structure, has_seen_media=False)),
-        groups=SimpleNamespace(pipeline_size=2),
-    )
-    batch = LoaderBatch(SampleBatch(batch_of("llava")), lambda given: given, 1)
-    with pytest.raises(ValueError, match="A batch has pixel_values, which no sample had that the stages"):
-        StageRunner.cut(SimpleNamespace(stage=stage), batch, LossRule.MEAN, 1)  # type: ignore[arg-type]
-
-
-def test_a_stream_has_to_begin_with_an_image(tmp_path: Path) -> None:
-    trainer = trainer_of_text(tmp_path, pictures=True)
-    rows = list(trainer.train_dataset)  # type: ignore[call-overload]
-    trainer.train_dataset = IterableDataset.from_generator(lambda: iter(rows))
+def test_a_first_batch_of_text_alone_is_refused_before_a_step(tmp_path: Path) -> None:
+    trainer = make_trainer(MediaCase("llava", "trained", 2), (1, 1), tmp_path)
+    trainer.train_dataset = [row for row in trainer.train_dataset if not row["images"]]  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="No sample of the first batch has pixel_values: expected one with images"):
         trainer.train()
 
@@ -235,12 +199,8 @@ def test_micro_batches_of_one_process_follow_trainer(name: str, tmp_path: Path) 
     assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("begins_with_text", [False, True])
-def test_a_collator_that_draws_is_refused_where_it_would_be_called_by_pieces(
-    begins_with_text: bool, tmp_path: Path
-) -> None:
-    case = MediaCase("llava", "trained", 2, begins_with_text=begins_with_text)
-    trainer = make_trainer(case, (1, 1), tmp_path)
+def test_a_collator_that_draws_is_refused_where_it_would_be_called_by_pieces(tmp_path: Path) -> None:
+    trainer = make_trainer(MediaCase("llava", "trained", 2), (1, 1), tmp_path)
     collate = trainer.data_collator
 
     def drawing(rows: list[Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Form:
 
 @dataclass
 class Plan:
-    """What is known of a part, and to be stored of it.
+    """Findings on a part, and decision on what to store of it.
 
     Args:
         parts: those that it computes from, in their order, and itself.
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def num_states(self) -> int:
-        """How many states of the parts were seen."""
+        """Number of states of the parts that were seen."""
         return sum(part.state.num_states for part in self.parts)
 
     @property
