@@ -12,7 +12,6 @@ import pytest
 import run_image_text
 import run_speech_recognition
 import soundfile
-import torch
 from datasets import Dataset
 from peft import PeftModel
 from PIL import Image
@@ -35,6 +34,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from hf_pipetransformer.cache.frozen_parts import watching
 from hf_pipetransformer.training import part_stores
 from tests.distributed.launcher import accelerate_launch
+from tests.support.comparison import far_tensors
 
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -227,7 +227,6 @@ def test_a_folder_of_images_trains_on_two_stages_as_on_one_process(llava: Path, 
             )
         (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     data = ("--dataset_name", str(tmp_path / "images"), "--cache_dir", str(tmp_path / "cache"), "--do_eval")
-    # Adam's own epsilon makes a whole step of the rounding of a gradient that is nearly zero.
     rates = ("--learning_rate", "1e-2", "--adam_epsilon", "1e-6")
     common = ["--model_name_or_path", str(llava), *data, *OPTIONS, "--lora_r", "4", *rates]
     script, one, two = SCRIPTS / "run_image_text.py", tmp_path / "one", tmp_path / "two"
@@ -242,7 +241,8 @@ def test_a_folder_of_images_trains_on_two_stages_as_on_one_process(llava: Path, 
     assert adapters
     for name in adapters:
         assert loaded[0][name].any()
-        torch.testing.assert_close(loaded[1][name], loaded[0][name], rtol=1e-4, atol=1e-6)
+    # Adam takes the rounding of gradients that are nearly zero for a step: by tensors, as everywhere.
+    assert far_tensors(*({name: each[name] for name in adapters} for each in reversed(loaded)), 1e-4) == {}
 
 
 def test_a_longer_sample_is_refused(pictures: Path, llava: Path, tmp_path: Path) -> None:
