@@ -316,7 +316,7 @@ def _locked(root: PrivateFolder) -> AbstractContextManager[None]:
 def as_dataset(folder: str | os.PathLike[str]) -> IterableDataset:
     """Return the records of a store as a data set that reads them one by one, in the order of the samples.
 
-    Its columns are `sample`, `activation` `(tokens, hidden)` as floats, and the side fields by their names.
+    Its columns are `sample` and `activation` `(tokens, hidden)` as floats.
     """
     return IterableDataset.from_generator(_iterate_records, gen_kwargs={"folder": os.fspath(folder)})
 
@@ -326,5 +326,4 @@ def _iterate_records(folder: str) -> Iterator[dict[str, Any]]:
     for sample in np.flatnonzero(store.weights_ids(np.arange(store.num_samples))).tolist():
         (length,) = store.entries(np.array([sample]))["length"].tolist()
         found = store.read(np.array([sample]), length)
-        fields = {name: values[0].tolist() for name, values in found.fields.items()}
-        yield {"sample": sample, "activation": found.activation[0].float().numpy(), **fields}
+        yield {"sample": sample, "activation": found.activation[0].float().numpy()}

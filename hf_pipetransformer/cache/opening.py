@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from hf_pipetransformer.cache.assembly import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.folder import (
     StoreFolder,
@@ -21,7 +19,7 @@ from hf_pipetransformer.cache.folder import (
     open_root,
     take_store,
 )
-from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
+from hf_pipetransformer.cache.inputs import SampleForm
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.storage import OpenStores, cache_base, first_told, most_bytes, stored_dtype
 from hf_pipetransformer.cache.store import ActivationStore
@@ -105,39 +103,40 @@ class CacheInputs:
     def base(self) -> Path:
         return cache_base(self.args)
 
-    def source_of(self, loader: Any, is_training: bool = True) -> SampleSource | None:
-        """Return a loader's samples; None, with a warning, if not cacheable. Collective: call on every rank.
+    def form_of(self, loader: Any, is_training: bool = True) -> SampleForm | None:
+        """Return the form of a loader's samples; None, with a warning, if not cacheable. Collective.
 
         Raises:
             ValueError: the user asked for a cache in a folder that cannot contain one.
         """
-        start_up, activation = self.start_up, self.start_up.probe.activation
-        reason, report = self._reason_before_reading(loader), None
-        if reason is None:
-            report = self._examined(loader)
-            reason = report.reason
-        if report is None or reason is not None:
-            self.say_off(str(reason), is_training)
+        reason, form = self._why_not(loader), None
+        try:
+            form = None if reason is not None else self._form(is_training)
+        except ValueError as error:
+            reason = str(error)
+        # The rows of the first batch, which every rank has; of others it shows when they are read.
+        if form is not None:
+            reason = form.why_unfit(self.start_up.samples)
+        if reason is not None:
+            self.say_off(reason, is_training)
             return None
-        return SampleSource(
-            read=loader.read,
+        return form
+
+    def _form(self, is_training: bool) -> SampleForm:
+        """Return the form of samples; raises ValueError for a dtype that cannot be stored."""
+        start_up, activation = self.start_up, self.start_up.probe.activation
+        num_positions, hidden_size = activation.hidden_shape
+        value = start_up.samples[activation.main_input]
+        return SampleForm(
             main_input=activation.main_input,
-            report=report,
-            num_positions=activation.hidden_shape[0],
+            is_text=value.dim() == 2 and not value.is_floating_point(),
+            num_positions=num_positions,
             # Evaluations hand on outputs that no loss reads.
-            record_length=start_up.record_length if is_training else activation.hidden_shape[0],
-            hidden_size=activation.hidden_shape[-1],
-            main_shape=activation.input_shape,
-            main_dtype=start_up.main_dtype,
+            record_length=start_up.record_length if is_training else num_positions,
+            record_format=RecordFormat(hidden_size, stored_dtype(self.args, start_up.probe.boundary_dtypes[-1])),
             pad_token_id=start_up.padding.pad_token_id,
             keeps_padding=start_up.sees_padding,
         )
-
-    def record_format(self, source: SampleSource) -> RecordFormat:
-        sample_fields = dict(source.report.sample_fields)
-        if source.is_text:
-            sample_fields[LENGTH_FIELD] = (torch.int32, ())
-        return RecordFormat(source.hidden_size, self._stored_dtype(), source.report.token_fields, sample_fields)
 
     def say_off(self, reason: str, is_training: bool) -> None:
         """Log and journal why nothing of the training set, or of an evaluation set, is stored."""
@@ -146,8 +145,8 @@ class CacheInputs:
             what = "The activation cache stays off" if is_training else "The evaluation set is not stored"
             logger.warning(f"{what}: {reason}")
 
-    def _reason_before_reading(self, loader: Any) -> str | None:
-        """Return why a loader's samples cannot be stored, as far as no sample is needed to know it. Collective."""
+    def _why_not(self, loader: Any) -> str | None:
+        """Return why a loader's samples cannot be stored, whatever is in them. Collective."""
         activation = self.start_up.probe.activation
         # What is tested before the gather below is the same on every rank, so all ranks return early or none does.
         if (why := self.abilities.refuses.get("activation_cache")) is not None:
@@ -156,6 +155,12 @@ class CacheInputs:
             return (
                 f"get_train_dataloader returned a {type(loader).__name__}, which does not say which samples it reads. "
                 "Build it with self._get_dataloader."
+            )
+        if isinstance(loader.reading, DispatchedReading) and not loader.is_stream:
+            return (
+                "data set or collator draw random numbers (augmentation, random masks), so that one process reads for "
+                "all and samples may change from one reading to the next. Draw once, before the training, or give "
+                "each sample several rows, each augmented in a way of its own (docs/recipes/imagenet.md)."
             )
         if loader.is_stream:
             return (
@@ -186,35 +191,11 @@ class CacheInputs:
             raise ValueError(reason)
         return reason
 
-    def _examined(self, loader: PipelineLoader) -> InputReport:
-        """Return the ranks' common report on samples that are read. Collective: call on every rank."""
-        probe = self.start_up.probe
-        report = examine_inputs(loader.dataset, loader.collate_fn, probe.activation.main_input, probe.placeholders)
-        try:
-            # Made for its checks of the dtypes alone, which do not depend on the hidden size.
-            RecordFormat(1, self._stored_dtype(), report.token_fields, report.sample_fields)
-        except ValueError as error:
-            report = InputReport(report.reason or str(error))
-        if report.reason is None and isinstance(loader.reading, DispatchedReading):
-            report = InputReport(
-                "data set or collator draw random numbers, so that one process reads for all and none knows which "
-                "samples it has. Give such that draw none, although what they give is the same each time."
-            )
-        reason = first_told(self.topology, report.reason)
-        return report if reason is None else InputReport(reason)
-
-    def _stored_dtype(self) -> torch.dtype:
-        return stored_dtype(self.args, self.start_up.probe.boundary_dtypes[-1])
-
 
 def remove_old_stores(args: PipeTransformerArguments) -> None:
     """Delete stores that killed runs left on this machine. Call on the first rank of the machine."""
     with suppress(OSError, ValueError):
         delete_leftovers(open_root(cache_base(args)))
-
-
-NUM_KEY_SAMPLES = 32
-"""Number of samples whose digests identify the inputs of a kept store."""
 
 
 class CacheStores:
@@ -227,10 +208,10 @@ class CacheStores:
         self._stores = OpenStores()
         self._opened: list[ActivationCache] = []
 
-    def open(self, loader: PipelineLoader, source: SampleSource, is_training: bool = True) -> ActivationCache | None:
+    def open(self, loader: PipelineLoader, form: SampleForm, is_training: bool = True) -> ActivationCache | None:
         """Open a store; None, with a warning, if any node cannot. Collective: call on every rank."""
         topology = self.topology
-        found = self._stores.open(topology, lambda: self._own_store(loader, source), topology.rank)
+        found = self._stores.open(topology, lambda: self._own_store(loader, form), topology.rank)
         if isinstance(found, str):
             self.inputs.say_off(found, is_training)
             return None
@@ -238,10 +219,9 @@ class CacheStores:
         if topology.rank == 0 and store.num_found:
             announce(
                 f"The activation cache has the records of an earlier run for {store.num_found} of {store.num_samples} "
-                "samples. A record is used once its sample has been read again and found to be the same: the first "
-                "epoch saves computing, but still reads the data set."
+                "samples. A record is used for a sample that is the same."
             )
-        opened = ActivationCache(store, source, self.args.device, folder)
+        opened = ActivationCache(store, form, self.args.device, folder)
         self._opened.append(opened)
         return opened
 
@@ -254,20 +234,20 @@ class CacheStores:
         for opened in self._opened:
             opened.close()
 
-    def _own_store(self, loader: PipelineLoader, source: SampleSource) -> tuple[StoreFolder, ActivationStore]:
+    def _own_store(self, loader: PipelineLoader, form: SampleForm) -> tuple[StoreFolder, ActivationStore]:
         """Create the node's store, or reopen one that an earlier run kept here."""
         use = Use.of(self.inputs.context.run.model, "the frozen layers", loader.dataset)
         return take_store(
             self.inputs.base,
-            self._data_key(loader, source),
+            self._data_key(loader, form),
             len(loader.dataset),
-            self.inputs.record_format(source),
+            form.record_format,
             int(self.max_bytes()),
             use if self.args.activation_cache_keep else None,
         )
 
-    def _data_key(self, loader: PipelineLoader, source: SampleSource) -> str | None:
-        """Return a name for samples and record format that a later run recognizes; None without a fingerprint."""
+    def _data_key(self, loader: PipelineLoader, form: SampleForm) -> str | None:
+        """Return a name for a data set and its records that a later run recognizes; None without a fingerprint."""
         num_samples, fingerprint = len(loader.dataset), getattr(loader.dataset, "_fingerprint", None)
         if fingerprint is None:
             if self.args.activation_cache_keep:
@@ -276,14 +256,5 @@ class CacheStores:
                     "could know it by, so the store is not kept. Use a datasets.Dataset."
                 )
             return None
-        # A data set's fingerprint does not cover the collator, so a few collated samples are hashed as well.
-        spread = sorted({i * num_samples // NUM_KEY_SAMPLES for i in range(NUM_KEY_SAMPLES)})
-        _, digests = source.digests(source.read(spread))
-        # Another record format gets another folder. The name is hashed since a fingerprint may be any text.
-        record_format = json.dumps(self.inputs.record_format(source).to_json(), sort_keys=True)
-        # Input digests stop at the last real token; stored records may include padding.
-        fills = sorted(source.report.fill_values.items())
-        padded = f"\0{source.pad_token_id}\0{fills}" if source.is_text and source.keeps_padding else ""
-        part = "" if source.record_length == source.num_positions else f"\0{source.record_length}"
-        name = xxhash.xxh3_128_hexdigest(f"{fingerprint}\0{record_format}{padded}{part}".encode())
-        return f"{name}-{num_samples}-{xxhash.xxh3_64_hexdigest(digests.tobytes())}"
+        # Another form of records gets another folder. The name is hashed since a fingerprint may be any text.
+        return f"{xxhash.xxh3_128_hexdigest(f'{fingerprint}{form}'.encode())}-{num_samples}"

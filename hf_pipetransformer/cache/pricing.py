@@ -35,7 +35,6 @@ class CachePlanner:
 
     Args:
         mode: `auto`, `on` or `off`.
-        input_seconds: seconds to read and collate a sample.
         measure: measures the storage; called once, on first use.
         size: bytes that a store of all samples takes on this node, and the limit.
         write: writes an event to the journal.
@@ -46,7 +45,6 @@ class CachePlanner:
     """
 
     mode: str
-    input_seconds: float
     measure: Callable[[], StorageSpeed]
     size: StoreSize
     steps_per_epoch: int
@@ -86,7 +84,6 @@ class CachePlanner:
             logger.warning(f"The activation cache stays off: {error}")
         found = Storing(
             prefix=(),
-            input=self.input_seconds,
             read=self._speed.read,
             write=self._speed.write,
             is_apart=self.is_apart,
@@ -98,7 +95,7 @@ class CachePlanner:
             steps_per_epoch=self.steps_per_epoch,
             dropout_from=self.dropout_from,
         )
-        return replace(found, now=found.beside(active, pipeline_size).seconds_of_input(share))
+        return replace(found, now=share * found.beside(active, pipeline_size).reading())
 
     def report(
         self,
@@ -132,7 +129,6 @@ class CachePlanner:
             reason=way.reason,
             seconds_left=dict(way.seconds),
             prefix_s=prefix[num_frozen],
-            input_s=self.input_seconds,
             read_s=storing.read,
             write_s=storing.write,
             epochs_left=steps_left / storing.steps_per_epoch,

@@ -139,11 +139,7 @@ def measure_storage(
     samples = np.linspace(num_samples - 1, 0, num_records).astype(np.int64)
     # Zeros, not random numbers: the run's RNG state must not advance.
     activation = torch.zeros(num_records, length, record_format.hidden_size)
-    fields = {
-        **{name: torch.zeros(num_records, length, dtype=d) for name, d in record_format.token_fields.items()},
-        **{name: torch.zeros(num_records, *s, dtype=d) for name, (d, s) in record_format.sample_fields.items()},
-    }
-    records = activation, np.full(num_records, length), fields, np.zeros(num_records, dtype=np.uint64)
+    records = activation, np.full(num_records, length), np.zeros((num_records, 2), dtype=np.uint64)
 
     def look_up() -> None:
         for _ in range(LOOKUPS):

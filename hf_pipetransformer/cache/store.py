@@ -19,13 +19,16 @@ import xxhash
 
 from hf_pipetransformer.cache.files import Array, PrivateFolder, StoreDamagedError, StoreFile
 from hf_pipetransformer.cache.records import (
+    ENTRY,
     HEADER_FILE,
     INDEX_FILE,
     Header,
     Index,
     RecordFormat,
     StoredRecords,
+    as_stored,
     hash_of,
+    index_bytes,
 )
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.report.files import FULL_DISK
@@ -63,7 +66,7 @@ def store_size(
 
     `num_records` is the number of records that this node stores, all `num_samples` by default.
     """
-    index = record_format.index_bytes(num_samples)
+    index = index_bytes(num_samples)
     records = (num_samples if num_records is None else num_records) * record_format.record_bytes(length)
     return StoreSize(index + records, index, max_bytes)
 
@@ -72,14 +75,12 @@ def store_size(
 class Counts:
     """Counters of what a process has read of a store and written to it: records, and seconds.
 
-    A hit is a record that was read, a miss one that was computed. A checked one is of a sample whose input was read
-    and compared anyway. While nothing is to be stored, nothing is counted.
+    A hit is a record that was read, a miss one that was computed. While nothing is to be stored, nothing is counted.
     """
 
     hits: int = 0
     misses: int = 0
     written: int = 0
-    checked: int = 0
     read_seconds: float = 0.0
     write_seconds: float = 0.0
 
@@ -165,7 +166,7 @@ class Space:
 
 
 class ActivationStore:
-    """Records of activations `(tokens, hidden_size)` plus side fields, addressed by sample.
+    """Records of activations `(tokens, hidden_size)`, addressed by sample.
 
     Any process may read any record. Each writer number belongs to one thread of one process, and two processes must
     not write the same sample at the same time. Each record carries the id of the weights that computed it. `write`
@@ -212,7 +213,7 @@ class ActivationStore:
         """
         assert num_samples > 0
         held = folder if isinstance(folder, PrivateFolder) else PrivateFolder.at(folder, create=True)
-        size = record_format.index_bytes(num_samples)
+        size = index_bytes(num_samples)
         if size > max_bytes:
             raise ValueError(
                 f"The activation cache may take {max_bytes} bytes, and the index of {num_samples} samples alone takes "
@@ -267,7 +268,7 @@ class ActivationStore:
         index = Index(folder, header)
         capacities = index.read(np.arange(header.num_samples if num_more else 0))["capacity"]
         room = max(header.num_samples, num_more + int(np.flatnonzero(capacities).max(initial=-1)) + 1)
-        index.file.resize(header.record_format.index_bytes(room))
+        index.file.resize(index_bytes(room))
         replace(header, num_samples=room, max_bytes=max_bytes, run_id=uuid.uuid4().hex).write(folder)
         return cls.open(folder, 0, key)
 
@@ -336,36 +337,18 @@ class ActivationStore:
         return xxhash.xxh3_64_intdigest(f"{self._header.store_id}\0{key}".encode()) >> 1 or 1
 
     def entries(self, samples: Array) -> Array:
-        """Return the current index entries `(n,)`, see `RecordFormat.entry_dtype`; all zero where nothing is stored.
+        """Return the current index entries `(n,)`, see `ENTRY`; all zero where nothing is stored.
 
         Raises:
             StoreDamagedError: the index is gone, was truncated, or fails its hash check.
         """
         if self.dropped is not None:
-            return np.zeros(len(samples), self._index.dtype)
+            return np.zeros(len(samples), ENTRY)
         return self._index.entries(samples)
 
     def weights_ids(self, samples: Array) -> Array:
         """Return the weights id of each sample's record, `(n,)` int64, 0 if there is none. Raises like `entries`."""
         return self.entries(samples)["weights_id"]
-
-    def are_compared(self, samples: Array, entries: Array) -> Array:
-        """Return a bool mask `(n,)`: True if this run wrote the record or verified it with `set_compared`."""
-        marks: Array = entries["compared"] == self._index.compared_words(samples, entries["input_digest"])
-        return marks
-
-    def set_compared(self, samples: Array, input_digests: Array) -> None:
-        """Mark the inputs of samples as read and found to have these digests, for all processes of this run.
-
-        The mark is a separate word, valid for one digest in one run, so a concurrent change of the entry is harmless.
-
-        Raises:
-            StoreDamagedError: the index is gone or was truncated.
-        """
-        self._index.check()
-        # A lost mark is harmless: the sample is read and compared again.
-        with suppress(OSError):
-            self._index.set_compared(samples, input_digests)
 
     def read(self, samples: Array, length: int) -> StoredRecords:
         """Read records into new tensors.
@@ -378,15 +361,16 @@ class ActivationStore:
             StoreDamagedError: a file is gone or was truncated, or a record fails its hash check.
         """
         samples = np.asarray(samples, np.int64)
-        activation, columns = self.record_format.empty(len(samples), length)
+        activation = self.record_format.empty(len(samples), length)
+        # It shares the tensor's memory, so records are read directly into it.
+        stored = as_stored(activation)
         entries = self.entries(samples)
         # Reading through an open descriptor works after its file was deleted; only the size check notices.
         for writer in set(entries["writer"][entries["weights_id"] != 0].tolist()):
             self._file(writer).size()
         for position, (sample, place) in enumerate(zip(samples.tolist(), _places(entries), strict=True)):
-            targets = [values[position] for values in columns]
             for _ in range(_NUM_TRIES):
-                if self._has_copied(place, targets):
+                if self._has_copied(place, stored[position]):
                     break
                 # Either a writer replaced the record during the copy (retry helps), or it is damaged.
                 entries[position : position + 1] = self.entries(samples[position : position + 1])
@@ -397,26 +381,20 @@ class ActivationStore:
                     f"of {self._file(place[1]).path} have another hash. The disk or the memory is faulty, or "
                     "something outside the run wrote to the file. Delete the folder to compute the records again."
                 )
-        fields = self.record_format.fields_of(columns[1:], entries)
-        return StoredRecords(entries["weights_id"].copy(), entries["length"].copy(), activation, fields)
+        return StoredRecords(entries["weights_id"].copy(), activation)
 
-    def _has_copied(self, place: tuple[int, ...], targets: list[Array]) -> bool:
+    def _has_copied(self, place: tuple[int, ...], target: Array) -> bool:
         """Copy a record, truncated or zero-padded, or zeros if none is stored; return False if its hash is another."""
         weights_id, writer, start, length, tokens = place
         if not weights_id:
-            for target in targets:
-                target[:] = 0
+            target[:] = 0
             return True
         # The hash covers all tokens of the record and nothing else, so exactly these are read.
-        whole = [
-            target[:length] if length <= len(target) else np.empty((length, *target.shape[1:]), target.dtype)
-            for target in targets
-        ]
-        self._file(writer).read(start, whole)
-        for target, values in zip(targets, whole, strict=True):
-            if length > len(target):
-                target[:] = values[: len(target)]
-            target[length:] = 0
+        whole = target[:length] if length <= len(target) else np.empty((length, *target.shape[1:]), target.dtype)
+        self._file(writer).read(start, [whole])
+        if length > len(target):
+            target[:] = whole[: len(target)]
+        target[length:] = 0
         return hash_of(whole) == tokens
 
     def write(
@@ -425,8 +403,7 @@ class ActivationStore:
         weights_id: int,
         activation: torch.Tensor,
         lengths: Array,
-        fields: dict[str, torch.Tensor],
-        input_digests: Array,
+        digests: Array,
     ) -> int:
         """Write records, replacing those the samples already have, and return the number written (0 if dropped).
 
@@ -438,19 +415,18 @@ class ActivationStore:
             weights_id: 1 or more, see the method `weights_id`.
             activation: `(n, seq, hidden)`, any floating dtype and device.
             lengths: `(n,)` tokens to store per sample, 1 to `seq`.
-            fields: every side field of the format, `(n, seq)` or `(n, *shape)`.
-            input_digests: `(n,)` uint64, stored in the index.
+            digests: `(n, 2)` uint64, of what the records were made from.
 
         Raises:
             ValueError: the arguments do not match the format, or the store is read-only.
             StoreDamagedError: a file of the store is gone or was truncated.
         """
-        assert weights_id > 0 and len(samples) == len(lengths) == len(input_digests) == len(activation)
+        assert weights_id > 0 and len(samples) == len(lengths) == len(digests) == len(activation)
         if self._space is None:
             raise ValueError(f"The store in {self.folder} was opened to read only.")
         if len(samples) and not 1 <= min(lengths) <= max(lengths) <= activation.shape[1]:
             raise ValueError(f"lengths are {min(lengths)} to {max(lengths)}: expected 1 to {activation.shape[1]}.")
-        columns, sample_fields = self.record_format.stored(activation, fields)
+        stored = self.record_format.stored(activation)
         self._index.check()
         self._space.check()
         if self.dropped is not None:
@@ -465,26 +441,21 @@ class ActivationStore:
         ]
         targets, chosen, entries = targets[is_placed], chosen[is_placed], entries[is_placed]
         places = _places(entries)
-        values = [
-            [column[position, : place[3]] for column in columns]
-            for position, place in zip(chosen.tolist(), places, strict=True)
-        ]
+        values = [stored[position, : place[3]] for position, place in zip(chosen.tolist(), places, strict=True)]
         entries["tokens"] = [hash_of(record) for record in values]
         entries["weights_id"] = weights_id
-        entries["input_digest"] = np.asarray(input_digests)[chosen]
-        for name, field in sample_fields.items():
-            entries[name] = field[chosen]
+        entries["digest"] = np.asarray(digests)[chosen]
         # Crash safety: `_place` has set ids to 0, and `put` sets them only after all tokens are written.
         self._write_tokens(places, values)
         self._index.put(targets, entries)
         return len(targets)
 
-    def _write_tokens(self, places: list[tuple[int, ...]], values: list[list[Array]]) -> None:
+    def _write_tokens(self, places: list[tuple[int, ...]], values: list[Array]) -> None:
         # A record keeps its place, which may be in the file of another writer, one of an earlier run, say.
         for writer in {place[1] for place in places}:
             self._file(writer).size()
         for (_, writer, start, _, _), tokens in zip(places, values, strict=True):
-            self._file(writer).write(start, tokens)
+            self._file(writer).write(start, [tokens])
 
     def _place(self, sample: int, entry: np.void, space: Space) -> bool:
         """Find space for a record, put it into `entry`, and mark the record as being written.

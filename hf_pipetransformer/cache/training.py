@@ -18,14 +18,15 @@ from hf_pipetransformer.cache.storage import first_told, measure_storage
 from hf_pipetransformer.cache.store import StoreSize, store_size
 from hf_pipetransformer.comm.staging import is_apart
 from hf_pipetransformer.comm.transfers import broadcast_tree
-from hf_pipetransformer.data.batches import detach_tags, take_samples
+from hf_pipetransformer.data.batches import detach_tags, take_rows, take_samples
 from hf_pipetransformer.planning.storing import why_not_over_nodes
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.schedules.placement import first_above
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.cache.assembly import SampleSource
+    from hf_pipetransformer.cache.files import Array
+    from hf_pipetransformer.cache.inputs import SampleForm
     from hf_pipetransformer.data.loader import PipelineLoader
     from hf_pipetransformer.engine.program import MicroBatch
     from hf_pipetransformer.runtime.context import Context
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 NUM_CHECKED = 4
-"""Stored samples that are computed again before the records of an earlier run are used."""
+"""Samples of a batch that are computed again before records of an earlier run are used."""
 
 NUM_HIDDEN = 3
 """Tokens that a trial without padding takes for padding."""
@@ -45,7 +46,8 @@ NUM_WATCHED = 1
 class TrainingCache:
     """Cache of the frozen blocks' output, for the training samples and for evaluation sets read during training.
 
-    The store is opened when a layout first caches blocks. `source` has the samples of the training data's `loader`.
+    The store is opened when a layout first caches blocks. `form` is that of the samples of the
+    training data's `loader`.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class TrainingCache:
         pipeline: Pipeline,
         inputs: CacheInputs,
         loader: PipelineLoader,
-        source: SampleSource,
+        form: SampleForm,
         steps_per_epoch: int,
     ) -> None:
         self.inputs = inputs
@@ -61,16 +63,14 @@ class TrainingCache:
         self.topology = inputs.topology
         self.pipeline = pipeline
         self.loader = loader
-        self.source = source
+        self.form = form
         self.stores = CacheStores(inputs)
         self.planner = CachePlanner(
             mode=inputs.args.activation_cache,
-            # DataLoader workers hide the time to read samples.
-            input_seconds=0.0 if inputs.args.dataloader_num_workers else source.report.seconds_per_sample,
             measure=lambda: measure_storage(
                 inputs.base,
-                inputs.record_format(source),
-                source.record_length,
+                form.record_format,
+                form.record_length,
                 # Stage 0 reads for the whole pipeline.
                 inputs.args.train_samples_per_device * pipeline.layout.pipeline_size,
                 len(loader.dataset),
@@ -92,11 +92,13 @@ class TrainingCache:
         """Optimizer steps done at the last check that found nothing."""
         self._has_served = False
         """True if batches since then have used stored activations."""
+        self._is_unproven = self._has_agreed = False
+        """True until, and once, records of an earlier run were compared with what the layers give now."""
 
     def _store_size(self, loader: PipelineLoader) -> StoreSize:
         """Return the bytes that a loader's samples need and may take here, at training's record length."""
         num_samples, here = len(loader.dataset), num_samples_here(self.topology, loader.dataset)
-        how = (self.inputs.record_format(self.source), self.source.record_length, here)
+        how = (self.form.record_format, self.form.record_length, here)
         return store_size(self.stores.max_bytes(), num_samples, *how)
 
     # ---- following the layout ----
@@ -105,7 +107,7 @@ class TrainingCache:
         """Serve records of the present weights after a transition. Collective: call on every rank."""
         stage = self.pipeline.stage
         if stage.layout.cache_level and self._opened is None and self.planner.mode != "off":
-            self._opened = self.stores.open(self.loader, self.source)
+            self._opened = self.stores.open(self.loader, self.form)
             if self._opened is None:
                 self.planner.mode = "off"
             else:
@@ -196,25 +198,37 @@ class TrainingCache:
         return False
 
     def _use_weights(self, cache: ActivationCache) -> None:
-        """Serve records of the present weights, after some that an earlier run left were computed again.
+        """Serve records of the present weights. Collective: call on every rank of a pipeline."""
+        assert self._weights is not None
+        cache.use_weights(self._weights.keys)
+        if cache is self._opened:
+            groups, found = self.pipeline.stage.groups, bool(cache.store.num_found)
+            first = groups.pipeline_ranks[0]
+            self._is_unproven = broadcast_tree(found, first, groups.pipeline_control, self.topology.rank)
+
+    def _agrees(self, cache: ActivationCache, inputs: Mapping[str, Any]) -> bool:
+        """Return False if records that a batch has are not what the layers give now; serve others then.
 
         Collective: call on every rank of a pipeline.
         """
         assert self._weights is not None
-        cache.use_weights(self._weights.keys)
         groups = self.pipeline.stage.groups
-        found = cache.some_records(NUM_CHECKED) if groups.is_first and cache.store.num_found else []
-        for some in broadcast_tree(found, groups.pipeline_ranks[0], groups.pipeline_control, self.topology.rank):
-            given = self._output_after(some["level"], some["batch"])
-            if not _are_alike(some, given, self._weights.precision):
+        found = _some_records(inputs, NUM_CHECKED) if groups.is_first else []
+        found = broadcast_tree(found, groups.pipeline_ranks[0], groups.pipeline_control, self.topology.rank)
+        for some in found:
+            given, lengths = self._output_after(some["level"], some["batch"]), cache.form.kept_of(some["batch"])
+            if not _are_alike(given, some["activation"], lengths, self._weights.precision):
                 cache.distrust()
-                cache.use_weights(self._weights.keys)
+                self._use_weights(cache)
                 self._say(
                     "The activations that an earlier run has stored are computed again: the frozen layers have the "
                     "same weights and settings, but compute something else for the same samples. Expected the "
                     "modules, their attributes and their hooks of that run."
                 )
-                return
+                return False
+        if found:
+            self._is_unproven, self._has_agreed = False, True
+        return True
 
     def _output_after(self, level: int, batch: Mapping[str, Any], seed: int = 0) -> torch.Tensor:
         """Return what the embeddings and `level` layers give for a batch. Collective: every rank of a pipeline."""
@@ -222,7 +236,7 @@ class TrainingCache:
         return self.pipeline.stage.output_below(first_above(level), forward, seed)
 
     def current(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return a training batch, read again if frozen weights have changed since (by a callback or a load).
+        """Return a training batch, looked up again if frozen weights have changed since (by a callback or a load).
 
         Collective: call on every rank of a pipeline.
 
@@ -245,8 +259,10 @@ class TrainingCache:
             return inputs
         # The loader reads ahead, so this batch may come from records of the weights before.
         if tags.stamp != self._opened.stamp:
-            inputs = self.loader.read_again(inputs)
-            _, tags = detach_tags(inputs)
+            inputs = self.loader.look_up_again(inputs)
+        if self._is_unproven and not self._agrees(self._opened, inputs):
+            inputs = self.loader.look_up_again(inputs)
+        _, tags = detach_tags(inputs)
         self._has_served |= tags is not None and bool(tags.num_layers.any())
         return inputs
 
@@ -275,8 +291,6 @@ class TrainingCache:
     def begin_epoch(self) -> None:
         """Have the next batch checked, after the callbacks that come before it."""
         self._is_due = True
-        if self._opened is not None:
-            self._opened.verify_next()
 
     def check(self) -> None:
         """Check that the frozen layers are and compute what they did when records were written.
@@ -326,7 +340,9 @@ class TrainingCache:
 
     def serve(self, loader: PipelineLoader, dataset: Any) -> None:
         """Let an evaluation during training use the cache, if the set will be read again and caching it pays."""
-        if self._opened is None or self._opened.is_off or self._weights is None or not self._may_serve(dataset):
+        if self._opened is None or self._opened.is_off or self._weights is None:
+            return
+        if not self.run.hides_batches_of(dataset):
             return
         self.check()
         if id(dataset) not in self._of_evaluations:
@@ -337,23 +353,17 @@ class TrainingCache:
             )
             if not pays:
                 return
-            source = self.inputs.source_of(loader, is_training=False)
-            opened = None if source is None else self.stores.open(loader, source, is_training=False)
+            form = self.inputs.form_of(loader, is_training=False)
+            opened = None if form is None else self.stores.open(loader, form, is_training=False)
+            # Of an earlier run nothing is used before the training has compared some.
+            if opened is not None and opened.store.num_found and not self._has_agreed:
+                opened.distrust()
             # Keep a reference to the data set: after garbage collection its id could be reused.
             self._of_evaluations[id(dataset)] = dataset, opened
         _, cache = self._of_evaluations[id(dataset)]
         if cache is not None:
             self._use_weights(cache)
             loader.take_from(cache)
-
-    def _may_serve(self, dataset: Any) -> bool:
-        """Return True for the Trainer's own evaluation set if no user code sees the batches.
-
-        User code might call the model with part of a batch, but a cached sample's main input can be a placeholder.
-        """
-        args = self.run.args
-        shows_inputs = "inputs" in args.include_for_metrics
-        return self.run.hides_batches_of(dataset) and not shows_inputs | args.dataloader_persistent_workers
 
     def _evaluations_left(self) -> float:
         """Return how often the evaluation set will be read, including this time."""
@@ -401,6 +411,7 @@ class TrainingCache:
         counts = self.topology.gather({"bytes_stored": num_bytes, **self._opened.counts.since_report()})
         totals = {name: sum(count[name] for count in counts) for name in counts[0]}
         self.inputs.context.journal.write("cache", what="epoch", **totals)
+        self._opened.end_epoch()
         self._drop_on_all_nodes(self._opened)
         reads = totals["hits"] + totals["misses"]
         if reads:
@@ -426,12 +437,23 @@ class TrainingCache:
         self.stores.close()
 
 
-def _are_alike(some: Mapping[str, Any], output: torch.Tensor, precision: str) -> bool:
-    """Return True if the layers' output is that of the stored records, see `ActivationCache.some_records`."""
-    stored = some["activation"]
+def _some_records(inputs: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
+    """Return samples of a batch that have records, as inputs, activations and level, at most `most` of each level."""
+    batch, tags = detach_tags(inputs)
+    if tags is None or tags.hidden is None:
+        return []
+    found = []
+    for level in tags.num_layers[tags.num_layers > 0].unique().tolist():
+        rows = (tags.num_layers == level).nonzero().squeeze(1)[:most]
+        found.append({"level": level, "batch": dict(take_rows(batch, rows)), "activation": tags.hidden[rows].clone()})
+    return found
+
+
+def _are_alike(output: torch.Tensor, stored: torch.Tensor, lengths: Array, precision: str) -> bool:
+    """Return True if the layers' output is that of stored records, which have so many positions each."""
     # Records stored in 16 bits are rounded more than the precision of the run says.
     tolerance = OTHER_BATCH_TOLERANCE[coarsest(precision, stored.dtype, output.dtype)]
-    shown = torch.arange(output.shape[1]) < torch.tensor(some["tokens"])[:, None]
+    shown = torch.arange(output.shape[1]) < torch.from_numpy(lengths)[:, None]
     return not differs(output[shown], stored[shown].to(output.dtype), tolerance)
 
 
@@ -451,10 +473,10 @@ def begin_cache(context: Context, pipeline: Pipeline, loader: Any, steps_per_epo
     if why is not None and context.args.activation_cache == "on":
         raise ValueError(f"activation_cache='on', and {why}. Use 'auto', which waits for that, or 'off'.")
     inputs = CacheInputs(context, pipeline.start_up, pipeline.layout.abilities)
-    source = inputs.source_of(loader)
-    if source is None:
+    form = inputs.form_of(loader)
+    if form is None:
         return None
     keep_on_nodes(context, loader)
     if why is not None:
         inputs.say_off(f"{why}.", is_training=True)
-    return TrainingCache(pipeline, inputs, loader, source, steps_per_epoch)
+    return TrainingCache(pipeline, inputs, loader, form, steps_per_epoch)

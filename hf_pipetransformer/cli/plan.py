@@ -251,15 +251,13 @@ def _storage(
     from hf_pipetransformer.planning.storing import DiskProfile
 
     activation, limit = planner.probe.activation, args.activation_cache_max_gb
-    record = RecordFormat(activation.hidden_shape[-1], stored_dtype(args, planner.probe.boundary_dtypes[-1]), {}, {})
+    record = RecordFormat(activation.hidden_shape[-1], stored_dtype(args, planner.probe.boundary_dtypes[-1]))
     size = float(record.record_bytes(activation.hidden_shape[0]))
     seconds = size / (1e9 * options.disk_bandwidth)
     # The same limit as in a run: half of what is free.
     allowed = most_bytes(args)
     # --disk_bandwidth is that of a disk alone: the pipelines of a node share it.
-    storage = DiskProfile(
-        size, allowed, seconds, seconds, 0.0 if args.dataloader_num_workers else machine.reading, is_shared=True
-    )
+    storage = DiskProfile(size, allowed, seconds, seconds, is_shared=True)
     assumed = [f"{options.disk_bandwidth:g} GB/s of the cache's disk, and samples that are the same in every epoch"]
     assumed += [] if limit is not None else ["half of the free space of this machine's disk for the cache"]
     return storage, assumed

@@ -44,7 +44,7 @@ from hf_pipetransformer.schedules.placement import Placement
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24}
 """Messages and reduced tensors whose speed is measured."""
-RECORD = RecordFormat(768, torch.float32, {}, {})
+RECORD = RecordFormat(768, torch.float32)
 RECORD_TOKENS = 512
 """A record of 1.5 MiB: one sequence of a model of BERT's width."""
 ROWS_PER_RANK, NUM_STEPS, FREEZE_STEP, LEARNING_RATE = 2, 4, 2, 1e-3

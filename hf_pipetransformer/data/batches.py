@@ -23,7 +23,7 @@ import xxhash
 from hf_pipetransformer.comm.staging import KnownMask, pinned
 from hf_pipetransformer.comm.transfers import sendable
 from hf_pipetransformer.data.flattened import Sequences, assign_sequences, find_sequences, num_left_out
-from hf_pipetransformer.data.row_table import bytes_of
+from hf_pipetransformer.data.row_table import bytes_of, words_of
 
 
 _SAMPLES, _NUM_LAYERS, _DIGESTS, _STAMP, _HIDDEN = (
@@ -120,7 +120,7 @@ class CacheTags:
         samples: index of each sample in the data set, `(batch,)`, int64.
         num_layers: number of layers whose output is known for each sample, `(batch,)`, int64; 0: computed from its
             input.
-        digests: digest of each sample's input, `(batch,)`, int64; 0 if the sample was not read.
+        digests: hash of each sample's input, `(batch, 2)`, int64.
         stamp: the cache's version number of the weights that `num_layers` refers to.
         hidden: stored activations, `(batch, seq, hidden)`, on the stage that reads them; rows with 0 layers are
             unused. None on later stages, and if nothing is stored.
@@ -543,35 +543,25 @@ def shown_lengths(mask: torch.Tensor) -> np.ndarray:
     return np.where(shown.any(axis=1), shown.shape[1] - np.argmax(shown[:, ::-1], axis=1), 0)
 
 
-def sample_digests(batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]) -> np.ndarray:
-    """Return one digest per sample, uint64 `(batch,)`, over all its tensors, independent of padding and of the batch.
+def sample_digests(batch: Mapping[str, Any], lengths: np.ndarray, main_input: str, pad_token_id: int) -> np.ndarray:
+    """Return two words `(batch, 2)` for each sample, a 128-bit hash of its tensors, whatever else is in the batch.
 
-    Tensors named in `token_fields`, `(batch, seq)`, are cut to the real lengths `(batch,)`.
+    Of values for each token, padding behind the real lengths `(batch,)` does not count.
     """
-    digests = field_digests(batch, lengths, token_fields)
-    if not digests:
-        return np.full(len(lengths), xxhash.xxh3_64_intdigest(b""), dtype=np.uint64)
+    hashers, positions = [xxhash.xxh3_128() for _ in lengths], batch[main_input].shape[:2]
     # By name, because the order of the entries is no part of a sample.
-    stacked = np.stack([digests[name] for name in sorted(digests)], axis=1)
-    return np.array([xxhash.xxh3_64_intdigest(each.tobytes()) for each in stacked], dtype=np.uint64)
-
-
-def field_digests(
-    batch: Mapping[str, Any], lengths: np.ndarray, token_fields: Collection[str]
-) -> dict[str, np.ndarray]:
-    """Return a digest per sample, uint64 `(batch,)`, for each tensor: over its name, dtype, shape and bytes."""
-    digests: dict[str, np.ndarray] = {}
-    for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            continue
-        is_cut = name in token_fields
-        # Part of the digest, as tensors of other dtypes or shapes can have the same bytes.
-        head = f"{name}\0{value.dtype}\0{'' if is_cut else tuple(value.shape[1:])}\0".encode()
-        data = bytes_of(value).reshape(value.shape[0], -1)
-        found = np.empty(len(data), dtype=np.uint64)
-        for index, content in enumerate(data):
-            hasher = xxhash.xxh3_64(head)
-            hasher.update((content[: int(lengths[index]) * value.element_size()] if is_cut else content).data)
-            found[index] = hasher.intdigest()
-        digests[name] = found
-    return digests
+    for name, value in sorted(batch.items()):
+        is_of_tokens = value.dim() > 1 and value.shape[:2] == positions and not batch[main_input].is_floating_point()
+        ends = [None] * len(lengths)
+        if is_of_tokens:
+            is_beyond = torch.arange(value.shape[1]) >= torch.from_numpy(lengths)[:, None]
+            is_padding = (value.cpu() == fill_value(name, main_input, pad_token_id)).flatten(2).all(-1)
+            is_padded = (is_padding | ~is_beyond).all(1)
+            ends = [end if each else None for end, each in zip(lengths.tolist(), is_padded.tolist(), strict=True)]
+        data = bytes_of(value).reshape(len(value), value.shape[1] if is_of_tokens else 1, -1)
+        for hasher, content, end in zip(hashers, data, ends, strict=True):
+            # With the shape, as tensors of other dtypes or shapes can have the same bytes.
+            shape = (*content[:end].shape[:1], *value.shape[2:]) if is_of_tokens else tuple(value.shape[1:])
+            hasher.update(f"{name}\0{value.dtype}\0{shape}\0".encode())
+            hasher.update(np.ascontiguousarray(content[:end]).data)
+    return words_of(hashers)

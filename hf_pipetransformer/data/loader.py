@@ -100,8 +100,6 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         # accelerate's mixin reads it: the last batch is whole then, and has no remainder to be cut to.
         self._drop_last = order is not None and getattr(order.global_batches, "drop_last", False)
         self.is_stream = order is None
-        self.samples: Any = reading.reader.dataset
-        """Data set that batches are collated from."""
         self.total_batch_size = total_batch_size
         self.pins_memory = pins_memory
         # accelerate's `begin` and `end` enter this loader there and take it out again.
@@ -238,15 +236,11 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         return self.reading.records
 
     def take_from(self, records: RecordSource) -> None:
-        """Take samples from `records` where it has them, starting with the next batch that is read."""
-        assert isinstance(self.reading, ReplicaReading)
-        self.reading.take_from(records)
+        """Look samples up in `records`, starting with the next batch."""
+        self.reading.records = records
 
-    def read(self, samples: list[int]) -> Any:
-        return self.reading.reader.collate_fn(self.samples.__getitems__(samples))
-
-    def read_again(self, batch: dict[str, Any]) -> SampleBatch:
-        """Return the samples of an earlier `batch` as `records` has them now. Call on every stage of a pipeline."""
+    def look_up_again(self, batch: dict[str, Any]) -> SampleBatch:
+        """Return an earlier `batch` with what `records` has of it now. Call on every stage of a pipeline."""
         if not self.link.groups.is_first:
             return self.link.receive().batch
         assert isinstance(self.reading, ReplicaReading)

@@ -7,7 +7,7 @@ the shares: `DispatchedReading` for data that draws at random, `StreamReading` f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,23 +44,13 @@ if TYPE_CHECKING:
 
 
 class RecordSource(Protocol):
-    """Source of samples that need not be read from the data set: the activation cache."""
+    """Source of what frozen layers compute of samples that were read: the activation cache."""
 
-    def select(self, samples: list[int]) -> list[int]:
-        """Return the members of `samples` that must be read from the data set."""
-
-    def complete(
-        self, samples: list[int], read: list[int], batch: Mapping[str, Any], agree: Callable[[int], int]
-    ) -> SampleBatch:
-        """Return the batch of all `samples`.
-
-        Args:
-            read: the members of `samples` that `batch` contains, in the order of its rows.
-            agree: maps the padded length of this replica's batch to that of all replicas. Called once.
-        """
+    def tagged(self, samples: list[int], batch: SampleBatch) -> SampleBatch:
+        """Return a batch of the samples with these indices, with what is known of them; see `CacheTags`."""
 
     def prefetch(self, samples: list[int]) -> None:
-        """Start to load `samples`, which come next."""
+        """Start to load what is known of `samples`, which come next."""
 
 
 @sendable
@@ -139,7 +129,7 @@ class EpochReading:
     link: PipelineLink
     shared: SharedRngState | None
     records: RecordSource | None = field(default=None, init=False)
-    """Source of samples that need not be read from the data set."""
+    """Source of what is stored of samples."""
     begun: DispatchedReading | None = field(default=None, kw_only=True)
     """What has begun the first epoch, before the layout was known; None behind its first batch."""
     _seed_state: torch.Tensor | None = field(default=None, init=False)
@@ -232,17 +222,10 @@ class ReplicaReading(EpochReading):
         # The earlier run has drawn the seed of these workers already, and its states were saved after that.
         self._was_seeded = self.link.groups.is_first and (start.first > 0 or self.reader.persistent_workers)
 
-    def take_from(self, records: RecordSource) -> None:
-        """Take samples from `records` where it has them, starting with the next batch that the sampler returns."""
-        self.records = records
-        self.sampler.select = records.select if self.link.groups.is_first else None
-
     def follow(self, old: PipelineGroups, index: int) -> None:
         """Continue with batch `index` as another replica; workers that read ahead stay alive."""
         groups = self.link.groups
-        if self.records is not None:
-            self.take_from(self.records)
-        elif (groups.replica, groups.num_replicas, groups.is_first) == (old.replica, old.num_replicas, old.is_first):
+        if (groups.replica, groups.num_replicas, groups.is_first) == (old.replica, old.num_replicas, old.is_first):
             return
         if groups.is_first and self._batches is not None:
             # Batches that the workers have read ahead were cut for the old replicas: skip them.
@@ -255,15 +238,15 @@ class ReplicaReading(EpochReading):
     def next(self, index: int, _num_under_way: int) -> Share:
         sampler = self.sampler
         batch, own = self._read(index)
-        if self.records is not None and own.is_single:
-            batch = self.records.complete(own.samples, own.read, batch, self._agreed_length)
-            self.records.prefetch(sampler.upcoming())
-        elif self.common_length is not None:
+        if self.common_length is not None:
             rule = self.common_length
             # A replica without samples takes part with length 0: the others wait for it in the all-reduce.
             length = self._agreed_length(sequence_length(batch, rule.main_input))
             if batch:
                 batch = pad_batch(batch, rule.main_input, length, rule.pad_token_id, on_left=rule.on_left)
+        if self.records is not None and own.is_single:
+            batch = self.records.tagged(own.samples, SampleBatch.of(batch))
+            self.records.prefetch(sampler.upcoming())
         is_last = index == len(sampler) - 1
         if is_last:
             # Callers stop at the last batch and leave the loader's generator suspended; end the workers now.
@@ -274,8 +257,7 @@ class ReplicaReading(EpochReading):
         """Return this replica's share of global batch `index` as it was read, and its samples."""
         sampler, groups = self.sampler, self.link.groups
         begun = self.begun
-        if begun is not None and (self.is_first_uncut or (self.records is not None and groups.num_replicas > 1)):
-            # Records are those of samples padded for one replica, and the first batch was padded for all.
+        if begun is not None and self.is_first_uncut:
             begun.has_first = False
             begun.close()
         if begun is not None and begun.has_first:
@@ -308,22 +290,19 @@ class ReplicaReading(EpochReading):
             return iter(self.reader)
 
     def _agreed_length(self, length: int) -> int:
-        """Return the longest padded length over the replicas if the loss sees padding, else `length`."""
+        """Return the longest padded length over the replicas."""
         groups = self.link.groups
-        if self.common_length is None or groups.replica_control is None:
+        if groups.replica_control is None:
             return length
         what = f"agreeing on a padded length with {groups.replicas}"
         return int(reduced(torch.tensor([length]), groups.replica_control, what, dist.ReduceOp.MAX))
 
     def again(self, batch: dict[str, Any]) -> SampleBatch:
-        """Return the samples of an earlier `batch` as `records` has them now, padded as before."""
-        _, tags = detach_tags(batch)
+        """Return an earlier `batch` with what `records` has of its samples now."""
+        inputs, tags = detach_tags(batch)
         if self.records is None or tags is None:
-            return SampleBatch.of(batch)
-        rule = self.common_length
-        same = None if rule is None else sequence_length(batch, rule.main_input)
-        # Without agreement: the replicas agreed when the batch was first read, and may not read it again now.
-        return self.records.complete(tags.samples.tolist(), [], {}, lambda own: own if same is None else same)
+            return inputs
+        return self.records.tagged(tags.samples.tolist(), inputs)
 
     def close(self) -> None:
         self._batches = None

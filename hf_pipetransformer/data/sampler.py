@@ -181,13 +181,10 @@ class ReplicaBatch:
     """A replica's part of a global batch.
 
     Args:
-        samples: all of its samples.
-        read: those of them that are read from the data set.
         is_single: True if none of them comes a second time in this epoch or on another replica.
     """
 
     samples: list[int]
-    read: list[int]
     is_single: bool
 
 
@@ -210,8 +207,6 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         self.repeat_small = repeat_small
         self.unread: deque[ReplicaBatch] = deque()
         """Batches returned by `__next__` that the loader has not popped from here yet."""
-        self.select: Callable[[list[int]], list[int]] | None = None
-        """Function that returns the samples of a batch that must be read from the data set; None: all."""
         # As torch's batch samplers have them, for callbacks and accelerate.
         self.sampler = order.sampler
         self.batch_size = getattr(order.global_batches, "batch_size", None)
@@ -234,25 +229,26 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         batch = batches[self._position]
         self._position += 1
         own = self._part(batch)
-        # A sample that comes twice, or on several replicas, is always read: a cache row must have a single writer.
-        is_single = self.order.is_single and not self._repeats(batch)
-        read = self.select(own) if self.select is not None and is_single else own
-        self.unread.append(ReplicaBatch(own, read, is_single))
-        return read
+        self.unread.append(self._noted(own, batch))
+        return own
 
     def part_of(self, index: int, replica: int, num_replicas: int) -> ReplicaBatch:
-        """Return a replica's part of global batch `index`, all of which was read."""
+        """Return a replica's part of global batch `index`, which was read."""
         self.seek(index, replica, num_replicas)
         batch = self.order.batches()[index]
         own = self._part(batch)
-        return ReplicaBatch(own, own, self.order.is_single and not self._repeats(batch))
+        return self._noted(own, batch)
+
+    def _noted(self, own: list[int], batch: list[int]) -> ReplicaBatch:
+        # Of a sample that comes twice, or on several replicas, no record is made: each must have a single writer.
+        return ReplicaBatch(own, self.order.is_single and not self._repeats(batch))
 
     def upcoming(self) -> list[int]:
         """Return the samples of the batch after the last one popped from `unread`; empty if unknown."""
         if self.unread:
             return self.unread[0].samples
         batches = self.order.batches()
-        # Nothing is told where samples come twice: these are read from the data set.
+        # Nothing is told where samples come twice: these have no records.
         return self._part(batches[self._position]) if self._position < len(batches) and self.order.is_single else []
 
     def _repeats(self, batch: list[int]) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.layouts import Choice, PlanInputs
-from hf_pipetransformer.planning.search import search, seconds_left, without_reading
+from hf_pipetransformer.planning.search import search, seconds_left
 from hf_pipetransformer.planning.storing import COMPUTE, Pass, Storing, Way
 
 
@@ -52,13 +52,8 @@ class Forecast:
 
     def seconds(self, spans: Sequence[Span]) -> float:
         """Return the seconds of a run with these spans, in which ever more layers freeze, transitions included."""
-        # Each pass brings its own reading: with that of the measured steps it would count twice.
-        inputs = self._without_reading
-        return sum(each.moving + seconds_left(each.layout, each.way.passes, inputs) for each in self.stretches(spans))
-
-    @property
-    def _without_reading(self) -> PlanInputs:
-        return without_reading(self.inputs, self.layout, self.storing)
+        stretches = self.stretches(spans)
+        return sum(each.moving + seconds_left(each.layout, each.way.passes, self.inputs) for each in stretches)
 
     def way(self, spans: Sequence[Span]) -> Way:
         """Return what a run first chooses to store, or else its first choice; `COMPUTE` if it decides nothing."""
@@ -71,9 +66,8 @@ class Forecast:
         layout, share = self.layout, 0.0
         steps_left = sum(span.num_steps for span in spans)
         for span in spans:
-            reading = 0.0 if self.storing is None else self.storing.input
             stored_level = layout.cache_level
-            choice = Choice(layout, way=replace(COMPUTE, passes=(Pass(steps_left, record_seconds=reading),)))
+            choice = Choice(layout, way=replace(COMPUTE, passes=(Pass(steps_left),)))
             # What is frozen before the first step freezes nothing more, but it has to be decided if it is stored.
             if span.num_frozen > layout.num_frozen_layers or (span is spans[0] and span.num_frozen):
                 choice = self._search(layout, span.num_frozen, share, steps_left)
@@ -91,7 +85,7 @@ class Forecast:
         if storing is not None:
             # The inputs that are given have no reading in them, whatever the layout that it was measured under.
             storing = replace(storing, level=level, share=share if level else 0.0, now=0.0)
-        return search(layout, num_frozen, steps_left, self._without_reading, storing)
+        return search(layout, num_frozen, steps_left, self.inputs, storing)
 
 
 def likely_cause(prediction: Prediction, reports: Sequence[Mapping[str, float]]) -> str:

@@ -108,8 +108,7 @@ class _Look:
         plain, storing, num_frozen, steps = lay_out(0), self.storing, self.num_frozen, self.steps_left
         # A pipeline over several nodes stores nothing: stages elsewhere could not read the store of the first.
         if storing is None or self.inputs.overheads.spans_nodes(plain.pipeline_size):
-            reading = 0.0 if storing is None else storing.input
-            return self._judged(plain, replace(COMPUTE, passes=(Pass(steps, record_seconds=reading),)))
+            return self._judged(plain, replace(COMPUTE, passes=(Pass(steps),)))
         blocks = with_launches(self.inputs.blocks, plain, self.inputs.samples_per_device)
         costs = replace(storing, prefix=prefix_seconds(blocks))
         costs = costs.beside(active_seconds(blocks, num_frozen), plain.pipeline_size)
@@ -199,9 +198,8 @@ def without_reading(inputs: PlanInputs, current: Layout, storing: Storing | None
     """Return the inputs without the reading of the measured steps, which ran under `current`; see `Storing.now`."""
     if storing is None:
         return inputs
-    now = storing.input if storing.now is None else storing.now
     # The first stage reads the batch of its whole pipeline.
-    read = inputs.accumulation * inputs.samples(current) * now
+    read = inputs.accumulation * inputs.samples(current) * storing.now
     return replace(inputs, overheads=replace(inputs.overheads, per_step=max(0.0, inputs.overheads.per_step - read)))
 
 

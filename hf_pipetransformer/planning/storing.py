@@ -24,7 +24,6 @@ class Storing:
     Args:
         prefix: `prefix[f]` is the forward of the embeddings and `layers[0:f]`; `prefix[0]` is the embeddings alone.
             The search fills it in, and `active`.
-        input: reading, decoding, tokenizing and collating a sample, minus what DataLoader workers hide.
         is_apart: True if the device leaves the host's cores free: threads read the records of the next batch and write
             those of the last one while it computes.
         num_at_once: batches that a step takes one after the other before it computes, of which only the first one has
@@ -37,13 +36,11 @@ class Storing:
         steps_per_epoch: optimizer steps, or any other unit in which the length of a run is given too.
         dropout_from: number of frozen layers from which on storing would change what the script's frozen layers
             compute. `auto` stores nothing there, because by default no number differs from Trainer's.
-        now: seconds per sample that the measured steps spend on reading; None for those of reading the data set. They
-            are a part of the measured overhead of a step, and other numbers of stages read other numbers of samples.
-
+        now: seconds per sample that the measured steps spend on reading records. They are a part of the measured
+            overhead of a step, and other numbers of stages read other numbers of records.
     """
 
     prefix: tuple[float, ...]
-    input: float
     read: float
     write: float
     is_apart: bool = False
@@ -55,7 +52,7 @@ class Storing:
     fits_share: float = 1.0
     steps_per_epoch: float = 1.0
     dropout_from: float = inf
-    now: float | None = None
+    now: float = 0.0
 
     def keeps_dropout(self, num_frozen: int) -> bool:
         return self.mode == "auto" and num_frozen >= self.dropout_from
@@ -83,13 +80,6 @@ class Storing:
         # Records are written when their batch is through, so that each batch of a step hides its own.
         return max(0.0, self.write - self.active - computed) if self.is_apart else self.write
 
-    def seconds_of_input(self, share: float, computed: float = 0.0) -> float:
-        """Return the seconds per sample spent reading if `share` of the samples come from the store.
-
-        `computed` is what the frozen blocks above their records compute.
-        """
-        return share * self.reading(computed) + (1 - share) * self.input
-
 
 @dataclass(frozen=True)
 class DiskProfile:
@@ -98,7 +88,7 @@ class DiskProfile:
     Args:
         record_bytes: bytes of a sample's record.
         allowed_bytes: limit of the node's records.
-        read: seconds to read a record, `write` to write it, `input` to read and collate a sample instead.
+        read: seconds to read a record, `write` to write it.
         why_off: why nothing can be stored; None if it can.
         is_shared: True if `read` and `write` are those of one rank alone, which all readers of a node slow down.
     """
@@ -107,7 +97,6 @@ class DiskProfile:
     allowed_bytes: float = 0.0
     read: float = 0.0
     write: float = 0.0
-    input: float = 0.0
     why_off: str | None = None
     is_shared: bool = False
 
@@ -134,7 +123,7 @@ class Pass:
     Args:
         level: the number of blocks covered by the records that are read.
         share: share of the samples whose records are read, 0 to 1; the others are computed.
-        record_seconds: seconds per sample of reading samples and records and of writing records.
+        record_seconds: seconds per sample of reading and writing records.
     """
 
     steps: float
@@ -182,7 +171,7 @@ def passes_ahead(storing: Storing, num_frozen: int, level: int, steps_left: floa
         steps_left: optimizer steps.
     """
     if not level:
-        return (Pass(steps_left, record_seconds=storing.input),)
+        return (Pass(steps_left),)
     # Records of layers that train again hold what the weights of earlier steps computed.
     share, whole = storing.share if 0 < storing.level <= level else 0.0, storing.prefix[num_frozen]
     # Records that are there fit, whatever has filled the disk since.
@@ -194,10 +183,10 @@ def passes_ahead(storing: Storing, num_frozen: int, level: int, steps_left: floa
     rewritten = 0.0 if storing.level == level else share * storing.writing(above_old)
     written = rewritten + (fits - share) * storing.writing(whole)
     first = min(steps_left, storing.steps_per_epoch)
-    reading = storing.seconds_of_input(share, above_old)
+    reading = share * storing.reading(above_old)
     found = [Pass(first, storing.level if share else 0, share, reading + written)]
     if steps_left > first:
-        found.append(Pass(steps_left - first, level, fits, storing.seconds_of_input(fits, above_new)))
+        found.append(Pass(steps_left - first, level, fits, fits * storing.reading(above_new)))
     return tuple(found)
 
 
@@ -285,8 +274,8 @@ def decide_cache(storing: Storing, num_frozen: int, epochs_left: float) -> Way:
     With E epochs left, F frozen blocks, and a share s of the samples stored at level g, a sample costs over the rest
     of the run:
 
-        compute   E (input + prefix[F])
-        write     s (read + prefix[F] - prefix[g] + write) + (p - s) (input + prefix[F] + write)
+        compute   E prefix[F]
+        write     s (read + prefix[F] - prefix[g] + write) + (p - s) (prefix[F] + write)
                   + p (E - 1) read + (1 - p) compute
 
     where p is the share that fits into the store, at least s; `keep` is `write` with the records at level g. Where

@@ -75,7 +75,7 @@ class RunView(Protocol):
         """Return a function that computes the user's loss of `model` for a batch, which is prepared now."""
 
     def hides_batches_of(self, dataset: Any) -> bool:
-        """Return True for an evaluation set of the trainer's own if no code of the user's sees its batches."""
+        """Return True for an evaluation set of the trainer's own if no code of the user's gets its batches."""
 
 
 @dataclass

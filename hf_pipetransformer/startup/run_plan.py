@@ -432,7 +432,6 @@ def _caching(
     local = max(1, overheads.node_size // layout.pipeline_size) if storage.is_shared else 1
     storing = Storing(
         prefix=(),
-        input=storage.input,
         read=local * storage.read,
         write=local * storage.write,
         is_apart=not machine.is_host,

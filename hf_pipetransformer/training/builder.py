@@ -119,6 +119,12 @@ class PipelineBuilder:
         """True if the pipeline was built from the model that the trainer has now."""
         return self.in_force is not None and self.in_force.stage.view.model is self.context.trainer.model
 
+    @property
+    def reading_seconds(self) -> float:
+        """Seconds to read and collate a sample of the first batch; 0 if none was read, or on other ranks than 0."""
+        begun = self._begun
+        return begun.seconds / begun.num_samples if begun is not None and begun.num_samples else 0.0
+
     def _begin(self, request: Request) -> Begun:
         """Read the first batch of a request, whose loader goes on from it. Collective: call on every rank."""
         if self._begun is None or not self._begun.is_for(request):

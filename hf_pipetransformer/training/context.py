@@ -88,7 +88,7 @@ class TrainerView:
     def hides_batches_of(self, dataset: Any) -> bool:
         trainer, own = self.trainer, self.trainer.eval_dataset
         sets = own.values() if isinstance(own, dict) else [own]
-        # Stored samples are not read at all, and code of the user's that looks at batches would miss them.
+        # Records are of a batch as it was read, which code of the user's may change before the model gets it.
         is_plain = trainer_compat.has_plain_loss(trainer)
         is_plain &= not trainer_compat.is_overridden(trainer, "prediction_step")
         return is_plain and any(each is dataset for each in sets)

@@ -99,13 +99,9 @@ def make_forecast(trainer: Trainer, pipeline: Pipeline, cache: TrainingCache | N
 
     Its stage stands for the others.
     """
-    args, layout, costs = trainer.args, pipeline.layout, pipeline.start_up.plans.costs
-    samples = args.train_samples_per_device * layout.pipeline_size * args.gradient_accumulation_steps
-    read = 0.0 if cache is None else cache.planner.input_seconds
-    # Workers read while the ranks compute.
-    reading = 0.0 if args.dataloader_num_workers else samples * read
+    layout, costs = pipeline.layout, pipeline.start_up.plans.costs
     update = optimizer_seconds(trainer, pipeline.stage.trained_here().values())
-    overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=reading)
+    overheads = replace(costs.overheads, optimizer_per_parameter=update, per_step=0.0)
     storing = None if cache is None else cache.planner.storing()
     inputs = replace(pipeline.start_up.plans.inputs(layout), overheads=overheads)
     return Forecast(layout, inputs, storing)

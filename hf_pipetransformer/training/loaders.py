@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -169,6 +170,7 @@ def begin_reading(
     reader = _reader(context, found, shared, replica=0, num_replicas=1, keeps=media_of(trainer.model) is not None)
     kind = StreamReading if is_stream(dataset) else DispatchedReading
     found.reading = reading = kind(reader, link, shared, args.pipeline_timeout, request.is_training)
+    start = time.perf_counter()
     if not is_stream(dataset) and (args.dataloader_num_workers or len(topology.nodes) > 1):
         # Workers read for one replica each, and what is stored on several nodes decides the order of the first epoch
         # too: here a few samples are read that the run reads again.
@@ -183,6 +185,7 @@ def begin_reading(
         found.batch = reading.begin_run((dataset, collate))
         # Workers do not tell it of a stream.
         found.num_samples, draws = reader.collate_fn.num_samples or None, reading.draws
+    found.seconds = time.perf_counter() - start
     found.samples, reader.collate_fn.keeps = reader.collate_fn.samples, False
     found.draws, found.is_flattened, found.pads_on_left = topology.decide(
         lambda: [draws, found.batch.sequences is not None, pads_on_left(found.batch)]
@@ -207,6 +210,8 @@ class Begun:
     """On rank 0."""
     num_samples: int | None = field(default=None, init=False)
     """Samples of that batch, there; None if nobody tells."""
+    seconds: float = field(default=0.0, init=False)
+    """Time to read it, there."""
     draws: bool = field(default=False, init=False)
     """True if reading it drew random numbers."""
     is_flattened: bool = field(default=False, init=False)

@@ -11,9 +11,10 @@ import xxhash
 
 from hf_pipetransformer.cache.folder import StoreFolder, Use, take_store
 from hf_pipetransformer.cache.frozen_parts.call import Deferred
-from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, record_format
+from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
 from hf_pipetransformer.cache.frozen_parts.served import weights_key
 from hf_pipetransformer.cache.frozen_parts.serving import Price
+from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.storage import OpenStores, cache_base, measure_storage, most_bytes, stored_dtype
 from hf_pipetransformer.cache.store import ActivationStore, store_size
 from hf_pipetransformer.comm.staging import is_apart
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from hf_pipetransformer.cache.frozen_parts.served import Form, Plan
     from hf_pipetransformer.cache.frozen_parts.serving import PartsRun
     from hf_pipetransformer.cache.frozen_parts.values import Rows
-    from hf_pipetransformer.cache.records import RecordFormat
 
 
 WORTH_SECONDS = 2.0
@@ -44,7 +44,7 @@ class PartStores:
         return self._run.args
 
     def price(self, form: Form, num_samples: int) -> Price:
-        """Return what storing a part costs and saves; raises like `record_format` and `measure_storage`.
+        """Return what storing a part costs and saves; raises like `RecordFormat` and `measure_storage`.
 
         Args:
             num_samples: of the batch in which the part was seen.
@@ -57,9 +57,8 @@ class PartStores:
         # A record is found by the hash of its inputs, so that each read and each write takes a hash too.
         read, write = speed.read + hashing, speed.write + hashing
         mode = self.args.activation_cache
-        storing = Storing(
-            (0.0, form.seconds), 0.0, read, write, is_apart(self.args.device), mode=mode, fits_share=size.share
-        )
+        is_beside = is_apart(self.args.device)
+        storing = Storing((0.0, form.seconds), read, write, is_beside, mode=mode, fits_share=size.share)
         way = decide_cache(storing, 1, self._epochs_left())
         saved = (way.seconds["compute"] - way.seconds.get("write", math.inf)) * num_rows
         is_used = way.use and (mode == "on" or saved >= WORTH_SECONDS)
@@ -88,7 +87,7 @@ class PartStores:
         return ContentStore(store, writer, num_writers, folder)
 
     def _record_format(self, form: Form) -> RecordFormat:
-        return record_format(form.width, stored_dtype(self.args, form.dtype))
+        return RecordFormat(form.width, stored_dtype(self.args, form.dtype))
 
     @property
     def _most_bytes(self) -> float:

@@ -7,10 +7,8 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hf_pipetransformer.cache.inputs import InputReport, examine_inputs
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.storage import StorageSpeed, cache_base, measure_storage, most_bytes, stored_dtype
-from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.freeze.policies import freezing_of
 from hf_pipetransformer.freeze.policy import check_policy
@@ -61,15 +59,13 @@ def print_plan(builder: PipelineBuilder, given: Any, num_steps: int, steps_per_e
 def _plan(builder: PipelineBuilder, start_up: StartUp, given: Any, length: tuple[int, int]) -> RunPlan:
     context, plans = builder.context, start_up.plans
     trainer, topology, args = context.trainer, context.topology, context.args
-    num_samples = None
-    report = InputReport("the loader is the script's own, whose samples have no index")
+    num_samples: int | None = None
+    why: str | None = "the loader is the script's own, whose samples have no index"
     if isinstance(given, Request):
-        activation = start_up.probe.activation
-        dataset, collate = trainer_compat.dataset_and_collator(trainer, given.dataset, given.description)
-        report = examine_inputs(dataset, collate, activation.main_input, start_up.probe.placeholders)
-        num_samples = len(dataset) if hasattr(dataset, "__len__") else None
+        num_samples = len(given.dataset) if hasattr(given.dataset, "__len__") else None
+        why = "data set or collator draw random numbers" if builder.reads_at_random else None
     # Workers read while the ranks compute.
-    reading = 0.0 if args.dataloader_num_workers else report.seconds_per_sample
+    reading = 0.0 if args.dataloader_num_workers else builder.reading_seconds
     machine = Machine(
         topology.world_size,
         plans.device_bytes,
@@ -79,12 +75,12 @@ def _plan(builder: PipelineBuilder, start_up: StartUp, given: Any, length: tuple
     )
     measured = [f"blocks (with {plans.costs.num_samples} samples)", "memory of the devices", "the optimizer step"]
     measured += ["transfers"] if topology.world_size > 1 else []
-    measured += ["reading samples"] if report.seconds_per_sample else []
+    measured += ["reading samples"] if reading else []
     num_layers = start_up.probe.structure.num_layers
     for text in check_policy(builder.policy, num_layers, length[0], args.freeze_min_active_layers):
         logger.warning(text)
     freezing, note, evidence = freezing_of(builder.policy, args, num_layers, plans.num_frozen_by_user, length)
-    storage = None if freezing is None else _storage(args, start_up, report, num_samples or 0)
+    storage = None if freezing is None else _storage(args, start_up, why, num_samples or 0)
     measured += ["the cache's disk"] if storage is not None and storage.why_off is None else []
     assumed = (f"{COMMUNICATOR_BYTES / 1e9:g} GB for each communicator",) if machine.communicator_bytes else ()
     course = RunSchedule(*length, num_samples, freezing, storage, note, tuple(measured), assumed, evidence)
@@ -98,19 +94,17 @@ def _plan(builder: PipelineBuilder, start_up: StartUp, given: Any, length: tuple
     return plan_run(trainer.model, planner, machine, course)
 
 
-def _storage(args: PipeTransformerArguments, start_up: StartUp, report: InputReport, num_samples: int) -> DiskProfile:
+def _storage(args: PipeTransformerArguments, start_up: StartUp, why_off: str | None, num_samples: int) -> DiskProfile:
     """Measure the disk of the activation cache, as far as samples can be stored."""
-    activation, why = start_up.probe.activation, report.reason
+    activation = start_up.probe.activation
     if len(activation.hidden_shape) != 2 or activation.changes_length:
-        why = "the layers' activations are not one for each token"
-    length, size = start_up.record_length, activation.hidden_shape[-1]
-    base, speed = cache_base(args), StorageSpeed(0.0, 0.0)
-    dtype = stored_dtype(args, start_up.probe.boundary_dtypes[-1])
+        why_off = "the layers' activations are not one for each token"
+    length, speed = start_up.record_length, StorageSpeed(0.0, 0.0)
     try:
-        record = RecordFormat(size, dtype, report.token_fields, report.sample_fields)
-        if why is None:
-            speed = measure_storage(base, record, length, args.train_samples_per_device, num_samples)
+        dtype = stored_dtype(args, start_up.probe.boundary_dtypes[-1])
+        record = RecordFormat(activation.hidden_shape[-1], dtype)
+        if why_off is None:
+            speed = measure_storage(cache_base(args), record, length, args.train_samples_per_device, num_samples)
     except (OSError, ValueError) as error:
-        return DiskProfile(why_off=why or str(error))
-    seconds = 0.0 if args.dataloader_num_workers else report.seconds_per_sample
-    return DiskProfile(record.record_bytes(length), most_bytes(args), speed.read, speed.write, seconds, why)
+        return DiskProfile(why_off=why_off or str(error))
+    return DiskProfile(record.record_bytes(length), most_bytes(args), speed.read, speed.write, why_off)

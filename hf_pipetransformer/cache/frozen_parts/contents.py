@@ -14,7 +14,6 @@ from torch import nn
 from hf_pipetransformer.cache.files import Array, StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder
 from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each
-from hf_pipetransformer.cache.records import RecordFormat, field_column
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.report import logger
 
@@ -124,15 +123,6 @@ class Reading:
         return shape[2:] if pick.is_first else shape[1:]
 
 
-DIGEST_FIELD = "digest"
-"""Side field with the second half of a row's hash; the index has the first."""
-
-
-def record_format(hidden_size: int, dtype: torch.dtype) -> RecordFormat:
-    """Return the format of records of `(tokens, hidden_size)`; raises ValueError for a dtype that is not stored."""
-    return RecordFormat(hidden_size, dtype, {}, {DIGEST_FIELD: (torch.int64, ())})
-
-
 class ContentStore:
     """Records by 128-bit hashes, in an `ActivationStore` that the processes of a node share.
 
@@ -174,8 +164,8 @@ class ContentStore:
             self.switch_off(str(error))
             return
         found = np.flatnonzero(entries["weights_id"] == self._weights_id)
-        words = np.stack([entries["input_digest"], entries[field_column(DIGEST_FIELD)].view(np.uint64)], axis=1)[found]
-        self._places = {row.tobytes(): place for row, place in zip(words, found.tolist(), strict=True)}
+        digests = entries["digest"][found]
+        self._places = {row.tobytes(): place for row, place in zip(digests, found.tolist(), strict=True)}
         own = found[found % self._num_writers == self._writer]
         # Behind the last place of this process, since an earlier run may have filled some.
         self._next = int(own[-1]) + self._num_writers if len(own) else self._writer
@@ -220,11 +210,8 @@ class ContentStore:
         new = new[: len(places)]
         if self.is_off or not new:
             return
-        # The index has 64 bits for a digest, and the other half goes into a side field.
-        first, second = digests[new].T.copy()
-        fields = {DIGEST_FIELD: torch.from_numpy(second.view(np.int64))}
         try:
-            written = self._store.write(places, self._weights_id, activation[new], lengths[new], fields, first)
+            written = self._store.write(places, self._weights_id, activation[new], lengths[new], digests[new])
             if written < len(new):
                 # The store was full: it has said so, and which of them it took the index tells.
                 taken = self._store.weights_ids(places) == self._weights_id
