@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from hf_pipetransformer.cache.files import Array, StoreDamagedError
 from hf_pipetransformer.cache.records import StoredRecords
@@ -101,8 +102,10 @@ class ActivationCache:
         if self._folder is not None:
             self._folder.close(self.counts.hits, self.counts.misses)
 
-    def tagged(self, samples: list[int], batch: SampleBatch) -> SampleBatch:
+    def tagged(self, samples: list[int], batch: SampleBatch, before: CacheTags | None = None) -> SampleBatch:
         """Return a batch of these samples with the activations of those that have a record; see `RecordSource`."""
+        if before is not None:
+            self._count(before.num_layers.numpy(), -1)
         if self.is_off or not samples:
             return batch
         if (why := self.form.why_unfit(batch)) is not None:
@@ -116,9 +119,7 @@ class ActivationCache:
         except StoreDamagedError as error:
             self.switch_off(str(error))
             return batch
-        if self.level:
-            self.counts.hits += int((levels > 0).sum())
-            self.counts.misses += int((levels == 0).sum())
+        self._count(levels)
         if records is not None and (levels > 0).any():
             hidden = records
         # As int64 of the same bits, because torch supports uint64 in few operations.
@@ -149,6 +150,11 @@ class ActivationCache:
         whole = records.activation.new_zeros(len(index), *records.activation.shape[1:])
         whole[torch.from_numpy(np.flatnonzero(hit))] = records.activation
         return levels, whole
+
+    def _count(self, levels: Indices, times: int = 1) -> None:
+        if self.level:
+            self.counts.hits += times * int((levels > 0).sum())
+            self.counts.misses += times * int((levels == 0).sum())
 
     def _note_changed(self, changed: Indices, num_same: int) -> None:
         """Count samples with a record that were read again, and say once if some are others now."""
@@ -208,10 +214,12 @@ class ActivationCache:
         start = time.perf_counter()
         try:
             ahead, self._ahead = self._ahead, None
-            # Records may have come or gone since the batch was predicted, and samples be padded further.
-            if ahead is not None and ahead[1] == length and np.array_equal(ahead[0], index):
-                return ahead[2].result()
-            return self.store.read(index, length)
+            # Records may have come or gone since the batch was predicted.
+            if ahead is None or not np.array_equal(ahead[0], index):
+                return self.store.read(index, length)
+            found = ahead[2].result()
+            # To what length the batch is padded was not known.
+            return replace(found, activation=pad(found.activation, (0, 0, 0, length - ahead[1])))
         finally:
             self.counts.read_seconds += time.perf_counter() - start
 

@@ -156,12 +156,6 @@ class CacheInputs:
                 f"get_train_dataloader returned a {type(loader).__name__}, which does not say which samples it reads. "
                 "Build it with self._get_dataloader."
             )
-        if isinstance(loader.reading, DispatchedReading) and not loader.is_stream:
-            return (
-                "data set or collator draw random numbers (augmentation, random masks), so that one process reads for "
-                "all and samples may change from one reading to the next. Draw once, before the training, or give "
-                "each sample several rows, each augmented in a way of its own (docs/recipes/imagenet.md)."
-            )
         if loader.is_stream:
             return (
                 f"the data set is a stream ({type(loader.dataset).__name__}): without indices no sample is known "
@@ -176,6 +170,12 @@ class CacheInputs:
             return (
                 f"the layers' activations have {activation.hidden_shape[0]} positions for {activation.input_shape[0]} "
                 "tokens, or other numbers for other lengths: expected one a token."
+            )
+        if isinstance(loader.reading, DispatchedReading):
+            return (
+                "data set or collator draw random numbers (augmentation, random masks), so that one process reads for "
+                "all and samples may change from one reading to the next. Draw once, before the training, or give "
+                "each sample several rows, each augmented in a way of its own (docs/recipes/imagenet.md)."
             )
         if (reason := why_not_on_nodes(loader, self.topology)) is not None:
             return reason

@@ -59,7 +59,7 @@ class RecordFormat:
 
     def record_bytes(self, length: int) -> int:
         """Return the disk space of a record of `length` tokens."""
-        return -(-length * self.hidden_size * ENTRY.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return -(-length * self.hidden_size * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
     def stored(self, activation: torch.Tensor) -> Array:
         """Convert records to their stored form, `(n, seq, hidden)`.

@@ -30,9 +30,8 @@ MEASURED_RECORDS = 32
 """Most records that are written and read at once to measure the storage speed."""
 LARGE_INDEX = 16 * MEASURED_RECORDS
 """Entries of an index that stand for any larger one."""
-LOOKUPS = 3
-"""How often the places of a batch's records are looked up besides the reading itself: when samples are asked for, when
-the next batch is, and when a batch is put together."""
+LOOKUPS = 2
+"""How often the places of a batch's records are looked up besides the reading itself: before it comes, and then."""
 
 
 @dataclass(frozen=True)

@@ -555,7 +555,8 @@ def sample_digests(batch: Mapping[str, Any], lengths: np.ndarray, main_input: st
         ends = [None] * len(lengths)
         if is_of_tokens:
             is_beyond = torch.arange(value.shape[1]) >= torch.from_numpy(lengths)[:, None]
-            is_padding = (value.cpu() == fill_value(name, main_input, pad_token_id)).flatten(2).all(-1)
+            is_fill = value.cpu() == fill_value(name, main_input, pad_token_id)
+            is_padding = is_fill.reshape(*positions, -1).all(-1)
             is_padded = (is_padding | ~is_beyond).all(1)
             ends = [end if each else None for end, each in zip(lengths.tolist(), is_padded.tolist(), strict=True)]
         data = bytes_of(value).reshape(len(value), value.shape[1] if is_of_tokens else 1, -1)

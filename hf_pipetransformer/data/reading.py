@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hf_pipetransformer.comm.transfers import ObjectSender, recv_object, reduced, sendable
 from hf_pipetransformer.data.batches import (
+    CacheTags,
     CommonLength,
     SampleBatch,
     detach_tags,
@@ -46,8 +47,11 @@ if TYPE_CHECKING:
 class RecordSource(Protocol):
     """Source of what frozen layers compute of samples that were read: the activation cache."""
 
-    def tagged(self, samples: list[int], batch: SampleBatch) -> SampleBatch:
-        """Return a batch of the samples with these indices, with what is known of them; see `CacheTags`."""
+    def tagged(self, samples: list[int], batch: SampleBatch, before: CacheTags | None = None) -> SampleBatch:
+        """Return a batch of the samples with these indices, with what is known of them.
+
+        `before` is what was known when the batch was looked up earlier, in vain.
+        """
 
     def prefetch(self, samples: list[int]) -> None:
         """Start to load what is known of `samples`, which come next."""
@@ -302,7 +306,7 @@ class ReplicaReading(EpochReading):
         inputs, tags = detach_tags(batch)
         if self.records is None or tags is None:
             return inputs
-        return self.records.tagged(tags.samples.tolist(), inputs)
+        return self.records.tagged(tags.samples.tolist(), inputs, tags)
 
     def close(self) -> None:
         self._batches = None

@@ -29,8 +29,8 @@ from hf_pipetransformer.schedules.layout import Layout
 from tests.support.costs import block_costs
 
 
-# Seconds, chosen so that sums are easy: a layer takes 2, reading the data set 1, a stored row 0.5, writing one 3.
-COSTS = Storing(prefix=(1.0, 3.0, 5.0, 7.0, 9.0), input=1.0, read=0.5, write=3.0)
+# Seconds, chosen so that sums are easy: a layer and the embeddings take 2 each, a stored row 0.5, writing one 3.
+COSTS = Storing(prefix=(2.0, 4.0, 6.0, 8.0, 10.0), read=0.5, write=3.0)
 
 
 def decided(costs: Storing, frozen: int, stored: tuple[float, ...], epochs: float, mode: str = "auto") -> Way:
@@ -42,7 +42,7 @@ def decided(costs: Storing, frozen: int, stored: tuple[float, ...], epochs: floa
 @pytest.mark.parametrize(
     ("frozen", "level", "share", "epochs", "fits", "expected"),
     [
-        # Nothing stored: 3 (1 + 5) against (1 + 5 + 3) + 2 x 0.5.
+        # Nothing stored: 3 x 6 against (6 + 3) + 2 x 0.5.
         (2, 0, 0.0, 3.0, 1.0, {"compute": 18.0, "write": 10.0}),
         # Half fits: half of the above and half of computing.
         (2, 0, 0.0, 3.0, 0.5, {"compute": 18.0, "write": 14.0}),
@@ -76,14 +76,14 @@ def test_costs_by_hand(frozen, level, share, epochs, fits, expected):
 
 def test_writing_that_does_not_pay_leaves_rows_as_they_are():
     # 1.5 more epochs save 1.5 x 0.5 of one layer of 0.5; writing costs 3.
-    costs = Storing(prefix=(1.0, 8.0, 8.5), input=1.0, read=0.5, write=3.0)
+    costs = Storing(prefix=(2.0, 9.0, 9.5), read=0.5, write=3.0)
     decision = decided(costs, 2, (1, 1.0), 2.5)
     assert (decision.name, decision.level) == ("keep", 1)
     assert decision.seconds["write"] - decision.seconds["keep"] == pytest.approx((1.0 + 3.0 + 1.5 * 0.5) - 2.5 * 1.0)
 
 
 def test_equal_choices_go_to_computing():
-    costs = Storing(prefix=(0.0, 0.0), input=1.0, read=1.0, write=0.0)
+    costs = Storing(prefix=(1.0, 1.0), read=1.0, write=0.0)
     decision = decided(costs, 1, (1, 1.0), 2.0)
     assert decision.seconds == {"compute": 2.0, "keep": 2.0}
     assert not decision.use
@@ -96,7 +96,7 @@ def test_off_never_caches():
 
 
 def test_on_caches_wherever_rows_are_read_again():
-    slow = Storing(prefix=COSTS.prefix, input=1.0, read=100.0, write=100.0)
+    slow = Storing(prefix=COSTS.prefix, read=100.0, write=100.0)
     for level, share in ((0, 0.0), (1, 1.0)):
         assert not decided(slow, 2, (level, share), 3.0).use
         forced = decided(slow, 2, (level, share), 3.0, "on")
@@ -119,7 +119,7 @@ NUM_LAYERS = 4
 def measured(draw):
     layers = draw(st.lists(seconds, min_size=NUM_LAYERS + 1, max_size=NUM_LAYERS + 1))
     prefix = tuple(sum(layers[: depth + 1]) for depth in range(NUM_LAYERS + 1))
-    return Storing(prefix, draw(seconds), draw(seconds), draw(seconds))
+    return Storing(prefix, draw(seconds), draw(seconds))
 
 
 @st.composite
@@ -141,7 +141,7 @@ def test_more_epochs_never_turn_writing_off(costs, store, epochs, more, fits):
 @given(measured(), stores(), st.floats(0.5, 20), shares)
 def test_a_read_that_is_slower_than_computing_turns_the_use_off(costs, store, epochs, fits):
     frozen = store[0]
-    throttled = Storing(costs.prefix, costs.input, costs.input + costs.prefix[frozen] + 0.1, costs.write)
+    throttled = Storing(costs.prefix, costs.prefix[frozen] + 0.1, costs.write)
     assert not decided(throttled, store[0], (*store[1:], fits), epochs).use
 
 
@@ -164,7 +164,7 @@ def simulate(costs, choice, frozen, level, share, epochs, fits):
     for _ in range(epochs):
         for sample in range(NUM_SAMPLES):
             if choice == "compute" or levels[sample] == 0:
-                total += costs.input + costs.prefix[frozen]
+                total += costs.prefix[frozen]
             else:
                 total += costs.read + costs.prefix[frozen] - costs.prefix[levels[sample]]
             stored_at = {"compute": 0, "keep": level, "write": frozen}[choice]
@@ -197,7 +197,7 @@ def pass_of_a_device(read: float, active: float, num_steps: int, num_at_once: in
 
 @given(seconds, seconds, seconds, st.integers(1, 40), st.integers(1, 4))
 def test_what_reading_costs_beside_a_device_is_what_a_pass_takes_longer(read, write, active, num_steps, num_at_once):
-    measured = Storing((1.0, 2.0), 0.5, read, write, is_apart=True, num_at_once=num_at_once)
+    measured = Storing((1.0, 2.0), read, write, is_apart=True, num_at_once=num_at_once)
     costs, num_batches = measured.beside(active), num_steps * num_at_once
     # But for the first batch, for which there is nothing to read it beside.
     more = pass_of_a_device(read, active, num_steps, num_at_once) - num_batches * active
@@ -209,7 +209,7 @@ def test_what_reading_costs_beside_a_device_is_what_a_pass_takes_longer(read, wr
 
 def test_a_record_is_written_while_the_frozen_layers_compute_too():
     """Computing takes 2 x 4. Storing takes 4 once, if the 5 of a record are hidden behind 4 and 1 of computation."""
-    costs = Storing((0.0, 4.0), 0.0, read=1.0, write=5.0, is_apart=True).beside(1.0)
+    costs = Storing((0.0, 4.0), read=1.0, write=5.0, is_apart=True).beside(1.0)
     decision = decided(costs, 1, (), 2.0)
     assert decision.seconds == {"compute": 8.0, "write": 4.0} and decision.name == "write"
     # Each batch of the first pass occupies the device for 5 s, and writing the last one for as long.
@@ -218,7 +218,7 @@ def test_a_record_is_written_while_the_frozen_layers_compute_too():
 
 def test_stages_share_the_computation_but_one_of_them_reads():
     """On one device the frozen layer takes 2 s and a record 1; of four stages the layer takes half a second each."""
-    costs = Storing((0.0, 2.0), 0.0, read=1.0, write=0.0)
+    costs = Storing((0.0, 2.0), read=1.0, write=0.0)
     assert decided(costs.beside(4.0), 1, (), 10.0).use
     decision = decided(costs.beside(4.0, 4), 1, (), 10.0)
     assert decision.seconds["compute"] == 10 * 0.5 and not decision.use
@@ -238,7 +238,7 @@ def test_what_is_measured_now_is_not_what_follows():
 
 def test_what_is_kept_is_read_beside_the_frozen_layers_above_it():
     """Two layers are frozen, one is stored: a record takes 4 s, of which the second layer hides all."""
-    costs = Storing((0.0, 1.0, 5.0), 3.0, read=4.0, write=9.0, is_apart=True)
+    costs = Storing((3.0, 4.0, 8.0), read=4.0, write=9.0, is_apart=True)
     decision = decided(costs, 2, (1, 1.0), 6.0)
     # 6 x 4 of computation; anew 4 and 5 of writing that nothing hides, then 5 x 4.
     assert decision.seconds == {"compute": 6 * 8.0, "keep": 24.0, "write": 4.0 + 5.0 + 5 * 4.0}
@@ -246,9 +246,9 @@ def test_what_is_kept_is_read_beside_the_frozen_layers_above_it():
 
 
 def test_records_of_layers_that_unfreeze_are_not_read_again():
-    costs = Storing((0.0, 1.0, 2.0), 1.0, read=0.5, write=0.25, level=5, share=1.0, steps_per_epoch=10)
+    costs = Storing((0.0, 1.0, 2.0), read=0.5, write=0.25, level=5, share=1.0, steps_per_epoch=10)
     assert passes_ahead(costs, 2, 2, 30) == (
-        Pass(10, record_seconds=1.0 + 0.25),
+        Pass(10, record_seconds=0.25),
         Pass(20, 2, 1.0, 0.5),
     )
 
@@ -266,7 +266,7 @@ def searched(planner: CachePlanner, forward: float, above: float, steps: int = 4
 
 def planner_of(speed: StorageSpeed, mode: str = "auto", size: StoreSize | None = None, **options) -> CachePlanner:
     written = options.pop("write", lambda *_, **__: None)
-    return CachePlanner(mode, 0.0, lambda: speed, size or StoreSize(1.0, 0.0, 2.0), 10, written, **options)
+    return CachePlanner(mode, lambda: speed, size or StoreSize(1.0, 0.0, 2.0), 10, written, **options)
 
 
 def test_an_evaluation_takes_one_batch_after_the_other_whatever_a_step_accumulates():

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from hf_pipetransformer.cache import records
-from hf_pipetransformer.cache.assembly import BatchAssembler
 from hf_pipetransformer.cache.files import PrivateFolder, StoreDamagedError, StoreFile
 from hf_pipetransformer.cache.folder import StoreFolder, check_base
 from hf_pipetransformer.cache.opening import CacheInputs
@@ -23,7 +22,7 @@ from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.schedules.abilities import abilities_of
-from tests.cache.test_store import PLAIN, put, values_of
+from tests.cache.test_store import RECORD, digests_of, put, values_of
 
 
 STRANGER = 65534
@@ -94,7 +93,7 @@ def test_a_folder_that_cannot_be_deleted(
     [("version", 0, "it is of version 0, expected"), ("num_samples", 5, "its hash does not hold")],
 )
 def test_a_header_of_another_version_or_content(tmp_path: Path, name: str, value: int, words: str) -> None:
-    ActivationStore.create(tmp_path / "store", 4, PLAIN, 2**30).close()
+    ActivationStore.create(tmp_path / "store", 4, RECORD, 2**30).close()
     path = tmp_path / "store" / HEADER_FILE
     values = json.loads(path.read_text()) | {name: value}
     del values["hash"]
@@ -105,7 +104,7 @@ def test_a_header_of_another_version_or_content(tmp_path: Path, name: str, value
 
 
 def test_a_file_that_ends_before_what_the_index_names(tmp_path: Path) -> None:
-    store = ActivationStore.create(tmp_path / "store", 4, PLAIN, 2**30)
+    store = ActivationStore.create(tmp_path / "store", 4, RECORD, 2**30)
     put(store, [0], [5])
     store.close()
     os.truncate(tmp_path / "store" / "records-0.bin", 64)
@@ -113,25 +112,18 @@ def test_a_file_that_ends_before_what_the_index_names(tmp_path: Path) -> None:
         ActivationStore.open(tmp_path / "store", 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"dtype": torch.int8}, "Activations cannot be stored as torch.int8: expected one of"),
-        ({"token_fields": {"mask": torch.complex64}}, "Side field 'mask' has dtype torch.complex64: expected one of"),
-    ],
-)
-def test_a_format_of_what_cannot_be_stored(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        RecordFormat(**({"hidden_size": 4, "dtype": torch.float32, "token_fields": {}, "sample_fields": {}} | changes))
+def test_a_format_of_what_cannot_be_stored() -> None:
+    with pytest.raises(ValueError, match=r"Activations cannot be stored as torch\.int8: expected one of"):
+        RecordFormat(4, torch.int8)
 
 
 def test_values_that_are_not_of_the_format(tmp_path: Path) -> None:
-    store = ActivationStore.create(tmp_path / "store", 4, PLAIN, 2**30)
-    activation, fields = values_of(PLAIN, 1, 5)
+    store = ActivationStore.create(tmp_path / "store", 4, RECORD, 2**30)
+    activation = values_of(RECORD, 1, 5)
     with pytest.raises(ValueError, match=r"activation is torch.int64 \(1, 5, 8\): expected floats of"):
-        PLAIN.stored(activation.long(), fields)
+        RECORD.stored(activation.long())
     with pytest.raises(ValueError, match="lengths are 0 to 0: expected 1 to 5"):
-        store.write(np.array([0]), 1, activation, np.array([0]), fields, np.array([1], dtype=np.uint64))
+        store.write(np.array([0]), 1, activation, np.array([0]), digests_of([0]))
     put(store, [0], [5])
     store.close()
     reader = ActivationStore.open(tmp_path / "store", None)
@@ -147,13 +139,13 @@ def test_values_that_are_not_of_the_format(tmp_path: Path) -> None:
         ("1f1b", "get_train_dataloader returned a list, which does not say which samples it reads"),
     ],
 )
-def test_why_nothing_is_stored_before_a_sample_is_read(schedule: str, words: str) -> None:
+def test_why_nothing_is_stored_whatever_is_in_the_samples(schedule: str, words: str) -> None:
     inputs = SimpleNamespace(
         start_up=SimpleNamespace(probe=SimpleNamespace(activation=None)),
         args=SimpleNamespace(pipeline_schedule=schedule),
         abilities=abilities_of(schedule),
     )
-    assert words in str(CacheInputs._reason_before_reading(inputs, []))  # type: ignore[arg-type]
+    assert words in str(CacheInputs._why_not(inputs, []))  # type: ignore[arg-type]
 
 
 def test_activations_that_are_not_one_a_token() -> None:
@@ -169,15 +161,5 @@ def test_activations_that_are_not_one_a_token() -> None:
         args=SimpleNamespace(pipeline_schedule="1f1b"),
         abilities=abilities_of("1f1b"),
     )
-    found = str(CacheInputs._reason_before_reading(cast(Any, inputs), Loader()))
+    found = str(CacheInputs._why_not(cast(Any, inputs), Loader()))
     assert "the layers' activations have 5 positions for 8 tokens" in found
-
-
-def test_a_batch_that_is_padded_by_another_rule() -> None:
-    source = SimpleNamespace(
-        length_of=lambda batch: batch["input_ids"].shape[1], padded_length=lambda longest: longest
-    )
-    parts = SimpleNamespace(source=source, found=[(None, {"input_ids": torch.zeros(1, 9)}, None)], _longest=[8])
-    assert BatchAssembler.padded_length(cast(BatchAssembler, parts), [], is_checked=False) == 9
-    with pytest.raises(StoreDamagedError, match="a batch was padded to 9 tokens, after the first samples 8 were"):
-        BatchAssembler.padded_length(cast(BatchAssembler, parts), [], is_checked=True)

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,32 +22,22 @@ import torch
 from torch.nn.functional import pad
 
 from hf_pipetransformer.cache import folder as folder_module
-from hf_pipetransformer.cache.assembly import LENGTH_FIELD, SampleSource
 from hf_pipetransformer.cache.cache import ActivationCache
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder, Use, check_base, delete_leftovers, open_root, take_store
-from hf_pipetransformer.cache.inputs import InputReport, PaddingRule
+from hf_pipetransformer.cache.inputs import SampleForm
 from hf_pipetransformer.cache.records import RecordFormat
 from hf_pipetransformer.cache.storage import measure_storage
 from hf_pipetransformer.cache.store import ActivationStore
 from hf_pipetransformer.cli import main
-from hf_pipetransformer.data.batches import detach_tags
+from hf_pipetransformer.data.batches import SampleBatch, detach_tags
 from hf_pipetransformer.engine.program import MicroBatch
 
 
 NUM_SAMPLES = 12
 HIDDEN = 4
 LENGTHS = [1 + sample * 5 % 7 for sample in range(NUM_SAMPLES)]
-REPORT = InputReport(
-    None,
-    PaddingRule("multiple", 1),
-    {"input_ids": torch.int64, "attention_mask": torch.int64},
-    {"labels": (torch.int64, ())},
-)
-RECORD_FORMAT = RecordFormat(
-    HIDDEN, torch.float32, REPORT.token_fields, REPORT.sample_fields | {LENGTH_FIELD: (torch.int32, ())}
-)
-PLAIN = RecordFormat(HIDDEN, torch.float32, {}, {})
+RECORD = RecordFormat(HIDDEN, torch.float32)
 STRANGER = 65534
 CHANGES = [
     *("flip", "top bits", "swap", "reverse", "copy", "zero", "noise"),
@@ -73,15 +62,12 @@ def activation_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return inputs["input_ids"][:, :, None] + torch.arange(HIDDEN) / 8
 
 
-SOURCE = SampleSource(
-    read=read,
+FORM = SampleForm(
     main_input="input_ids",
-    report=REPORT,
+    is_text=True,
     num_positions=max(LENGTHS),
     record_length=max(LENGTHS),
-    hidden_size=HIDDEN,
-    main_shape=(),
-    main_dtype=torch.int64,
+    record_format=RECORD,
     pad_token_id=0,
     keeps_padding=False,
 )
@@ -92,9 +78,9 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
 
     Whatever it is served is compared: inputs, and activations to the bit.
     """
-    folder, store = take_store(base, "key", NUM_SAMPLES, RECORD_FORMAT, 10**7)
+    folder, store = take_store(base, "key", NUM_SAMPLES, RECORD, 10**7)
     folder.keep()
-    cache = ActivationCache(store, SOURCE)
+    cache = ActivationCache(store, FORM)
     cache.use_weights(["", f"{weights} 1", f"{weights} 2"])
     hits, order = 0, [sample * 7 % NUM_SAMPLES for sample in range(NUM_SAMPLES)]
     batches = [order[:5], order[5:], order[::-1][:5], order[::-1][5:]]
@@ -102,13 +88,11 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
         if number == 2:
             cache.prefetch(samples)
             disturb(folder.path)
-        missing = cache.select(samples)
-        whole = cache.complete(samples, missing, read(missing) if missing else {}, lambda length: length)
-        inputs, tags = detach_tags(whole)
         expected = read(samples)
+        inputs, tags = detach_tags(cache.tagged(samples, SampleBatch(expected)))
         assert all(torch.equal(inputs[name], values) for name, values in expected.items())
         if tags is None:
-            # Given up, with a warning: all was read.
+            # Given up, with a warning.
             assert store.dropped is not None
             continue
         found = tags.num_layers > 0
@@ -122,46 +106,72 @@ def run(base: Path, weights: str, disturb: Callable[[Path], Any] = lambda folder
     return hits
 
 
-def read_padded(samples: list[int]) -> dict[str, torch.Tensor]:
-    """The same, padded to one length."""
-    return {name: pad(values, (0, 7 - values.shape[-1])) if values.dim() == 2 else values for name, values in
-            read(samples).items()}  # fmt: skip
-
-
-@pytest.mark.parametrize(("collate", "kind", "num_reads"), [(read_padded, "fixed", 1), (read, "multiple", 0)])
-def test_the_records_of_a_batch_are_read_ahead_though_some_of_its_samples_have_none(
-    tmp_path: Path, collate: Callable[[list[int]], Any], kind: Any, num_reads: int
-) -> None:
-    """Not where those without a record decide on the length."""
-    rule = PaddingRule(kind, 7 if kind == "fixed" else 1)
-    _, store = take_store(tmp_path, "key", NUM_SAMPLES, RECORD_FORMAT, 10**7)
-    cache = ActivationCache(store, replace(SOURCE, read=collate, report=replace(REPORT, padding=rule)))
-    cache.use_weights(["", "1", "2"])
-    stored, samples = [5, 3], [5, 4, 3, 2]
-    inputs, tags = detach_tags(cache.complete(stored, stored, collate(stored), lambda length: length))
-    activation = activation_of(collate(stored)).float() * inputs["attention_mask"][:, :, None]
+def written(cache: ActivationCache, samples: list[int], batch: SampleBatch) -> torch.Tensor:
+    """What frozen layers give for a batch, which the cache gets."""
+    inputs, tags = detach_tags(cache.tagged(samples, batch))
+    activation = activation_of(inputs).float() * inputs["attention_mask"][:, :, None]
     cache.writer.write(MicroBatch(0, inputs, 1.0, tuple(activation.shape), lambda _: None, tags=tags), activation)
+    return activation
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_the_records_of_a_batch_are_read_ahead_though_some_of_its_samples_have_none(
+    tmp_path: Path, padding: int
+) -> None:
+    _, store = take_store(tmp_path, "key", NUM_SAMPLES, RECORD, 10**7)
+    cache = ActivationCache(store, FORM)
+    cache.use_weights(["", "1", "2"])
+    activation, samples = written(cache, [5, 3], SampleBatch(read([5, 3]))), [5, 4, 3, 2]
+    batch = {name: pad(values, (0, padding)) if values.dim() == 2 else values for name, values in read(samples).items()}
     with patch.object(store, "read", wraps=store.read) as reads:
         cache.prefetch(samples)
-        assert (cache._ahead is not None) == bool(num_reads)
-        missing = cache.select(samples)
-        whole, tags = detach_tags(cache.complete(samples, missing, collate(missing), lambda length: length))
+        whole, tags = detach_tags(cache.tagged(samples, SampleBatch(batch)))
     assert reads.call_count == 1, "what was read ahead is used"
-    assert missing == [4, 2] and tags is not None and tags.hidden is not None
+    assert tags is not None and tags.hidden is not None
     assert tags.num_layers.tolist() == [2, 0, 2, 0]
     length = min(tags.hidden.shape[1], activation.shape[1])
-    assert torch.equal(tags.hidden[[0, 2], :length], activation[:, :length])
-    assert all(torch.equal(whole[name], values) for name, values in collate(samples).items())
+    assert torch.equal(tags.hidden[[0, 2], :length], activation[:, :length]) and not tags.hidden[:, length:].any()
+    assert all(torch.equal(whole[name], values) for name, values in batch.items())
+    cache.close()
+
+
+def test_a_sample_that_changes_is_computed_again_and_most_of_them_end_the_storing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, store = take_store(tmp_path, "key", NUM_SAMPLES, RECORD, 10**7)
+    cache, samples = ActivationCache(store, FORM), [0, 1, 2, 3]
+    cache.use_weights(["", "1"])
+    written(cache, samples, SampleBatch(read(samples)))
+    for others, is_over in ((1, False), (3, True)):
+        batch = read(samples)
+        batch["input_ids"][:others, 0] += 1 + others
+        _, tags = detach_tags(cache.tagged(samples, SampleBatch(batch)))
+        assert tags is not None and tags.num_layers.tolist() == [0] * others + [1] * (4 - others)
+        cache.end_epoch()
+        assert cache.is_off == is_over
+    assert caplog.text.count("is not what it was when its activation was stored") == 1
+    assert "3 of 4 samples were others when they were read again" in caplog.text
+    cache.close()
+
+
+def test_a_batch_that_has_no_row_for_each_sample_goes_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, store = take_store(tmp_path, "key", NUM_SAMPLES, RECORD, 10**7)
+    cache, batch = ActivationCache(store, FORM), SampleBatch({**read([0, 1]), "scale": torch.tensor(2.0)})
+    cache.use_weights(["", "1"])
+    assert cache.tagged([0, 1], batch) is batch is cache.tagged([0, 1], batch)
+    assert caplog.text.count("Nothing is stored of some batches, which are computed in every epoch: 'scale'") == 1
     cache.close()
 
 
 def test_a_few_records_take_longer_each_than_many_at_once(tmp_path: Path) -> None:
-    """By what is looked up for each, not by time: three look-ups of a batch, and one read of each record."""
+    """By what is looked up for each, not by time: two look-ups of a batch, and one read of each record."""
     with patch.object(ActivationStore, "entries", autospec=True, side_effect=ActivationStore.entries) as entries:
-        measure_storage(tmp_path, PLAIN, 4, batch_size=2, num_samples=10**9)
+        measure_storage(tmp_path, RECORD, 4, batch_size=2, num_samples=10**9)
     assert {len(call.args[1]) for call in entries.call_args_list} == {2}
     # Two writes, three reads with a look-up of their own.
-    assert entries.call_count == 3 * (2 + 3) + 3
+    assert entries.call_count == 2 * (2 + 3) + 3
 
 
 def change_file(path: Path, chance: random.Random, other: Path) -> None:
@@ -263,9 +273,9 @@ def test_rows_of_other_weights_are_no_hits_whatever_is_lost_beside_them(tmp_path
 
 @pytest.mark.parametrize("change", ["swapped words", "reversed", "two top bits"])
 def test_a_hash_knows_places(tmp_path: Path, change: str) -> None:
-    store = ActivationStore.create(tmp_path, 1, PLAIN, 10**7)
+    store = ActivationStore.create(tmp_path, 1, RECORD, 10**7)
     values = torch.arange(1, 1 + 6 * HIDDEN).reshape(1, 6, HIDDEN).float()
-    store.write(np.array([0]), 1, values, np.array([6]), {}, np.zeros(1, np.uint64))
+    store.write(np.array([0]), 1, values, np.array([6]), np.zeros((1, 2), np.uint64))
     shard = tmp_path / "records-0.bin"
     content = bytearray(shard.read_bytes())
     row = values.numpy().tobytes()
@@ -289,9 +299,9 @@ def test_a_hash_knows_places(tmp_path: Path, change: str) -> None:
 
 def keep_rows(base: Path, key: str, value: float) -> Path:
     """A kept store whose rows are all `value`; what it was kept for is `key`."""
-    folder, store = take_store(base, key, 4, PLAIN, 10**7)
+    folder, store = take_store(base, key, 4, RECORD, 10**7)
     folder.keep()
-    rows = torch.full((4, 2, HIDDEN), value), np.full(4, 2), {}, np.zeros(4, np.uint64)
+    rows = torch.full((4, 2, HIDDEN), value), np.full(4, 2), np.zeros((4, 2), np.uint64)
     assert store.write(np.arange(4), store.weights_id("weights"), *rows) == 4
     store.close()
     folder.release()
@@ -311,14 +321,14 @@ def test_a_store_under_the_name_of_another_is_not_served(
     assert "damaged: " in lines[0] and "store of 'second': expected 'first'" in lines[0]
     assert lines[1].endswith("sound")
     with caplog.at_level(logging.WARNING):
-        folder, store = take_store(tmp_path, "first", 4, PLAIN, 10**7)
+        folder, store = take_store(tmp_path, "first", 4, RECORD, 10**7)
     assert not store.weights_ids(np.arange(4)).any()
     assert "is made again" in caplog.text and "store of 'second': expected 'first'" in caplog.text
     folder.remove()
     # The other processes of a node open the store by the same name.
     with pytest.raises(StoreDamagedError, match="expected 'first'. The folder was copied or renamed"):
         ActivationStore.open(second, 0, "first")
-    folder, store = take_store(tmp_path, "second", 4, PLAIN, 10**7)
+    folder, store = take_store(tmp_path, "second", 4, RECORD, 10**7)
     assert (store.weights_ids(np.arange(4)) == store.weights_id("weights")).all()
 
 
@@ -417,7 +427,7 @@ def assert_refused(base: Path, home: Path, stranger: Path) -> None:
         with pytest.raises(ValueError, match="activation_cache_dir"):
             act(base)
     with pytest.raises(ValueError, match="activation_cache_dir"):
-        measure_storage(base, PLAIN, 4)
+        measure_storage(base, RECORD, 4)
     for action in (["list"], ["verify"], ["prune", "--kept"]):
         with pytest.raises(SystemExit, match="activation_cache_dir"):
             main(["cache", *action, "--activation_cache_dir", str(base)])
@@ -519,7 +529,7 @@ def test_nothing_that_is_not_a_stores_is_deleted(tmp_path: Path, home: Path, cap
 def left_behind(base: Path, key: str) -> Path:
     """A store as a killed run leaves it."""
     folder = StoreFolder.take(base, key)
-    ActivationStore.create(folder.folder, 4, PLAIN, 10**7)
+    ActivationStore.create(folder.folder, 4, RECORD, 10**7)
     folder.folder.write("store.json.tmp", b"half")
     folder.release()
     return folder.path
@@ -529,7 +539,7 @@ def test_the_measuring_of_a_killed_run_is_deleted_by_the_next(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         # A kill does not come to the end.
         patch.setattr(StoreFolder, "remove", StoreFolder.release)
-        measure_storage(tmp_path, PLAIN, 4)
+        measure_storage(tmp_path, RECORD, 4)
     (left,) = [path for path in (tmp_path / "_activation_cache").iterdir() if path.is_dir()]
     assert left.name.startswith("measured-")
     kept = left_behind(tmp_path, "kept")
@@ -543,12 +553,13 @@ def test_the_measuring_of_a_killed_run_is_deleted_by_the_next(tmp_path: Path, mo
 def test_a_folder_that_a_cleaner_removed_is_no_error_at_the_end(tmp_path: Path, what: str) -> None:
     base = tmp_path / "base"
     folder = StoreFolder.take(base, "key")
-    store = ActivationStore.create(folder.folder, NUM_SAMPLES, RECORD_FORMAT, 10**7)
-    cache = ActivationCache(store, SOURCE)
+    store = ActivationStore.create(folder.folder, NUM_SAMPLES, RECORD, 10**7)
+    cache = ActivationCache(store, FORM)
     shutil.rmtree({"store": folder.path, "all stores": folder.path.parent, "base": base}[what])
     cache.use_weights(["", "key"])
     assert store.bytes_stored == 0 and not folder.is_kept
-    assert cache.select([0, 1]) == [0, 1]
+    batch = SampleBatch(read([0, 1]))
+    assert cache.tagged([0, 1], batch) is batch and cache.is_off
     cache.close()
     folder.remove()
 
@@ -575,7 +586,7 @@ def test_stores_are_listed_verified_and_pruned(tmp_path: Path, capsys: pytest.Ca
     assert call("list") == [f"No activation store under {tmp_path}."]
     run(tmp_path, "weights")
     held = StoreFolder.take(tmp_path, "held")
-    ActivationStore.create(held.folder, 4, PLAIN, 10**7)
+    ActivationStore.create(held.folder, 4, RECORD, 10**7)
     left = left_behind(tmp_path, "left")
     lines = [line.split("  ") for line in call("list")]
     assert [(line[0], line[1], line[3]) for line in lines] == [
@@ -602,7 +613,7 @@ def test_stores_are_listed_verified_and_pruned(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_file_that_was_made_longer_is_damaged_whatever_it_would_hold(tmp_path: Path) -> None:
-    store = ActivationStore.create(tmp_path / "store", 20, PLAIN, 2**30)
+    store = ActivationStore.create(tmp_path / "store", 20, RECORD, 2**30)
     store.close()
     os.truncate(tmp_path / "store" / "index.bin", 2**42)
     with pytest.raises(StoreDamagedError, match="index.bin"):
@@ -611,14 +622,13 @@ def test_a_file_that_was_made_longer_is_damaged_whatever_it_would_hold(tmp_path:
 
 def test_a_store_that_was_kept_grows_to_the_bound_of_the_run_that_opens_it(tmp_path: Path) -> None:
     samples = np.arange(64)
-    rows = torch.ones(64, 1024, HIDDEN), np.full(64, 1024), {}, np.zeros(64, dtype=np.uint64)
+    rows = torch.ones(64, 1024, HIDDEN), np.full(64, 1024), np.zeros((64, 2), dtype=np.uint64)
 
     def stored(max_bytes: int, some: np.ndarray) -> tuple[int, int]:
         """Records, and bytes on the disk."""
-        folder, store = take_store(tmp_path, "key", 64, PLAIN, max_bytes)
+        folder, store = take_store(tmp_path, "key", 64, RECORD, max_bytes)
         folder.keep()
-        taken = [part[some] if isinstance(part, torch.Tensor | np.ndarray) else part for part in rows]
-        store.write(some, store.weights_id("weights"), *taken)
+        store.write(some, store.weights_id("weights"), *(part[some] for part in rows))
         found = int((store.weights_ids(samples) > 0).sum()), store.bytes_stored
         store.close()
         folder.release()
@@ -637,7 +647,7 @@ def test_a_store_that_was_kept_grows_to_the_bound_of_the_run_that_opens_it(tmp_p
 
 def test_the_list_says_who_has_used_a_kept_store_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever its note holds: another run may have died over it, and names are any text."""
-    folder, store = take_store(tmp_path, "key", 4, PLAIN, 10**7)
+    folder, store = take_store(tmp_path, "key", 4, RECORD, 10**7)
     store.close()
     folder.keep(Use.of(torch.nn.Linear(1, 1), "the encoder", range(4)))
     folder.keep(Use("the encoder of a\x1bname", "4 samples of a range", hits=3, misses=1))

@@ -24,76 +24,43 @@ from hypothesis import strategies as st
 from hf_pipetransformer.cache import folder as folder_module
 from hf_pipetransformer.cache.files import StoreDamagedError
 from hf_pipetransformer.cache.folder import StoreFolder, Use, as_dataset, safe_max_bytes, take_store
-from hf_pipetransformer.cache.records import RecordFormat, StoredRecords
+from hf_pipetransformer.cache.records import ENTRY, RecordFormat, StoredRecords
 from hf_pipetransformer.cache.store import ActivationStore, store_size
 
 
 HIDDEN = 8
 BOUND = 10**9
-PLAIN = RecordFormat(HIDDEN, torch.float32, {}, {})
-RICH = RecordFormat(
-    HIDDEN,
-    torch.float32,
-    {"mask": torch.int64, "is_start": torch.bool, "weight": torch.bfloat16},
-    {
-        "labels": (torch.int64, ()),
-        "scores": (torch.float32, (2, 3)),
-        "is_odd": (torch.bool, ()),
-        "none": (torch.int8, (0,)),
-    },
-)
+RECORD = RecordFormat(HIDDEN, torch.float32)
 
 
-def values_of(
-    record_format: RecordFormat, n: int, seq: int, seed: int = 0
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Random activations, and side fields of all dtypes."""
+def values_of(record_format: RecordFormat, n: int, seq: int, seed: int = 0) -> torch.Tensor:
+    """Random activations."""
     random_stream = torch.Generator().manual_seed(seed)
+    return torch.randn((n, seq, record_format.hidden_size), generator=random_stream).to(record_format.dtype)
 
-    def draw(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        if dtype.is_floating_point:
-            return torch.randn(shape, generator=random_stream).to(dtype)
-        top = 2 if dtype == torch.bool else 100
-        return torch.randint(0, top, shape, generator=random_stream).to(dtype)
 
-    fields = {name: draw(dtype, (n, seq)) for name, dtype in record_format.token_fields.items()}
-    fields |= {name: draw(dtype, (n, *shape)) for name, (dtype, shape) in record_format.sample_fields.items()}
-    return draw(record_format.dtype, (n, seq, record_format.hidden_size)), fields
+def digests_of(samples: Any) -> np.ndarray:
+    return np.stack([np.asarray(samples, np.uint64), np.asarray(samples, np.uint64) + np.uint64(2**63)], axis=1)
 
 
 def put(store: ActivationStore, samples: list[int], lengths: list[int], weights_id: int = 1, seed: int = 0) -> Any:
-    activation, fields = values_of(store.record_format, len(samples), max(lengths), seed)
-    digests = np.arange(len(samples), dtype=np.uint64) + np.uint64(2**63)
-    stored = store.write(np.array(samples), weights_id, activation, np.array(lengths), fields, digests)
-    return stored, activation, fields
+    activation = values_of(store.record_format, len(samples), max(lengths), seed)
+    stored = store.write(np.array(samples), weights_id, activation, np.array(lengths), digests_of(samples))
+    return stored, activation
 
 
-def check_rows(
-    rows: StoredRecords,
-    activation: torch.Tensor,
-    fields: dict[str, torch.Tensor],
-    lengths: list[int],
-    record_format: RecordFormat,
-) -> None:
+def check_rows(rows: StoredRecords, activation: torch.Tensor, lengths: list[int]) -> None:
     """The rows are the values up to their length, and zero beyond."""
     length = rows.activation.shape[1]
     for row, stored in enumerate(lengths):
         copied = min(stored, length)
-        assert rows.lengths[row] == stored
         assert torch.equal(rows.activation[row, :copied], activation[row, :copied])
         assert not rows.activation[row, copied:].any()
-        for name in record_format.token_fields:
-            assert torch.equal(rows.fields[name][row, :copied], fields[name][row, :copied])
-            assert not rows.fields[name][row, copied:].any()
-    for name, values in fields.items():
-        assert rows.fields[name].dtype == values.dtype
-        if name in record_format.sample_fields:
-            assert torch.equal(rows.fields[name], values)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> ActivationStore:
-    return ActivationStore.create(tmp_path / "store", 20, RICH, BOUND)
+    return ActivationStore.create(tmp_path / "store", 20, RECORD, BOUND)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
@@ -115,41 +82,37 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 def test_round_trip_is_exact(
     tmp_path: Path, dtype: torch.dtype, lengths: list[int], length: int, hidden_size: int
 ) -> None:
-    record_format = RecordFormat(hidden_size, dtype, RICH.token_fields, RICH.sample_fields)
+    record_format = RecordFormat(hidden_size, dtype)
     store = ActivationStore.create(tmp_path, 10, record_format, BOUND)
     samples = [7, 0, 9, 3]
-    stored, activation, fields = put(store, samples, lengths)
+    stored, activation = put(store, samples, lengths)
     assert stored == 4
     rows = store.read(np.array(samples), length)
     assert rows.weights_ids.tolist() == [1] * 4 and rows.weights_ids.dtype == np.int64
-    check_rows(rows, activation, fields, lengths, record_format)
+    check_rows(rows, activation, lengths)
     assert store.entries(np.array(samples))["length"].tolist() == lengths
-    assert store.entries(np.array([0]))["input_digest"].tolist() == [2**63 + 1]
+    assert store.entries(np.array([9]))["digest"].tolist() == [[9, 2**63 + 9]]
     assert store.weights_ids(np.arange(10)).tolist() == [1, 0, 0, 1, 0, 0, 0, 1, 0, 1]
 
 
 def test_a_missing_row_is_zero_and_has_id_zero(store: ActivationStore) -> None:
-    _, activation, _ = put(store, [3], [4])
+    _, activation = put(store, [3], [4])
     rows = store.read(np.array([2, 3, 3]), 4)
     assert rows.weights_ids.tolist() == [0, 1, 1]
     assert not rows.activation[0].any() and torch.equal(rows.activation[1:], activation.expand(2, -1, -1))
-    assert not rows.fields["labels"][0].any() and not rows.fields["mask"][0].any()
-    part = rows.take(np.array([False, True, False]))
-    assert part.weights_ids.tolist() == [1] and torch.equal(part.activation, activation)
 
 
 def test_activations_of_another_dtype_are_converted(tmp_path: Path) -> None:
-    store = ActivationStore.create(tmp_path, 1, RecordFormat(HIDDEN, torch.bfloat16, {}, {}), BOUND)
+    store = ActivationStore.create(tmp_path, 1, RecordFormat(HIDDEN, torch.bfloat16), BOUND)
     activation = torch.randn(1, 4, HIDDEN)
-    store.write(np.array([0]), 1, activation, np.array([4]), {}, np.zeros(1, np.uint64))
+    store.write(np.array([0]), 1, activation, np.array([4]), digests_of([0]))
     assert torch.equal(store.read(np.array([0]), 4).activation, activation.bfloat16())
 
 
 def test_of_a_repeated_sample_the_last_row_counts(store: ActivationStore) -> None:
-    stored, activation, fields = put(store, [4, 4, 4], [2, 6, 3])
+    stored, activation = put(store, [4, 4, 4], [2, 6, 3])
     assert stored == 1
-    last = {name: values[2:] for name, values in fields.items()}
-    check_rows(store.read(np.array([4]), 6), activation[2:], last, [3], RICH)
+    check_rows(store.read(np.array([4]), 6), activation[2:], [3])
 
 
 def test_rewriting_in_place_makes_no_file_larger(store: ActivationStore) -> None:
@@ -157,71 +120,56 @@ def test_rewriting_in_place_makes_no_file_larger(store: ActivationStore) -> None
     put(store, samples, lengths)
     size = store.bytes_stored
     for weights_id in range(2, 200):
-        _, activation, fields = put(store, samples, lengths, weights_id, seed=weights_id)
+        _, activation = put(store, samples, lengths, weights_id, seed=weights_id)
     assert store.bytes_stored == size
     rows = store.read(np.array(samples), 6)
     assert set(rows.weights_ids.tolist()) == {199}
-    check_rows(rows, activation, fields, lengths, RICH)
+    check_rows(rows, activation, lengths)
 
 
 def test_a_longer_row_moves_and_a_shorter_one_stays(store: ActivationStore) -> None:
     put(store, [1, 2], [4, 4])
     for length in (9, 2, 4):
-        _, activation, fields = put(store, [1], [length], weights_id=length)
-        check_rows(store.read(np.array([1]), 9), activation, fields, [length], RICH)
+        _, activation = put(store, [1], [length], weights_id=length)
+        check_rows(store.read(np.array([1]), 9), activation, [length])
     assert store.read(np.array([2]), 4).weights_ids.tolist() == [1]
 
 
 def test_two_handles_see_each_others_rows(store: ActivationStore) -> None:
     other = ActivationStore.open(store.folder, writer=1)
-    _, activation, fields = put(store, [0, 1], [5, 5])
-    check_rows(other.read(np.array([0, 1]), 5), activation, fields, [5, 5], RICH)
+    _, activation = put(store, [0, 1], [5, 5])
+    check_rows(other.read(np.array([0, 1]), 5), activation, [5, 5])
     # In the slot that the first made, and in one of its own.
-    _, activation, fields = put(other, [1, 2], [4, 6], weights_id=2, seed=1)
+    _, activation = put(other, [1, 2], [4, 6], weights_id=2, seed=1)
     rows = store.read(np.array([1, 2]), 6)
     assert rows.weights_ids.tolist() == [2, 2]
-    check_rows(rows, activation, fields, [4, 6], RICH)
+    check_rows(rows, activation, [4, 6])
     assert {path.name for path in store.folder.glob("records*")} == {"records-0.bin", "records-1.bin"}
 
 
 def test_an_opened_store_goes_on_where_it_was_left(store: ActivationStore) -> None:
-    _, first, first_fields = put(store, [0, 1], [5, 3])
+    _, first = put(store, [0, 1], [5, 3])
     store.close()
     again = ActivationStore.open(store.folder, writer=0)
-    assert again.record_format == RICH and again.num_samples == 20
-    _, second, second_fields = put(again, [2], [4], seed=1)
-    check_rows(again.read(np.array([0, 1]), 5), first, first_fields, [5, 3], RICH)
-    check_rows(again.read(np.array([2]), 5), second, second_fields, [4], RICH)
-
-
-def test_an_integer_beyond_int32_is_refused(tmp_path: Path) -> None:
-    store = ActivationStore.create(tmp_path, 1, RecordFormat(HIDDEN, torch.float32, {"ids": torch.int64}, {}), BOUND)
-    fields = {"ids": torch.tensor([[1, 2**31]])}
-    with pytest.raises(ValueError, match=r"'ids' has values from 1 to 2147483648.*activation_cache"):
-        store.write(np.array([0]), 1, torch.zeros(1, 2, HIDDEN), np.array([2]), fields, np.zeros(1, np.uint64))
-    assert store.weights_ids(np.array([0])).tolist() == [0]
-
-
-def test_other_fields_than_agreed_are_refused(store: ActivationStore) -> None:
-    with pytest.raises(ValueError, match="Side fields are"):
-        store.write(np.array([0]), 1, torch.zeros(1, 2, HIDDEN), np.array([2]), {}, np.zeros(1, np.uint64))
+    assert again.record_format == RECORD and again.num_samples == 20
+    _, second = put(again, [2], [4], seed=1)
+    check_rows(again.read(np.array([0, 1]), 5), first, [5, 3])
+    check_rows(again.read(np.array([2]), 5), second, [4])
 
 
 def test_datasets_reads_the_records(store: ActivationStore) -> None:
-    _, activation, fields = put(store, [6, 5], [3, 4])
+    _, activation = put(store, [6, 5], [3, 4])
     first, second = as_dataset(store.folder)
     assert (first["sample"], second["sample"]) == (5, 6)
     assert torch.equal(torch.tensor(first["activation"]), activation[1])
     assert torch.equal(torch.tensor(second["activation"]), activation[0, :3])
-    assert first["mask"] == fields["mask"][1].tolist() and second["labels"] == fields["labels"][0].item()
 
 
 def test_no_samples_are_no_rows(store: ActivationStore) -> None:
     none = np.array([], np.int64)
     rows = store.read(none, 5)
-    assert rows.activation.shape == (0, 5, HIDDEN) and rows.fields["scores"].shape == (0, 2, 3)
-    activation, fields = values_of(RICH, 0, 5)
-    assert store.write(none, 1, activation, none, fields, none.astype(np.uint64)) == 0
+    assert rows.activation.shape == (0, 5, HIDDEN)
+    assert store.write(none, 1, values_of(RECORD, 0, 5), none, digests_of([])) == 0
 
 
 # ---- space ----
@@ -230,12 +178,12 @@ def test_no_samples_are_no_rows(store: ActivationStore) -> None:
 def test_the_bound_keeps_a_fixed_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     num_samples, length, hidden = 2000, 4, 64
     bound = 1_000_000
-    store = ActivationStore.create(tmp_path, num_samples, RecordFormat(hidden, torch.float32, {}, {}), bound)
+    store = ActivationStore.create(tmp_path, num_samples, RecordFormat(hidden, torch.float32), bound)
     activation = torch.randn(num_samples, length, hidden)
     everyone, lengths = np.arange(num_samples), np.full(num_samples, length)
     with caplog.at_level(logging.WARNING):
         counts = [
-            store.write(everyone, weights_id, activation, lengths, {}, np.zeros(num_samples, np.uint64))
+            store.write(everyone, weights_id, activation, lengths, digests_of(everyone))
             for weights_id in (1, 2)
         ]
     assert store.bytes_stored <= bound
@@ -248,8 +196,8 @@ def test_the_bound_keeps_a_fixed_part(tmp_path: Path, caplog: pytest.LogCaptureF
 def fill(store: ActivationStore, samples: np.ndarray) -> int:
     """Records of 4 x 64 floats, in batches as a run writes them; how many were stored."""
     batches = np.split(samples, range(16, len(samples), 16))
-    rows = [(batch, 1, torch.zeros(len(batch), 4, 64), np.full(len(batch), 4), {}) for batch in batches]
-    return sum(store.write(*row, np.zeros(len(row[0]), np.uint64)) for row in rows)
+    rows = [(batch, 1, torch.zeros(len(batch), 4, 64), np.full(len(batch), 4)) for batch in batches]
+    return sum(store.write(*row, digests_of(row[0])) for row in rows)
 
 
 @pytest.mark.parametrize("num_writing", [1, 2, 4])
@@ -258,7 +206,7 @@ def test_what_the_planner_counts_on_is_stored_whichever_ranks_write(
     tmp_path: Path, num_writing: int, share: float
 ) -> None:
     """One rank of each pipeline writes, and which ones these are changes with the layout."""
-    record_format, num_samples = RecordFormat(64, torch.float32, {}, {}), 8000
+    record_format, num_samples = RecordFormat(64, torch.float32), 8000
     bound = int(share * num_samples * 4 * 64 * 4)
     ActivationStore.create(tmp_path, num_samples, record_format, bound)
     first = ActivationStore.open(tmp_path, 3)
@@ -277,7 +225,7 @@ def test_what_the_planner_counts_on_is_stored_whichever_ranks_write(
 def test_writers_that_grow_at_the_same_time_stay_within_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record_format, others = RecordFormat(64, torch.float32, {}, {}), []
+    record_format, others = RecordFormat(64, torch.float32), []
     ActivationStore.create(tmp_path, 4000, record_format, 600_000)
     stores = [ActivationStore.open(tmp_path, writer) for writer in (0, 1)]
     reserve = os.posix_fallocate
@@ -297,7 +245,7 @@ def test_writers_that_grow_at_the_same_time_stay_within_the_bound(
 
 def test_an_index_beyond_the_bound_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="and the index of 100000 samples alone takes .*activation_cache_max_gb"):
-        ActivationStore.create(tmp_path, 100_000, PLAIN, 1000)
+        ActivationStore.create(tmp_path, 100_000, RECORD, 1000)
 
 
 def test_a_full_disk_keeps_what_is_stored(
@@ -314,7 +262,7 @@ def test_a_full_disk_keeps_what_is_stored(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     long = 20_000
     with caplog.at_level(logging.WARNING):
-        stored, _, _ = put(store, [1, 2, 0], [long, 3, 4], weights_id=2)
+        stored, _ = put(store, [1, 2, 0], [long, 3, 4], weights_id=2)
         assert put(store, [3], [long])[0] == 0
     assert stored == 2
     assert store.weights_ids(np.arange(4)).tolist() == [2, 0, 2, 0]
@@ -329,7 +277,7 @@ def disk_used(folder: Path) -> int:
 def test_the_disk_used_follows_the_rows_that_are_stored(tmp_path: Path) -> None:
     """Also where the index has a place for each of very many samples, and shards are made for them."""
     num_samples, length, hidden = 1_280_000, 65, 192
-    record_format = RecordFormat(hidden, torch.float32, {}, {"labels": (torch.int64, ())})
+    record_format = RecordFormat(hidden, torch.float32)
     store = ActivationStore.create(tmp_path, num_samples, record_format, 2**40)
     row_bytes, stored = length * hidden * 4, 0
     for count in (8, 200):
@@ -350,7 +298,7 @@ def test_a_disk_that_has_no_page_for_an_entry_is_full(
     write = os.pwritev
 
     def refuse_the_index(descriptor: int, content: Any, place: int) -> int:
-        if descriptor == store._index.file._fd and place >= 5 * store._index.dtype.itemsize:
+        if descriptor == store._index.file._fd and place >= 5 * ENTRY.itemsize:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, content, place)
 
@@ -363,9 +311,7 @@ def test_a_disk_that_has_no_page_for_an_entry_is_full(
 
 def test_little_space_is_wasted_on_ragged_text(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).poisson(11, 2000) + 2
-    fields = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), torch.int64)
-    record_format = RecordFormat(384, torch.float32, fields, {"labels": (torch.int64, ())})
-    store = ActivationStore.create(tmp_path, 2000, record_format, BOUND)
+    store = ActivationStore.create(tmp_path, 2000, RecordFormat(384, torch.float32), BOUND)
     for start in range(0, 2000, 50):
         put(store, list(range(start, start + 50)), lengths[start : start + 50].tolist())
         if start >= 500:
@@ -377,13 +323,12 @@ def test_little_space_is_wasted_on_ragged_text(tmp_path: Path) -> None:
 # ---- damage ----
 
 
-@pytest.mark.parametrize("column", range(4), ids=["activation", *RICH.token_fields])
 @pytest.mark.parametrize("length", [2, 5, 9])
-def test_a_flipped_bit_of_a_record_is_noticed(store: ActivationStore, column: int, length: int) -> None:
+def test_a_flipped_bit_of_a_record_is_noticed(store: ActivationStore, length: int) -> None:
     put(store, [0, 1], [5, 5])
-    path, sizes = store.folder / "records-0.bin", [dtype.itemsize for dtype in RICH.token_dtypes()]
+    path = store.folder / "records-0.bin"
     # The third token of the second record.
-    place = RICH.record_bytes(5) + 5 * sum(sizes[:column]) + 2 * sizes[column]
+    place = RECORD.record_bytes(5) + 2 * HIDDEN * 4
     for bit in (0, 3, 7):
         flip(path, place, bit)
         with pytest.raises(StoreDamagedError, match=r"sample 1 .*records-0\.bin"):
@@ -395,26 +340,20 @@ def test_a_flipped_bit_of_a_record_is_noticed(store: ActivationStore, column: in
 
 def test_every_flipped_bit_of_an_entry_is_noticed(store: ActivationStore) -> None:
     put(store, [0, 1], [5, 5], weights_id=6)
-    path, size = store.folder / "index.bin", store._index.dtype.itemsize
-    compared = store._index.dtype.fields["compared"][1]
+    path, size = store.folder / "index.bin", ENTRY.itemsize
     both = np.array([0, 1])
     for byte in range(size):
         for bit in (0, 7):
             flip(path, size + byte, bit)
-            if compared <= byte < compared + 8:
-                # The sample is read and compared once more.
-                assert store.are_compared(both, store.entries(both)).tolist() == [True, False]
-            else:
-                with pytest.raises(StoreDamagedError, match=r"entry of sample 1 in .*index\.bin"):
-                    store.read(both, 5)
+            with pytest.raises(StoreDamagedError, match=r"entry of sample 1 in .*index\.bin"):
+                store.read(both, 5)
             flip(path, size + byte, bit)
-    assert store.are_compared(both, store.entries(both)).all()
     assert store.read(np.array([0, 1]), 5).weights_ids.tolist() == [6, 6]
 
 
 def test_an_entry_in_the_place_of_another_sample_is_noticed(store: ActivationStore) -> None:
     put(store, [0, 1], [5, 5])
-    path, size = store.folder / "index.bin", store._index.dtype.itemsize
+    path, size = store.folder / "index.bin", ENTRY.itemsize
     content = path.read_bytes()
     with path.open("r+b") as file:
         file.write(content[size : 2 * size] + content[:size])
@@ -446,7 +385,7 @@ def test_a_file_that_vanished_is_noticed(store: ActivationStore, name: str) -> N
 
 def test_a_file_of_another_store_is_refused(store: ActivationStore, tmp_path: Path) -> None:
     put(store, [0], [5])
-    foreign = ActivationStore.create(tmp_path / "foreign", 20, RICH, BOUND)
+    foreign = ActivationStore.create(tmp_path / "foreign", 20, RECORD, BOUND)
     put(foreign, [0], [5], seed=1)
     os.replace(foreign.folder / "records-0.bin", store.folder / "records-0.bin")
     other = ActivationStore.open(store.folder, writer=1)
@@ -491,7 +430,6 @@ def test_a_row_that_is_being_overwritten_counts_as_missing(
     change_while_copying(monkeypatch, begin)
     rows = store.read(np.array([0, 1]), 5)
     assert rows.weights_ids.tolist() == [0, 1] and not rows.activation[0].any()
-    assert not any(values[0].any() for values in rows.fields.values())
 
 
 @pytest.mark.parametrize("weights_id", [1, 2])
@@ -503,7 +441,7 @@ def test_a_row_that_was_rewritten_while_it_was_copied_is_read_again(
     change_while_copying(monkeypatch, lambda: rewritten.append(put(store, [0], [4], weights_id, seed=1)))
     rows = store.read(np.array([0]), 5)
     assert rows.weights_ids.tolist() == [weights_id]
-    check_rows(rows, *rewritten[0][1:], [4], RICH)
+    check_rows(rows, rewritten[0][1], [4])
 
 
 def test_a_dropped_store_is_empty_for_all(store: ActivationStore) -> None:
@@ -533,23 +471,22 @@ def test_a_dropped_store_is_empty_for_all(store: ActivationStore) -> None:
 )
 def test_random_writes_follow_a_dictionary(steps: list[tuple[int, list[tuple[int, int]]]], length: int) -> None:
     with tempfile.TemporaryDirectory() as place:
-        stores = [ActivationStore.create(place, 8, RICH, BOUND)]
+        stores = [ActivationStore.create(place, 8, RECORD, BOUND)]
         stores.append(ActivationStore.open(place, 1))
-        model: dict[int, tuple[int, int, torch.Tensor, dict[str, torch.Tensor]]] = {}
+        model: dict[int, tuple[int, int, torch.Tensor]] = {}
         for step, (writer, rows) in enumerate(steps):
             samples, lengths = [sample for sample, _ in rows], [stored for _, stored in rows]
-            stored, activation, fields = put(stores[writer], samples, lengths, weights_id=step + 1, seed=step)
+            stored, activation = put(stores[writer], samples, lengths, weights_id=step + 1, seed=step)
             assert stored == len(set(samples))
             for row, (sample, tokens) in enumerate(rows):
-                own = {name: values[row : row + 1] for name, values in fields.items()}
-                model[sample] = (step + 1, tokens, activation[row : row + 1], own)
+                model[sample] = (step + 1, tokens, activation[row : row + 1])
         for store in stores:
             for sample in range(8):
                 found = store.read(np.array([sample]), length)
-                weights_id, tokens, activation, fields = model.get(sample, (0, 0, torch.empty(0), {}))
+                weights_id, tokens, activation = model.get(sample, (0, 0, torch.empty(0)))
                 assert found.weights_ids.tolist() == [weights_id]
                 if weights_id:
-                    check_rows(found, activation, fields, [tokens], RICH)
+                    check_rows(found, activation, [tokens])
             store.close()
 
 
@@ -595,21 +532,21 @@ def test_no_rows_of_other_weights_are_served_whatever_is_lost(store: ActivationS
 
 
 def test_ids_of_one_store_mean_nothing_in_another(store: ActivationStore, tmp_path: Path) -> None:
-    other = ActivationStore.create(tmp_path / "other", 20, RICH, BOUND)
+    other = ActivationStore.create(tmp_path / "other", 20, RECORD, BOUND)
     assert store.weights_id("key") != other.weights_id("key")
 
 
-KILL_FORMAT = RecordFormat(64, torch.float32, {"mask": torch.int64}, {"labels": (torch.int64, ())})
+KILL_FORMAT = RecordFormat(64, torch.float32)
 KILL_SAMPLES, KILL_SEQ = 64, 24
 
 
-def rows_at(samples: np.ndarray, weights_id: int) -> tuple[torch.Tensor, np.ndarray, dict[str, torch.Tensor]]:
+def rows_at(samples: np.ndarray, weights_id: int) -> tuple[torch.Tensor, np.ndarray]:
     """What the writer that is killed writes: a function of samples and weights."""
     seeds = torch.from_numpy(samples * 1009 + weights_id)
     lengths = 1 + (samples * 7 + weights_id * 5) % KILL_SEQ
     base = seeds[:, None] + torch.arange(KILL_SEQ)
     activation = base[:, :, None].float() * 64 + torch.arange(64)
-    return activation, lengths, {"mask": base, "labels": seeds}
+    return activation, lengths
 
 
 def write_until_killed(folder: str, seed: int, pipe: Connection) -> None:
@@ -620,8 +557,7 @@ def write_until_killed(folder: str, seed: int, pipe: Connection) -> None:
     while True:
         samples = stream.choice(KILL_SAMPLES, 16, replace=False)
         weights_id = int(stream.integers(1, 100))
-        activation, lengths, fields = rows_at(samples, weights_id)
-        store.write(samples, weights_id, activation, lengths, fields, samples.astype(np.uint64))
+        store.write(samples, weights_id, *rows_at(samples, weights_id), digests_of(samples))
         if not is_ready:
             pipe.send("ready")
             is_ready = True
@@ -633,11 +569,9 @@ def check_killed(folder: Path) -> int:
     everyone = np.arange(KILL_SAMPLES)
     rows = store.read(everyone, KILL_SEQ)
     for sample in np.flatnonzero(rows.weights_ids).tolist():
-        activation, lengths, fields = rows_at(np.array([sample]), int(rows.weights_ids[sample]))
-        own = {name: values[sample : sample + 1] for name, values in rows.fields.items()}
+        activation, lengths = rows_at(np.array([sample]), int(rows.weights_ids[sample]))
         part = slice(sample, sample + 1)
-        found = StoredRecords(rows.weights_ids[part], rows.lengths[part], rows.activation[part], own)
-        check_rows(found, activation, fields, lengths.tolist(), KILL_FORMAT)
+        check_rows(StoredRecords(rows.weights_ids[part], rows.activation[part]), activation, lengths.tolist())
     store.close()
     return int((rows.weights_ids > 0).sum())
 
@@ -697,7 +631,7 @@ def test_a_second_live_run_gets_another_folder(tmp_path: Path) -> None:
 
 def hold_folder(base: str, pipe: Connection) -> None:
     folder = StoreFolder.take(base, "dead")
-    ActivationStore.create(folder.path, 4, PLAIN, BOUND)
+    ActivationStore.create(folder.path, 4, RECORD, BOUND)
     pipe.send(str(folder.path))
     time.sleep(TIME_LIMIT)
 
@@ -718,53 +652,19 @@ def test_what_a_dead_run_left_is_deleted(tmp_path: Path) -> None:
 
 def test_a_kept_folder_serves_a_later_run_of_the_same_rows(tmp_path: Path) -> None:
     first = StoreFolder.take(tmp_path, "key")
-    assert not first.is_reusable(RICH, 20)
-    store = ActivationStore.create(first.path, 20, RICH, BOUND)
-    _, activation, fields = put(store, [3], [4])
+    assert not first.is_reusable(RECORD, 20)
+    store = ActivationStore.create(first.path, 20, RECORD, BOUND)
+    _, activation = put(store, [3], [4])
     first.keep()
     first.release()
     StoreFolder.take(tmp_path, "other").remove()
     again = StoreFolder.take(tmp_path, "key")
-    assert again.path == first.path and again.is_reusable(RICH, 20)
-    assert not again.is_reusable(RICH, 21) and not again.is_reusable(PLAIN, 20)
+    assert again.path == first.path and again.is_reusable(RECORD, 20)
+    assert not again.is_reusable(RECORD, 21) and not again.is_reusable(RecordFormat(HIDDEN, torch.bfloat16), 20)
     reopened = ActivationStore.open(again.path, 0)
-    check_rows(reopened.read(np.array([3]), 4), activation, fields, [4], RICH)
+    check_rows(reopened.read(np.array([3]), 4), activation, [4])
     reopened.drop("a reason")
-    assert not again.is_reusable(RICH, 20)
-
-
-def test_a_row_of_an_earlier_run_is_compared_once_for_all_processes_of_a_run(tmp_path: Path) -> None:
-    everyone = np.arange(20)
-
-    def take() -> tuple[StoreFolder, ActivationStore]:
-        folder, store = take_store(tmp_path, "key", 20, RICH, BOUND)
-        folder.keep()
-        return folder, store
-
-    def compared(store: ActivationStore) -> list[int]:
-        return everyone[store.are_compared(everyone, store.entries(everyone))].tolist()
-
-    folder, store = take()
-    put(store, [3, 4, 5], [4] * 3)
-    assert compared(store) == [3, 4, 5]
-    folder.release()
-    folder, store = take()
-    other = ActivationStore.open(store.folder, writer=1)
-    assert compared(store) == compared(other) == []
-    digests = store.entries(np.array([3, 4]))["input_digest"]
-    # Of another input, and of another sample.
-    store.set_compared(np.array([3, 4]), digests[::-1].copy())
-    assert compared(other) == []
-    store.set_compared(np.array([3, 4]), digests)
-    put(other, [7], [4])
-    assert compared(store) == compared(other) == [3, 4, 7]
-    # More layers freeze: the row is another one, its input the same.
-    assert other.write(
-        np.array([3]), 2, *values_of(RICH, 1, 4)[:1], np.array([4]), values_of(RICH, 1, 4)[1], digests[:1]
-    )
-    assert compared(store) == [3, 4, 7]
-    folder.release()
-    assert compared(take()[1]) == []
+    assert not again.is_reusable(RECORD, 20)
 
 
 def test_a_store_that_an_earlier_version_kept_is_made_again(tmp_path: Path) -> None:
@@ -773,7 +673,7 @@ def test_a_store_that_an_earlier_version_kept_is_made_again(tmp_path: Path) -> N
         folder.folder.write(name, content)
     folder.keep()
     folder.release()
-    again, store = take_store(tmp_path, "key", 20, RICH, BOUND)
+    again, store = take_store(tmp_path, "key", 20, RECORD, BOUND)
     assert again.path == folder.path and not store.weights_ids(np.arange(20)).any()
     names = {path.name for path in again.path.iterdir()}
     assert names == {"lock", "store.json", "index.bin", "records-0.bin"}
@@ -786,16 +686,16 @@ def test_a_store_that_cannot_be_marked_as_kept_is_given_back(tmp_path: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr(StoreFolder, "keep", fail)
         with pytest.raises(OSError, match="No space left"):
-            take_store(tmp_path, "key", 20, PLAIN, BOUND, Use("a", "b"))
+            take_store(tmp_path, "key", 20, RECORD, BOUND, Use("a", "b"))
     assert not (tmp_path / "key").exists()
-    folder, _ = take_store(tmp_path, "key", 20, PLAIN, BOUND, Use("a", "b"))
+    folder, _ = take_store(tmp_path, "key", 20, RECORD, BOUND, Use("a", "b"))
     assert folder.path.name == "key" and folder.is_kept
     folder.close()
 
 
 def test_a_folder_that_is_not_kept_is_emptied(tmp_path: Path) -> None:
     first = StoreFolder.take(tmp_path, "key")
-    ActivationStore.create(first.path, 20, RICH, BOUND)
+    ActivationStore.create(first.path, 20, RECORD, BOUND)
     first.release()
     again = StoreFolder.take(tmp_path, "key")
     assert [path.name for path in again.path.iterdir()] == ["lock"]

@@ -27,28 +27,28 @@ L = 4
 
 # ---- the rest of a run
 
-# Seconds: a stored row takes 0.5 to read and 3 to write, a sample 1.
-COSTS = Storing(prefix=(1.0, 3.0, 5.0), input=1.0, read=0.5, write=3.0, steps_per_epoch=10)
+# Seconds: a stored row takes 0.5 to read and 3 to write.
+COSTS = Storing(prefix=(1.0, 3.0, 5.0), read=0.5, write=3.0, steps_per_epoch=10)
 
 
 @pytest.mark.parametrize(
     ("level", "stored", "share", "fits", "steps", "expected"),
     [
         # Nothing is stored, before and after.
-        (0, 0, 0.0, 1.0, 30, [Pass(30, record_seconds=1.0)]),
-        # The first pass of ten steps writes, the others read and need no sample.
-        (2, 0, 0.0, 1.0, 30, [Pass(10, record_seconds=4.0), Pass(20, 2, 1.0, 0.5)]),
+        (0, 0, 0.0, 1.0, 30, [Pass(30)]),
+        # The first pass of ten steps writes, the others read.
+        (2, 0, 0.0, 1.0, 30, [Pass(10, record_seconds=3.0), Pass(20, 2, 1.0, 0.5)]),
         # Half fits.
-        (2, 0, 0.0, 0.5, 30, [Pass(10, record_seconds=2.5), Pass(20, 2, 0.5, 0.75)]),
+        (2, 0, 0.0, 0.5, 30, [Pass(10, record_seconds=1.5), Pass(20, 2, 0.5, 0.25)]),
         # Everything is stored a layer below: read and written again.
         (2, 1, 1.0, 1.0, 30, [Pass(10, 1, 1.0, 3.5), Pass(20, 2, 1.0, 0.5)]),
         # Everything is stored here already.
         (2, 2, 1.0, 1.0, 30, [Pass(10, 2, 1.0, 0.5), Pass(20, 2, 1.0, 0.5)]),
         # Half is: the other half is computed and written.
-        (2, 2, 0.5, 1.0, 30, [Pass(10, 2, 0.5, 2.25), Pass(20, 2, 1.0, 0.5)]),
+        (2, 2, 0.5, 1.0, 30, [Pass(10, 2, 0.5, 1.75), Pass(20, 2, 1.0, 0.5)]),
         # Less than a pass is left, or rows are given up.
-        (2, 0, 0.0, 1.0, 4, [Pass(4, record_seconds=4.0)]),
-        (0, 2, 1.0, 1.0, 30, [Pass(30, record_seconds=1.0)]),
+        (2, 0, 0.0, 1.0, 4, [Pass(4, record_seconds=3.0)]),
+        (0, 2, 1.0, 1.0, 30, [Pass(30)]),
     ],
 )
 def test_the_passes_of_a_run_by_hand(
@@ -88,7 +88,7 @@ def planner(written: list[Any], mode: str = "auto") -> CachePlanner:
     def write(kind: str, **fields: Any) -> None:
         written.append((kind, fields))
 
-    return CachePlanner(mode, 0.0, lambda: StorageSpeed(0.01, 0.02), StoreSize(2.0, 1.0, 2.0), 10, write)
+    return CachePlanner(mode, lambda: StorageSpeed(0.01, 0.02), StoreSize(2.0, 1.0, 2.0), 10, write)
 
 
 def decisions_of(

@@ -42,7 +42,7 @@ def forecast(storing: Storing | None = None) -> Forecast:
     return Forecast(LAYOUT, inputs_of(Overheads(per_step=0.5)), storing)
 
 
-STORING = Storing((), input=0.5, read=0.0, write=2.0, mode="on", steps_per_epoch=PER_EPOCH)
+STORING = Storing((), read=0.0, write=2.0, mode="on", steps_per_epoch=PER_EPOCH)
 
 
 def test_the_full_run_is_as_long_as_its_steps() -> None:
@@ -56,30 +56,30 @@ def test_a_prefix_frozen_from_the_start_without_a_cache() -> None:
 
 
 def test_rows_are_written_in_the_first_epoch_and_read_after_it() -> None:
-    # 2 seconds for a row in the first epoch, then 3 forwards, and the half second of reading is saved.
-    assert forecast(STORING).seconds([Span(36, 1)]) == 10 * 13.5 + 26 * 8
-    assert forecast(STORING).seconds([Span(10, 0), Span(15, 1)]) == 10 * 17.5 + 10 * 13.5 + 5 * 8
+    # 2 seconds for a row in the first epoch, then 3 forwards.
+    assert forecast(STORING).seconds([Span(36, 1)]) == 10 * 13.5 + 26 * 8.5
+    assert forecast(STORING).seconds([Span(10, 0), Span(15, 1)]) == 10 * 17.5 + 10 * 13.5 + 5 * 8.5
 
 
 @pytest.mark.parametrize(("read", "more"), [(6.0, 0.0), (8.0, 0.0), (9.5, 1.5)])
 def test_rows_are_read_beside_a_device(read: float, more: float) -> None:
     """Above a layer 3 blocks, the head is one of them, compute 3 forwards and backwards of 1 + 2 + 2: 8 seconds."""
-    storing = Storing((), input=0.5, read=read, write=6.0, is_apart=True, mode="on", steps_per_epoch=PER_EPOCH)
+    storing = Storing((), read=read, write=6.0, is_apart=True, mode="on", steps_per_epoch=PER_EPOCH)
     found = forecast(storing).seconds([Span(36, 1)])
-    # The row is written beside them, too, and the half second of reading samples is saved.
-    assert found == 10 * 11.5 + 26 * (8 + more)
+    # The row is written beside them, too.
+    assert found == 10 * 11.5 + 26 * (8.5 + more)
 
 
 def test_rows_of_fewer_layers_serve_while_those_of_more_are_written() -> None:
-    # From the level 1 on: 3 forwards, the backward of the head (1), half a second less, 2 for writing; then 1 + 1.
-    expected = 10 * 13.5 + 10 * 8 + 10 * (3 + 1 + 2) + 5 * 2
+    # From the level 1 on: 3 forwards, the backward of the head (1), 2 for writing; then 1 + 1; half a second beside.
+    expected = 10 * 13.5 + 10 * 8.5 + 10 * (3 + 1 + 2 + 0.5) + 5 * 2.5
     assert forecast(STORING).seconds([Span(20, 1), Span(15, 2)]) == expected
 
 
 def test_half_an_epoch_of_writing_leaves_half_of_the_rows() -> None:
     # The next level is written in one epoch, in which half of the samples have rows of the level before.
-    with_rows, without = 3 + 1 + 2, 6 + 1 + 0.5 + 2
-    expected = 5 * 13.5 + 10 * (with_rows + without) / 2 + 5 * 2
+    with_rows, without = 3 + 1 + 0.5 + 2, 6 + 1 + 0.5 + 2
+    expected = 5 * 13.5 + 10 * (with_rows + without) / 2 + 5 * 2.5
     assert forecast(STORING).seconds([Span(5, 1), Span(15, 2)]) == expected
 
 

@@ -124,7 +124,7 @@ def test_a_function_that_is_gone_is_found() -> None:
 def test_the_disk_that_imagenet_takes_is_that_of_its_records() -> None:
     text = (RECIPES / "imagenet.md").read_text(encoding="utf-8")
     table = written_table(text, "records").splitlines()[2:]
-    sizes = [RecordFormat(768, dtype, {}, {}).record_bytes(197) for dtype in (torch.float32, torch.bfloat16)]
+    sizes = [RecordFormat(768, dtype).record_bytes(197) for dtype in (torch.float32, torch.bfloat16)]
     assert all(f"{size:,} " in text for size in sizes)
     expected = [
         f"| {rows} | " + " | ".join(f"{1_281_167 * size * rows / 1e9:,.0f} GB" for size in sizes) + " |"

@@ -250,7 +250,7 @@ def test_a_model_that_a_failure_left_in_parts_is_no_other_model(tmp_path: Path) 
 
 def test_measuring_the_storage_draws_no_random_numbers(tmp_path: Path) -> None:
     state = torch.get_rng_state()
-    measure_storage(tmp_path, RecordFormat(4, torch.float32, {}, {}), 3)
+    measure_storage(tmp_path, RecordFormat(4, torch.float32), 3)
     assert torch.equal(torch.get_rng_state(), state)
 
 

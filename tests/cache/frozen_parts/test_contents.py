@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from hf_pipetransformer.cache.folder import Use, take_store
-from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, record_format
+from hf_pipetransformer.cache.frozen_parts.contents import ContentStore
+from hf_pipetransformer.cache.records import RecordFormat
 
 
 KEY = "part-0123"
 
 
 def open_store(folder: Path, num_places: int = 8, max_bytes: int = 10**7, key: str | None = None) -> ContentStore:
-    content, use = record_format(2, torch.float32), Use("a part", "some data")
+    content, use = RecordFormat(2, torch.float32), Use("a part", "some data")
     taken, made = take_store(folder, key, num_places, content, max_bytes, use)
     store = ContentStore(made, folder=taken)
     store.use_weights("weights")
