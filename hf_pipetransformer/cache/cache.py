@@ -61,6 +61,8 @@ class ActivationCache:
         self._level_of_id: dict[int, int] = {}
         self._num_changed = self._num_same = 0
         """Samples with a record that were read in this epoch, and found to be others, or the same."""
+        # An earlier run may have had other samples.
+        self._may_be_of_others = store.num_found > 0
         self._has_said_changed = self._has_said_unfit = False
         self._pins = is_apart(device or torch.device("cpu"))
         # One thread, as one batch at most is read ahead.
@@ -169,9 +171,9 @@ class ActivationCache:
 
     def end_epoch(self) -> None:
         """Stop storing if most samples that had a record were others when they were read again."""
-        changed, same = self._num_changed, self._num_same
-        self._num_changed = self._num_same = 0
-        if changed > same and not self.is_off:
+        changed, same, is_of_run = self._num_changed, self._num_same, not self._may_be_of_others
+        self._num_changed, self._num_same, self._may_be_of_others = 0, 0, False
+        if changed > same and is_of_run and not self.is_off:
             self.switch_off(
                 f"{changed} of {changed + same} samples were others when they were read again. The data set, its "
                 "transform or the collator changes them (augmentation, or values that depend on the others in a "

@@ -104,7 +104,7 @@ FORM = SampleForm("input_ids", True, 3, 3, RecordFormat(4, torch.float32), 0, ke
         ({"scale": torch.tensor(2.0)}, r"'scale' in a batch of 2 samples is of shape \(\): let the collator return"),
         ({"names": ["a", "b"]}, "'names' in a batch of 2 samples is a list: let the collator return"),
         ({"crops": torch.zeros(3, 4)}, r"'crops' in a batch of 2 samples is of shape \(3, 4\)"),
-        ({"attention_mask": torch.ones(2, 3, 3)}, r"is of shape \(2, 3, 3\) beside 'input_ids' .*: give one value a token"),
+        ({"attention_mask": torch.ones(2, 3, 3)}, "beside 'input_ids' of shape .*: give one value a token"),
         ({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, "text is padded on the left: set padding_side"),
     ],
 )  # fmt: skip

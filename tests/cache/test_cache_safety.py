@@ -122,7 +122,9 @@ def test_the_records_of_a_batch_are_read_ahead_though_some_of_its_samples_have_n
     cache = ActivationCache(store, FORM)
     cache.use_weights(["", "1", "2"])
     activation, samples = written(cache, [5, 3], SampleBatch(read([5, 3]))), [5, 4, 3, 2]
-    batch = {name: pad(values, (0, padding)) if values.dim() == 2 else values for name, values in read(samples).items()}
+    batch = {
+        name: pad(values, (0, padding)) if values.dim() == 2 else values for name, values in read(samples).items()
+    }
     with patch.object(store, "read", wraps=store.read) as reads:
         cache.prefetch(samples)
         whole, tags = detach_tags(cache.tagged(samples, SampleBatch(batch)))

@@ -183,8 +183,7 @@ def test_the_bound_keeps_a_fixed_part(tmp_path: Path, caplog: pytest.LogCaptureF
     everyone, lengths = np.arange(num_samples), np.full(num_samples, length)
     with caplog.at_level(logging.WARNING):
         counts = [
-            store.write(everyone, weights_id, activation, lengths, digests_of(everyone))
-            for weights_id in (1, 2)
+            store.write(everyone, weights_id, activation, lengths, digests_of(everyone)) for weights_id in (1, 2)
         ]
     assert store.bytes_stored <= bound
     assert counts[0] == counts[1] > 0.8 * bound / (length * hidden * 4)

@@ -28,9 +28,7 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, set_seed
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import cache, opening
 from hf_pipetransformer.cache.folder import StoreFolder
-from hf_pipetransformer.cache.inputs import examine_inputs
 from hf_pipetransformer.startup import costs
 from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, note, scenario
 from tests.distributed.transition_observer import encoder_parts
@@ -96,18 +94,10 @@ class At(TrainerCallback):
 
 
 class RunsWithoutReads(TrainerCallback):
-    """Forgets what was read to look at the data: before a run that resumes, and by the cache."""
+    """Forgets what was read before a run that resumes."""
 
     def __init__(self, rows: CountedRows) -> None:
         self.rows = rows
-        opening.examine_inputs = self.examine
-
-    def examine(self, *args: Any) -> Any:
-        before = self.rows.num_read
-        try:
-            return examine_inputs(*args)
-        finally:
-            self.rows.num_read = before
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
         self.rows.num_read = 0
@@ -256,7 +246,6 @@ def weights_change_after_the_fetch(scenario: Scenario) -> None:
 
 
 def weights_change_after_the_fetch_of_images(scenario: Scenario) -> None:
-    """Of a hit only a placeholder of the image was read."""
     scenario.both(lambda: Setting(REPLICAS, "vit", callbacks=[At(DISTURBED_AT, scale_in_place, before=True)]))
 
 
@@ -371,16 +360,15 @@ def other_words(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def samples_change(scenario: Scenario) -> None:
-    rows = CountedRows(make_rows("bert_sequence", NUM_SAMPLES))
+    def make() -> Setting:
+        rows = CountedRows(make_rows("bert_sequence", NUM_SAMPLES))
 
-    def change(**_kwargs: Any) -> None:
-        rows.change = other_words
+        def change(**_kwargs: Any) -> None:
+            rows.change = other_words
 
-    usual, cache.CHECKED_HITS = cache.CHECKED_HITS, 4
-    try:
-        scenario.run("with", Setting(callbacks=[At(DISTURBED_AT, change)], rows=rows))
-    finally:
-        cache.CHECKED_HITS = usual
+        return Setting(callbacks=[At(DISTURBED_AT, change)], rows=rows)
+
+    scenario.both(make)
 
 
 def random_augmentation(scenario: Scenario) -> None:

@@ -136,10 +136,6 @@ class Observer(TrainerCallback):
 
         TrainingCache.check = uncounted  # type: ignore[method-assign]
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
-        if self.case.cached:
-            self.trainer.train_dataset.epoch = round(state.epoch)
-
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
         TRAFFIC.bytes.clear()
         self._num_samples = 0

@@ -23,8 +23,6 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_pipetransformer import PipeTransformerTrainer
-from hf_pipetransformer.cache import opening
-from hf_pipetransformer.cache.inputs import examine_inputs
 from hf_pipetransformer.freeze.policy import FreezePolicy
 from tests.distributed.equality_worker import digest
 from tests.distributed.scenarios import RANK, WORLD_SIZE, Lines, run_case, scenario
@@ -61,22 +59,13 @@ POLICIES = {"never": Never, "one_by_one": OneByOne}
 class LoggedRows(Dataset):
     """Rows, with a line in a file of this process for each that is read: epoch and index.
 
-    They do not hear of epochs by themselves, or there would be no cache for them: see `EpochRows` and `Observer`. What
-    the cache reads to look at them is in no epoch.
+    They hear of epochs as data sets that draw other samples in each.
     """
 
     def __init__(self, rows: list[dict[str, Any]], path: Path) -> None:
         self.rows = rows
         self.path = path
         self.epoch = -1
-        opening.examine_inputs = self.examine
-
-    def examine(self, *args: Any) -> Any:
-        epoch, self.epoch = self.epoch, -1
-        try:
-            return examine_inputs(*args)
-        finally:
-            self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -85,10 +74,6 @@ class LoggedRows(Dataset):
         with Path(f"{self.path}.{os.getpid()}").open("a") as file:
             file.write(f"{self.epoch} {index}\n")
         return self.rows[index]
-
-
-class EpochRows(LoggedRows):
-    """As data sets that draw other samples in each epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -255,9 +240,8 @@ def arguments_of(case: TransitionCase, output: Path, kind: str) -> TrainingArgum
 
 
 def trainer_of(case: TransitionCase, output: Path, kind: str, observer: Observer) -> Trainer:
-    kind_of_rows = LoggedRows if case.cached else EpochRows
     rows, model = make_rows(case.model, case.num_samples), model_of(case)
-    train = kind_of_rows(rows, output.with_name(f"{case.name}.drawn.rank{RANK}"))
+    train = LoggedRows(rows, output.with_name(f"{case.name}.drawn.rank{RANK}"))
     parts: dict[str, Any] = {
         "model": model,
         "args": arguments_of(case, output, kind),

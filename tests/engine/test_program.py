@@ -651,7 +651,7 @@ def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover
     below = range(min(entry_block, blocks.stop))
     program = CachedEntryProgram(view, below, entry_block, above, whole, torch.float32, torch.float32, CPU)
     samples = torch.arange(NUM_SAMPLES)
-    tags = CacheTags(samples, levels, torch.zeros_like(samples), 1, stored)
+    tags = CacheTags(samples, levels, torch.zeros(len(samples), 2, dtype=torch.int64), 1, stored)
     written: list[torch.Tensor] = []
     micro_batch = MicroBatch(
         0, inputs, 1.0, shape, forward, tags=tags, write=lambda _, hidden: written.append(hidden.clone())
@@ -685,7 +685,10 @@ def test_each_sample_runs_only_through_what_its_stored_activation_does_not_cover
     assert all(structure.blocks_of_parameter[name][0] >= entry_block for name in gradients)
     # A batch of which nothing is stored runs whole, and one of which nothing is stored yet in two parts.
     torch.testing.assert_close(program.forward(plain, None).detach(), expected)
-    fresh = replace(micro_batch, tags=CacheTags(samples, torch.zeros_like(levels), torch.zeros_like(samples), 0, None))
+    fresh = replace(
+        micro_batch,
+        tags=CacheTags(samples, torch.zeros_like(levels), torch.zeros(len(samples), 2, dtype=torch.int64), 0, None),
+    )
     for _ in range(2):
         torch.testing.assert_close(program.forward(fresh, None).detach(), expected)
 
