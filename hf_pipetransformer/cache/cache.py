@@ -129,7 +129,7 @@ class ActivationCache:
         return CacheTags(tagged, num_layers, words, self.stamp, hidden).attach(batch)
 
     def _found(self, index: Indices, digests: Array, batch: SampleBatch) -> tuple[Indices, torch.Tensor | None]:
-        """Return how many layers' output is known of each sample, and the activations of these, zero for the others.
+        """Return of how many layers the output is known for a sample `(batch,)`, and these outputs, zero for others.
 
         Raises:
             StoreDamagedError: a file of the store is gone or was changed.

@@ -1,7 +1,7 @@
 """Form of the samples of a data set in its batches, by which records of them are found again.
 
 A record stands in for what frozen layers compute of a sample if the sample that was read is the one that it was made
-from. Nothing is tried for it: each batch that the run reads is looked at.
+from. Nothing is tried for it: all batches that the run reads are looked at.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class SampleForm:
                 f"{given.size} samples lie in one row of {value.shape[1]} tokens, of which no sample has a record of "
                 "its own: let the collator pad, or pack the data set into rows of one sample each."
             )
-        for name, each in given.items():
-            found = f"of shape {tuple(each.shape)}" if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
-            if not isinstance(each, torch.Tensor) or each.dim() == 0 or len(each) != len(value):
+        for name, entry in given.items():
+            is_tensor = isinstance(entry, torch.Tensor)
+            if not is_tensor or entry.dim() == 0 or len(entry) != len(value):
+                found = f"of shape {tuple(entry.shape)}" if is_tensor else f"a {type(entry).__name__}"
                 return (
                     f"{name!r} in a batch of {len(value)} samples is {found}: let the collator return tensors with "
                     "one entry a sample only."
@@ -67,11 +68,11 @@ class SampleForm:
         return None
 
     def digests(self, batch: Mapping[str, Any]) -> Array:
-        """Return the hash `(batch, 2)` of each sample of a batch that fits."""
+        """Return the hashes `(batch, 2)` of the samples of a batch that fits."""
         return sample_digests(batch, self.lengths(batch), self.main_input, self.pad_token_id)
 
     def lengths(self, batch: Mapping[str, Any]) -> Array:
-        """Return how many tokens each sample has, `(batch,)`, or positions of its activation."""
+        """Return how many tokens the samples have, `(batch,)`, or positions of their activations."""
         if self.is_text:
             return real_lengths(batch, self.main_input)
         return np.full(len(batch[self.main_input]), self.num_positions)

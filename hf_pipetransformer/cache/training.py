@@ -438,7 +438,7 @@ class TrainingCache:
 
 
 def _some_records(inputs: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
-    """Return samples of a batch that have records, as inputs, activations and level, at most `most` of each level."""
+    """Return samples of a batch that have records, as inputs, activations and level, at most `most` of a level."""
     batch, tags = detach_tags(inputs)
     if tags is None or tags.hidden is None:
         return []
@@ -450,7 +450,7 @@ def _some_records(inputs: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
 
 
 def _are_alike(output: torch.Tensor, stored: torch.Tensor, lengths: Array, precision: str) -> bool:
-    """Return True if the layers' output is that of stored records, which have so many positions each."""
+    """Return True if the layers' output is that of stored records of these lengths."""
     # Records stored in 16 bits are rounded more than the precision of the run says.
     tolerance = OTHER_BATCH_TOLERANCE[coarsest(precision, stored.dtype, output.dtype)]
     shown = torch.arange(output.shape[1]) < torch.from_numpy(lengths)[:, None]

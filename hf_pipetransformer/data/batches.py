@@ -544,9 +544,9 @@ def shown_lengths(mask: torch.Tensor) -> np.ndarray:
 
 
 def sample_digests(batch: Mapping[str, Any], lengths: np.ndarray, main_input: str, pad_token_id: int) -> np.ndarray:
-    """Return two words `(batch, 2)` for each sample, a 128-bit hash of its tensors, whatever else is in the batch.
+    """Return a 128-bit hash of the tensors of a sample in two words, `(batch, 2)`, whatever else is in the batch.
 
-    Of values for each token, padding behind the real lengths `(batch,)` does not count.
+    Of values of tokens, padding behind the real lengths `(batch,)` does not count.
     """
     hashers, positions = [xxhash.xxh3_128() for _ in lengths], batch[main_input].shape[:2]
     # By name, because the order of the entries is no part of a sample.
@@ -557,8 +557,8 @@ def sample_digests(batch: Mapping[str, Any], lengths: np.ndarray, main_input: st
             is_beyond = torch.arange(value.shape[1]) >= torch.from_numpy(lengths)[:, None]
             is_fill = value.cpu() == fill_value(name, main_input, pad_token_id)
             is_padding = is_fill.reshape(*positions, -1).all(-1)
-            is_padded = (is_padding | ~is_beyond).all(1)
-            ends = [end if each else None for end, each in zip(lengths.tolist(), is_padded.tolist(), strict=True)]
+            are_padded = (is_padding | ~is_beyond).all(1).tolist()
+            ends = [end if is_cut else None for end, is_cut in zip(lengths.tolist(), are_padded, strict=True)]
         data = bytes_of(value).reshape(len(value), value.shape[1] if is_of_tokens else 1, -1)
         for hasher, content, end in zip(hashers, data, ends, strict=True):
             # With the shape, as tensors of other dtypes or shapes can have the same bytes.
