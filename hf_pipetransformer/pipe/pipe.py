@@ -222,9 +222,7 @@ class LocalTensor(torch.Tensor):
         """Return the plain tensor, the same object on each call."""
         return self._value
 
-    def to_here(self) -> torch.Tensor:
-        """Return `local_value()`: everything is in this process."""
-        return self._value
+    to_here = local_value  # Everything is in this process.
 
     # Pickles and deep copies are plain tensors: `_value` is an attribute of this process alone.
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -241,9 +239,7 @@ class LocalTuple(tuple[Any, ...]):
         """Return a plain tuple."""
         return tuple(self)
 
-    def to_here(self) -> tuple[Any, ...]:
-        """Return `local_value()`: everything is in this process."""
-        return tuple(self)
+    to_here = local_value
 
 
 # DistributedDataParallel and other wrappers look for tensors in a module's output through pytree.
