@@ -159,7 +159,7 @@ class PlanInputs:
         elastic: False keeps K and the boundaries for the whole run.
         measures_microbatches: True if M is tried on training steps, False if it follows the rule of thumb.
         num_microbatches: the number of micro-batches M if the user fixed it, else None.
-        known_microbatches: the M that trials found best, by K and stages per rank V.
+        known_microbatches: the M that trials found best, by K and stages per rank V; those of the run are added.
         unfit: values of K that ran out of memory.
         initial_largest_size: `largest_rank_size` of the initial layout.
         initial_size: K of the initial layout, to which unfreezing may return; 0 keeps pipelines from growing.
@@ -181,7 +181,7 @@ class PlanInputs:
     elastic: bool = True
     measures_microbatches: bool = True
     num_microbatches: int | None = None
-    known_microbatches: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    known_microbatches: dict[tuple[int, int], int] = field(default_factory=dict)
     unfit: frozenset[int] = frozenset()
     initial_largest_size: float = 0.0
     initial_size: int = 0

@@ -205,7 +205,7 @@ class RunPlanner:
         return tuple(each / self.num_probed for each in computed)
 
     def inputs(
-        self, began_under: Layout | None = None, known_microbatches: Mapping[tuple[int, int], int] | None = None
+        self, began_under: Layout | None = None, known_microbatches: dict[tuple[int, int], int] | None = None
     ) -> PlanInputs:
         """Return the inputs of the plans of a run, of those after its first layout if it is given."""
         args, blocks, memory = self.args, self.costs.blocks, self.memory_rules
