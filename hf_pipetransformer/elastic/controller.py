@@ -250,7 +250,7 @@ class LayoutController:
         return Change(replace(layout, num_microbatches=count), moves=False)
 
     def _report_trial(self, trial: MicrobatchTrial, chosen: int, layout: Layout) -> None:
-        seconds = {str(count): value for count, value in trial.as_event().items()}
+        seconds = {str(count): value for count, value in trial.least.items()}
         self.context.journal.write(
             "profile",
             what="microbatches",
@@ -264,7 +264,7 @@ class LayoutController:
             num_microbatches=chosen,
         )
         if self.topology.rank == 0:
-            tried = ", ".join(f"M={count}: {value * 1e6:.1f}" for count, value in trial.as_event().items())
+            tried = ", ".join(f"M={count}: {value * 1e6:.1f}" for count, value in trial.least.items())
             announce(f"K={layout.pipeline_size}: M={chosen} micro-batches from now on; microseconds a token: {tried}.")
 
     # ---- replay ----

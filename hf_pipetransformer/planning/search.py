@@ -22,7 +22,6 @@ from hf_pipetransformer.planning.layouts import (
     is_worth_moving,
     largest_rank_size,
 )
-from hf_pipetransformer.planning.partition import compress_by_memory
 from hf_pipetransformer.planning.storing import COMPUTE, Pass, Storing, Way, choose_way, ways_of_storing
 from hf_pipetransformer.schedules.placement import attention_of, first_above, num_layers, pipeline_sizes
 
@@ -63,7 +62,8 @@ def search(
     if not any(each.fits for each in found):
         kept = look.best(as_it_is)
         found += [kept] if kept.fits or not found else []
-    chosen = _choose(found, inputs) if inputs.elastic else found[0]
+    by_time = inputs.compression == "throughput"
+    chosen = choose_by_throughput(found) if by_time else choose_by_memory(found, inputs)
     seconds = {each.layout.pipeline_size: inputs.predict(each.layout).seconds for each in found}
     return replace(chosen, alternatives=seconds)
 
@@ -90,7 +90,7 @@ class _Look:
         inputs, current = self.inputs, self.current
         num_replicas = current.pipeline_size * current.num_replicas // size
         layout = inputs.lay_out(current.schedule, size, num_replicas, num_chunks, self.num_frozen, level)
-        # Another number of stages moves weights in any case; whether that pays is for `_choose` to say.
+        # Another number of stages moves weights in any case; whether that pays is for the choice among them to say.
         if layout.places != current.places:
             return layout
         unmoved, cut_by = replace(layout, boundaries=current.boundaries), inputs.cut_by
@@ -158,16 +158,19 @@ def choose_by_throughput(candidates: Sequence[Choice]) -> Choice:
     return min(equals, key=lambda candidate: (candidate.layout.pipeline_size, candidate.cost))
 
 
-def _choose(options: Sequence[Choice], inputs: PlanInputs) -> Choice:
-    if inputs.compression == "throughput":
-        return choose_by_throughput(options)
-    # Eq. 2 goes down from the longest pipeline, and asks for one size after the other.
-    by_size = {option.layout.pipeline_size: option for option in options}
+def choose_by_memory(candidates: Sequence[Choice], inputs: PlanInputs) -> Choice:
+    """Halve the pipeline size K, from the longest, while no rank needs more memory than the fullest had at the start.
 
-    def size(k: int) -> float:
-        return largest_rank_size(inputs.blocks.parameters, by_size[k].layout)
-
-    return by_size[compress_by_memory(max(by_size), size, inputs.initial_largest_size, list(by_size))]
+    PipeTransformer, Eq. 2 (`<=`; Algorithm 1, line 30, has `<`), with elements as the measure of memory, see
+    `largest_rank_size`.
+    """
+    by_size = {candidate.layout.pipeline_size: candidate for candidate in candidates}
+    size, parameters = max(by_size), inputs.blocks.parameters
+    while size % 2 == 0 and size // 2 in by_size:
+        if largest_rank_size(parameters, by_size[size // 2].layout) > inputs.initial_largest_size:
+            break
+        size //= 2
+    return by_size[size]
 
 
 # ---- seconds ----

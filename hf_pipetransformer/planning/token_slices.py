@@ -8,7 +8,7 @@ trying are the times of slices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -157,9 +157,6 @@ class TokenCosts:
         tokens, context = np.meshgrid(np.arange(1, granules + 1) * sizes, np.arange(granules) * sizes, indexing="ij")
         times: Times = hop + share * self.seconds(sequences, context, tokens)
         return times
-
-    def as_event(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def fit_token_costs(times: Sequence[SliceTime]) -> TokenCosts:

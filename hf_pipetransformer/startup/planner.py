@@ -315,7 +315,7 @@ class RunPlanner:
             "stage_seconds": list(prediction.rank_seconds),
             "measured_samples": costs.num_samples,
             "block_costs": {key: list(value) for key, value in asdict(costs.blocks).items() if key != "slices"},
-            "slice_costs": None if costs.blocks.slices is None else costs.blocks.slices.as_event(),
+            "slice_costs": None if costs.blocks.slices is None else asdict(costs.blocks.slices),
             "block_flops": list(self.probe.block_flops),
         }
 

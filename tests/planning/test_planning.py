@@ -30,8 +30,8 @@ from hf_pipetransformer.planning.layouts import (
 )
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, rank_memory
 from hf_pipetransformer.planning.microbatches import MicrobatchTrial, calibrate, candidates
-from hf_pipetransformer.planning.partition import compress_by_memory, partition
-from hf_pipetransformer.planning.search import choose_by_throughput, first_layout, search
+from hf_pipetransformer.planning.partition import partition
+from hf_pipetransformer.planning.search import choose_by_memory, choose_by_throughput, first_layout, search
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import pipeline_sizes
 from hf_pipetransformer.schedules.tables import find_schedule
@@ -345,8 +345,12 @@ def test_stages_that_share_a_parameter_hold_a_copy_each(
     ],
 )
 def test_compression_by_memory(current: int, initial_largest: float, allowed: list[int], expected: int) -> None:
-    sizes = {4: 10.0, 3: 15.0, 2: 20.0, 1: 40.0}
-    assert compress_by_memory(current, sizes.__getitem__, initial_largest, allowed) == expected
+    """Eight blocks of 5 elements: their largest rank has 10 of four, 15 of three, 20 of two, 40 alone."""
+    boundaries = {k: tuple(-(-8 * stage // k) for stage in range(k + 1)) for k in allowed}
+    options = [Choice(Layout(3, 0, k, 1, boundaries[k], 1, "1f1b")) for k in allowed]
+    costs, rules = replace(costs_of(3), parameters=(5,) * 8), rules_for(3, initial_largest_size=initial_largest)
+    found = choose_by_memory(options, PlanInputs(costs, Overheads(), 8, **rules))
+    assert max(allowed) == current and found.layout.pipeline_size == expected
 
 
 @pytest.mark.parametrize(
@@ -383,10 +387,10 @@ def test_a_trial_keeps_the_fastest_step_after_the_warm_up() -> None:
         trial.record(seconds, tokens)
     assert used == [8, 8, 8, 4, 4, 4, 4], "a step without tokens is not counted"
     assert trial.is_done
-    assert trial.as_event() == {8: 0.04, 4: 0.03}
+    assert trial.least == {8: 0.04, 4: 0.03}
     assert trial.best() == trial.current() == 4
     trial.record(0.001, 100)
-    assert trial.as_event() == {8: 0.04, 4: 0.03}, "what comes after the trial does not count"
+    assert trial.least == {8: 0.04, 4: 0.03}, "what comes after the trial does not count"
 
 
 def costs_of(num_layers: int) -> BlockCosts:
