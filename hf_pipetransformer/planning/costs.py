@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.blocks import (
     BlockCosts,
@@ -19,12 +18,9 @@ from hf_pipetransformer.planning.blocks import (
 from hf_pipetransformer.planning.simulator import Durations, Timeline, simulate, steady_seconds
 from hf_pipetransformer.schedules.actions import Table
 from hf_pipetransformer.schedules.asynchronous import window_table
+from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import first_above, num_layers, slice_bounds
 from hf_pipetransformer.schedules.tables import FORWARD_ONLY, find_schedule
-
-
-if TYPE_CHECKING:
-    from hf_pipetransformer.schedules.layout import Layout
 
 
 WEIGHT_SHARE = 0.5

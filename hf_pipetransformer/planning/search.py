@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.blocks import BlockCosts, active_seconds, trained_elements
 from hf_pipetransformer.planning.costs import with_launches
@@ -23,11 +22,8 @@ from hf_pipetransformer.planning.layouts import (
     largest_rank_size,
 )
 from hf_pipetransformer.planning.storing import COMPUTE, Pass, Storing, Way, choose_way, ways_of_storing
+from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, first_above, num_layers, pipeline_sizes
-
-
-if TYPE_CHECKING:
-    from hf_pipetransformer.schedules.layout import Layout
 
 
 MOVED_BYTES = 12
@@ -54,8 +50,7 @@ def search(
         stored = inputs.stored(current.pipeline_size, level)
         return replace(current, num_frozen_layers=num_frozen, cache_level=stored)
 
-    # Passes have a reading of their own, in place of the one that is a part of the measured overhead.
-    look = _Look(current, num_frozen, steps_left, inputs, storing, without_reading(inputs, current, storing))
+    look = _Look(current, num_frozen, steps_left, inputs, storing)
     found = []
     for size, num_chunks in _shapes(current, num_frozen, inputs).items() if inputs.elastic else ():
         found.append(look.best(partial(look.recut, size, num_chunks)))
@@ -76,14 +71,13 @@ def first_layout(sizes: Sequence[int], lay_out: Callable[[int], Layout], fits: C
 
 @dataclass(frozen=True)
 class _Look:
-    """The question that a search answers, and the steps to an answer. `apart` are the inputs without reading."""
+    """The question that a search answers, and the steps to an answer."""
 
     current: Layout
     num_frozen: int
     steps_left: int
     inputs: PlanInputs
     storing: Storing | None
-    apart: PlanInputs
 
     def recut(self, size: int, num_chunks: int, level: int) -> Layout:
         """Return the layout of another shape, with the present boundaries where new ones save too little."""
@@ -123,7 +117,8 @@ class _Look:
     def _judged(self, layout: Layout, way: Way) -> Choice:
         inputs = self.inputs
         moving = moving_seconds(self.current, layout, inputs)
-        seconds = seconds_left(layout, way.passes, self.apart) + moving
+        # Passes have a reading of their own, in place of the one that is a part of the measured overhead.
+        seconds = seconds_left(layout, way.passes, without_reading(inputs, self.current, self.storing)) + moving
         judged = inputs.judge(layout, inputs.cut_by)
         # Where no measured time may decide, the operations of a step stand for the rest of the run.
         cost = judged.cost if inputs.is_timeless else seconds

@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_pipetransformer.planning.simulator import Durations, simulate
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import Plans
 from hf_pipetransformer.schedules.schedule import Schedule
 from hf_pipetransformer.schedules.tables import find_schedule
-
-
-if TYPE_CHECKING:
-    from hf_pipetransformer.schedules.layout import Layout
-    from hf_pipetransformer.schedules.placement import Plans
 
 
 Times = NDArray[np.float64]
