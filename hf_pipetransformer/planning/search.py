@@ -88,7 +88,7 @@ class _Look:
         if layout.places != current.places:
             return layout
         unmoved, cut_by = replace(layout, boundaries=current.boundaries), inputs.cut_by
-        before, after = inputs.judge(unmoved, cut_by), inputs.judge(layout, cut_by)
+        before, after = cut_by.judge(unmoved), cut_by.judge(layout)
         if not is_worth_moving(before, after):
             return unmoved
         # Where boundaries follow the blocks' work, no measured time may decide on them.
@@ -119,7 +119,7 @@ class _Look:
         moving = moving_seconds(self.current, layout, inputs)
         # Passes have a reading of their own, in place of the one that is a part of the measured overhead.
         seconds = seconds_left(layout, way.passes, without_reading(inputs, self.current, self.storing)) + moving
-        judged = inputs.judge(layout, inputs.cut_by)
+        judged = inputs.cut_by.judge(layout)
         # Where no measured time may decide, the operations of a step stand for the rest of the run.
         cost = judged.cost if inputs.is_timeless else seconds
         return replace(judged, cost=cost, way=way, seconds_left=seconds, moving=moving)
