@@ -20,9 +20,8 @@ from hf_pipetransformer.report import logger
 from hf_pipetransformer.report.events import read_layouts
 from hf_pipetransformer.schedules.json_values import as_json, read_as
 from hf_pipetransformer.state import checkpoint
-from hf_pipetransformer.state.description import RunDescription, check_same_run
 from hf_pipetransformer.state.plain_checkpoint import check_trainers, is_plain, read_plain_scheduler, read_progress
-from hf_pipetransformer.state.run_state import RankState, RunState
+from hf_pipetransformer.state.run_state import RankState, RunDescription, RunState, check_same_run
 
 
 if TYPE_CHECKING:
