@@ -22,7 +22,7 @@ from hf_pipetransformer.planning.layouts import (
 )
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, sum_bytes
 from hf_pipetransformer.planning.search import first_layout
-from hf_pipetransformer.planning.simulator import simulate_equal
+from hf_pipetransformer.planning.simulator import equal_durations, simulate
 from hf_pipetransformer.planning.token_slices import WORTH, SlicePlanner
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules.abilities import FORWARDS_FIRST, abilities_of
@@ -342,7 +342,8 @@ class RunPlanner:
             return ""
         slices = max(map(len, layout.token_slices), default=1)
         # With equal stages: real cuts are never quite even, and so wait more.
-        timeline = simulate_equal(find_schedule(layout.schedule), layout.places, m, num_token_slices=slices)
+        table = find_schedule(layout.schedule).table(k, m, layout.num_chunks, num_token_slices=slices)
+        timeline = simulate(table, equal_durations(layout.places, num_token_slices=slices), layout.places)
         parts = counted(m, "micro-batch", "micro-batches") + ("" if slices == 1 else f" of {slices} token slices")
         return f" With {parts} the {k} devices are busy at most {1 - timeline.bubble:.0%} of the time."
 
