@@ -92,8 +92,7 @@ def _memory(plan: RunPlan) -> str:
 def stages(plan: RunPlan) -> list[dict[str, Any]]:
     """Return for each rank of the chosen layout its blocks in words, their parameters, and those that it trains."""
     layout, blocks = plan.chosen.layout, plan.blocks
-    whole = by_rank(layout, by_stage(layout, blocks.parameters))
-    counts = zip(whole, trained_elements(layout, blocks), strict=True)
+    counts = zip(by_rank(layout, by_stage(layout, blocks.parameters)), trained_elements(layout, blocks), strict=True)
     return [
         {"blocks": blocks_in_words(layout, rank), "parameters": parameters, "trained": trained}
         for rank, (parameters, trained) in enumerate(counts)
