@@ -311,9 +311,7 @@ class LayoutController:
         self.decisions.load_state(state, is_same_policy)
         if self.norms is not None and state["gradient_norms"] is not None:
             self.norms.load_state(state["gradient_norms"])
-        if is_elsewhere:
-            return
-        # The saved run already decided on its cache. Only mode "on" needs no times, so only it is decided again.
-        cache = self.decisions.cache
-        self._is_first = cache is not None and cache.mode == "on"
-        self.decisions.inputs.known_microbatches.update({(k, v): m for k, v, m in state["known_microbatches"]})
+        if not is_elsewhere:
+            # The saved run already decided on its cache. Only mode "on" needs no times, so only it is decided again.
+            cache = self.decisions.cache
+            self._is_first = cache is not None and cache.mode == "on"

@@ -213,13 +213,6 @@ class PlanInputs:
         """Return True if the fullest rank fits the smallest device."""
         return self.needed_bytes(layout) <= self.device_bytes * (1 - MEMORY_RESERVE)
 
-    def stored(self, pipeline_size: int, cache_level: int) -> int:
-        """Return the layers whose activations are stored by pipelines of a length: none by those over several nodes.
-
-        A store is on one node, and later stages on others could not read what the first one stores.
-        """
-        return 0 if self.overheads.spans_nodes(pipeline_size) else cache_level
-
     def judge(self, layout: Layout) -> Choice:
         """Return the cost of a step, and if the fullest rank fits a device."""
         return Choice(layout, self.predict(layout).seconds, self.fits(layout))
@@ -247,21 +240,20 @@ class PlanInputs:
     ) -> Layout:
         """Return the layout of a shape, with M by rule where nothing fixes it, and its most even boundaries.
 
-        Frozen blocks count with their forward only, and not even that where their output is stored, which pipelines
-        over several nodes cannot.
+        Frozen blocks count with their forward only, and not even that where their output is stored.
         """
         weights = weights_under(abilities_of(schedule), self.weights)
         samples = self.samples_per_device * pipeline_size
         # M of the user comes before M of a trial, which comes before the rule.
         known = self.num_microbatches or self.known_microbatches.get((pipeline_size, num_chunks))
         by_rule = choose_num_microbatches(pipeline_size, samples, weights, self.accumulation)
-        level, cut_by = self.stored(pipeline_size, cache_level), self.cut_by
+        cut_by = self.cut_by
         # Where steps overlap, each stage waits for its own update: the update is a part of its load.
         # Loads are per sample, and an update comes once a step.
         per_sample = cut_by.overheads.optimizer_per_parameter / (samples * self.accumulation)
-        loads = block_loads(cut_by.blocks, num_frozen, level, 0.0 if weights is None else per_sample)
+        loads = block_loads(cut_by.blocks, num_frozen, cache_level, 0.0 if weights is None else per_sample)
         shape = schedule, pipeline_size, num_replicas, known or by_rule, num_chunks
-        layout = plan_layout(loads, self.cut_positions, *shape, num_frozen, level)
+        layout = plan_layout(loads, self.cut_positions, *shape, num_frozen, cache_level)
         # Slices are planned with one time for all messages: that of the slowest, which the others wait for.
         hop, is_free = self.overheads.slowest_hop(layout, self.blocks, samples), self.num_microbatches is None
         layout = cut_layout(layout, self.token_slices, self.blocks.slices, samples, is_free, hop)

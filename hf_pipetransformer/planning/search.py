@@ -47,8 +47,7 @@ def search(
     """
 
     def as_it_is(level: int) -> Layout:
-        stored = inputs.stored(current.pipeline_size, level)
-        return replace(current, num_frozen_layers=num_frozen, cache_level=stored)
+        return replace(current, num_frozen_layers=num_frozen, cache_level=level)
 
     look = _Look(current, num_frozen, steps_left, inputs, storing)
     found = []
