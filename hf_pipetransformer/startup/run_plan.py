@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.planning.blocks import BlockCosts
-from hf_pipetransformer.planning.costs import Overheads, predict_timeline, shard_seconds
+from hf_pipetransformer.planning.costs import Overheads, shard_seconds
 from hf_pipetransformer.planning.forecast import Forecast
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, shard_memory
 from hf_pipetransformer.planning.storing import Caching, Storing, why_not_over_nodes
@@ -207,9 +207,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         refused=refused,
         caching=caching,
         duration=forecast.duration(course),
-        timeline=predict_timeline(
-            chosen.layout, inputs.blocks, inputs.overheads, inputs.samples(chosen.layout), inputs.accumulation
-        ),
+        timeline=inputs.predict(chosen.layout).timeline,
         computing_seconds=at_once.predict(chosen.layout).seconds,
         remedy=None if any(row.fits for row in of_run) else _remedy(model, planner, machine, sizes),
         head_slices=head_slices,
