@@ -112,7 +112,7 @@ class Decisions:
         )
         decision = decide(self.policy, signal, self.args.freeze_min_active_layers)
         self._target_num_frozen = decision.target_num_frozen
-        change = None
+        change, in_use = None, list[str]()
         if decision.freezes or decision.unfreezes:
             # Without a measured step (soon after another change) the costs of the last calibration hold.
             if any(reports):
@@ -122,9 +122,8 @@ class Decisions:
             choice = self._search(decision.num_frozen, layout, step)
             totals = [report["latest"] for report in reports if report]
             change = _as_change(choice, self.policy.explain(signal), max(totals, default=None))
-            self._report(decision, self._frozen_in_use(layout, choice.layout))
-        else:
-            self._report(decision, [])
+            in_use = self._frozen_in_use(layout, choice.layout)
+        self._report(decision, in_use)
         has_cache = self.cache is not None and self.cache.mode != "off"
         return {"next_step": self.next_step(step + 1), "change": change, "has_cache": has_cache}
 

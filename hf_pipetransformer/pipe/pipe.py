@@ -118,8 +118,8 @@ class Pipelined(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run(self, batch: MicroBatch) -> Any:
+        check_values(batch.values, "The input", not self._expands)
         if not self._stages:
-            check_values(batch.values, "The input", not self._expands)
             return batch.value
         self._follow_replacements()
         pieces = self._cut(batch)
@@ -160,7 +160,6 @@ class Pipelined(nn.Module):
             self._routes = find_routes([stage.module for stage in self._stages])
 
     def _cut(self, batch: MicroBatch) -> list[MicroBatch]:
-        check_values(batch.values, "The input", not self._expands)
         first = self._stages[0].device
         for i, value in enumerate(batch.values):
             if isinstance(value, torch.Tensor) and not is_same_place(value.device, first):
