@@ -160,7 +160,7 @@ class PlanInputs:
         measures_microbatches: True if M is tried on training steps, False if it follows the rule of thumb.
         num_microbatches: the number of micro-batches M if the user fixed it, else None.
         known_microbatches: the M that trials found best, by K and stages per rank V; those of the run are added.
-        unfit: values of K that ran out of memory.
+        unfit: the largest K that ran out of memory: shorter pipelines need more on each rank; 0 if none did.
         initial_largest_size: `largest_rank_size` of the initial layout.
         initial_size: K of the initial layout, to which unfreezing may return; 0 keeps pipelines from growing.
         num_chunks: V for pipelines of several ranks.
@@ -182,7 +182,7 @@ class PlanInputs:
     measures_microbatches: bool = True
     num_microbatches: int | None = None
     known_microbatches: dict[tuple[int, int], int] = field(default_factory=dict)
-    unfit: frozenset[int] = frozenset()
+    unfit: int = 0
     initial_largest_size: float = 0.0
     initial_size: int = 0
     num_chunks: int = 1

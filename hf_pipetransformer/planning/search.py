@@ -132,9 +132,7 @@ def _shapes(current: Layout, num_frozen: int, inputs: PlanInputs) -> dict[int, i
     longest = max(current.pipeline_size, inputs.initial_size if is_unfreezing else 0)
     sizes = pipeline_sizes(longest, inputs.overheads.node_size or longest)
     chunks = {k: choose_num_chunks(current.schedule, inputs.num_chunks, k, most) for k in sizes}
-    possible = {
-        k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k not in inputs.unfit)
-    }
+    possible = {k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k > inputs.unfit)}
     return possible or {current.pipeline_size: current.num_chunks}
 
 

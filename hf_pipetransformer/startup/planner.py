@@ -224,8 +224,7 @@ class RunPlanner:
             elastic=args.elastic,
             num_microbatches=args.num_microbatches,
             known_microbatches=known_microbatches or {},
-            # Shorter pipelines need more memory on each rank than the longest that ran out of it.
-            unfit=frozenset(range(1, self.unfit + 1)),
+            unfit=self.unfit,
             initial_largest_size=largest,
             initial_size=size,
             num_chunks=self.wanted_chunks,
