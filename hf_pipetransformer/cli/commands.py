@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import hf_pipetransformer
-from hf_pipetransformer.cli.plan import add_plan
+from hf_pipetransformer.cli.plan import HELP, add_options, print_plan
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -17,8 +17,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="hf-pipetransformer", description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {hf_pipetransformer.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_config, _add_selftest, add_plan, _add_report, _add_export_checkpoint, _add_cache):
-        add(commands)
+    for name, (run, about, arguments) in _COMMANDS.items():
+        command = commands.add_parser(name, **about)
+        command.set_defaults(run=run)
+        for argument, how in arguments.items():
+            command.add_argument(argument, **how)
+    add_options(commands.choices["plan"])
     words = sys.argv[1:] if argv is None else argv
     options, others = parser.parse_known_args([_with_underscores(word) for word in words])
     if options.command == "plan":
@@ -79,15 +83,6 @@ _NOTES = {
 }
 
 
-def _add_config(commands: Any) -> None:
-    text = "write a configuration of accelerate for this machine"
-    configuring = commands.add_parser("config", help=text, description=text.capitalize() + ".")
-    configuring.add_argument("--processes", type=int, help="number of processes: by default one per GPU, 2 without")
-    configuring.add_argument("--device", choices=("cpu", "gpu"), help="GPUs by default, CPUs where there is none")
-    configuring.add_argument("--output", help="file to write; by default it is printed")
-    configuring.set_defaults(run=_config)
-
-
 def _config(options: argparse.Namespace) -> None:
     device, number = options.device, options.processes
     if device is None or number is None:
@@ -120,21 +115,6 @@ def _config(options: argparse.Namespace) -> None:
 # ---- the other commands ----
 
 
-def _add_selftest(commands: Any) -> None:
-    text = "test the machines of a run: groups, speeds, exactness for every K and schedule, cache folder, a transition"
-    testing = commands.add_parser("selftest", help=text, description=f"T{text[1:]}.")
-    testing.add_argument("--use_cpu", action="store_true", help="test without GPUs, over gloo")
-    testing.add_argument("--activation_cache_dir", help="as in the runs; by default in the temporary folder")
-    testing.add_argument("--timeout", type=float, default=60.0, help="most seconds that a step may take, 60")
-    testing.add_argument("--output", help="JSON file for all figures")
-    testing.epilog = (
-        "Start it as the run will be started, on all nodes: accelerate launch --multi_gpu --num_processes N "
-        "-m hf_pipetransformer selftest. It takes a minute or two, prints about ten lines, and ends with status 1 and "
-        "what to do if something fails."
-    )
-    testing.set_defaults(run=_selftest)
-
-
 def _selftest(options: argparse.Namespace) -> None:
     """Test all machines of a launch; exit with an error if a check fails."""
     output = None if options.output is None else Path(options.output)
@@ -143,29 +123,6 @@ def _selftest(options: argparse.Namespace) -> None:
     if not options.timeout > 0:
         raise ValueError(f"--timeout {options.timeout:g}: expected a positive number of seconds.")
     run_selftest(options.use_cpu, options.activation_cache_dir, options.timeout, output)
-
-
-def _add_report(commands: Any) -> None:
-    reporting = commands.add_parser("report", help="draw what runs recorded: one HTML page, and a PNG of each chart")
-    reporting.add_argument("output_dir", nargs="+", help="output folders of runs, which are drawn side by side")
-    reporting.add_argument("--html", help="page to write; report.html in the first folder by default")
-    reporting.add_argument("--png", help="folder for a PNG of each chart; none are written by default")
-    reporting.set_defaults(run=_report)
-
-
-def _add_export_checkpoint(commands: Any) -> None:
-    exporting = commands.add_parser("export-checkpoint", help="write a checkpoint that plain Trainer resumes")
-    exporting.add_argument("checkpoint", help="a checkpoint-N of a pipeline")
-    exporting.add_argument("output", help="folder to write, such as outputs/checkpoint-N")
-    exporting.set_defaults(run=_export_checkpoint)
-
-
-def _add_cache(commands: Any) -> None:
-    caching = commands.add_parser("cache", help="list, verify or delete the activation stores of earlier runs")
-    caching.add_argument("action", choices=("list", "verify", "prune"))
-    caching.add_argument("--activation_cache_dir", help="as in the runs; by default in the temporary folder")
-    caching.add_argument("--kept", action="store_true", help="prune: also the stores that are meant to be kept")
-    caching.set_defaults(run=_cache)
 
 
 def _export_checkpoint(options: argparse.Namespace) -> None:
@@ -199,3 +156,67 @@ def _cache(options: argparse.Namespace) -> None:
     print("\n".join(lines) or none)
     if not is_sound:
         raise SystemExit(1)
+
+
+_STORES = {"help": "as in the runs; by default in the temporary folder"}
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], None], dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "config": (
+        _config,
+        {
+            "help": "write a configuration of accelerate for this machine",
+            "description": "Write a configuration of accelerate for this machine.",
+        },
+        {
+            "--processes": {"type": int, "help": "number of processes: by default one per GPU, 2 without"},
+            "--device": {"choices": ("cpu", "gpu"), "help": "GPUs by default, CPUs where there is none"},
+            "--output": {"help": "file to write; by default it is printed"},
+        },
+    ),
+    "selftest": (
+        _selftest,
+        {
+            "help": "test the machines of a run: groups, speeds, exactness for every K and schedule, cache folder, a "
+            "transition",
+            "description": "Test the machines of a run: groups, speeds, exactness for every K and schedule, cache "
+            "folder, a transition.",
+            "epilog": "Start it as the run will be started, on all nodes: accelerate launch --multi_gpu "
+            "--num_processes N -m hf_pipetransformer selftest. It takes a minute or two, prints about ten lines, and "
+            "ends with status 1 and what to do if something fails.",
+        },
+        {
+            "--use_cpu": {"action": "store_true", "help": "test without GPUs, over gloo"},
+            "--activation_cache_dir": _STORES,
+            "--timeout": {"type": float, "default": 60.0, "help": "most seconds that a step may take, 60"},
+            "--output": {"help": "JSON file for all figures"},
+        },
+    ),
+    # Options of a run follow, and none may be taken for the abbreviation of one of its own, which `add_options` adds.
+    "plan": (print_plan, {"help": HELP, "description": f"{HELP.capitalize()}.", "allow_abbrev": False}, {}),
+    "report": (
+        _report,
+        {"help": "draw what runs recorded: one HTML page, and a PNG of each chart"},
+        {
+            "output_dir": {"nargs": "+", "help": "output folders of runs, which are drawn side by side"},
+            "--html": {"help": "page to write; report.html in the first folder by default"},
+            "--png": {"help": "folder for a PNG of each chart; none are written by default"},
+        },
+    ),
+    "export-checkpoint": (
+        _export_checkpoint,
+        {"help": "write a checkpoint that plain Trainer resumes"},
+        {
+            "checkpoint": {"help": "a checkpoint-N of a pipeline"},
+            "output": {"help": "folder to write, such as outputs/checkpoint-N"},
+        },
+    ),
+    "cache": (
+        _cache,
+        {"help": "list, verify or delete the activation stores of earlier runs"},
+        {
+            "action": {"choices": ("list", "verify", "prune")},
+            "--activation_cache_dir": _STORES,
+            "--kept": {"action": "store_true", "help": "prune: also the stores that are meant to be kept"},
+        },
+    ),
+}
+"""What each command runs, what its parser is made with, and its arguments."""

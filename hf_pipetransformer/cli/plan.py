@@ -74,15 +74,15 @@ _Told = tuple[str, dict[str, Any], Spec, bool]
 """What a plan says, as text, as JSON values and as a chart, and True if it fits."""
 
 
-def add_plan(commands: Any) -> None:
-    text = "memory, waiting and time of a run from the model's config alone; without a model, a schedule's timeline"
-    # Options of a run follow, and none may be taken for the abbreviation of one of these.
-    planning = commands.add_parser("plan", help=text, description=text.capitalize() + ".", allow_abbrev=False)
+HELP = "memory, waiting and time of a run from the model's config alone; without a model, a schedule's timeline"
+
+
+def add_options(planning: argparse.ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
     planning.add_argument("model", nargs="?", help="folder or name with the config.json of a model; no weights")
     planning.add_argument("--json", action="store_true", help="print JSON instead of text")
     planning.add_argument("--png", metavar="FILE", help="draw the timeline of a batch; needs the extra 'report'")
     planning.add_argument("--svg", metavar="FILE", help="the same as SVG")
-    planning.set_defaults(run=_plan)
     of_model = planning.add_argument_group("of a model")
     for name, (kind, default, words) in _OF_MODEL.items():
         how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "default": default}
@@ -102,7 +102,7 @@ def add_plan(commands: Any) -> None:
     )
 
 
-def _plan(options: argparse.Namespace) -> None:
+def print_plan(options: argparse.Namespace) -> None:
     """Print a plan, or a schedule's timeline; exit with an error if the run fits on no number of stages."""
     paths = {f".{ending}": getattr(options, ending) for ending in ("png", "svg") if getattr(options, ending)}
     for ending, path in paths.items():

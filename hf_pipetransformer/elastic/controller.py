@@ -183,7 +183,7 @@ class LayoutController:
         self.meter.reset(skip=cache.steps_per_epoch if cache and layout.cache_level else 0)
         asks = self.replay is None and inputs.measures_microbatches and layout.pipeline_size > 1
         self._trial = None
-        if asks and layout.shape not in self.decisions.known_microbatches:
+        if asks and layout.shape not in inputs.known_microbatches:
             # All ranks of the run have to try the same numbers at the same steps.
             tried = self.topology.decide(lambda: fitting_candidates(layout, inputs))
             self._trial = MicrobatchTrial(tried)
@@ -230,7 +230,7 @@ class LayoutController:
     # ---- micro-batches ----
 
     def _try_microbatches(self, layout: Layout) -> Change | None:
-        trial, known = self._trial, self.decisions.known_microbatches
+        trial, known = self._trial, self.decisions.inputs.known_microbatches
         if trial is not None and trial.is_done:
             # Clocks differ between ranks, and M must not: rank 0's times count.
             known[layout.shape] = int(self.topology.decide(trial.best))
@@ -250,7 +250,7 @@ class LayoutController:
         return Change(replace(layout, num_microbatches=count), moves=False)
 
     def _report_trial(self, trial: MicrobatchTrial, chosen: int, layout: Layout) -> None:
-        seconds = {str(count): value for count, value in trial.as_event().items()}
+        seconds = {str(count): value for count, value in trial.least.items()}
         self.context.journal.write(
             "profile",
             what="microbatches",
@@ -264,7 +264,7 @@ class LayoutController:
             num_microbatches=chosen,
         )
         if self.topology.rank == 0:
-            tried = ", ".join(f"M={count}: {value * 1e6:.1f}" for count, value in trial.as_event().items())
+            tried = ", ".join(f"M={count}: {value * 1e6:.1f}" for count, value in trial.least.items())
             announce(f"K={layout.pipeline_size}: M={chosen} micro-batches from now on; microseconds a token: {tried}.")
 
     # ---- replay ----
@@ -292,7 +292,7 @@ class LayoutController:
         state = {
             **self.decisions.state(),
             "gradient_norms": None if self.norms is None else self.norms.state(),
-            "known_microbatches": [[*shape, m] for shape, m in self.decisions.known_microbatches.items()],
+            "known_microbatches": [[*shape, m] for shape, m in self.decisions.inputs.known_microbatches.items()],
         }
         return dict(plain(state, "What decides on layouts"))
 
@@ -311,9 +311,7 @@ class LayoutController:
         self.decisions.load_state(state, is_same_policy)
         if self.norms is not None and state["gradient_norms"] is not None:
             self.norms.load_state(state["gradient_norms"])
-        if is_elsewhere:
-            return
-        # The saved run already decided on its cache. Only mode "on" needs no times, so only it is decided again.
-        cache = self.decisions.cache
-        self._is_first = cache is not None and cache.mode == "on"
-        self.decisions.known_microbatches.update({(k, v): m for k, v, m in state["known_microbatches"]})
+        if not is_elsewhere:
+            # The saved run already decided on its cache. Only mode "on" needs no times, so only it is decided again.
+            cache = self.decisions.cache
+            self._is_first = cache is not None and cache.mode == "on"

@@ -59,11 +59,10 @@ class Decisions:
     num_frozen_by_user: int = 0
 
     def __post_init__(self) -> None:
-        self.known_microbatches = dict(self.inputs.known_microbatches)
-        """Number of micro-batches M that trials found best, by K and V."""
         self._target_num_frozen = float(self.num_frozen)
         self._num_fruitless = 0
-        self._calibrated = (self.inputs.blocks, self.inputs.overheads)
+        self._calibrated = self.inputs
+        """Inputs with the costs of the latest measured steps."""
 
     def outlook(self, layout: Layout, steps_per_epoch: int) -> str:
         """Describe what may freeze and when, and whether stored activations can be read."""
@@ -113,18 +112,18 @@ class Decisions:
         )
         decision = decide(self.policy, signal, self.args.freeze_min_active_layers)
         self._target_num_frozen = decision.target_num_frozen
-        change = None
+        change, in_use = None, list[str]()
         if decision.freezes or decision.unfreezes:
             # Without a measured step (soon after another change) the costs of the last calibration hold.
             if any(reports):
                 measured = layout, reports, self.args.gradient_accumulation_steps
-                self._calibrated = calibrate(self.inputs.blocks, self.inputs.overheads, *measured)
+                blocks, overheads = calibrate(self.inputs.blocks, self.inputs.overheads, *measured)
+                self._calibrated = replace(self.inputs, blocks=blocks, overheads=overheads)
             choice = self._search(decision.num_frozen, layout, step)
             totals = [report["latest"] for report in reports if report]
             change = _as_change(choice, self.policy.explain(signal), max(totals, default=None))
-            self._report(decision, self._frozen_in_use(layout, choice.layout))
-        else:
-            self._report(decision, [])
+            in_use = self._frozen_in_use(layout, choice.layout)
+        self._report(decision, in_use)
         has_cache = self.cache is not None and self.cache.mode != "off"
         return {"next_step": self.next_step(step + 1), "change": change, "has_cache": has_cache}
 
@@ -138,9 +137,8 @@ class Decisions:
 
     def _search(self, num_frozen: int, layout: Layout, step: int) -> Choice:
         """Search for the layout that follows and what it stores, with the latest measurements, and log the latter."""
-        costs, overheads = self._calibrated
-        known = self.known_microbatches
-        inputs = replace(self.inputs, blocks=costs, overheads=overheads, known_microbatches=known)
+        inputs = self._calibrated
+        costs, overheads = inputs.blocks, inputs.overheads
         # What is stored is of use until layers unfreeze.
         until = self.policy.frozen_until(step, self.clock.max_steps, self.num_frozen_by_user)
         # A policy of the user may have said a step that is over.

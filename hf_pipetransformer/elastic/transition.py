@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -218,6 +218,7 @@ def _collect(stage: Stage, bundles: Bundles, moves: Sequence[Move], optimizer: O
     return contents
 
 
+@dataclass
 class _Arrivals:
     """Installs what arrives for a new stage and frees what it no longer needs, round by round.
 
@@ -225,11 +226,10 @@ class _Arrivals:
         stage: the new stage, whose store still contains the parameters of the old one.
     """
 
-    def __init__(self, stage: Stage, bundles: Bundles, optimizer: OptimizerState) -> None:
-        self.stage = stage
-        self.bundles = bundles
-        self.optimizer = optimizer
-        self._states: dict[str, dict[str, Any]] = {}
+    stage: Stage
+    bundles: Bundles
+    optimizer: OptimizerState
+    _states: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
     def install(self, done: Sequence[Bundle], contents: list[dict[str, Any]]) -> None:
         """Install the contents of a round, and free bundles that no rank needs from here any more."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hf_pipetransformer.pipe.micro_batches import NoChunk
+from hf_pipetransformer.pipe.micro_batches import MicroBatch, check_values, scatter
 from hf_pipetransformer.pipe.skip import Key, SkipExchange, Skippable, exchanging
 from hf_pipetransformer.pipe.stages import Expanding, check_module, normalised, split_by_balance
 from hf_pipetransformer.planning.partition import partition
@@ -256,13 +256,11 @@ def _check(partitions: int, module: nn.Sequential) -> None:
         )
 
 
-def _first_micro_batch(value: Any, chunks: int) -> Any:
-    """Return the first of the `chunks` micro-batches of the model's input."""
-    if isinstance(value, tuple):
-        return tuple(_first_micro_batch(each, chunks) for each in value)
-    if isinstance(value, NoChunk):
-        return value.tensor
-    return value.chunk(chunks)[0] if isinstance(value, Tensor) and value.dim() else value
+def _first_micro_batch(sample: Any, chunks: int) -> Any:
+    """Return the first of the `chunks` micro-batches that a pipeline cuts the model's input into."""
+    batch = MicroBatch.of(sample)
+    check_values(batch.values, "The input")
+    return MicroBatch(scatter(batch.values, chunks)[0], batch.is_single).value
 
 
 def _cut(partitions: int, costs: Sequence[float]) -> list[int]:

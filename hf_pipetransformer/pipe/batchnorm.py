@@ -56,20 +56,17 @@ class DeferredBatchNorm(_BatchNorm):
         self._to_come = num_micro_batches
         # Per channel, over the values so far: count, mean, and sum of squared differences from the mean.
         self._count = 0
-        self._mean: Tensor | None = None
-        self._scatter: Tensor | None = None
+        self._mean = self._scatter = torch.zeros((), device="cpu")
 
     @property
     def sum(self) -> Tensor:
         """Sum of the values of the current mini-batch, `(channels,)`."""
-        return torch.zeros_like(self.running_mean) if self._mean is None else self._mean * self._count
+        return torch.zeros_like(self.running_mean) + self._mean * self._count
 
     @property
     def sum_squares(self) -> Tensor:
         """Sum of the squares of the values of the current mini-batch, `(channels,)`."""
-        if self._mean is None or self._scatter is None:
-            return torch.zeros_like(self.running_mean)
-        return self._scatter + self._mean**2 * self._count
+        return torch.zeros_like(self.running_mean) + self._scatter + self._mean**2 * self._count
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `(batch, channels, ...)`, and in training add it to the statistics of the mini-batch."""
@@ -92,18 +89,14 @@ class DeferredBatchNorm(_BatchNorm):
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         others = [dimension for dimension in range(values.dim()) if dimension != 1]
         var, mean = torch.var_mean(wide, dim=others, correction=0)
-        scatter = var * count
-        if self._mean is None or self._scatter is None:
-            self._count, self._mean, self._scatter = count, mean, scatter
-        else:
-            total, difference = self._count + count, mean - self._mean
-            self._mean = self._mean + difference * (count / total)
-            self._scatter = self._scatter + scatter + difference**2 * (self._count * count / total)
-            self._count = total
+        # At least 1: a batch without samples is none to divide by.
+        total, difference = max(1, self._count + count), mean - self._mean
+        self._mean = self._mean + difference * (count / total)
+        self._scatter = self._scatter + var * count + difference**2 * (self._count * count / total)
+        self._count = total
         self._to_come -= 1
 
     def _commit(self) -> None:
-        assert self._mean is not None and self._scatter is not None, "a mini-batch has a micro-batch"
         self.num_batches_tracked.add_(1)
         factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         for running, new in (

@@ -118,8 +118,8 @@ class Pipelined(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run(self, batch: MicroBatch) -> Any:
+        check_values(batch.values, "The input", not self._expands)
         if not self._stages:
-            check_values(batch.values, "The input", not self._expands)
             return batch.value
         self._follow_replacements()
         pieces = self._cut(batch)
@@ -160,7 +160,6 @@ class Pipelined(nn.Module):
             self._routes = find_routes([stage.module for stage in self._stages])
 
     def _cut(self, batch: MicroBatch) -> list[MicroBatch]:
-        check_values(batch.values, "The input", not self._expands)
         first = self._stages[0].device
         for i, value in enumerate(batch.values):
             if isinstance(value, torch.Tensor) and not is_same_place(value.device, first):
@@ -222,9 +221,7 @@ class LocalTensor(torch.Tensor):
         """Return the plain tensor, the same object on each call."""
         return self._value
 
-    def to_here(self) -> torch.Tensor:
-        """Return `local_value()`: everything is in this process."""
-        return self._value
+    to_here = local_value  # Everything is in this process.
 
     # Pickles and deep copies are plain tensors: `_value` is an attribute of this process alone.
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -241,9 +238,7 @@ class LocalTuple(tuple[Any, ...]):
         """Return a plain tuple."""
         return tuple(self)
 
-    def to_here(self) -> tuple[Any, ...]:
-        """Return `local_value()`: everything is in this process."""
-        return tuple(self)
+    to_here = local_value
 
 
 # DistributedDataParallel and other wrappers look for tensors in a module's output through pytree.

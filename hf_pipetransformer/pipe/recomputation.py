@@ -7,9 +7,9 @@ keeps forwards that draw from it, and recomputations that reset it, from interle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -50,40 +50,38 @@ class Drawing:
         self.is_on_cpu: bool | None = True if device.type == "cpu" else None
 
     @contextmanager
-    def noted(self) -> Iterator[States]:
-        """Yield the RNG states before the forward that runs inside, alone on the CPU generator if it may use it."""
+    def noted(self) -> Iterator[Restore]:
+        """Yield what restores the present RNG states, for a forward that runs inside.
+
+        It is alone on the CPU generator if it may use it.
+        """
         may_use_cpu = self.is_on_cpu is not False
         with _alone() if may_use_cpu else nullcontext():
             of_cpu = torch.get_rng_state() if may_use_cpu else None
             of_cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-            yield States(self.device, of_cpu, of_cuda)
+            yield partial(_restored, self.device, of_cpu, of_cuda)
             # Only a forward on a GPU is asked, once: where it leaves the CPU's generator alone, later ones need no
             # lock.
             if self.is_on_cpu is None and of_cpu is not None:
                 self.is_on_cpu = not torch.equal(torch.get_rng_state(), of_cpu)
 
 
-@dataclass(frozen=True, eq=False)
-class States:
-    """RNG states of a device, and of the CPU if a forward may draw from it."""
+Restore = Callable[[], AbstractContextManager[None]]
 
-    device: torch.device
-    of_cpu: torch.Tensor | None
-    of_cuda: torch.Tensor | None
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Set these RNG states inside, and restore the present ones on exit."""
-        with ExitStack() as stack:
-            if self.of_cpu is not None:
-                # Entered first, so left last: the present state is back before another thread may draw.
-                stack.enter_context(_alone())
-                stack.callback(torch.set_rng_state, torch.get_rng_state())
-                torch.set_rng_state(self.of_cpu)
-            if self.of_cuda is not None:
-                stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state(self.device), self.device)
-                torch.cuda.set_rng_state(self.of_cuda, self.device)
-            yield
+@contextmanager
+def _restored(device: torch.device, of_cpu: torch.Tensor | None, of_cuda: torch.Tensor | None) -> Iterator[None]:
+    """Set RNG states inside, of the CPU if a forward may draw from it, and restore the present ones on exit."""
+    with ExitStack() as stack:
+        if of_cpu is not None:
+            # Entered first, so left last: the present state is back before another thread may draw.
+            stack.enter_context(_alone())
+            stack.callback(torch.set_rng_state, torch.get_rng_state())
+            torch.set_rng_state(of_cpu)
+        if of_cuda is not None:
+            stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+            torch.cuda.set_rng_state(of_cuda, device)
+        yield
 
 
 MODES = ("always", "except_last", "never")
@@ -107,16 +105,16 @@ def checkpointed(function: Callable[..., Any], *values: Any, drawing: Drawing | 
 
     `drawing` names the generators of the stage, by default the CPU's.
     """
-    states: list[States] = []
+    restores: list[Restore] = []
     drawing = drawing or Drawing(torch.device("cpu"))
 
     def run(*values: Any) -> Any:
         # The first call is the forward; each later one recomputes, several times if the graph is retained.
-        if states:
-            with states[0].restored(), setting(_IS_RECOMPUTING, True):
+        if restores:
+            with restores[0](), setting(_IS_RECOMPUTING, True):
                 return function(*values)
-        with drawing.noted() as found, setting(_IS_CHECKPOINTING, True):
-            states.append(found)
+        with drawing.noted() as restore, setting(_IS_CHECKPOINTING, True):
+            restores.append(restore)
             return function(*values)
 
     # torch's preserve_rng_state is not safe here: other threads draw from the CPU generator meanwhile.

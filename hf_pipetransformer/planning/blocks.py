@@ -116,11 +116,6 @@ def trained_elements(layout: Layout, costs: BlockCosts) -> list[float]:
     return by_rank(layout, by_stage(layout, of_active(layout, costs.trained)))
 
 
-def stage_elements(layout: Layout, costs: BlockCosts) -> list[float]:
-    """Return the elements of each rank of a pipeline, trained or not; those of several blocks count at the first."""
-    return by_rank(layout, by_stage(layout, costs.parameters))
-
-
 def gradient_bytes(layout: Layout, costs: BlockCosts) -> list[float]:
     """Return the bytes of the gradients of each rank of a pipeline, in the dtypes of the weights."""
     return by_rank(layout, by_stage(layout, of_active(layout, costs.trained_bytes)))

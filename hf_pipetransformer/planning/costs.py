@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.blocks import (
     BlockCosts,
@@ -17,14 +16,10 @@ from hf_pipetransformer.planning.blocks import (
     trained_elements,
 )
 from hf_pipetransformer.planning.simulator import Durations, Timeline, simulate, steady_seconds
-from hf_pipetransformer.schedules.actions import Table
 from hf_pipetransformer.schedules.asynchronous import window_table
+from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import first_above, num_layers, slice_bounds
 from hf_pipetransformer.schedules.tables import FORWARD_ONLY, find_schedule
-
-
-if TYPE_CHECKING:
-    from hf_pipetransformer.schedules.layout import Layout
 
 
 WEIGHT_SHARE = 0.5
@@ -111,7 +106,8 @@ class Prediction:
     """Predicted seconds of one optimizer step: the total, its four parts, and the compute time of each rank.
 
     `pipeline` includes the bubble, over all batches of the step. If steps overlap, it is the time of the slowest
-    stage, its reduction and optimizer step included.
+    stage, its reduction and optimizer step included. `timeline` says when each rank of a pipeline computes what in one
+    batch; if steps overlap, in two optimizer steps.
     """
 
     seconds: float
@@ -120,6 +116,7 @@ class Prediction:
     optimizer: float
     other: float
     rank_seconds: tuple[float, ...]
+    timeline: Timeline = field(compare=False)
 
 
 WORK_OVERHEADS = Overheads(reduction_per_byte=REDUCTION_WORK, optimizer_per_parameter=UPDATE_WORK)
@@ -172,6 +169,8 @@ def predict_step(
     if layout.abilities.overlaps_steps:
         # A window knows no batches: all micro-batches of an optimizer step come in a row.
         step_size = accumulation * microbatches
+        table = window_table(layout.places, layout.first_active_stage, (step_size,) * 2)
+        timeline = simulate(table, replace(durations, update=tuple(updates)), layout.places)
         durations = replace(durations, update=tuple(map(sum, zip(reductions, updates, strict=True))))
         pipeline = steady_seconds(layout.places, layout.first_active_stage, step_size, durations)
         # Both are in the stages' updates; by default these stages clip by their own norms, and sum none.
@@ -180,12 +179,14 @@ def predict_step(
         whole = [each if stage >= layout.first_active_stage else 0.0 for stage, each in enumerate(durations.backward)]
         busy = [step_size * sum(both) for both in zip(durations.forward, whole, strict=True)]
     else:
-        passes = [(_table(layout, microbatches, durations), durations)]
+        shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
+        num_slices = max(1, len(durations.factors) // microbatches)
+        passes = [(find_schedule(layout.schedule).table(*shape, num_slices), durations)]
         if overheads.has_reference:
-            shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
             # The reference reads whole micro-batches: the shares of token slices are those of the training pass.
             passes.append((FORWARD_ONLY[layout.placement].table(*shape), replace(durations, factors=())))
         timelines = [simulate(*each, layout.places) for each in passes]
+        timeline = timelines[0]
         # Batches of a step run one after the other: each fills and drains the pipeline again.
         pipeline = accumulation * sum(each.end for each in timelines)
         reduction, optimizer = max(reductions), max(updates) + overheads.of_norms(layout)
@@ -198,25 +199,8 @@ def predict_step(
         optimizer=optimizer,
         other=other,
         rank_seconds=tuple(busy),
+        timeline=timeline,
     )
-
-
-def predict_timeline(
-    layout: Layout, costs: BlockCosts, overheads: Overheads, samples_per_pipeline: int, accumulation: int = 1
-) -> Timeline:
-    """Return when each rank of a pipeline computes what in one batch; if steps overlap, in two optimizer steps."""
-    microbatches, durations = _durations(layout, costs, overheads, samples_per_pipeline)
-    if layout.abilities.overlaps_steps:
-        table = window_table(layout.places, layout.first_active_stage, (accumulation * microbatches,) * 2)
-        updates = [overheads.optimizer_per_parameter * count for count in trained_elements(layout, costs)]
-        return simulate(table, replace(durations, update=tuple(updates)), layout.places)
-    return simulate(_table(layout, microbatches, durations), durations, layout.places)
-
-
-def _table(layout: Layout, microbatches: int, durations: Durations) -> Table:
-    shape = layout.pipeline_size, microbatches, layout.num_chunks, layout.first_active_stage
-    slices = len(durations.factors) // microbatches
-    return find_schedule(layout.schedule).table(*shape, max(1, slices))
 
 
 def _durations(

@@ -159,8 +159,8 @@ class PlanInputs:
         elastic: False keeps K and the boundaries for the whole run.
         measures_microbatches: True if M is tried on training steps, False if it follows the rule of thumb.
         num_microbatches: the number of micro-batches M if the user fixed it, else None.
-        known_microbatches: the M that trials found best, by K and stages per rank V.
-        unfit: values of K that ran out of memory.
+        known_microbatches: the M that trials found best, by K and stages per rank V; those of the run are added.
+        unfit: the largest K that ran out of memory: shorter pipelines need more on each rank; 0 if none did.
         initial_largest_size: `largest_rank_size` of the initial layout.
         initial_size: K of the initial layout, to which unfreezing may return; 0 keeps pipelines from growing.
         num_chunks: V for pipelines of several ranks.
@@ -181,8 +181,8 @@ class PlanInputs:
     elastic: bool = True
     measures_microbatches: bool = True
     num_microbatches: int | None = None
-    known_microbatches: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    unfit: frozenset[int] = frozenset()
+    known_microbatches: dict[tuple[int, int], int] = field(default_factory=dict)
+    unfit: int = 0
     initial_largest_size: float = 0.0
     initial_size: int = 0
     num_chunks: int = 1
@@ -196,9 +196,9 @@ class PlanInputs:
         """Return the samples of a pipeline's batch."""
         return self.samples_per_device * layout.pipeline_size
 
-    def predict(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Prediction:
-        """Predict a step under `layout`, by measured times or by other costs."""
-        return predict_step(layout, *(by or (self.blocks, self.overheads)), self.samples(layout), self.accumulation)
+    def predict(self, layout: Layout) -> Prediction:
+        """Predict a step under `layout`."""
+        return predict_step(layout, self.blocks, self.overheads, self.samples(layout), self.accumulation)
 
     def memory(self, layout: Layout) -> list[RankMemory]:
         """Return what each rank of a pipeline needs for training."""
@@ -213,25 +213,21 @@ class PlanInputs:
         """Return True if the fullest rank fits the smallest device."""
         return self.needed_bytes(layout) <= self.device_bytes * (1 - MEMORY_RESERVE)
 
-    def stored(self, pipeline_size: int, cache_level: int) -> int:
-        """Return the layers whose activations are stored by pipelines of a length: none by those over several nodes.
-
-        A store is on one node, and later stages on others could not read what the first one stores.
-        """
-        return 0 if self.overheads.spans_nodes(pipeline_size) else cache_level
-
-    def judge(self, layout: Layout, by: tuple[BlockCosts, Overheads] | None = None) -> Choice:
-        """Return the cost of a step, in the unit of `by` as in `predict`, and if the fullest rank fits a device."""
-        return Choice(layout, self.predict(layout, by).seconds, self.fits(layout))
+    def judge(self, layout: Layout) -> Choice:
+        """Return the cost of a step, and if the fullest rank fits a device."""
+        return Choice(layout, self.predict(layout).seconds, self.fits(layout))
 
     @property
-    def cut_by(self) -> tuple[BlockCosts, Overheads]:
-        """Costs that place stage boundaries: the blocks' work where boundaries affect results, else measured times."""
+    def cut_by(self) -> PlanInputs:
+        """Inputs that place stage boundaries: by the blocks' work where these affect results, else by measured times.
+
+        Their seconds are operations then.
+        """
         if not self.work:
-            return self.blocks, self.overheads
+            return self
         # The pass of the reference is work as well, and no clock decides whether there is one.
         by_work = replace(WORK_OVERHEADS, has_reference=self.overheads.has_reference)
-        return costs_by_work(self.blocks, self.work), by_work
+        return replace(self, blocks=costs_by_work(self.blocks, self.work), overheads=by_work)
 
     def lay_out(
         self,
@@ -244,21 +240,20 @@ class PlanInputs:
     ) -> Layout:
         """Return the layout of a shape, with M by rule where nothing fixes it, and its most even boundaries.
 
-        Frozen blocks count with their forward only, and not even that where their output is stored, which pipelines
-        over several nodes cannot.
+        Frozen blocks count with their forward only, and not even that where their output is stored.
         """
         weights = weights_under(abilities_of(schedule), self.weights)
         samples = self.samples_per_device * pipeline_size
         # M of the user comes before M of a trial, which comes before the rule.
         known = self.num_microbatches or self.known_microbatches.get((pipeline_size, num_chunks))
         by_rule = choose_num_microbatches(pipeline_size, samples, weights, self.accumulation)
-        level, (costs, overheads) = self.stored(pipeline_size, cache_level), self.cut_by
+        cut_by = self.cut_by
         # Where steps overlap, each stage waits for its own update: the update is a part of its load.
         # Loads are per sample, and an update comes once a step.
-        per_sample = overheads.optimizer_per_parameter / (samples * self.accumulation)
-        loads = block_loads(costs, num_frozen, level, 0.0 if weights is None else per_sample)
+        per_sample = cut_by.overheads.optimizer_per_parameter / (samples * self.accumulation)
+        loads = block_loads(cut_by.blocks, num_frozen, cache_level, 0.0 if weights is None else per_sample)
         shape = schedule, pipeline_size, num_replicas, known or by_rule, num_chunks
-        layout = plan_layout(loads, self.cut_positions, *shape, num_frozen, level)
+        layout = plan_layout(loads, self.cut_positions, *shape, num_frozen, cache_level)
         # Slices are planned with one time for all messages: that of the slowest, which the others wait for.
         hop, is_free = self.overheads.slowest_hop(layout, self.blocks, samples), self.num_microbatches is None
         layout = cut_layout(layout, self.token_slices, self.blocks.slices, samples, is_free, hop)
@@ -277,7 +272,7 @@ class PlanInputs:
             return layout
         even = self.judge(layout)
         # If messages to other nodes took no longer than inside one: even then there has to be enough to gain.
-        near = self.predict(layout, (self.blocks, replace(overheads, node_size=0))).seconds
+        near = replace(self, overheads=replace(overheads, node_size=0)).predict(layout).seconds
         if even.cost * (1 - WORTH_MOVING) < near:
             return layout
         leaves = layout.places.leaves_node

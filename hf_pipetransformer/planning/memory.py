@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.blocks import (
     BlockCosts,
@@ -15,13 +14,10 @@ from hf_pipetransformer.planning.blocks import (
     trained_elements,
 )
 from hf_pipetransformer.schedules.actions import GRADIENTS_ARE_WHOLE, Op
+from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, mlp_of, num_layers
 from hf_pipetransformer.schedules.tables import find_schedule
 from hf_pipetransformer.schedules.weight_kinds import weights_under
-
-
-if TYPE_CHECKING:
-    from hf_pipetransformer.schedules.layout import Layout
 
 
 # For what no formula here counts, such as the fragments of an allocator.
@@ -100,7 +96,7 @@ def rank_memory(
     samples_per_pipeline: int,
     accumulation: int = 1,
     weights: str = "pipeoptim",
-    memory: MemoryRules | None = None,
+    memory: MemoryRules = MemoryRules(),
 ) -> list[RankMemory]:
     """Return what each rank of a pipeline needs for training.
 
@@ -110,7 +106,6 @@ def rank_memory(
     has a copy and a gradient, without optimizer state. If steps overlap, stages keep several versions of the weights
     they train, by `weights` (a value of `pipeline_weights`). A pipeline's batch has `samples_per_pipeline` samples.
     """
-    memory = memory or MemoryRules()
     microbatches = max(1, min(layout.num_microbatches, samples_per_pipeline))
     samples = samples_per_pipeline / microbatches
     in_each = replace(

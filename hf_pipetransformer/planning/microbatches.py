@@ -127,7 +127,8 @@ class MicrobatchTrial:
         self._steps = [count for count in candidates for _ in range(steps_each)]
         self._steps_each = steps_each
         self._position = 0
-        self._least: dict[int, float] = {}
+        self.least: dict[int, float] = {}
+        """Seconds per token of each M measured so far."""
 
     @property
     def is_done(self) -> bool:
@@ -143,13 +144,9 @@ class MicrobatchTrial:
             return
         if self._position % self._steps_each > 0:
             tried = self._steps[self._position]
-            self._least[tried] = min(seconds / tokens, self._least.get(tried, float("inf")))
+            self.least[tried] = min(seconds / tokens, self.least.get(tried, float("inf")))
         self._position += 1
 
     def best(self) -> int:
         """Return the M with the least seconds per token so far; before any measurement, the first to try."""
-        return min(self._least, key=self._least.__getitem__) if self._least else self._steps[0]
-
-    def as_event(self) -> dict[int, float]:
-        """Return the seconds per token of each M measured so far."""
-        return dict(self._least)
+        return min(self.least, key=self.least.__getitem__) if self.least else self._steps[0]

@@ -1,8 +1,8 @@
-"""Partition of a model's blocks into stages, and the paper's rule for shortening a pipeline."""
+"""Partition of a model's blocks into stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -40,21 +40,3 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
         return min(candidates)
 
     return best(num_stages, num_blocks)[2]
-
-
-def compress_by_memory(
-    current_size: int,
-    largest_rank_size: Callable[[int], float],
-    initial_largest: float,
-    allowed: Sequence[int],
-) -> int:
-    """Halve the pipeline size K as long as no rank needs more memory than the fullest had at the start.
-
-    PipeTransformer, Eq. 2 (`<=`; Algorithm 1, line 30, has `<`), with sizes as the measure of memory:
-    `largest_rank_size(K)` is the size of the fullest rank, frozen layers weighted by their factor, and
-    `initial_largest` that at the start of the run.
-    """
-    size = current_size
-    while size % 2 == 0 and size // 2 in allowed and largest_rank_size(size // 2) <= initial_largest:
-        size //= 2
-    return size

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from hf_pipetransformer.planning.blocks import BlockCosts, active_seconds, trained_elements
 from hf_pipetransformer.planning.costs import with_launches
@@ -22,13 +21,9 @@ from hf_pipetransformer.planning.layouts import (
     is_worth_moving,
     largest_rank_size,
 )
-from hf_pipetransformer.planning.partition import compress_by_memory
 from hf_pipetransformer.planning.storing import COMPUTE, Pass, Storing, Way, choose_way, ways_of_storing
+from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import attention_of, first_above, num_layers, pipeline_sizes
-
-
-if TYPE_CHECKING:
-    from hf_pipetransformer.schedules.layout import Layout
 
 
 MOVED_BYTES = 12
@@ -52,18 +47,17 @@ def search(
     """
 
     def as_it_is(level: int) -> Layout:
-        stored = inputs.stored(current.pipeline_size, level)
-        return replace(current, num_frozen_layers=num_frozen, cache_level=stored)
+        return replace(current, num_frozen_layers=num_frozen, cache_level=level)
 
-    # Passes have a reading of their own, in place of the one that is a part of the measured overhead.
-    look = _Look(current, num_frozen, steps_left, inputs, storing, without_reading(inputs, current, storing))
+    look = _Look(current, num_frozen, steps_left, inputs, storing)
     found = []
     for size, num_chunks in _shapes(current, num_frozen, inputs).items() if inputs.elastic else ():
         found.append(look.best(partial(look.recut, size, num_chunks)))
     if not any(each.fits for each in found):
         kept = look.best(as_it_is)
         found += [kept] if kept.fits or not found else []
-    chosen = _choose(found, inputs) if inputs.elastic else found[0]
+    by_time = inputs.compression == "throughput"
+    chosen = choose_by_throughput(found) if by_time else choose_by_memory(found, inputs)
     seconds = {each.layout.pipeline_size: inputs.predict(each.layout).seconds for each in found}
     return replace(chosen, alternatives=seconds)
 
@@ -76,25 +70,24 @@ def first_layout(sizes: Sequence[int], lay_out: Callable[[int], Layout], fits: C
 
 @dataclass(frozen=True)
 class _Look:
-    """The question that a search answers, and the steps to an answer. `apart` are the inputs without reading."""
+    """The question that a search answers, and the steps to an answer."""
 
     current: Layout
     num_frozen: int
     steps_left: int
     inputs: PlanInputs
     storing: Storing | None
-    apart: PlanInputs
 
     def recut(self, size: int, num_chunks: int, level: int) -> Layout:
         """Return the layout of another shape, with the present boundaries where new ones save too little."""
         inputs, current = self.inputs, self.current
         num_replicas = current.pipeline_size * current.num_replicas // size
         layout = inputs.lay_out(current.schedule, size, num_replicas, num_chunks, self.num_frozen, level)
-        # Another number of stages moves weights in any case; whether that pays is for `_choose` to say.
+        # Another number of stages moves weights in any case; whether that pays is for the choice among them to say.
         if layout.places != current.places:
             return layout
         unmoved, cut_by = replace(layout, boundaries=current.boundaries), inputs.cut_by
-        before, after = inputs.judge(unmoved, cut_by), inputs.judge(layout, cut_by)
+        before, after = cut_by.judge(unmoved), cut_by.judge(layout)
         if not is_worth_moving(before, after):
             return unmoved
         # Where boundaries follow the blocks' work, no measured time may decide on them.
@@ -122,8 +115,9 @@ class _Look:
     def _judged(self, layout: Layout, way: Way) -> Choice:
         inputs = self.inputs
         moving = moving_seconds(self.current, layout, inputs)
-        seconds = seconds_left(layout, way.passes, self.apart) + moving
-        judged = inputs.judge(layout, inputs.cut_by)
+        # Passes have a reading of their own, in place of the one that is a part of the measured overhead.
+        seconds = seconds_left(layout, way.passes, without_reading(inputs, self.current, self.storing)) + moving
+        judged = inputs.cut_by.judge(layout)
         # Where no measured time may decide, the operations of a step stand for the rest of the run.
         cost = judged.cost if inputs.is_timeless else seconds
         return replace(judged, cost=cost, way=way, seconds_left=seconds, moving=moving)
@@ -137,9 +131,7 @@ def _shapes(current: Layout, num_frozen: int, inputs: PlanInputs) -> dict[int, i
     longest = max(current.pipeline_size, inputs.initial_size if is_unfreezing else 0)
     sizes = pipeline_sizes(longest, inputs.overheads.node_size or longest)
     chunks = {k: choose_num_chunks(current.schedule, inputs.num_chunks, k, most) for k in sizes}
-    possible = {
-        k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k not in inputs.unfit)
-    }
+    possible = {k: v for k, v in chunks.items() if v and (k in (current.pipeline_size, longest) or k > inputs.unfit)}
     return possible or {current.pipeline_size: current.num_chunks}
 
 
@@ -157,16 +149,19 @@ def choose_by_throughput(candidates: Sequence[Choice]) -> Choice:
     return min(equals, key=lambda candidate: (candidate.layout.pipeline_size, candidate.cost))
 
 
-def _choose(options: Sequence[Choice], inputs: PlanInputs) -> Choice:
-    if inputs.compression == "throughput":
-        return choose_by_throughput(options)
-    # Eq. 2 goes down from the longest pipeline, and asks for one size after the other.
-    by_size = {option.layout.pipeline_size: option for option in options}
+def choose_by_memory(candidates: Sequence[Choice], inputs: PlanInputs) -> Choice:
+    """Halve the pipeline size K, from the longest, while no rank needs more memory than the fullest had at the start.
 
-    def size(k: int) -> float:
-        return largest_rank_size(inputs.blocks.parameters, by_size[k].layout)
-
-    return by_size[compress_by_memory(max(by_size), size, inputs.initial_largest_size, list(by_size))]
+    PipeTransformer, Eq. 2 (`<=`; Algorithm 1, line 30, has `<`), with elements as the measure of memory, see
+    `largest_rank_size`.
+    """
+    by_size = {candidate.layout.pipeline_size: candidate for candidate in candidates}
+    size, parameters = max(by_size), inputs.blocks.parameters
+    while size % 2 == 0 and size // 2 in by_size:
+        if largest_rank_size(parameters, by_size[size // 2].layout) > inputs.initial_largest_size:
+            break
+        size //= 2
+    return by_size[size]
 
 
 # ---- seconds ----

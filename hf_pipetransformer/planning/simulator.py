@@ -8,7 +8,6 @@ from typing import NamedTuple
 from hf_pipetransformer.schedules.actions import GIVES, NEEDS, SENDS, Action, Op, ScheduleError, Table, source_of
 from hf_pipetransformer.schedules.asynchronous import window_table
 from hf_pipetransformer.schedules.placement import Placement
-from hf_pipetransformer.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -90,18 +89,6 @@ def simulate(table: Table, durations: Durations, placement: Placement | None = N
     # By their ends too: an update that takes no time starts together with the pass after it.
     spans = tuple(sorted(run.spans, key=lambda span: (span.start, span.rank, span.end)))
     return Timeline(spans, max(run.clock), tuple(run.busy))
-
-
-def simulate_equal(
-    schedule: Schedule,
-    placement: Placement,
-    num_microbatches: int,
-    num_token_slices: int = 1,
-) -> Timeline:
-    """Simulate a schedule with `equal_durations`."""
-    size, num_chunks, _ = placement
-    table = schedule.table(size, num_microbatches, num_chunks, num_token_slices=num_token_slices)
-    return simulate(table, equal_durations(placement, num_token_slices=num_token_slices), placement)
 
 
 def equal_durations(

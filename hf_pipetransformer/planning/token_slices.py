@@ -8,21 +8,18 @@ trying are the times of slices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_pipetransformer.planning.simulator import Durations, simulate
+from hf_pipetransformer.schedules.layout import Layout
+from hf_pipetransformer.schedules.placement import Plans
 from hf_pipetransformer.schedules.schedule import Schedule
 from hf_pipetransformer.schedules.tables import find_schedule
-
-
-if TYPE_CHECKING:
-    from hf_pipetransformer.schedules.layout import Layout
-    from hf_pipetransformer.schedules.placement import Plans
 
 
 Times = NDArray[np.float64]
@@ -157,9 +154,6 @@ class TokenCosts:
         tokens, context = np.meshgrid(np.arange(1, granules + 1) * sizes, np.arange(granules) * sizes, indexing="ij")
         times: Times = hop + share * self.seconds(sequences, context, tokens)
         return times
-
-    def as_event(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def fit_token_costs(times: Sequence[SliceTime]) -> TokenCosts:

@@ -83,7 +83,7 @@ def facts_of(trainer: Any, data: str | None) -> Facts:
     try:
         run = read_run(folder, folder.name)
     except ValueError:
-        run = RecordedRun(folder.name, folder)  # Left to Trainer, whose state was not saved
+        run = RecordedRun(folder.name)  # Left to Trainer, whose state was not saved
     base = getattr(trainer.model.config, "name_or_path", None)
     return {
         "base_model": relative(base) if base else None,

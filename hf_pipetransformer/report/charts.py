@@ -130,12 +130,12 @@ def _progress(run: RecordedRun, name: str, factor: float = 1.0) -> list[Row]:
 
 
 def _over_steps(
-    runs: Sequence[RecordedRun], rows: list[Row], y: alt.Y, height: int = 170, below: Sequence[alt.Chart] = ()
+    runs: Sequence[RecordedRun], rows: list[Row], y: alt.Y, height: int, below: Sequence[alt.Chart] = (), **mark: Any
 ) -> list[_Panel]:
     """Return a plot of one line of each run over others; none without any row."""
     if not rows:
         return []
-    line = _line(rows, _x(last=_last(runs)), y, _by_run(runs))
+    line = _line(rows, _x(last=_last(runs)), y, _by_run(runs), **mark)
     return [_marked(runs, [*below, line], height=height)]
 
 
@@ -200,21 +200,19 @@ def _layout(runs: Sequence[RecordedRun]) -> Chart:
         ("pipeline_stages", pipeline_size),
         ("pipeline_replicas", lambda layout: int(layout["num_replicas"])),
     ]
-    panels = []
+    panels = list[_Panel]()
     for title, of in quantities:
         rows = [
             row for run in runs for row in _steps(run, [(event["step"], of(each)) for event, each in run.layouts()])
         ]
-        if rows:
-            top = max(row["value"] for row in rows)
-            y = _y(
-                title,
-                axis=alt.Axis(tickMinStep=1, format="d"),
-                # A little room above: a line on the frame cannot be seen.
-                scale=alt.Scale(domain=[0, max(1, top) * 1.08], nice=False),
-            )
-            line = _line(rows, _x(last=_last(runs)), y, _by_run(runs), interpolate="step-after", strokeWidth=2.2)
-            panels.append(_marked(runs, [line], height=96))
+        top = max([1, *(row["value"] for row in rows)])
+        y = _y(
+            title,
+            axis=alt.Axis(tickMinStep=1, format="d"),
+            # A little room above: a line on the frame cannot be seen.
+            scale=alt.Scale(domain=[0, top * 1.08], nice=False),
+        )
+        panels += _over_steps(runs, rows, y, 96, interpolate="step-after", strokeWidth=2.2)
     return Chart(
         "layout",
         "Frozen layers and layout",

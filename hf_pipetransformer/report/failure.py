@@ -142,7 +142,7 @@ class FailureReporter:
             self._stop_watching()
             if signal.getsignal(signal.SIGTERM) == self._end:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if error is not None and is_told and _world_size() > 1:
+        if error is not None and is_told and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             if isinstance(error, Exception):
                 _end_soon_after(error)
             if not _needs_traceback(error):
@@ -236,10 +236,6 @@ def _needs_traceback(error: BaseException) -> bool:
 def _rank() -> int:
     # Not once at import: scripts and `notebook_launcher` set them later.
     return int(os.environ.get("RANK", "0"))
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _speaks(cause: str) -> bool:

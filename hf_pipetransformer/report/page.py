@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from hf_pipetransformer.report.charts import Chart
 
 
-def write_report(folders: Sequence[str], page: str | None, pictures: str | None) -> list[str]:
+def write_report(folders: Sequence[str], page: str, pictures: str | None) -> list[str]:
     """Write the report of the runs in output folders; return the paths written.
 
     Args:
-        page: HTML file to write; None for none.
+        page: HTML file to write.
         pictures: folder for a PNG of each chart; None for none.
 
     Raises:
@@ -40,7 +40,6 @@ def write_report(folders: Sequence[str], page: str | None, pictures: str | None)
         )
     from hf_pipetransformer.report.charts import all_charts  # Only the report needs Altair.
 
-    written = []
     try:
         runs = read_runs(folders)
         charts = all_charts(runs)
@@ -51,12 +50,11 @@ def write_report(folders: Sequence[str], page: str | None, pictures: str | None)
             f"An event of {', '.join(folders)} is not what this version writes ({type(error).__name__}: {error}): "
             "expected the folders as the runs left them."
         ) from error
-    if page is not None:
-        path = Path(page)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with create(path) as file:  # A link in the folder of a run is not followed.
-            file.write(text)
-        written.append(str(path))
+    path = Path(page)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with create(path) as file:  # A link in the folder of a run is not followed.
+        file.write(text)
+    written = [str(path)]
     if pictures is not None:
         folder = Path(pictures)
         folder.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,6 @@ class RecordedRun:
     """
 
     name: str
-    folder: Path
     events: list[dict[str, Any]] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
@@ -188,7 +187,7 @@ def read_run(folder: Path, name: str) -> RecordedRun:
             "checkpoint."
         )
     best = _best(folder, events, entries)
-    return RecordedRun(name, folder, events, entries, results, estimates, _trace(folder), best, after)
+    return RecordedRun(name, events, entries, results, estimates, _trace(folder), best, after)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from hf_pipetransformer.planning.blocks import stage_elements, trained_elements
+from hf_pipetransformer.planning.blocks import by_rank, by_stage, trained_elements
 from hf_pipetransformer.planning.memory import RankMemory
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules.actions import Op
@@ -92,7 +92,7 @@ def _memory(plan: RunPlan) -> str:
 def stages(plan: RunPlan) -> list[dict[str, Any]]:
     """Return for each rank of the chosen layout its blocks in words, their parameters, and those that it trains."""
     layout, blocks = plan.chosen.layout, plan.blocks
-    counts = zip(stage_elements(layout, blocks), trained_elements(layout, blocks), strict=True)
+    counts = zip(by_rank(layout, by_stage(layout, blocks.parameters)), trained_elements(layout, blocks), strict=True)
     return [
         {"blocks": blocks_in_words(layout, rank), "parameters": parameters, "trained": trained}
         for rank, (parameters, trained) in enumerate(counts)

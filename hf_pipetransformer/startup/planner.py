@@ -22,7 +22,7 @@ from hf_pipetransformer.planning.layouts import (
 )
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, MemoryRules, sum_bytes
 from hf_pipetransformer.planning.search import first_layout
-from hf_pipetransformer.planning.simulator import simulate_equal
+from hf_pipetransformer.planning.simulator import equal_durations, simulate
 from hf_pipetransformer.planning.token_slices import WORTH, SlicePlanner
 from hf_pipetransformer.report import duration
 from hf_pipetransformer.schedules.abilities import FORWARDS_FIRST, abilities_of
@@ -205,7 +205,7 @@ class RunPlanner:
         return tuple(each / self.num_probed for each in computed)
 
     def inputs(
-        self, began_under: Layout | None = None, known_microbatches: Mapping[tuple[int, int], int] | None = None
+        self, began_under: Layout | None = None, known_microbatches: dict[tuple[int, int], int] | None = None
     ) -> PlanInputs:
         """Return the inputs of the plans of a run, of those after its first layout if it is given."""
         args, blocks, memory = self.args, self.costs.blocks, self.memory_rules
@@ -224,8 +224,7 @@ class RunPlanner:
             elastic=args.elastic,
             num_microbatches=args.num_microbatches,
             known_microbatches=known_microbatches or {},
-            # Shorter pipelines need more memory on each rank than the longest that ran out of it.
-            unfit=frozenset(range(1, self.unfit + 1)),
+            unfit=self.unfit,
             initial_largest_size=largest,
             initial_size=size,
             num_chunks=self.wanted_chunks,
@@ -315,7 +314,7 @@ class RunPlanner:
             "stage_seconds": list(prediction.rank_seconds),
             "measured_samples": costs.num_samples,
             "block_costs": {key: list(value) for key, value in asdict(costs.blocks).items() if key != "slices"},
-            "slice_costs": None if costs.blocks.slices is None else costs.blocks.slices.as_event(),
+            "slice_costs": None if costs.blocks.slices is None else asdict(costs.blocks.slices),
             "block_flops": list(self.probe.block_flops),
         }
 
@@ -342,7 +341,8 @@ class RunPlanner:
             return ""
         slices = max(map(len, layout.token_slices), default=1)
         # With equal stages: real cuts are never quite even, and so wait more.
-        timeline = simulate_equal(find_schedule(layout.schedule), layout.places, m, num_token_slices=slices)
+        table = find_schedule(layout.schedule).table(k, m, layout.num_chunks, num_token_slices=slices)
+        timeline = simulate(table, equal_durations(layout.places, num_token_slices=slices), layout.places)
         parts = counted(m, "micro-batch", "micro-batches") + ("" if slices == 1 else f" of {slices} token slices")
         return f" With {parts} the {k} devices are busy at most {1 - timeline.bubble:.0%} of the time."
 

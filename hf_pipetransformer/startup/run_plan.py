@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_pipetransformer.options.combinations import check_combinations
 from hf_pipetransformer.planning.blocks import BlockCosts
-from hf_pipetransformer.planning.costs import Overheads, predict_timeline, shard_seconds
+from hf_pipetransformer.planning.costs import Overheads, shard_seconds
 from hf_pipetransformer.planning.forecast import Forecast
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE, RankMemory, shard_memory
 from hf_pipetransformer.planning.storing import Caching, Storing, why_not_over_nodes
@@ -187,7 +187,11 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         way = forecast.way(course.freezing.spans)
         caching = replace(caching, is_used=way.use, reason=way.reason)
     # The same step on a device that never waits for Python.
-    at_once = replace(inputs.blocks, launch=()), replace(inputs.overheads, per_forward=0.0, per_backward=0.0)
+    at_once = replace(
+        inputs,
+        blocks=replace(inputs.blocks, launch=()),
+        overheads=replace(inputs.overheads, per_forward=0.0, per_backward=0.0),
+    )
     return RunPlan(
         model=type(bare_model(model)).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -203,10 +207,8 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         refused=refused,
         caching=caching,
         duration=forecast.duration(course),
-        timeline=predict_timeline(
-            chosen.layout, inputs.blocks, inputs.overheads, inputs.samples(chosen.layout), inputs.accumulation
-        ),
-        computing_seconds=inputs.predict(chosen.layout, at_once).seconds,
+        timeline=inputs.predict(chosen.layout).timeline,
+        computing_seconds=at_once.predict(chosen.layout).seconds,
         remedy=None if any(row.fits for row in of_run) else _remedy(model, planner, machine, sizes),
         head_slices=head_slices,
     )

@@ -411,7 +411,7 @@ def _measure_costs(
             most = min(args.train_samples_per_device, affordable, MOST_SEQUENCES)
             batch = target if read is None else with_batch(target, read(most))
             seconds = [sum(each) for each in zip(blocks.forward, blocks.backward, strict=True)]
-            return measure_slices(batch, structure, target.rule, target.twin.share_of(seconds)).as_event()
+            return asdict(measure_slices(batch, structure, target.rule, target.twin.share_of(seconds)))
 
         blocks = replace(blocks, slices=TokenCosts(**inspection.on_first_rank(measure_token_slices)))
     overheads = Overheads(

@@ -20,9 +20,8 @@ from hf_pipetransformer.report import logger
 from hf_pipetransformer.report.events import read_layouts
 from hf_pipetransformer.schedules.json_values import as_json, read_as
 from hf_pipetransformer.state import checkpoint
-from hf_pipetransformer.state.description import RunDescription, check_same_run
 from hf_pipetransformer.state.plain_checkpoint import check_trainers, is_plain, read_plain_scheduler, read_progress
-from hf_pipetransformer.state.run_state import RankState, RunState
+from hf_pipetransformer.state.run_state import RankState, RunDescription, RunState, check_same_run
 
 
 if TYPE_CHECKING:
@@ -77,7 +76,8 @@ class Resumption:
         self._are_set = False
         self._skipped: tuple[int, int] | None = None
         """Batches of the epoch that are left out, and all of its batches; None at its beginning."""
-        self._replanned: Layout | None = None
+        self.first_layout = None if saved is None else saved.first_layout
+        """Layout that the run began under, or would have begun under; None if that is the current one."""
 
     @property
     def state(self) -> RunState:
@@ -102,6 +102,9 @@ class Resumption:
                 "splitter as in the run that was saved."
             )
         self.is_elsewhere = not self._is_still_asked_for(layout, plans, world_size)
+        if self.is_elsewhere:
+            # A layout that fits the frozen model may have too few stages for what unfreezes later.
+            self.first_layout = plans.layout() if plan is None and policy.may_unfreeze else None
         # A checkpoint comes before the change that is due at its step, so the layout is that of the steps before.
         planned = layout if plan is None else plan[max(start for start in plan if start < step)]
         # A plan may be replayed without the activation cache it was recorded with.
@@ -113,9 +116,6 @@ class Resumption:
                 "Resume with the plan of the run that was saved."
             )
         if self.is_elsewhere and plan is None:
-            if policy.may_unfreeze:
-                # A layout that fits the frozen model may have too few stages for what unfreezes later.
-                self._replanned = plans.layout()
             return plans.layout(layout.num_frozen_layers)
         return planned if self.is_elsewhere else layout
 
@@ -133,11 +133,6 @@ class Resumption:
             # What ran out of memory is not tried again, unless the user asks for it by number.
             and (layout.pipeline_size > plans.unfit or layout.pipeline_size == self.args.pipeline_size)
         )
-
-    @property
-    def first_layout(self) -> Layout | None:
-        """Layout that the run began under, or would have begun under; None if that is the current one."""
-        return self._replanned if self.is_elsewhere else self.state.first_layout
 
     def sums_in_float32(self, plans: RunPlanner, layout: Layout) -> bool:
         """Return True to add the gradients of half-precision weights in float32: as saved, if the layout is too."""

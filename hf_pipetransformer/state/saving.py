@@ -31,14 +31,13 @@ from hf_pipetransformer.data.rng import random_state
 from hf_pipetransformer.report import announce
 from hf_pipetransformer.runtime.optimizer_state import OptimizerState, check_replicas_agree
 from hf_pipetransformer.state import checkpoint
-from hf_pipetransformer.state.description import check_same_kinds
 from hf_pipetransformer.state.plain_checkpoint import (
     read_plain_optimizer,
     read_plain_scheduler,
     set_plain_random_state,
     trainers_groups,
 )
-from hf_pipetransformer.state.run_state import FileEntry, RankState, RunState
+from hf_pipetransformer.state.run_state import FileEntry, RankState, RunDescription, RunState, check_same_kinds
 
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from hf_pipetransformer.runtime.context import Context
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.schedules.layout import Layout
-    from hf_pipetransformer.state.description import RunDescription
     from hf_pipetransformer.state.resumption import Resumption
 
 

@@ -17,8 +17,8 @@ from hf_pipetransformer.data.rng import Generators, set_random_state
 from hf_pipetransformer.report import announce
 from hf_pipetransformer.runtime.gathering import check_whole
 from hf_pipetransformer.startup.planner import StartDecision
-from hf_pipetransformer.state.description import RunDescription, check_shared_folder, saves_state
 from hf_pipetransformer.state.resumption import find_resumption
+from hf_pipetransformer.state.run_state import RunDescription, check_shared_folder, saves_state
 from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import SavesOnSignal, running_callbacks
 from hf_pipetransformer.training.evaluations import Evaluations

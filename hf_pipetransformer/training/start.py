@@ -27,8 +27,8 @@ from hf_pipetransformer.runtime.optimizer_state import OptimizerState, keep_para
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
 from hf_pipetransformer.startup.planner import StartDecision
 from hf_pipetransformer.startup.slices import choose_head_slices
-from hf_pipetransformer.state.description import RunDescription
 from hf_pipetransformer.state.resumption import Resumption, read_plan
+from hf_pipetransformer.state.run_state import RunDescription
 from hf_pipetransformer.state.saving import Checkpoints
 from hf_pipetransformer.training.expectation import in_words, make_forecast
 from hf_pipetransformer.training.loaders import check_undivided

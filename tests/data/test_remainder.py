@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler
 
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.sampler import EpochOrder, Position
-from hf_pipetransformer.state.description import are_other_data, describe_data
 from hf_pipetransformer.state.resumption import Resumption
+from hf_pipetransformer.state.run_state import are_other_data, describe_data
 
 
 def make_sampler(num_samples: int, batch_size: int, drops_last: bool) -> EpochOrder:

@@ -344,6 +344,18 @@ def test_what_is_no_measure_is_refused(value):
         balance_by_size(1, model, torch.rand(1, 1), param_scale=value, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("sample", "error"),
+    [
+        (3, "The input must have at least one tensor, found int"),
+        (torch.tensor(1.0), "Input 0 is a tensor without dimensions, which no batch can be cut from"),
+    ],
+)
+def test_an_input_that_no_pipeline_cuts_is_refused(sample, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        balance_by_size(1, nn.Sequential(nn.Identity()), sample, chunks=2, device="cpu")
+
+
 def test_no_micro_batch_is_refused():
     with pytest.raises(ValueError, match="chunks=0: expected at least one micro-batch"):
         balance_by_size(1, nn.Sequential(nn.Linear(1, 1)), torch.rand(1, 1), chunks=0)

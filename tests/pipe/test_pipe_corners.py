@@ -143,11 +143,11 @@ def test_a_stage_elsewhere_that_draws_on_the_cpu_is_found_out() -> None:
         pass
     assert drawing.is_on_cpu is False
     drawing = Drawing(torch.device("meta"))
-    with drawing.noted() as states:
+    with drawing.noted() as restore:
         drawn = torch.rand(3)
     assert drawing.is_on_cpu
     after = torch.get_rng_state()
-    with states.restored():
+    with restore():
         assert torch.equal(torch.rand(3), drawn)
     assert torch.equal(torch.get_rng_state(), after)
 

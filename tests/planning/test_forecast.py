@@ -11,6 +11,7 @@ from hf_pipetransformer.planning.costs import Overheads, Prediction
 from hf_pipetransformer.planning.course import Span, spans_of
 from hf_pipetransformer.planning.forecast import Forecast, likely_cause
 from hf_pipetransformer.planning.layouts import PlanInputs
+from hf_pipetransformer.planning.simulator import Timeline
 from hf_pipetransformer.planning.storing import Storing
 from hf_pipetransformer.schedules.layout import Layout
 from tests.support.costs import block_costs
@@ -97,7 +98,15 @@ def test_an_outlook_as_steps_in_a_row() -> None:
     assert spans_of([], 1, 9) == [Span(9, 1)]
 
 
-PREDICTED = Prediction(1.0, pipeline=0.8, reduction=0.1, optimizer=0.05, other=0.05, rank_seconds=(0.6, 0.5))
+PREDICTED = Prediction(
+    1.0,
+    pipeline=0.8,
+    reduction=0.1,
+    optimizer=0.05,
+    other=0.05,
+    rank_seconds=(0.6, 0.5),
+    timeline=Timeline((), 0.8, ()),
+)
 MEASURED = {
     "total": 1.0, "pipeline": 0.8, "forward": 0.2, "backward": 0.4, "reduction": 0.1, "optimizer": 0.05,
 }  # fmt: skip

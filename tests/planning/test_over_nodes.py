@@ -129,7 +129,7 @@ def narrow(at: int) -> BlockCosts:
 def cuts_of(costs: BlockCosts, overheads: Overheads, **rules: Any) -> tuple[int, ...]:
     """Where eight samples, one by one, are cut on four stages."""
     current = replace(layout_of(12, 4, 4), num_microbatches=8, boundaries=(0, 1, 2, 3, 26))
-    fixed = rules_for(12, num_microbatches=8, unfit=frozenset({1, 2})) | rules
+    fixed = rules_for(12, num_microbatches=8, unfit=2) | rules
     return search(current, 0, LONG, PlanInputs(costs, overheads, 2, **fixed)).layout.boundaries
 
 
@@ -188,7 +188,7 @@ def test_cuts_between_any_nodes_only_ever_save_time(
 
 
 def test_a_slow_network_keeps_a_pipeline_on_its_node() -> None:
-    current, rules = layout_of(12, 4, 4), rules_for(12, unfit=frozenset({1}))
+    current, rules = layout_of(12, 4, 4), rules_for(12, unfit=1)
     reducing = {"reduction_per_byte": 0.4, "node_size": 2}
     found = {hop: search(current, 0, LONG, PlanInputs(costs_of(12), Overheads(**reducing, node_hop=hop), 2, **rules))
              for hop in (0.0, 100.0)}  # fmt: skip

@@ -11,8 +11,8 @@ from hf_pipetransformer.planning.simulator import (
     Span,
     Timeline,
     draw,
+    equal_durations,
     simulate,
-    simulate_equal,
     steady_seconds,
 )
 from hf_pipetransformer.schedules.actions import Action, Op, ScheduleError
@@ -146,7 +146,8 @@ def test_nothing_gets_faster_when_something_takes_longer(
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("size", "num_microbatches"), [(1, 3), (2, 1), (4, 3), (4, 16)])
 def test_equal_stages_wait_for_the_share_of_the_formula(name: str, size: int, num_microbatches: int) -> None:
-    found = simulate_equal(find_schedule(name), Placement(size), num_microbatches)
+    table = find_schedule(name).table(size, num_microbatches)
+    found = simulate(table, equal_durations(Placement(size)))
     assert found.bubble == pytest.approx((size - 1) / (num_microbatches + size - 1))
     assert found.busy == pytest.approx([3 * num_microbatches] * size)
 
@@ -154,7 +155,8 @@ def test_equal_stages_wait_for_the_share_of_the_formula(name: str, size: int, nu
 @pytest.mark.parametrize(("name", "num_chunks"), [("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zb_v", 2)])
 def test_ranks_of_several_stages_compute_as_much_and_wait_less(name: str, num_chunks: int) -> None:
     schedule = find_schedule(name)
-    found = simulate_equal(schedule, Placement(4, num_chunks, schedule.abilities.placement), 8)
+    placement = Placement(4, num_chunks, schedule.abilities.placement)
+    found = simulate(schedule.table(4, 8, num_chunks), equal_durations(placement), placement)
     assert found.busy == pytest.approx([24] * 4)
     assert found.bubble < 3 / 11
 

@@ -308,14 +308,14 @@ def test_options_in_which_runs_differ_are_marked() -> None:
         [{"event": "run", "step": 0, "at_s": 0.0, "origin": {"options": options, "commit": "c0ffee"}}]
         for options in ({"learning_rate": 0.1, "seed": 1}, {"seed": 1})
     ]
-    runs = [RecordedRun(name, Path(), events=found) for name, found in zip("ab", events, strict=True)]
+    runs = [RecordedRun(name, events=found) for name, found in zip("ab", events, strict=True)]
     found = [(row.name, row.cells, row.differs) for row in origins([*runs])]
     assert found == [
         ("learning_rate", ["0.1", "default"], True),
         ("seed", ["1", "1"], False),
         ("commit", ["c0ffee", "c0ffee"], False),
     ]
-    assert origins([RecordedRun("c", Path())]) == []
+    assert origins([RecordedRun("c")]) == []
     # What is the same in all runs stands in the page once.
     page = visible(render(runs, []))
     assert page.count("c0ffee") == 1 and page.count('<tr class="differs">') == 1 and 'colspan="2">1</td>' in page
@@ -328,7 +328,7 @@ def test_counters_and_times_of_an_evaluation_are_no_metrics() -> None:
     """TRL's trainers count the tokens that they evaluate."""
     counted = {"eval_num_tokens": 9.0, "eval_runtime": 1.0, "eval_samples_per_second": 2.0, "eval_samples": 3}
     entries = [Entry(1, None, {"loss": 2.0, "grad_norm": 1.0}), Entry(1, None, {"eval_loss": 1.0, **counted})]
-    assert RecordedRun("run", Path(), entries=entries).metric_names() == ["loss", "eval_loss"]
+    assert RecordedRun("run", entries=entries).metric_names() == ["loss", "eval_loss"]
 
 
 # ---- runs that recorded less ----

@@ -20,9 +20,8 @@ from hf_pipetransformer.schedules.json_values import number
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.state import checkpoint, resumption
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, newest_by_sizes, read_state
-from hf_pipetransformer.state.description import TOLD_ARGUMENTS, check_same_run
 from hf_pipetransformer.state.resumption import Resumption, find_resumption, read_plan
-from hf_pipetransformer.state.run_state import RunState, checksum_of
+from hf_pipetransformer.state.run_state import TOLD_ARGUMENTS, RunState, check_same_run, checksum_of
 from tests.state.test_going_on import trainer_of
 from tests.support.models import build_model
 from tests.support.mutations import DEEP, GONE, draw_mutations, mutated, refusal_of
@@ -46,7 +45,7 @@ NOT_COMPARED = {
 
 
 def test_every_option_is_compared_on_resume_or_known_not_to_be() -> None:
-    """A new option goes into `TOLD_ARGUMENTS` of state/description.py or into `NOT_COMPARED` above."""
+    """A new option goes into `TOLD_ARGUMENTS` of state/run_state.py or into `NOT_COMPARED` above."""
     compared = {name for name in READERS if name in TOLD_ARGUMENTS}
     assert set(READERS) - compared == NOT_COMPARED, "see this test's docstring"
 

@@ -19,10 +19,9 @@ from hf_pipetransformer.runtime.optimizer_state import OptimizerState, keep_para
 from hf_pipetransformer.schedules import json_values
 from hf_pipetransformer.state import checkpoint, plain_checkpoint, saving
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_optimizer, read_state
-from hf_pipetransformer.state.description import _describe_changes
 from hf_pipetransformer.state.plain_checkpoint import check_trainers
 from hf_pipetransformer.state.resumption import Resumption
-from hf_pipetransformer.state.run_state import checksum_of
+from hf_pipetransformer.state.run_state import _describe_changes, checksum_of
 from hf_pipetransformer.state.saving import Checkpoints
 from hf_pipetransformer.state.weights import _check_complete
 
